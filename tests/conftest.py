@@ -1,0 +1,23 @@
+"""Settings for all tests: how hypothesis searches, and which tests this machine can run."""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# No deadlines: processes share the cores, so one example's time says nothing about the code.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` where there is no CUDA device; torch is loaded only for them."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,78 @@
+"""One table of element types: torch's name, safetensors' name, size in bits.
+
+It knows names and sizes, never values. Names are torch's without the ``torch.`` prefix.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ckpt_tools.errors import UnsupportedError
+
+
+class DType(NamedTuple):
+    """One element type.
+
+    ``name`` is torch's, ``safetensors`` the format's own or None when it cannot hold the type,
+    ``bits`` the size of one element, ``kind`` one of float, int, uint, bool, complex, raw.
+    """
+
+    name: str
+    safetensors: str | None
+    bits: int
+    kind: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.bits // 8
+
+
+# safetensors names: the format's README (0.7), which has C64 but no 128-bit complex number.
+_ROWS = (
+    DType("float64", "F64", 64, "float"),
+    DType("float32", "F32", 32, "float"),
+    DType("float16", "F16", 16, "float"),
+    DType("bfloat16", "BF16", 16, "float"),
+    DType("float8_e4m3fn", "F8_E4M3", 8, "float"),
+    DType("float8_e5m2", "F8_E5M2", 8, "float"),
+    DType("float8_e4m3fnuz", "F8_E4M3FNUZ", 8, "float"),
+    DType("float8_e5m2fnuz", "F8_E5M2FNUZ", 8, "float"),
+    DType("float8_e8m0fnu", "F8_E8M0", 8, "float"),
+    DType("float4_e2m1fn_x2", None, 8, "raw"),
+    DType("int64", "I64", 64, "int"),
+    DType("int32", "I32", 32, "int"),
+    DType("int16", "I16", 16, "int"),
+    DType("int8", "I8", 8, "int"),
+    DType("uint64", "U64", 64, "uint"),
+    DType("uint32", "U32", 32, "uint"),
+    DType("uint16", "U16", 16, "uint"),
+    DType("uint8", "U8", 8, "uint"),
+    DType("bool", "BOOL", 8, "bool"),
+    DType("complex32", None, 32, "complex"),
+    DType("complex64", "C64", 64, "complex"),
+    DType("complex128", None, 128, "complex"),
+)
+
+BY_NAME = {row.name: row for row in _ROWS}
+BY_SAFETENSORS = {row.safetensors: row for row in _ROWS if row.safetensors is not None}
+
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+_SHORT |= {"half": "float16", "float": "float32", "double": "float64"}
+
+
+def dtype_named(name: str) -> DType:
+    """The element type of this torch name, e.g. ``bfloat16``.
+
+    Raises UnsupportedError when the name is not in the table.
+    """
+    row = BY_NAME.get(name)
+    if row is None:
+        raise UnsupportedError(f"The element type {name!r} is not known here.")
+    return row
+
+
+def parse_dtype(text: str) -> DType | None:
+    """The element type that a person means by ``bf16``, ``fp32``, ``float16``…, or None."""
+    name = text.lower().removeprefix("torch.")
+    return BY_NAME.get(_SHORT.get(name, name))

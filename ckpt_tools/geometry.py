@@ -1,0 +1,129 @@
+"""Boxes of elements, and where their elements lie in memory: integers only.
+
+A box is a hyper-rectangle in the global coordinates of one tensor. Only `runs` turns boxes into
+memory offsets. Nothing here knows of dtypes, files, ranks or meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A hyper-rectangle: ``offsets`` and ``sizes`` in elements, one of each per dimension.
+
+    A scalar is ``Box((), ())``: no dimension, one element. A box with a size of 0 is empty.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that holds a whole tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last coordinate, per dimension."""
+        return tuple(start + size for start, size in zip(self.offsets, self.sizes, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements in both boxes, or None when there are none."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(
+            min(a + m, b + n) - start
+            for a, m, b, n, start in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, offsets, strict=True
+            )
+        )
+        return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
+
+    def contains(self, other: Box) -> bool:
+        """Whether every corner of the other box lies inside this one."""
+        return all(
+            a <= b and b + n <= a + m
+            for a, m, b, n in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+            )
+        )
+
+    def relative_to(self, origin: Box) -> Box:
+        """The same elements in the coordinates of ``origin``."""
+        offsets = tuple(a - b for a, b in zip(self.offsets, origin.offsets, strict=True))
+        return Box(offsets, self.sizes)
+
+    def __str__(self) -> str:
+        """As a slice: ``[0:4, 8:16]``."""
+        spans = (f"{a}:{a + n}" for a, n in zip(self.offsets, self.sizes, strict=True))
+        return f"[{', '.join(spans)}]"
+
+
+class Run(NamedTuple):
+    """``numel`` elements that lie one behind the other, from element ``start`` on."""
+
+    start: int
+    numel: int
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a packed row-major tensor of this shape."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def runs(box: Box, within: Box) -> Iterator[Run]:
+    """The maximal runs of ``box`` in the row-major memory of ``within``, in ascending order.
+
+    ``box`` must lie inside ``within``. Trailing dimensions that ``box`` takes whole are joined into
+    one run; an empty box has no run.
+    """
+    if 0 in box.sizes:
+        return
+    ndim = len(box.sizes)
+    strides = row_major_strides(within.sizes)
+    first = ndim
+    while first > 0 and box.sizes[first - 1] == within.sizes[first - 1]:
+        first -= 1
+    inner = max(first - 1, 0)
+    length = prod(box.sizes[inner:])
+    base = sum((a - b) * s for a, b, s in zip(box.offsets, within.offsets, strides, strict=True))
+    for index in product(*(range(size) for size in box.sizes[:inner])):
+        yield Run(base + sum(i * s for i, s in zip(index, strides, strict=False)), length)
+
+
+def slabs(box: Box, *, max_numel: int) -> Iterator[Box]:
+    """Cut a box into pieces of at most ``max_numel`` elements, in row-major order.
+
+    Each piece is contiguous in the row-major memory of ``box``, and the pieces follow one another
+    there without a gap. An empty box gives no piece.
+    """
+    if 0 in box.sizes:
+        return
+    if box.numel <= max_numel:
+        yield box
+        return
+    strides = row_major_strides(box.sizes)
+    dim = next(i for i, stride in enumerate(strides) if stride <= max_numel)
+    step = max(1, max_numel // strides[dim])
+    ones = (1,) * dim
+    for index in product(*(range(size) for size in box.sizes[:dim])):
+        lead = tuple(a + i for a, i in zip(box.offsets, index, strict=False))
+        for start in range(0, box.sizes[dim], step):
+            size = min(step, box.sizes[dim] - start)
+            yield Box(
+                (*lead, box.offsets[dim] + start, *box.offsets[dim + 1 :]),
+                (*ones, size, *box.sizes[dim + 1 :]),
+            )

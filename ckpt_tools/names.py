@@ -8,7 +8,7 @@ name, and it is known from the path, never from splitting a name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import translate
 
 from ckpt_tools.errors import UsageError
@@ -58,30 +58,48 @@ def container_of(paths: Iterable[Path]) -> dict[Path, Section]:
     return found
 
 
-def classify(paths: Sequence[Path]) -> list[tuple[Section, Path]]:
+def classify(
+    paths: Sequence[Path], *, objects: Collection[Path] = ()
+) -> list[tuple[Section, Path]]:
     """The section of each path, and the container prefix that its names stand in.
 
-    Without any container, a state dict with ``state`` and ``param_groups`` at the top is an
-    optimizer's, and anything else is a model's; beside a model container, names outside of it are
-    other state.
+    ``objects`` are those of the paths that are not tensors. Beside a model container, names outside
+    of any container are other state. Without one, the tensors that no container of other state
+    holds are the model (TorchTitan saves it so), unless the whole is a bare optimizer state dict:
+    ``state`` and ``param_groups`` at the top.
     """
     containers = container_of(paths)
     has_model = "model" in containers.values()
-    bare_optim = any(path[0] == "param_groups" for path in paths) and not has_model
-    out: list[tuple[Section, Path]] = []
-    for path in paths:
-        prefix = next(
-            (path[:n] for n in range(1, min(len(path), 4)) if path[:n] in containers), None
+    bare_optim = not has_model and any(path[0] == "param_groups" for path in paths)
+    return [
+        _section_of(
+            path,
+            containers,
+            bare_optim=bare_optim,
+            is_model=not (has_model or bare_optim) and _may_be_weight(path, objects),
         )
-        if prefix is not None:
-            out.append((containers[prefix], prefix))
-        elif bare_optim and path[0] in ("state", "param_groups"):
-            out.append(("optim", ()))
-        elif has_model or bare_optim or str(path[0]) in _OTHER:
-            out.append(("other", ()))
-        else:
-            out.append(("model", ()))
-    return out
+        for path in paths
+    ]
+
+
+def _may_be_weight(path: Path, objects: Collection[Path]) -> bool:
+    """Whether a name outside of any container can be a model's."""
+    if path in objects:
+        return str(path[-1]).endswith("_extra_state")
+    return str(path[0]) not in _OTHER
+
+
+def _section_of(
+    path: Path, containers: Mapping[Path, Section], *, bare_optim: bool, is_model: bool
+) -> tuple[Section, Path]:
+    for depth in range(1, len(path)):
+        if path[:depth] in containers:
+            return containers[path[:depth]], path[:depth]
+        if str(path[depth - 1]) not in _OUTER:
+            break
+    if bare_optim and path[0] in ("state", "param_groups"):
+        return "optim", ()
+    return ("model" if is_model else "other"), ()
 
 
 def clean(name: str) -> str:

@@ -1,0 +1,328 @@
+"""Where the raw bytes lie inside a torch.save archive: a zip file whose records are all stored.
+
+It reads the end of the archive, its central directory, and the local header of a record that is
+asked for. It knows nothing of what a record holds, and it never inflates one.
+
+The layout is PKWARE's APPNOTE 6.3. What torch makes of it: records lie under one top folder, sizes
+and CRCs stand only in the central directory, and a CRC of 0 says that none was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from struct import Struct
+from typing import Literal, NamedTuple
+from zlib import crc32
+
+from ckpt_tools.errors import UnreadableError, UnsupportedError
+
+ReadBytes = Callable[[int, int], bytes]
+Kind = Literal["zip", "pickle", "tar", "safetensors", "html", "lfs", "zstd", "empty", "unknown"]
+
+# A DCP item of a few KB then costs one read, and of a larger one the end record and most central
+# directories come with the first.
+_WINDOW = 64 * 1024
+# A directory of a million records takes about 100 MB.
+_MAX_DIRECTORY = 512 * 1024 * 1024
+_MAX_RECORD_IN_MEMORY = 1 << 30
+
+_LOCAL = Struct("<4s5H3L2H")
+_CENTRAL = Struct("<4s6H3L5H2L")
+_END = Struct("<4s4H2LH")
+_END64 = Struct("<4sQ2H2L4Q")
+_LOCATOR64 = Struct("<4sLQL")
+_EXTRA = Struct("<2H")
+_ENCRYPTED = 0x1
+_ABSENT_32 = 0xFFFFFFFF
+
+_FOREIGN: dict[Kind, str] = {
+    "empty": "it is empty",
+    "html": "it is a web page, not a download of the file",
+    "lfs": "it is a Git LFS pointer: the file itself was never fetched (git lfs pull)",
+    "tar": "it is a tar archive",
+    "safetensors": "it is a safetensors file",
+    "zstd": "it is compressed with zstd",
+    "pickle": "it is a plain pickle",
+    "unknown": "it does not begin like a zip archive",
+}
+
+
+class Record(NamedTuple):
+    """The bytes of one record: absolute ``offset`` in the file, ``length``, and CRC-32 or None."""
+
+    offset: int
+    length: int
+    crc: int | None
+
+
+class _Entry(NamedTuple):
+    """What the central directory says of a record; ``header`` is relative to the archive."""
+
+    name: bytes
+    header: int
+    length: int
+    crc: int
+
+
+def sniff(head: bytes) -> Kind:
+    """What a file is, by its first bytes; 512 of them are enough."""
+    if not head:
+        return "empty"
+    for magic, kind in _MAGICS:
+        if head.startswith(magic):
+            return kind
+    if head[257:262] == b"ustar":
+        return "tar"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
+        return "safetensors"
+    return "html" if head.lstrip()[:1] == b"<" else "unknown"
+
+
+_MAGICS: tuple[tuple[bytes, Kind], ...] = (
+    (b"PK\x03\x04", "zip"),
+    (b"PK\x05\x06", "zip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"version https://git-lfs", "lfs"),
+    (b"\x80\x02", "pickle"),
+    (b"\x80\x03", "pickle"),
+    (b"\x80\x04", "pickle"),
+    (b"\x80\x05", "pickle"),
+)
+
+
+class Archive:
+    """One torch.save archive: its records by name, without the top folder ("data.pkl", "data/0").
+
+    The local header of a record is read only when the record is asked for.
+    """
+
+    __slots__ = ("_bytes", "_end", "_entries", "where")
+
+    def __init__(self, source: _Source, entries: dict[str, _Entry], *, end: int) -> None:
+        self._bytes = source
+        self._entries = entries
+        self._end = end
+        self.where = source.where
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the records, in the order of the archive."""
+        return self._entries.keys()
+
+    def record(self, name: str) -> Record:
+        """Where the bytes of a record lie.
+
+        Raises UnreadableError when there is no such record or its local header is damaged.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise UnreadableError(
+                f"{self.where} has no record {name!r}; it is cut or no torch.save archive."
+            )
+        header = self._bytes.take(entry.header, _LOCAL.size + len(entry.name))
+        fields = _LOCAL.unpack_from(header)
+        name_length, extra_length = fields[9], fields[10]
+        same_name = header[_LOCAL.size :] == entry.name and name_length == len(entry.name)
+        if fields[0] != b"PK\x03\x04" or not same_name:
+            raise UnreadableError(f"{self.where}: the header of record {name!r} is damaged.")
+        start = entry.header + _LOCAL.size + name_length + extra_length
+        if start + entry.length > self._end:
+            raise UnreadableError(
+                f"{self.where}: record {name!r} lies outside of the archive "
+                f"(bytes {start:,} to {start + entry.length:,} of {self._end:,})."
+            )
+        absent = entry.crc == 0 and entry.length > 0
+        return Record(self._bytes.offset + start, entry.length, None if absent else entry.crc)
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a small record, checked against its CRC. At most 1 GiB.
+
+        Raises UnreadableError as `record` does, and when the CRC says that the bytes are damaged.
+        """
+        record = self.record(name)
+        if record.length > _MAX_RECORD_IN_MEMORY:
+            raise UnreadableError(f"{self.where}: record {name!r} is too large: {record.length:,}.")
+        data = self._bytes.take(record.offset - self._bytes.offset, record.length)
+        if record.crc is not None and crc32(data) != record.crc:
+            raise UnreadableError(
+                f"{self.where}: record {name!r} is damaged: its CRC-32 is {crc32(data):08x}, "
+                f"the archive says {record.crc:08x}."
+            )
+        return data
+
+
+def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Archive:
+    """The torch.save archive that fills bytes [offset, offset + length) of a file.
+
+    ``read(offset, length)`` gives bytes of the file, ``where`` names it in errors. Archives of up
+    to 64 KiB cost one read.
+
+    Raises UnreadableError when the bytes are no such archive, or one that is cut or damaged.
+    """
+    source = _Source(read, offset=offset, length=length, where=where)
+    start, size, count = _directory_place(source)
+    if size > _MAX_DIRECTORY:
+        raise UnreadableError(f"{where}: its central directory of {size:,} bytes is too large.")
+    entries: dict[str, _Entry] = {}
+    folders: set[bytes] = set()
+    for entry in _directory(source.take(start, size), where):
+        folder, _, name = entry.name.partition(b"/")
+        text = name.decode("utf-8", "backslashreplace")
+        if text in entries:
+            raise UnreadableError(f"{where}: record {text!r} is there twice.")
+        folders.add(folder)
+        entries[text] = entry
+    if len(entries) != count:
+        raise UnreadableError(
+            f"{where}: its central directory lists {len(entries):,} records, not {count:,}."
+        )
+    if len(folders) > 1:
+        raise UnreadableError(
+            f"{where} is a zip archive, but none of torch.save: it has more than one top folder."
+        )
+    return Archive(source, entries, end=start)
+
+
+def is_little_endian(archive: Archive) -> bool:
+    """Whether the tensors of the archive are little-endian, as they are when it does not say.
+
+    Raises UnreadableError when it says something else than "little" or "big".
+    """
+    if "byteorder" not in archive.names:
+        return True
+    order = archive.read("byteorder")[:16]
+    if order not in {b"little", b"big"}:
+        raise UnreadableError(f"{archive.where}: byte order {order!r} is not known.")
+    return order == b"little"
+
+
+def require_little_endian(archive: Archive) -> None:
+    """Raise UnsupportedError when the tensors of the archive are big-endian."""
+    if not is_little_endian(archive):
+        raise UnsupportedError(
+            f"{archive.where} was saved on a big-endian machine; its bytes are not swapped here.",
+            hint="Load it with torch.load and save it again on a little-endian machine.",
+        )
+
+
+class _Source:
+    """The bytes of the archive, of which the last 64 KiB are kept."""
+
+    __slots__ = ("_from", "_kept", "_read", "length", "offset", "where")
+
+    def __init__(self, read: ReadBytes, *, offset: int, length: int, where: str) -> None:
+        self._read = read
+        self.offset = offset
+        self.length = length
+        self.where = where
+        self._from = max(0, length - _WINDOW)
+        self._kept = read(offset + self._from, length - self._from) if length > 0 else b""
+        if len(self._kept) != length - self._from:
+            self._raise_cut(self._from + len(self._kept), length)
+
+    @property
+    def tail(self) -> bytes:
+        """The last bytes of the archive, up to 64 KiB."""
+        return self._kept
+
+    def take(self, start: int, length: int) -> bytes:
+        """``length`` bytes from byte ``start`` of the archive on."""
+        if start < 0 or length < 0 or start + length > self.length:
+            self._raise_cut(self.length, start + length)
+        if start >= self._from:
+            return self._kept[start - self._from : start - self._from + length]
+        data = self._read(self.offset + start, length)
+        if len(data) != length:
+            self._raise_cut(start + len(data), start + length)
+        return data
+
+    def refuse(self) -> None:
+        """Raise what the bytes are, given that they are no whole zip archive."""
+        kind = sniff(self.take(0, min(512, self.length)))
+        if kind == "zip":
+            raise UnreadableError(
+                f"{self.where} is cut short: {self.length:,} bytes, and its end record is missing.",
+                hint="Copy the file again, or save the checkpoint again.",
+            )
+        raise UnreadableError(f"{self.where} is no torch.save archive: {_FOREIGN[kind]}.")
+
+    def _raise_cut(self, found: int, expected: int) -> None:
+        raise UnreadableError(
+            f"{self.where} is cut short: {found:,} bytes, the archive needs {expected:,}."
+        )
+
+
+def _directory_place(source: _Source) -> tuple[int, int, int]:
+    """Start, size and number of entries of the central directory."""
+    tail = source.tail
+    at = tail.rfind(b"PK\x05\x06")
+    whole = at >= 0 and len(tail) - at >= _END.size
+    if not whole or at + _END.size + _END.unpack_from(tail, at)[7] != len(tail):
+        source.refuse()
+    count, size, start = _END.unpack_from(tail, at)[4:7]
+    end = source.length - len(tail) + at
+    locator = source.take(end - _LOCATOR64.size, _LOCATOR64.size) if end >= _LOCATOR64.size else b""
+    if locator.startswith(b"PK\x06\x07"):
+        end = _LOCATOR64.unpack(locator)[2]
+        fields = _END64.unpack(source.take(end, _END64.size))
+        if fields[0] != b"PK\x06\x06":
+            raise UnreadableError(f"{source.where}: the end record of the archive is damaged.")
+        count, size, start = fields[7:10]
+    if start + size > end:
+        raise UnreadableError(
+            f"{source.where} is damaged: its central directory (bytes {start:,} to "
+            f"{start + size:,}) runs over its end record at {end:,}."
+        )
+    return start, size, count
+
+
+def _directory(data: bytes, where: str) -> Iterator[_Entry]:
+    """The entries of a central directory, one by one."""
+    at = 0
+    while at < len(data):
+        if len(data) - at < _CENTRAL.size or not data.startswith(b"PK\x01\x02", at):
+            raise UnreadableError(f"{where}: its central directory is damaged at byte {at:,}.")
+        fields = _CENTRAL.unpack_from(data, at)
+        name_at = at + _CENTRAL.size
+        extra_at = name_at + fields[10]
+        at = extra_at + fields[11] + fields[12]
+        if at > len(data):
+            raise UnreadableError(f"{where}: its central directory is cut short.")
+        yield _entry(fields, name=data[name_at:extra_at], extra=data[extra_at:at], where=where)
+
+
+def _entry(fields: tuple[int, ...], *, name: bytes, extra: bytes, where: str) -> _Entry:
+    """One entry from its fixed fields, checked to be stored as it is."""
+    flags, method, crc, packed, length, header = *fields[3:5], *fields[7:10], fields[16]
+    if _ABSENT_32 in (packed, length, header):
+        length, packed, header = _wide_fields(extra, (length, packed, header), where)
+    if method != 0 or flags & _ENCRYPTED or packed != length:
+        shown = name.decode("utf-8", "backslashreplace")
+        raise UnreadableError(
+            f"{where}: record {shown!r} is compressed or encrypted, which torch.save never does.",
+            hint="The file was packed again by another program; unpack it and take the original.",
+        )
+    return _Entry(name, header, length, crc)
+
+
+def _wide_fields(extra: bytes, narrow: tuple[int, int, int], where: str) -> list[int]:
+    """The 64-bit values of those fields that are too narrow, from the zip64 extra field."""
+    values = list(narrow)
+    wide = _extra_field(extra, 1)
+    for index, value in enumerate(narrow):
+        if value != _ABSENT_32:
+            continue
+        if len(wide) < 8:
+            raise UnreadableError(f"{where}: a zip64 field of its central directory is missing.")
+        values[index], wide = int.from_bytes(wide[:8], "little"), wide[8:]
+    return values
+
+
+def _extra_field(extra: bytes, tag: int) -> bytes:
+    """The content of one extra field, empty when it is not there."""
+    while len(extra) >= _EXTRA.size:
+        found, size = _EXTRA.unpack_from(extra)
+        if found == tag:
+            return extra[_EXTRA.size : _EXTRA.size + size]
+        extra = extra[_EXTRA.size + size :]
+    return b""

@@ -17,6 +17,7 @@ try next. This room knows nothing of formats.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -48,7 +49,11 @@ class AnswerNo(CkptError):
 
 
 class CheckpointError(CkptError):
-    """The checkpoint itself is the trouble."""
+    """The checkpoint itself is the trouble; ``about`` names the entries it hurts, if only some."""
+
+    def __init__(self, message: str, *, hint: str | None = None, about: Sequence[str] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.about = frozenset(about)
 
 
 class UnreadableError(CheckpointError):

@@ -138,9 +138,10 @@ class CheckpointIndex:
         return self.objects[place] if found else None
 
     def select(self, fqns: Collection[str]) -> CheckpointIndex:
-        """The same checkpoint with only these tensors and objects."""
+        """The same checkpoint with only these tensors and objects, and the problems they have."""
         return replace(
             self,
+            problems=tuple(p for p in self.problems if not p.about or not p.about.isdisjoint(fqns)),
             tensors=tuple(entry for entry in self.tensors if entry.fqn in fqns),
             objects=tuple(entry for entry in self.objects if entry.fqn in fqns),
         )
@@ -175,7 +176,10 @@ def check_coverage(entry: TensorEntry) -> None:
     whole = Box.whole(shape)
     for box in boxes:
         if len(box.sizes) != len(shape) or not whole.contains(box) or min(box.sizes, default=0) < 0:
-            raise CheckpointError(f"{entry.fqn}: a chunk {box} lies outside of shape {list(shape)}.")
+            raise CheckpointError(
+                f"{entry.fqn}: a chunk {box} lies outside of shape {list(shape)}.",
+                about=(entry.fqn,),
+            )
     solid = [box for box in boxes if 0 not in box.sizes]
     flaw = _first_flaw(solid, shape)
     if flaw is None:
@@ -187,8 +191,11 @@ def check_coverage(entry: TensorEntry) -> None:
             f"{entry.fqn}: chunks cover {covered:,} of {entry.numel:,} elements; "
             f"the first hole is {where}.",
             hint="Some shards are not there. Look for the missing files, or for an older save.",
+            about=(entry.fqn,),
         )
-    raise CheckpointError(f"{entry.fqn}: {flaw.count} chunks overlap in {where}.")
+    raise CheckpointError(
+        f"{entry.fqn}: {flaw.count} chunks overlap in {where}.", about=(entry.fqn,)
+    )
 
 
 class _Flaw(NamedTuple):

@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from types import TracebackType
 
 from ckpt_tools.errors import IncompleteError, UnreadableError
 
 _MAX_OPEN = 128
+_BLOCK = 1 << 20
+
+Unpack = Callable[[Iterator[bytes], Callable[[bytes], object], str], None]
 
 
 class _Handle:
@@ -35,6 +39,9 @@ class Files:
         self._open: OrderedDict[str, _Handle] = OrderedDict()
         self._lock = threading.Lock()
         self._max_open = max_open
+        self._spill_lock = threading.Lock()
+        self._spilled: dict[tuple[str, int, int], tuple[str, int, int]] = {}
+        self._folder: TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Files:
         return self
@@ -53,6 +60,10 @@ class Files:
             for handle in self._open.values():
                 os.close(handle.fd)
             self._open.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+            self._spilled.clear()
 
     @contextmanager
     def descriptor(self, path: str) -> Iterator[int]:
@@ -77,6 +88,30 @@ class Files:
         idle = [path for path, handle in self._open.items() if handle.users == 0]
         for path in idle[: len(self._open) - self._max_open]:
             os.close(self._open.pop(path).fd)
+
+    def spill(self, item: tuple[str, int, int], unpack: Unpack) -> tuple[str, int, int]:
+        """Unpack a byte range (path, offset, length) into a temporary file, once; gives its range.
+
+        ``unpack(blocks, write, where)`` is handed the blocks of the range in order. The file goes
+        when this object is closed.
+        """
+        with self._spill_lock:
+            if item not in self._spilled:
+                self._spilled[item] = self._spill(item, unpack)
+            return self._spilled[item]
+
+    def _spill(self, item: tuple[str, int, int], unpack: Unpack) -> tuple[str, int, int]:
+        path, offset, length = item
+        if self._folder is None:
+            self._folder = TemporaryDirectory(prefix="ckpt-tools-")
+        target = os.path.join(self._folder.name, str(len(self._spilled)))
+        blocks = (
+            self.read(path, start, min(_BLOCK, offset + length - start))
+            for start in range(offset, offset + length, _BLOCK)
+        )
+        with open(target, "wb") as file:
+            unpack(blocks, file.write, path)
+            return target, 0, file.tell()
 
     def size(self, path: str) -> int:
         """Length of the file in bytes. Raises IncompleteError when it is not there."""

@@ -51,9 +51,7 @@ class Box(NamedTuple):
         """Whether every corner of the other box lies inside this one."""
         return all(
             a <= b and b + n <= a + m
-            for a, m, b, n in zip(
-                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
-            )
+            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
 
     def relative_to(self, origin: Box) -> Box:

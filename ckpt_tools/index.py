@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -79,8 +80,9 @@ class TensorEntry:
 class ObjectEntry:
     """Something that is not a tensor: where its bytes are, and its value when it is plain.
 
-    ``value`` holds numbers, strings, bools and small lists or dicts of them; ``opened`` says whether
-    it was read at all, since None is a value too. ``type_name`` names what is not opened.
+    ``value`` holds numbers, strings, bools and small lists or dicts of them; ``opened`` says if it
+    was read at all, since None is a value too. ``type_name`` names what is not opened, ``codec``
+    what the bytes are: None when they have no meaning of their own and ``value`` is all there is.
     """
 
     fqn: str
@@ -90,6 +92,7 @@ class ObjectEntry:
     value: PlainValue = None
     opened: bool = False
     type_name: str | None = None
+    codec: str | None = None
 
 
 class FileEntry(NamedTuple):
@@ -213,11 +216,7 @@ def _first_flaw(boxes: Sequence[Box], shape: Sequence[int]) -> _Flaw | None:
     whole = Box.whole(shape)
     if not boxes:
         return _Flaw(0, whole.offsets, whole.sizes)
-    cut = [
-        dim
-        for dim, size in enumerate(shape)
-        if any(box.sizes[dim] != size for box in boxes)
-    ]
+    cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
     if not cut:
         return None if len(boxes) == 1 else _Flaw(len(boxes), whole.offsets, whole.sizes)
     if len(cut) == 1:
@@ -250,7 +249,7 @@ def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> 
     edges = sorted({0, shape[dim]} | {edge for box in boxes for edge in _edges(box, dim)})
     waiting = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
     active: list[Box] = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         active = [box for box in active if box.offsets[dim] + box.sizes[dim] > start]
         while waiting and waiting[-1].offsets[dim] <= start:
             active.append(waiting.pop())

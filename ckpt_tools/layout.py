@@ -90,7 +90,7 @@ class Layout:
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.mesh.shape):
             raise UsageError(
-                f"{len(self.placements)} placements for a mesh of {len(self.mesh.shape)} dimensions."
+                f"{len(self.placements)} placements for {len(self.mesh.shape)} mesh dimensions."
             )
         if not self.order:
             object.__setattr__(self, "order", tuple(range(len(self.placements))))

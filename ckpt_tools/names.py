@@ -29,7 +29,14 @@ _OUTER = frozenset({"state", "app", "checkpoint"})
 _OTHER = frozenset(
     {"lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "dataloader", "dataloaders"}
     | {"train_state", "trainer", "rng", "rng_state", "step", "epoch", "global_step", "callbacks"}
-    | {"loops", "hparams_name", "hyper_parameters", "pytorch-lightning_version", "extra", "extra_state"}
+    | {
+        "loops",
+        "hparams_name",
+        "hyper_parameters",
+        "pytorch-lightning_version",
+        "extra",
+        "extra_state",
+    }
     | {"timestamp", "train_dataloader", "algorithms", "integrations", "metadata", "meta"}
 )
 

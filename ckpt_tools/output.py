@@ -51,11 +51,11 @@ def check_space(out: str, plans: Sequence[FilePlan]) -> None:
 
 
 @contextmanager
-def appearing(out: str, *, force: bool, single_file: str | None = None) -> Iterator[str]:
+def appearing(out: str, *, single_file: str | None = None) -> Iterator[str]:
     """A folder to write into, which becomes ``out`` when the block ends without an error.
 
-    With ``single_file`` the file of that name in the folder becomes ``out``. On any error the folder
-    is removed, and what was at ``out`` before is as it was.
+    With ``single_file`` the file of that name in the folder becomes ``out``. On any error the
+    folder is removed, and what was at ``out`` before is as it was.
     """
     partial = f"{out}.partial"
     _remove(partial)

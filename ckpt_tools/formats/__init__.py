@@ -1,0 +1,98 @@
+"""Finding the checkpoint that a person means, and reading its index, whatever format it has.
+
+This room knows which formats there are and in which order to ask them; each format's own room knows
+all the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from glob import glob
+from typing import NamedTuple
+
+from ckpt_tools.errors import IncompleteError, UnreadableError
+from ckpt_tools.formats import dcp, places, rank_files, safetensors, torch_file
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.index import CheckpointIndex
+
+__all__ = ["FORMATS", "Format", "ReadOptions", "detect", "locate", "open_objects", "read_index"]
+
+locate = dcp.locate
+open_objects = dcp.open_objects
+
+
+class Format(NamedTuple):
+    """A format: its name, whether a path is of it, and its reader."""
+
+    name: str
+    matches: Callable[[str], bool]
+    read_index: Callable[..., CheckpointIndex]
+
+
+# In the order in which they are asked: a DCP directory may have .pt side files beside it.
+FORMATS = (
+    Format("dcp", dcp.matches, dcp.read_index),
+    Format("ranks", rank_files.matches, rank_files.read_index),
+    Format("safetensors", safetensors.matches, safetensors.read_index),
+    Format("torch", torch_file.matches, torch_file.read_index),
+)
+
+
+def detect(path: str) -> Format | None:
+    """The format of exactly this file or directory, or None; folders inside are not looked into."""
+    return next((form for form in FORMATS if form.matches(path)), None)
+
+
+def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
+    """The index of the checkpoint that ``path`` means.
+
+    ``path`` is a file, a directory, a parent with one checkpoint inside, or a glob of rank files.
+    Where it is not the checkpoint itself, a note of the index says which was read.
+
+    Raises IncompleteError when nothing is there, UnsupportedError for a format of other tools,
+    UnreadableError when there are several checkpoints, which its hint lists.
+    """
+    if not os.path.lexists(path):
+        return _read_glob(path, options)
+    place = places.member(path)
+    form = detect(place)
+    if form is None:
+        places.refuse_foreign(place)
+        place = _only_one_inside(place)
+        form = detect(place)
+    if form is None:
+        raise UnreadableError(f"{path} is no checkpoint of a known format.", hint=places.SUPPORTED)
+    index = form.read_index(place, options=options)
+    framework, told_by = places.framework(index)
+    notes = list(index.notes)
+    if os.path.normpath(place) != os.path.normpath(path):
+        notes.insert(0, f"Reading {place}.")
+    if told_by is not None:
+        notes.append(f"Framework: {framework}, told by {told_by}.")
+    return replace(index, framework=framework, notes=tuple(notes))
+
+
+def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
+    """The rank files that a glob chooses, as one checkpoint."""
+    found = sorted(glob(path)) if any(c in path for c in "*?[") else []
+    if not found:
+        raise IncompleteError(f"{path} is not there.")
+    if len(found) == 1:
+        return read_index(found[0], options=options)
+    return rank_files.read_index(found, options=options)
+
+
+def _only_one_inside(folder: str) -> str:
+    """The only checkpoint below a folder; raises when there is none or more than one."""
+    found = places.inside(folder, lambda path: detect(path) is not None)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UnreadableError(f"{folder} holds no checkpoint.", hint=places.SUPPORTED)
+    shown = "\n".join(f"ckpt-tools inspect {places.quote(path)}" for path in found[:20])
+    more = f"\n… and {len(found) - 20} more" if len(found) > 20 else ""
+    raise UnreadableError(
+        f"{folder} is no checkpoint itself; {len(found)} are inside.", hint=shown + more
+    )

@@ -1,0 +1,242 @@
+"""One function a verb: `export` writes whole tensors for loading elsewhere.
+
+A conversion is planned first, from the index alone, and refused there when it must be; then its
+plan is carried out into an output that appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import ckpt_tools
+from ckpt_tools import names, output
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.files import Files
+from ckpt_tools.index import CheckpointIndex, Section, TensorEntry
+from ckpt_tools.plan import FilePlan, Target
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to export and how it is to look; ``max_shard_size`` in bytes, ``dtype`` None to keep."""
+
+    format: Literal["safetensors", "torch"] = "safetensors"
+    dtype: DType | None = None
+    keep_names: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    only: Section | None = "model"
+    max_shard_size: int = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes."""
+
+    force: bool = False
+    threads: int = 2
+    max_memory: int = 64 << 20
+    resume: bool = False
+    check: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """Files to write, what each source name is called in them, and what a person should know."""
+
+    files: tuple[FilePlan, ...]
+    names: Mapping[str, str]
+    notes: tuple[str, ...]
+    nbytes: int
+    single_file: str | None = None
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors."""
+        return len(self.names)
+
+
+def select(
+    index: CheckpointIndex, *, include: Sequence[str], exclude: Sequence[str], only: Section | None
+) -> CheckpointIndex:
+    """The part of a checkpoint that a section and name patterns choose.
+
+    Raises AnswerNo when nothing is left.
+    """
+    chosen = names.selector(include, exclude)
+    entries = (*index.tensors, *index.objects)
+    fqns = {e.fqn for e in entries if (only is None or e.section == only) and chosen(e.fqn)}
+    if not fqns:
+        counts = Counter(entry.section for entry in entries)
+        there = ", ".join(f"{count} {section}" for section, count in counts.items()) or "nothing"
+        raise AnswerNo(
+            f"{index.root}: no entry is chosen by these filters; it holds {there}.",
+            hint="`ckpt-tools ls` lists the names; --only chooses a section.",
+        )
+    return index.select(fqns)
+
+
+def plan_export(
+    index: CheckpointIndex, options: ExportOptions, *, single_file: str | None = None
+) -> ExportPlan:
+    """Plan an export from headers alone; nothing is written.
+
+    Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
+    names and element types that the output cannot hold.
+    """
+    from ckpt_tools import formats  # the readers; a looking command that never plans skips them
+
+    chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    if not chosen.tensors:
+        raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
+    renamed, notes = rename(index, chosen.tensors, keep_names=options.keep_names)
+    with Files() as files:
+        located = formats.locate(chosen, files)
+    located.require_whole()
+    targets = [
+        Target(renamed[e.fqn], (renamed[e.fqn],), e, _cast(e, options.dtype))
+        for e in located.tensors
+    ]
+    plans = _plan_files(targets, options, index=index, single_file=single_file)
+    return ExportPlan(
+        files=tuple(plans),
+        names=renamed,
+        notes=(*index.notes, *notes, *_left_out(index, chosen)),
+        nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
+        single_file=single_file,
+    )
+
+
+def export(
+    index: CheckpointIndex,
+    out: str,
+    *,
+    options: ExportOptions,
+    write: WriteOptions,
+    on_bytes: Callable[[int], None],
+) -> ExportPlan:
+    """Write the chosen tensors whole, in the asked format, to the folder or file ``out``.
+
+    ``on_bytes`` is told how many bytes were written since it was last called. Raises what
+    `plan_export` raises, OutputExistsError, and WriteError; in every case ``out`` is as it was.
+    """
+    from ckpt_tools import copy  # numpy comes with it: only those who write pay for it
+
+    output.refuse_existing(out, force=write.force)
+    single_file = os.path.basename(out) if is_single_file(out, options.format) else None
+    plan = plan_export(index, options, single_file=single_file)
+    output.check_space(out, plan.files)
+    with (
+        output.appearing(out, single_file=single_file) as folder,
+        Files() as files,
+    ):
+        copy.write_files(
+            plan.files,
+            root=folder,
+            files=files,
+            threads=write.threads,
+            max_memory=write.max_memory,
+            on_bytes=on_bytes,
+        )
+    return plan
+
+
+def is_single_file(out: str, form: str) -> bool:
+    """Whether this output name asks for one file rather than for a folder."""
+    suffixes = (".safetensors",) if form == "safetensors" else (".pt", ".pth", ".bin", ".ckpt")
+    return out.endswith(suffixes)
+
+
+def rename(
+    index: CheckpointIndex, chosen: Collection[TensorEntry], *, keep_names: bool
+) -> tuple[dict[str, str], list[str]]:
+    """The output name of each chosen tensor, and what was done to the names, for a person.
+
+    The container that all chosen tensors stand in is taken off by path, wrapper components by whole
+    component. Raises UsageError when two names become one.
+    """
+    if keep_names:
+        return {entry.fqn: entry.fqn for entry in chosen}, []
+    paths = [entry.path for entry in (*index.tensors, *index.objects)]
+    objects = {entry.path for entry in index.objects}
+    prefixes = dict(zip(paths, names.classify(paths, objects=objects), strict=True))
+    used = {prefixes[entry.path][1] for entry in chosen}
+    prefix = used.pop() if len(used) == 1 else ()
+    bare = {entry.fqn: names.join(entry.path[len(prefix) :]) for entry in chosen}
+    cleaned = {fqn: names.clean(name) for fqn, name in bare.items()}
+    _refuse_collisions(cleaned)
+    notes = []
+    if prefix:
+        notes.append(f"Took off the container {names.join(prefix)!r} that the names stood in.")
+    changed = sum(cleaned[fqn] != name for fqn, name in bare.items())
+    if changed:
+        notes.append(f"Removed wrapper components from {changed} names; --keep-names keeps them.")
+    return cleaned, notes
+
+
+def _refuse_collisions(renamed: Mapping[str, str]) -> None:
+    first: dict[str, str] = {}
+    for fqn, name in renamed.items():
+        other = first.setdefault(name, fqn)
+        if other != fqn:
+            raise UsageError(
+                f"{other} and {fqn} would both be called {name}.",
+                hint="--keep-names keeps them apart; --exclude leaves one out.",
+            )
+
+
+def _cast(entry: TensorEntry, dtype: DType | None) -> DType:
+    """The output type of a tensor: floating tensors follow ``dtype``, all others stay."""
+    if dtype is None or entry.dtype.kind != "float":
+        return entry.dtype
+    return dtype
+
+
+def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
+    """What of the checkpoint does not go into an export of tensors."""
+    notes = []
+    kept = {entry.fqn for entry in chosen.tensors}
+    rest = Counter(entry.section for entry in index.tensors if entry.fqn not in kept)
+    if rest:
+        counts = ", ".join(f"{count} of {section}" for section, count in sorted(rest.items()))
+        notes.append(f"Left out {counts} (tensors); --only, --include and --exclude choose.")
+    if chosen.objects:
+        shown = ", ".join(entry.fqn for entry in chosen.objects[:5])
+        more = f" and {len(chosen.objects) - 5} more" if len(chosen.objects) > 5 else ""
+        notes.append(f"Skipped {len(chosen.objects)} objects that are no tensors: {shown}{more}.")
+    return notes
+
+
+def _plan_files(
+    targets: Sequence[Target],
+    options: ExportOptions,
+    *,
+    index: CheckpointIndex,
+    single_file: str | None,
+) -> list[FilePlan]:
+    if options.format == "torch":
+        from ckpt_tools.formats import torch_write
+
+        return torch_write.plan_files(targets, (), filename=single_file or "model.pt")
+    from ckpt_tools.formats import safetensors_write
+
+    largest = sum(t.entry.numel * t.dtype.itemsize for t in targets) + 1
+    plans = safetensors_write.plan_files(
+        targets,
+        max_shard_size=largest if single_file else options.max_shard_size,
+        metadata=_provenance(index),
+    )
+    return [p._replace(path=single_file) for p in plans] if single_file else plans
+
+
+def _provenance(index: CheckpointIndex) -> dict[str, str]:
+    """What the output says of its source: no path and no time, so that equal inputs stay equal."""
+    facts = {"format": "pt", "ckpt_tools": ckpt_tools.__version__, "source_format": index.format}
+    if index.world_size is not None:
+        facts["source_world_size"] = str(index.world_size)
+    return facts

@@ -1,0 +1,279 @@
+"""DCP directories: `.metadata` and the data files that it names, as torch.distributed.checkpoint
+writes them (FSDP2, and FSDP1 through DCP).
+
+The index comes from `.metadata` and the sizes of the files alone; what lies inside the items is the
+business of `dcp_items`. DCP stores boxes and no mesh, so no layout is stated here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ckpt_tools import names
+from ckpt_tools.dtypes import dtype_named
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    UnreadableError,
+    UnsupportedError,
+)
+from ckpt_tools.files import Files
+from ckpt_tools.formats import dcp_items, dcp_safetensors, pickles
+from ckpt_tools.formats.dcp_damage import DATA_FILE, problems_of, rank_of, some
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.geometry import Box
+from ckpt_tools.index import (
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    FileEntry,
+    ObjectEntry,
+    Path,
+    TensorEntry,
+)
+
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_FLAT_PARAM = ("_flat_param", "flat_param")
+
+locate = dcp_items.locate
+open_objects = dcp_items.open_objects
+
+
+def matches(path: str) -> bool:
+    """Whether this is a directory that DCP wrote, or began to write."""
+    if not os.path.isdir(path):
+        return False
+    return any(
+        name in (".metadata", ".metadata.tmp")
+        or DATA_FILE.fullmatch(name)
+        or _RANK_METADATA.fullmatch(name)
+        for name in os.listdir(path)
+    )
+
+
+def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:  # noqa: ARG001 (one signature for all)
+    """The index of a DCP directory, from `.metadata` and file sizes.
+
+    Raises IncompleteError without `.metadata`, UnreadableError when it is damaged or names a
+    foreign class, UnsupportedError for transforms and flat parameters. Missing or short files,
+    holes and overlaps become problems of the index.
+    """
+    sizes = _file_sizes(path)
+    metadata = _read_metadata(path, sizes)
+    _refuse_flat_parameters(path, metadata.tensors)
+    paths = _paths(metadata)
+    stored = _Stored(path, metadata)
+    sections = _sections(metadata, paths)
+    tensors = tuple(
+        TensorEntry(
+            fqn=fqn,
+            path=paths[fqn],
+            section=sections[fqn],
+            dtype=dtype_named(meta.dtype),
+            shape=tuple(meta.shape),
+            chunks=stored.chunks(fqn, meta),
+        )
+        for fqn, meta in sorted(metadata.tensors.items())
+    )
+    objects = tuple(
+        stored.object(fqn, paths[fqn], sections[fqn]) for fqn in sorted(metadata.objects)
+    )
+    needed = {info.relative_path for info in metadata.storage.values()}
+    index = CheckpointIndex(
+        root=path,
+        format="dcp",
+        tensors=tensors,
+        objects=tuple(entry for entry in objects if entry is not None),
+        files=tuple(
+            FileEntry(os.path.join(path, name), sizes.get(name))
+            for name in (".metadata", *sorted(needed))
+        ),
+        world_size=_world_size((*sizes, *needed)),
+        torch_version=None,
+        notes=tuple(_notes(sizes, needed, objects)),
+    )
+    with Files() as files:
+        index = dcp_safetensors.resolve(index, files)
+        _refuse_one_ranks_dict(index, files)
+    return replace(index, problems=(*index.problems, *problems_of(index, sizes)))
+
+
+def _file_sizes(path: str) -> dict[str, int]:
+    """Length in bytes of every file in the directory, those in sub-folders not included."""
+    try:
+        with os.scandir(path) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be listed: {error.strerror}.") from error
+
+
+def _read_metadata(path: str, sizes: Mapping[str, int]) -> pickles.Metadata:
+    with Files() as files:
+
+        def load(name: str) -> pickles.Metadata:
+            where = os.path.join(path, name)
+            if sizes[name] == 0:
+                raise UnreadableError(f"{where} is empty.", hint="The save was interrupted.")
+            return pickles.load_metadata(files.read(where, 0, sizes[name]), where=where)
+
+        if ".metadata" in sizes:
+            return load(".metadata")
+        parts = sorted(
+            (int(match[1]), name) for name in sizes if (match := _RANK_METADATA.fullmatch(name))
+        )
+        if not parts:
+            raise _no_metadata(path, sizes)
+        return _union([load(name) for _, name in parts], path)
+
+
+def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
+    if any(name.endswith(".metadata.tmp") for name in sizes):
+        return IncompleteError(
+            f"{path} has no .metadata, only .metadata.tmp: the save was interrupted.",
+            hint="Use the checkpoint before this one.",
+        )
+    ranks = sorted({int(m[1]) for name in sizes if (m := DATA_FILE.fullmatch(name))})
+    return IncompleteError(
+        f"{path} has no .metadata, only data files of ranks {', '.join(map(str, ranks))}.",
+        hint="Rank 0 writes .metadata when all ranks are done: look on the node of rank 0, or the "
+        "save was interrupted. With node-local disks, gather the files of all nodes in one folder.",
+    )
+
+
+def _union(parts: Sequence[pickles.Metadata], path: str) -> pickles.Metadata:
+    """One metadata out of those that each rank wrote for itself (use_collectives=False)."""
+    first = parts[0]
+    tensors: dict[str, pickles.TensorMeta] = {}
+    storage: dict[object, pickles.StorageInfo] = {}
+    planner: dict[str, Path] = {}
+    for part in parts:
+        storage |= part.storage
+        planner |= part.planner_data or {}
+        for fqn, meta in part.tensors.items():
+            known = tensors.get(fqn)
+            if known is None:
+                tensors[fqn] = meta
+                continue
+            if (known.shape, known.dtype) != (meta.shape, meta.dtype):
+                raise CheckpointError(
+                    f"{path}: the ranks disagree on {fqn}: {known.dtype} {list(known.shape)} and "
+                    f"{meta.dtype} {list(meta.shape)}."
+                )
+            tensors[fqn] = known._replace(chunks=[*known.chunks, *meta.chunks])
+    return first._replace(
+        tensors=tensors,
+        objects=frozenset().union(*(part.objects for part in parts)),
+        storage=storage,
+        planner_data=planner or None,
+    )
+
+
+def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
+    for fqn in fqns:
+        if fqn.rpartition(".")[2] in _FLAT_PARAM:
+            raise UnsupportedError(
+                f"{path} holds flat parameters ({fqn}): FSDP1 saved it with LOCAL_STATE_DICT, and "
+                "neither names nor shapes of the parameters in them are stored.",
+                hint="Load it in the job that saved it, with as many ranks, and save again with "
+                "SHARDED_STATE_DICT and a device_mesh, or with FULL_STATE_DICT.",
+            )
+
+
+def _paths(metadata: pickles.Metadata) -> dict[str, Path]:
+    """The path of every entry: planner_data's, or the name alone where there is none."""
+    planner = metadata.planner_data or {}
+    return {fqn: tuple(planner.get(fqn, (fqn,))) for fqn in (*metadata.tensors, *metadata.objects)}
+
+
+def _sections(metadata: pickles.Metadata, paths: Mapping[str, Path]) -> dict[str, names.Section]:
+    objects = {paths[fqn] for fqn in metadata.objects}
+    found = names.classify(list(paths.values()), objects=objects)
+    return {fqn: section for fqn, (section, _) in zip(paths, found, strict=True)}
+
+
+class _Stored:
+    """Where the items of each name are."""
+
+    def __init__(self, root: str, metadata: pickles.Metadata) -> None:
+        self._storage = metadata.storage
+        self._paths: dict[str, str] = {}
+        self._root = root
+
+    def _range(self, info: pickles.StorageInfo) -> ByteRange:
+        path = self._paths.get(info.relative_path)
+        if path is None:
+            path = os.path.join(self._root, info.relative_path)
+            self._paths[info.relative_path] = path
+        return ByteRange(path, info.offset, info.length)
+
+    def chunks(self, fqn: str, meta: pickles.TensorMeta) -> list[Chunk]:
+        chunks, seen = [], set()
+        for offsets, sizes in meta.chunks:
+            box = Box(offsets, sizes)
+            info = self._storage.get((fqn, offsets))
+            if info is None or box in seen:
+                continue  # a chunk that no file holds is a hole, which the coverage check names
+            seen.add(box)
+            chunks.append(
+                Chunk(
+                    box,
+                    self._range(info),
+                    codec=_codec(info, self._root),
+                    rank=rank_of(info.relative_path),
+                )
+            )
+        return chunks
+
+    def object(self, fqn: str, path: Path, section: names.Section) -> ObjectEntry | None:
+        info = self._storage.get((fqn, None))
+        if info is None:
+            return None
+        return ObjectEntry(fqn, path, section, self._range(info), codec=_codec(info, self._root))
+
+
+def _codec(info: pickles.StorageInfo, root: str) -> str:
+    """How an item is packed. Raises UnsupportedError for a transform that is not known."""
+    if not info.transforms:
+        return dcp_items.TORCH_SAVE
+    if tuple(info.transforms) == ("stream.zstd/1",):
+        return dcp_items.ZSTD
+    raise UnsupportedError(
+        f"{os.path.join(root, info.relative_path)} is packed with {list(info.transforms)}, which "
+        "is not known here; only stream.zstd/1 is.",
+        hint="Save again without this extension.",
+    )
+
+
+def _world_size(file_names: Iterable[str]) -> int | None:
+    """Number of ranks that saved: even a rank with nothing leaves a file."""
+    ranks = [int(m[1]) for name in file_names if (m := DATA_FILE.fullmatch(name))]
+    return max(ranks) + 1 if ranks else None
+
+
+def _notes(
+    sizes: Mapping[str, int], needed: Collection[str], objects: Sequence[ObjectEntry | None]
+) -> Iterable[str]:
+    stray = sorted(
+        name for name in sizes if DATA_FILE.fullmatch(name) and name not in needed and sizes[name]
+    )
+    if stray:
+        yield f"Ignored {len(stray)} data files that .metadata does not name: {some(stray)}."
+    lost = sum(entry is None for entry in objects)
+    if lost:
+        yield f"{lost} objects are named in .metadata without a place in any file."
+
+
+def _refuse_one_ranks_dict(index: CheckpointIndex, files: Files) -> None:
+    """Refuse directories of a save without flattening, which hold the shards of rank 0 alone."""
+    if index.tensors:
+        return
+    for entry in index.objects:
+        if dcp_items.holds_shards(entry, files):
+            raise IncompleteError(
+                f"{index.root} was saved with flatten_state_dict=False: {entry.fqn!r} is one "
+                "pickle with one rank's shards, and those of the other ranks were never written.",
+                hint="Save again with the default planner (flatten_state_dict=True).",
+            )

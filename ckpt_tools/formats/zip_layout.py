@@ -1,0 +1,247 @@
+"""Where every byte of a torch.save archive goes, before any tensor has been read.
+
+The layout is torch's own: stored records, data aligned to 64 bytes by padding in the local header's
+extra field, sizes and CRC in a data descriptor behind each record, zip64 end records always. What
+differs from torch is the value of `.data/serialization_id`: torch hashes the CRCs of the data into
+it, which nobody knows yet; here it is a digest of the pickle and of the records' sizes.
+
+This room knows nothing of what the pickle says, and it opens no file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+_ALIGNMENT = 64
+_LIMIT32 = 0xFFFFFFFF
+_LIMIT16 = 0xFFFF
+_UTF8_NAMES = 0x0800
+_SIZES_FOLLOW = 0x0008  # sizes and CRC stand in a descriptor behind the data
+_ZIP64_EXTRA = 1
+_MADE_BY = 0x031E  # the end record's "made by": Unix, version 3.0
+_ZIP64_VERSION = 45
+
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_DESCRIPTOR = struct.Struct("<4sIII")
+_DESCRIPTOR64 = struct.Struct("<4sIQQ")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_END64_LOCATOR = struct.Struct("<4sIQI")
+_END = struct.Struct("<4sHHHHIIH")
+
+_CRC_IN_CENTRAL_HEADER = 16
+_CRC_IN_DESCRIPTOR = 4
+
+
+class Slot(NamedTuple):
+    """Room for the bytes of one storage.
+
+    ``offset`` and ``length`` are bytes of the archive; the CRC-32 of those bytes goes as four
+    little-endian bytes to each offset in ``crc_at``, where the literals hold zeros.
+    """
+
+    offset: int
+    length: int
+    crc_at: tuple[int, ...]
+
+
+class ArchiveLayout(NamedTuple):
+    """An archive of ``length`` bytes: the bytes known already, and the slots between them."""
+
+    length: int
+    literals: tuple[tuple[int, bytes], ...]
+    slots: tuple[Slot, ...]
+
+    def literals_at(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """The literals of the archive when its first byte is byte ``start`` of a file."""
+        return ((start + offset, data) for offset, data in self.literals)
+
+    def slots_at(self, start: int) -> Iterator[Slot]:
+        """The slots of the archive when its first byte is byte ``start`` of a file."""
+        return (
+            Slot(start + slot.offset, slot.length, tuple(start + place for place in slot.crc_at))
+            for slot in self.slots
+        )
+
+
+class _Record(NamedTuple):
+    """One record; ``data`` is None when the bytes come later."""
+
+    name: str
+    length: int
+    data: bytes | None
+
+
+class _Placed(NamedTuple):
+    """A record with its place in the archive."""
+
+    name: bytes
+    length: int
+    crc: int
+    header: int
+    descriptor: int
+    is_slot: bool
+
+
+class _Canvas:
+    """Bytes laid one behind the other, with gaps; neighbours become one literal."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.literals: list[tuple[int, bytes]] = []
+        self._open: list[bytes] = []
+        self._start = 0
+
+    def put(self, data: bytes) -> None:
+        self._open.append(data)
+        self.at += len(data)
+
+    def skip(self, length: int) -> None:
+        self.close()
+        self.at += length
+        self._start = self.at
+
+    def close(self) -> None:
+        if self._open:
+            self.literals.append((self._start, b"".join(self._open)))
+        self._open = []
+        self._start = self.at
+
+
+def lay_out(pickle: bytes, storages: Sequence[int], *, archive: str = "archive") -> ArchiveLayout:
+    """The layout of one torch.save archive.
+
+    ``pickle`` is its ``data.pkl``, ``storages`` the bytes of ``data/0``, ``data/1``…, ``archive``
+    the folder that all its records are named under: torch takes the file's name without its ending,
+    and ``archive`` when it saves to a stream.
+    """
+    records = _records(pickle, storages)
+    canvas = _Canvas()
+    placed = [_put_record(canvas, record, archive=archive) for record in records]
+    start = canvas.at
+    central = [start + place for place in _put_directory(canvas, placed)]
+    _put_end(canvas, start=start, count=len(placed))
+    canvas.close()
+    slots = tuple(
+        Slot(
+            record.descriptor - record.length,
+            record.length,
+            (record.descriptor + _CRC_IN_DESCRIPTOR, place + _CRC_IN_CENTRAL_HEADER)
+            if record.length
+            else (),
+        )
+        for record, place in zip(placed, central, strict=True)
+        if record.is_slot
+    )
+    return ArchiveLayout(canvas.at, tuple(canvas.literals), slots)
+
+
+def _records(pickle: bytes, storages: Sequence[int]) -> list[_Record]:
+    """All records in the order in which torch writes them."""
+    known = [
+        ("data.pkl", pickle),
+        (".format_version", b"1"),
+        (".storage_alignment", str(_ALIGNMENT).encode()),
+        ("byteorder", b"little"),
+    ]
+    head = [_Record(name, len(data), data) for name, data in known]
+    slots = [_Record(f"data/{key}", length, None) for key, length in enumerate(storages)]
+    identity = _serialization_id(pickle, storages)
+    return [
+        *head,
+        *slots,
+        _Record("version", 2, b"3\n"),
+        _Record(".data/serialization_id", len(identity), identity),
+    ]
+
+
+def _serialization_id(pickle: bytes, storages: Sequence[int]) -> bytes:
+    """Forty decimal digits, like torch's."""
+    digest = hashlib.sha256(pickle)
+    digest.update(repr(list(storages)).encode())
+    return b"%040d" % (int.from_bytes(digest.digest(), "big") % 10**40)
+
+
+def _put_record(canvas: _Canvas, record: _Record, *, archive: str) -> _Placed:
+    name = f"{archive}/{record.name}".encode()
+    header = canvas.at
+    # The sizes are those of the data descriptor; torch leaves the compressed one 0 up here.
+    extra = _zip64_extra(uncompressed=record.length, compressed=0, header=header)
+    used = header + _LOCAL_HEADER.size + len(name) + len(extra) + 4
+    padding = -used % _ALIGNMENT
+    extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    canvas.put(
+        _LOCAL_HEADER.pack(
+            b"PK\3\4", 0, _flags(record.length), 0, 0, 0, 0, 0, 0, len(name), len(extra)
+        )
+    )
+    canvas.put(name + extra)
+    if record.data is None:
+        canvas.skip(record.length)
+    else:
+        canvas.put(record.data)
+    crc = 0 if record.data is None else crc32(record.data)
+    descriptor = canvas.at
+    if record.length:
+        wide = record.length >= _LIMIT32 or header >= _LIMIT32
+        layout = _DESCRIPTOR64 if wide else _DESCRIPTOR
+        canvas.put(layout.pack(b"PK\7\10", crc, record.length, record.length))
+    return _Placed(name, record.length, crc, header, descriptor, record.data is None)
+
+
+def _flags(length: int) -> int:
+    """The flags of a record's headers; torch writes no descriptor behind an empty record."""
+    return _UTF8_NAMES | _SIZES_FOLLOW if length else _UTF8_NAMES
+
+
+def _zip64_extra(*, uncompressed: int, compressed: int, header: int) -> bytes:
+    """The extra field for what does not fit 32 bits: both sizes, the header's offset, nothing."""
+    values = [uncompressed, compressed] if uncompressed >= _LIMIT32 else []
+    if header >= _LIMIT32:
+        values.append(header)
+    if not values:
+        return b""
+    return struct.pack(f"<HH{len(values)}Q", _ZIP64_EXTRA, 8 * len(values), *values)
+
+
+def _put_directory(canvas: _Canvas, placed: Sequence[_Placed]) -> list[int]:
+    """Write the central directory; returns where each entry starts inside it."""
+    parts: list[bytes] = []
+    places: list[int] = []
+    at = 0
+    for record in placed:
+        places.append(at)
+        entry = _central_entry(record)
+        parts.append(entry)
+        at += len(entry)
+    canvas.put(b"".join(parts))
+    return places
+
+
+def _central_entry(record: _Placed) -> bytes:
+    length = record.length
+    extra = _zip64_extra(uncompressed=length, compressed=length, header=record.header)
+    size = min(length, _LIMIT32)
+    header = min(record.header, _LIMIT32)
+    lengths = (len(record.name), len(extra), 0)
+    fixed = _CENTRAL_HEADER.pack(
+        b"PK\1\2", 0, 0, _flags(length), 0, 0, 0, record.crc, size, size, *lengths, 0, 0, 0, header
+    )
+    return fixed + record.name + extra
+
+
+def _put_end(canvas: _Canvas, *, start: int, count: int) -> None:
+    """Write the zip64 end record, its locator and the plain end record."""
+    end = canvas.at
+    size = end - start
+    rest = _END64.size - 12  # what follows the field that holds this number
+    canvas.put(
+        _END64.pack(b"PK\6\6", rest, _MADE_BY, _ZIP64_VERSION, 0, 0, count, count, size, start)
+    )
+    canvas.put(_END64_LOCATOR.pack(b"PK\6\7", 0, end, 1))
+    few = min(count, _LIMIT16)
+    canvas.put(_END.pack(b"PK\5\6", 0, 0, few, few, min(size, _LIMIT32), min(start, _LIMIT32), 0))

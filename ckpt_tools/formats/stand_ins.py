@@ -1,0 +1,327 @@
+"""What a pickle gets instead of torch's classes: records of tensors, meshes and placements.
+
+Nothing here holds a value of a tensor, imports what a pickle names, or does work that grows faster
+than the pickle itself. It knows torch's own layouts, none of the checkpoint formats around them.
+
+A pickle may call, fill or misuse each of these in any order. So classes and functions that it can
+reach refuse to be changed (`__setstate__`), and everything is checked when a tensor is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ckpt_tools.errors import UnreadableError
+
+# torch itself allows 64 dimensions. Checked first, so that a long tuple used a million times
+# is looked through only once.
+_MAX_NDIM = 64
+
+
+Run = Callable[[tuple[object, ...]], object]
+
+
+class StandIn:
+    """The root of all that a pickle can reach: nothing sets its attributes from a pickled state."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        """Refuse: without this, pickle would write into the object or its class."""
+        raise TypeError(f"{type(self).__name__} takes no state")
+
+
+class Function(StandIn):
+    """A function that a pickle may call; what it runs takes all arguments as one tuple."""
+
+    __slots__ = ("_run", "qualname")
+
+    def __init__(self, run: Run, qualname: str = "function") -> None:
+        self._run = run
+        self.qualname = qualname
+
+    def __call__(self, *args: object) -> object:
+        """What the function makes of these arguments."""
+        return self._run(args)
+
+
+class Marker(StandIn):
+    """A class or a constant that only its name matters of, such as ``torch.Tensor``."""
+
+    __slots__ = ("qualname",)
+
+    def __init__(self, qualname: str) -> None:
+        self.qualname = qualname
+
+
+class TorchDType(Marker):
+    """An element type: ``qualname`` is ``torch.float32``, ``name`` is ``float32``."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """The name without ``torch.``."""
+        return self.qualname.removeprefix("torch.")
+
+
+class StorageClass(Marker):
+    """The class of a storage: ``dtype`` is None when it is untyped bytes."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, qualname: str, dtype: str | None) -> None:
+        super().__init__(qualname)
+        self.dtype = dtype
+
+
+class Opaque(StandIn):
+    """A value that is not opened: ``qualname`` names its class or what would have made it.
+
+    ``asked`` are all globals that the pickle asked for, where the loader collects them.
+    """
+
+    __slots__ = ("asked", "qualname")
+
+    def __init__(self, qualname: str, asked: frozenset[str] = frozenset()) -> None:
+        self.qualname = qualname
+        self.asked = asked
+
+    def __repr__(self) -> str:
+        return f"Opaque({self.qualname!r})"
+
+
+class OpaqueObject(StandIn):
+    """The base of the classes made for opaque globals: takes any arguments, state and items."""
+
+    __slots__ = ()
+    qualname = ""
+
+    def __new__(cls, *_args: object, **_kwargs: object) -> OpaqueObject:
+        """An empty object, whatever it is called with."""
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        """Drop the state."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Drop the item."""
+
+    def append(self, item: object) -> None:
+        """Drop the item."""
+
+    def extend(self, items: object) -> None:
+        """Drop the items."""
+
+    def add(self, item: object) -> None:
+        """Drop the item."""
+
+
+def opaque_class(qualname: str) -> type[OpaqueObject]:
+    """A new class that stands for one opaque global."""
+    return type("OpaqueObject", (OpaqueObject,), {"__slots__": (), "qualname": qualname})
+
+
+class StoredStorage(NamedTuple):
+    """A storage: ``numel`` elements of ``dtype`` (bytes when it is None) in record ``key``."""
+
+    key: str
+    dtype: str | None
+    location: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A strided view of a storage: ``storage_offset`` and ``strides`` are in elements."""
+
+    storage: StoredStorage
+    dtype: str
+    storage_offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool = False
+    is_parameter: bool = False
+
+    @property
+    def end(self) -> int:
+        """One past the last element of the storage that the view touches; its start when empty."""
+        if 0 in self.shape:
+            return self.storage_offset
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.storage_offset + sum((size - 1) * stride for size, stride in steps) + 1
+
+
+class StoredPlacement(NamedTuple):
+    """How one mesh dimension treats a tensor.
+
+    ``kind`` is S (cut along ``dim``), SS (the same, after ``split_factor`` pieces made by mesh
+    dimensions to its right), R (replicated) or P (partial sums, by ``op``).
+    """
+
+    kind: Literal["S", "R", "SS", "P"]
+    dim: int | None = None
+    split_factor: int | None = None
+    op: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMesh:
+    """The grid of ranks of a tensor, as the rank that saved it saw it.
+
+    ``coordinate`` and ``rank`` are that rank's own. ``rank_map`` lists the ranks of the root mesh,
+    ``strides`` step through it, one per dimension (None when a dimension has no single stride).
+    """
+
+    shape: tuple[int, ...]
+    dim_names: tuple[str, ...] | None
+    coordinate: tuple[int, ...] | None
+    rank: int | None
+    device_type: str
+    rank_map: tuple[object, ...] | None
+    strides: tuple[int, ...] | None
+
+    def ranks(self) -> tuple[int, ...] | None:
+        """The ranks of this mesh, row-major, or None when the file does not tell them."""
+        if self.rank_map is None or self.strides is None or self.coordinate is None:
+            return None
+        ranks = tuple(rank for rank in self.rank_map if type(rank) is int)
+        here = _dot(self.coordinate, self.strides)
+        own = ranks.index(self.rank) if self.rank in ranks else here
+        places = [own - here]
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if len(places) * size > len(ranks):
+                return None
+            places = [place + index * stride for place in places for index in range(size)]
+        if min(places) < 0 or max(places) >= len(ranks):
+            return None
+        return tuple(ranks[place] for place in places)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDTensor:
+    """One rank's shard of a distributed tensor; ``shape`` and ``strides`` are the whole tensor's.
+
+    ``shard_order`` lists, per cut tensor dimension, the mesh dimensions from the first cut to the
+    last, where the file says so.
+    """
+
+    local: StoredTensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    mesh: StoredMesh
+    placements: tuple[StoredPlacement, ...]
+    shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
+    requires_grad: bool = False
+
+
+class StateRecord(StandIn):
+    """An object that a pickle makes empty and then fills with a state: both are kept as given."""
+
+    __slots__ = ("args", "state")
+
+    args: tuple[object, ...]
+    state: dict[object, object]
+
+    def __new__(cls, *args: object) -> StateRecord:
+        """Keep the arguments. A pickle calls this alone, never ``__init__``."""
+        record = object.__new__(cls)
+        record.args = args
+        record.state = {}
+        return record
+
+    def __setstate__(self, state: object) -> None:
+        """Keep the state: a dict, or a pair of dicts of which the first may be None."""
+        if type(state) is tuple and len(state) == 2 and state[0] is None:
+            state = state[1]
+        if type(state) is not dict:
+            raise TypeError("a state that is no dict")
+        self.state = state
+
+
+class DeviceMeshRecord(StateRecord):
+    """A DeviceMesh of any version; ``mesh`` is what it says, once it was read."""
+
+    __slots__ = ("mesh",)
+
+    mesh: StoredMesh
+
+
+class MeshLayoutRecord(StateRecord):
+    """A ``_MeshLayout`` or a ``_FlatLayout``."""
+
+    __slots__ = ()
+
+
+class SpecRecord(StateRecord):
+    """A DTensorSpec."""
+
+    __slots__ = ()
+
+
+class TensorMetaRecord(StateRecord):
+    """A TensorMeta, or the TensorMetadata that torch 2.1 had in its place."""
+
+    __slots__ = ()
+
+
+class ShardOrderRecord(StateRecord):
+    """A ShardOrderEntry."""
+
+    __slots__ = ()
+
+
+class ShardRecord(StateRecord):
+    """A Shard."""
+
+    __slots__ = ()
+
+
+class StridedShardRecord(StateRecord):
+    """A _StridedShard."""
+
+    __slots__ = ()
+
+
+class ReplicateRecord(StateRecord):
+    """A Replicate."""
+
+    __slots__ = ()
+
+
+class PartialRecord(StateRecord):
+    """A Partial, under any of its names."""
+
+    __slots__ = ()
+
+
+def _dot(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    return sum(a * b for a, b in zip(left, right, strict=True))
+
+
+def as_count(value: object, what: str) -> int:
+    """An integer from 0 to 2**63 - 1, else UnreadableError."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise UnreadableError(f"{what} is no count: {shown(value)}.")
+    return value
+
+
+def as_counts(value: object, what: str) -> tuple[int, ...]:
+    """A tuple of up to 64 counts, from a tuple, a list or one integer, else UnreadableError."""
+    if type(value) is int:
+        value = (value,)
+    if not isinstance(value, tuple | list) or len(value) > _MAX_NDIM:
+        raise UnreadableError(f"{what} is no list of counts: {shown(value)}.")
+    return tuple(as_count(item, what) for item in value)
+
+
+def shown(value: object) -> str:
+    """A short text for an error, whatever the value is."""
+    if type(value) is int and value.bit_length() <= 128:
+        return str(value)
+    if type(value) is str:
+        return ascii(value[:80])
+    return f"a {getattr(value, 'qualname', type(value).__name__)}"

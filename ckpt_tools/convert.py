@@ -99,7 +99,7 @@ def plan_export(
         located = formats.locate(chosen, files)
     located.require_whole()
     targets = [
-        Target(renamed[e.fqn], (renamed[e.fqn],), e, _cast(e, options.dtype))
+        Target(renamed[e.fqn], (renamed[e.fqn],), e, cast_dtype(e, options.dtype))
         for e in located.tensors
     ]
     plans = _plan_files(targets, options, index=index, single_file=single_file)
@@ -190,7 +190,7 @@ def _refuse_collisions(renamed: Mapping[str, str]) -> None:
             )
 
 
-def _cast(entry: TensorEntry, dtype: DType | None) -> DType:
+def cast_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
     """The output type of a tensor: floating tensors follow ``dtype``, all others stay."""
     if dtype is None or entry.dtype.kind != "float":
         return entry.dtype

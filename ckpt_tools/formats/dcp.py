@@ -23,6 +23,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.files import Files
 from ckpt_tools.formats import dcp_items, dcp_safetensors, pickles
 from ckpt_tools.formats.dcp_damage import DATA_FILE, problems_of, rank_of, some
+from ckpt_tools.formats.dcp_metadata import Metadata, StorageInfo, StorageKey, TensorMeta
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.geometry import Box
 from ckpt_tools.index import (
@@ -32,6 +33,7 @@ from ckpt_tools.index import (
     FileEntry,
     ObjectEntry,
     Path,
+    Section,
     TensorEntry,
 )
 
@@ -110,10 +112,10 @@ def _file_sizes(path: str) -> dict[str, int]:
         raise UnreadableError(f"{path} cannot be listed: {error.strerror}.") from error
 
 
-def _read_metadata(path: str, sizes: Mapping[str, int]) -> pickles.Metadata:
+def _read_metadata(path: str, sizes: Mapping[str, int]) -> Metadata:
     with Files() as files:
 
-        def load(name: str) -> pickles.Metadata:
+        def load(name: str) -> Metadata:
             where = os.path.join(path, name)
             if sizes[name] == 0:
                 raise UnreadableError(f"{where} is empty.", hint="The save was interrupted.")
@@ -143,32 +145,33 @@ def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
     )
 
 
-def _union(parts: Sequence[pickles.Metadata], path: str) -> pickles.Metadata:
+def _union(parts: Sequence[Metadata], path: str) -> Metadata:
     """One metadata out of those that each rank wrote for itself (use_collectives=False)."""
-    first = parts[0]
-    tensors: dict[str, pickles.TensorMeta] = {}
-    storage: dict[object, pickles.StorageInfo] = {}
+    tensors: dict[str, TensorMeta] = {}
+    storage: dict[StorageKey, StorageInfo] = {}
     planner: dict[str, Path] = {}
     for part in parts:
-        storage |= part.storage
         planner |= part.planner_data or {}
+        storage = {**part.storage, **storage}
         for fqn, meta in part.tensors.items():
-            known = tensors.get(fqn)
-            if known is None:
-                tensors[fqn] = meta
-                continue
-            if (known.shape, known.dtype) != (meta.shape, meta.dtype):
-                raise CheckpointError(
-                    f"{path}: the ranks disagree on {fqn}: {known.dtype} {list(known.shape)} and "
-                    f"{meta.dtype} {list(meta.shape)}."
-                )
-            tensors[fqn] = known._replace(chunks=[*known.chunks, *meta.chunks])
-    return first._replace(
+            tensors[fqn] = _joined(tensors.get(fqn, meta), meta, where=f"{path}: {fqn}")
+    return parts[0]._replace(
         tensors=tensors,
         objects=frozenset().union(*(part.objects for part in parts)),
         storage=storage,
         planner_data=planner or None,
     )
+
+
+def _joined(known: TensorMeta, meta: TensorMeta, *, where: str) -> TensorMeta:
+    if known is meta:
+        return known
+    if (known.shape, known.dtype) != (meta.shape, meta.dtype):
+        raise CheckpointError(
+            f"{where}: the ranks disagree: {known.dtype} {list(known.shape)} and "
+            f"{meta.dtype} {list(meta.shape)}."
+        )
+    return known._replace(chunks=[*known.chunks, *meta.chunks])
 
 
 def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
@@ -182,13 +185,13 @@ def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
             )
 
 
-def _paths(metadata: pickles.Metadata) -> dict[str, Path]:
+def _paths(metadata: Metadata) -> dict[str, Path]:
     """The path of every entry: planner_data's, or the name alone where there is none."""
     planner = metadata.planner_data or {}
     return {fqn: tuple(planner.get(fqn, (fqn,))) for fqn in (*metadata.tensors, *metadata.objects)}
 
 
-def _sections(metadata: pickles.Metadata, paths: Mapping[str, Path]) -> dict[str, names.Section]:
+def _sections(metadata: Metadata, paths: Mapping[str, Path]) -> dict[str, Section]:
     objects = {paths[fqn] for fqn in metadata.objects}
     found = names.classify(list(paths.values()), objects=objects)
     return {fqn: section for fqn, (section, _) in zip(paths, found, strict=True)}
@@ -197,48 +200,50 @@ def _sections(metadata: pickles.Metadata, paths: Mapping[str, Path]) -> dict[str
 class _Stored:
     """Where the items of each name are."""
 
-    def __init__(self, root: str, metadata: pickles.Metadata) -> None:
+    def __init__(self, root: str, metadata: Metadata) -> None:
         self._storage = metadata.storage
         self._paths: dict[str, str] = {}
+        self._kinds: dict[tuple[str, tuple[str, ...]], tuple[str, int | None]] = {}
         self._root = root
 
-    def _range(self, info: pickles.StorageInfo) -> ByteRange:
+    def _range(self, info: StorageInfo) -> ByteRange:
         path = self._paths.get(info.relative_path)
         if path is None:
             path = os.path.join(self._root, info.relative_path)
             self._paths[info.relative_path] = path
         return ByteRange(path, info.offset, info.length)
 
-    def chunks(self, fqn: str, meta: pickles.TensorMeta) -> list[Chunk]:
-        chunks, seen = [], set()
+    def chunks(self, fqn: str, meta: TensorMeta) -> list[Chunk]:
+        """The chunks that have an item; one without is a hole, which the coverage check names."""
+        chunks: dict[Box, Chunk] = {}
         for offsets, sizes in meta.chunks:
-            box = Box(offsets, sizes)
             info = self._storage.get((fqn, offsets))
-            if info is None or box in seen:
-                continue  # a chunk that no file holds is a hole, which the coverage check names
-            seen.add(box)
-            chunks.append(
-                Chunk(
-                    box,
-                    self._range(info),
-                    codec=_codec(info, self._root),
-                    rank=rank_of(info.relative_path),
-                )
-            )
-        return chunks
+            if info is not None:
+                codec, rank = self._kind(info)
+                box = Box(offsets, sizes)
+                chunks[box] = Chunk(box, self._range(info), None, codec, (), rank)
+        return list(chunks.values())
 
-    def object(self, fqn: str, path: Path, section: names.Section) -> ObjectEntry | None:
+    def _kind(self, info: StorageInfo) -> tuple[str, int | None]:
+        """Codec and rank of an item."""
+        kind = self._kinds.get((info.relative_path, info.transforms))
+        if kind is None:
+            kind = _codec(info, self._root), rank_of(info.relative_path)
+            self._kinds[info.relative_path, info.transforms] = kind
+        return kind
+
+    def object(self, fqn: str, path: Path, section: Section) -> ObjectEntry | None:
         info = self._storage.get((fqn, None))
         if info is None:
             return None
         return ObjectEntry(fqn, path, section, self._range(info), codec=_codec(info, self._root))
 
 
-def _codec(info: pickles.StorageInfo, root: str) -> str:
+def _codec(info: StorageInfo, root: str) -> str:
     """How an item is packed. Raises UnsupportedError for a transform that is not known."""
     if not info.transforms:
         return dcp_items.TORCH_SAVE
-    if tuple(info.transforms) == ("stream.zstd/1",):
+    if info.transforms == ("stream.zstd/1",):
         return dcp_items.ZSTD
     raise UnsupportedError(
         f"{os.path.join(root, info.relative_path)} is packed with {list(info.transforms)}, which "

@@ -13,12 +13,14 @@ from dataclasses import replace
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.files import Files
 from ckpt_tools.formats import pickles, torch_zip
+from ckpt_tools.formats.stand_ins import Opaque, StoredDTensor, StoredTensor
 from ckpt_tools.geometry import row_major_strides
 from ckpt_tools.index import (
     ByteRange,
     CheckpointIndex,
     Chunk,
     ObjectEntry,
+    PlainValue,
     TensorEntry,
 )
 
@@ -57,7 +59,7 @@ class _Opener:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._seen: dict[bytes, pickles.StoredTensor] = {}
+        self._seen: dict[bytes, StoredTensor] = {}
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
@@ -75,11 +77,11 @@ class _Opener:
         packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
         return chunk._replace(data=data, codec=None, strides=None if packed else stored.strides)
 
-    def _stored(self, data: bytes, where: str) -> pickles.StoredTensor:
+    def _stored(self, data: bytes, where: str) -> StoredTensor:
         stored = self._seen.get(data)
         if stored is None:
             value = pickles.load_tensors(data, where=where)
-            if not isinstance(value, pickles.StoredTensor):
+            if not isinstance(value, StoredTensor):
                 raise UnreadableError(f"{where} holds no tensor but {type(value).__name__}.")
             if len(self._seen) >= _CACHED_PICKLES:
                 self._seen.clear()
@@ -87,7 +89,7 @@ class _Opener:
         return stored
 
 
-def _check(entry: TensorEntry, chunk: Chunk, stored: pickles.StoredTensor, where: str) -> None:
+def _check(entry: TensorEntry, chunk: Chunk, stored: StoredTensor, where: str) -> None:
     """The item's own dtype and shape must be what `.metadata` says."""
     if stored.dtype != entry.dtype.name:
         raise CheckpointError(f"{where} is {stored.dtype}, but .metadata says {entry.dtype.name}.")
@@ -101,7 +103,7 @@ def _check(entry: TensorEntry, chunk: Chunk, stored: pickles.StoredTensor, where
 
 
 def _view(
-    stored: pickles.StoredTensor,
+    stored: StoredTensor,
     record: torch_zip.Record,
     itemsize: int,
     *,
@@ -138,12 +140,12 @@ def _opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
     if entry.opened or entry.codec is None or entry.data.length > _MAX_PLAIN:
         return entry
     value = plain_value(files, entry)
-    if isinstance(value, pickles.Opaque):
+    if isinstance(value, Opaque):
         return replace(entry, type_name=value.qualname)
     return replace(entry, value=value, opened=True)
 
 
-def plain_value(files: Files, entry: ObjectEntry) -> pickles.Plain | pickles.Opaque:
+def plain_value(files: Files, entry: ObjectEntry) -> PlainValue | Opaque:
     """What a pickled object is: its plain value, or the name of what is not opened."""
     item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
     where = f"{item.path}, item of {entry.fqn}"
@@ -155,7 +157,7 @@ def holds_shards(entry: ObjectEntry, files: Files) -> bool:
     item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
     where = f"{item.path}, item of {entry.fqn}"
     value = pickles.load_tensors(_archive(files, item, where).read("data.pkl"), where=where)
-    return any(isinstance(leaf, pickles.StoredDTensor) for leaf in _leaves(value))
+    return any(isinstance(leaf, StoredDTensor) for leaf in _leaves(value))
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -164,7 +166,7 @@ def _leaves(value: object) -> Iterator[object]:
         value = waiting.pop()
         if isinstance(value, dict):
             waiting.extend(value.values())
-        elif isinstance(value, list | tuple) and not isinstance(value, pickles.StoredTensor):
+        elif isinstance(value, list | tuple):
             waiting.extend(value)
         yield value
 

@@ -1,8 +1,8 @@
 """DCP directories whose data files are safetensors (`SerializationFormat.SAFETENSORS`).
 
-`.metadata` does not tell that they are, and its offsets and lengths mean nothing there: every byte
-range comes from the header of the data file itself, which names the offsets of its shards in
-``DCP_SHARDING_INFO``. Objects are not in these files at all.
+`.metadata` does not tell that they are. For every tensor of a file it gives the byte at which the
+safetensors data begins (objects lie before it, each where `.metadata` says): the byte ranges come
+from the header found there, which names the first element of each shard in ``DCP_SHARDING_INFO``.
 """
 
 from __future__ import annotations
@@ -34,10 +34,20 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     Raises UnreadableError when a header is damaged. A shard that differs from what `.metadata`
     says of it becomes a problem.
     """
-    data = [file.path for file in index.files if file.path.endswith(".distcp") and file.length]
-    if not data or torch_zip.sniff(files.read(data[0], 0, 9)) != "safetensors":
+    starts = {
+        chunk.data.path: chunk.data.offset
+        for entry in index.tensors
+        for chunk in entry.chunks
+        if _reaches(files, chunk.data.path, chunk.data.offset + 9)
+    }
+    first = next(iter(starts.items()), None)
+    if first is None or torch_zip.sniff(files.read(*first, 9)) != "safetensors":
         return index
-    found = {shard: stored for path in data for shard, stored in _shards(files, path)}
+    found = {
+        shard: stored
+        for path, start in starts.items()
+        for shard, stored in _shards(files, path, start)
+    }
     problems = list(index.problems)
     tensors = []
     for entry in index.tensors:
@@ -46,23 +56,19 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
         except CheckpointError as error:
             problems.append(error)
             tensors.append(entry)
-    notes = index.notes
-    if index.objects:
-        count = len(index.objects)
-        notes += (f"{count} objects are named, but safetensors data files cannot hold objects.",)
     return replace(
-        index,
-        format="dcp-safetensors",
-        tensors=tuple(tensors),
-        objects=(),
-        notes=notes,
-        problems=tuple(problems),
+        index, format="dcp-safetensors", tensors=tuple(tensors), problems=tuple(problems)
     )
 
 
-def _shards(files: Files, path: str) -> Iterator[tuple[_Shard, Stored]]:
+def _reaches(files: Files, path: str, end: int) -> bool:
+    """Whether a file is there and has this many bytes; what it lacks is told elsewhere."""
+    return os.path.exists(path) and files.size(path) >= end
+
+
+def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:
     """The shards of one data file, with the offsets that its header tells."""
-    header = read_header(files, path)
+    header = read_header(files, path, offset=start)
     offsets = _saved_offsets(header.metadata, path)
     for fqn, stored in header.tensors.items():
         yield _Shard(fqn, offsets.get(fqn, (0,) * len(stored.shape)), path), stored

@@ -21,6 +21,7 @@ SUPPORTED = (
 
 _MAX_DEPTH = 4
 _MAX_FOLDERS = 5_000
+_MAX_LINK = 1_024  # bytes of a path in a text file
 # Files that torch.save wrote, and that hold no weights: not checkpoints of their own.
 _SIDE_FILE = re.compile(
     r"(random_states_\d+\.pkl|rng_state.*\.pth|scheduler\.(bin|pt)|scaler\.(bin|pt)"
@@ -37,13 +38,32 @@ def quote(path: str) -> str:
 
 
 def member(path: str) -> str:
-    """The checkpoint that a file belongs to, when the file alone is only a part of one."""
+    """The checkpoint that a path means: through links, and the folder when a file is but a part."""
+    path = followed(path)
     name = os.path.basename(path)
     if os.path.isfile(path) and (
         name == ".metadata" or name.endswith((".distcp", ".safetensors.index.json"))
     ):
         return os.path.dirname(path) or "."
     return path
+
+
+def followed(path: str) -> str:
+    """Where a link leads that git or an archive turned into a text file; else the path itself.
+
+    Such a file holds nothing but the path of something that is there (Composer's ``latest-rank0.pt``
+    is a link by birth). Links of the file system need no help.
+    """
+    if not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
+        return path
+    with open(path, "rb") as file:
+        text = file.read(_MAX_LINK)
+    try:
+        target = os.path.join(os.path.dirname(path), text.decode())
+    except UnicodeDecodeError:
+        return path
+    is_path = text.strip() == text and text and b"\n" not in text and b"\0" not in text
+    return target if is_path and os.path.exists(target) else path
 
 
 def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
@@ -59,8 +79,8 @@ def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
         for parent in level:
             for path in _candidates(parent):
                 seen += 1
-                if is_checkpoint(path):
-                    _keep(found, path)
+                if is_checkpoint(followed(path)):
+                    _keep(found, followed(path))
                 elif os.path.isdir(path) and not os.path.islink(path):
                     below.append(path)
         level = below

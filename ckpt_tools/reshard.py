@@ -1,0 +1,226 @@
+"""`reshard`: any checkpoint to shards for training on another mesh.
+
+Planned from the index alone, like every conversion: which box each rank of the target mesh holds,
+and which chunks fill it. Who carries the plan out (threads, worker processes, the ranks of a
+torchrun job) is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt_tools import inference, names, output
+from ckpt_tools.convert import WriteOptions, cast_dtype, select
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.files import Files
+from ckpt_tools.index import CheckpointIndex, Section, TensorEntry
+from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard
+from ckpt_tools.mesh_spec import PlaceRule, default_placements, fsdp_order, in_words
+from ckpt_tools.plan import FilePlan, Target
+
+CarryOut = Callable[[Sequence[FilePlan], str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardOptions:
+    """The target: a mesh, how tensors lie on it, the format, and which tensors go along.
+
+    ``placements`` None means FSDP2's own; ``rules`` overrule them by name, the last match wins;
+    ``like`` takes each tensor's layout from another checkpoint where that has one.
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...] | None = None
+    rules: tuple[PlaceRule, ...] = ()
+    like: CheckpointIndex | None = None
+    format: Literal["dcp", "ranks"] = "dcp"
+    device_type: str = "cuda"
+    dtype: DType | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    only: Section | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """Files to write, the tensors in them with their layouts, and what a person should know."""
+
+    files: tuple[FilePlan, ...]
+    targets: tuple[Target, ...]
+    mesh: Mesh
+    notes: tuple[str, ...]
+    nbytes: int
+
+
+def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan:
+    """Plan a reshard from headers alone; nothing is written.
+
+    Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
+    layouts that the tensors or torch's own loader cannot have.
+    """
+    from ckpt_tools import formats  # the readers: not needed to name the options
+
+    chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    with Files() as files:
+        located = formats.locate(chosen, files)
+    located.require_whole()
+    layouts = _layouts(index, located.tensors, options)
+    targets = tuple(
+        Target(e.fqn, e.path, e, cast_dtype(e, options.dtype), layouts[e.fqn])
+        for e in located.tensors
+    )
+    plans = _plan_files(targets, located, options)
+    placements = options.placements or default_placements(options.mesh)
+    return ReshardPlan(
+        files=tuple(plans),
+        targets=targets,
+        mesh=options.mesh,
+        notes=(*index.notes, in_words(options.mesh, placements), *_notes(layouts, options)),
+        nbytes=sum(plan.length for plan in plans),
+    )
+
+
+def reshard(
+    index: CheckpointIndex,
+    out: str,
+    *,
+    options: ReshardOptions,
+    write: WriteOptions,
+    carry_out: CarryOut,
+) -> ReshardPlan:
+    """Write the chosen tensors and objects as shards of the target mesh to the folder ``out``.
+
+    ``carry_out(plans, folder)`` writes the files of the plan. Raises what `plan_reshard` raises,
+    OutputExistsError, and WriteError; in every case ``out`` is as it was.
+    """
+    output.refuse_existing(out, force=write.force)
+    plan = plan_reshard(index, options)
+    output.check_space(out, plan.files)
+    with output.appearing(out) as folder:
+        carry_out(plan.files, folder)
+    return plan
+
+
+def _layouts(
+    index: CheckpointIndex, tensors: Sequence[TensorEntry], options: ReshardOptions
+) -> dict[str, Layout | None]:
+    """The layout of each tensor on the target mesh; None for one that each rank holds whole."""
+    rules = [(names.selector((rule.pattern,), ()), rule.placements) for rule in options.rules]
+    like = _layouts_of(options.like) if options.like is not None else {}
+    sharded = _sharded(index)
+    found: dict[str, Layout | None] = {}
+    for entry in tensors:
+        ruled = [placements for matches, placements in rules if matches(entry.fqn)]
+        if ruled:
+            found[entry.fqn] = _checked(entry, _layout(options.mesh, ruled[-1]))
+        elif entry.fqn in like:
+            found[entry.fqn] = _checked(entry, like[entry.fqn])
+        elif _is_cut(entry, sharded):
+            placements = options.placements or default_placements(options.mesh)
+            found[entry.fqn] = _checked(entry, _layout(options.mesh, placements))
+        else:
+            found[entry.fqn] = None
+    return found
+
+
+def _layout(mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
+    return Layout(mesh, placements, fsdp_order(mesh, placements))
+
+
+def _sharded(index: CheckpointIndex) -> frozenset[str]:
+    """Names that the source stores in pieces; empty when it stores everything whole."""
+    return frozenset(
+        entry.fqn
+        for entry in index.tensors
+        if entry.layout is not None or inference.cut_of(entry) is not None
+    )
+
+
+def _is_cut(entry: TensorEntry, sharded: frozenset[str]) -> bool:
+    """Whether a tensor is cut without being told to be.
+
+    What the source's job held whole on each rank beside sharded tensors (buffers, steps, random
+    states) stays whole. A source that stores everything whole tells nothing: its weights and its
+    optimizer state are cut.
+    """
+    if not entry.shape:
+        return False
+    if sharded:
+        return entry.fqn in sharded
+    return entry.section != "other"
+
+
+def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
+    """Each tensor's layout in another checkpoint: stated, or inferred from its boxes."""
+    mesh = like.mesh or inference.infer_mesh(like.tensors, world_size=like.world_size)
+    if mesh is None:
+        raise UsageError(f"{like.root}: it tells no mesh, so nothing can be laid out like it.")
+    return {
+        entry.fqn: entry.layout or inference.infer_layout(entry, mesh) for entry in like.tensors
+    }
+
+
+def _checked(entry: TensorEntry, layout: Layout | None) -> Layout | None:
+    """The layout, when torch's own loader gets it right.
+
+    Where two mesh dimensions cut the same tensor dimension in strided order, torch computes wrong
+    offsets unless the dimension divides by the parts of the first cut (measured on torch 2.13).
+    """
+    if layout is None or all(isinstance(p, Replicate) for p in layout.placements):
+        return layout
+    if layout.order == tuple(range(len(layout.order))):
+        return layout
+    first = layout.order[0]
+    placement = layout.placements[first]
+    if isinstance(placement, Shard) and entry.shape[placement.dim] % layout.mesh.shape[first]:
+        raise UnsupportedError(
+            f"{entry.fqn}: dimension {placement.dim} of {list(entry.shape)} does not divide by "
+            f"{layout.mesh.shape[first]}, and torch itself loads such shards wrong.",
+            hint=f"Leave it whole on that mesh dimension: --place '{entry.fqn}=…' with R there.",
+        )
+    return layout
+
+
+def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> list[str]:
+    notes = []
+    whole = sum(layout is None for layout in layouts.values())
+    if whole:
+        notes.append(f"{whole} tensors (scalars, buffers, other state) stay whole on each rank.")
+    if options.placements is None and options.mesh.dim_names is not None:
+        placed = default_placements(options.mesh)
+        idle = [
+            name
+            for name, size, p in zip(
+                options.mesh.dim_names, options.mesh.shape, placed, strict=True
+            )
+            if isinstance(p, Replicate) and size > 1 and not re.search("replicate|ddp", name)
+        ]
+        if idle and not options.rules and options.like is None:
+            notes.append(
+                f"Nothing says what {', '.join(idle)} cuts, so it replicates; --place or --like do."
+            )
+    return notes
+
+
+def _plan_files(
+    targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
+) -> list[FilePlan]:
+    if options.format == "ranks":
+        from ckpt_tools.formats import ranks_write
+
+        return ranks_write.plan_files(
+            targets, located.objects, mesh=options.mesh, device_type=options.device_type
+        )
+    from ckpt_tools.formats import dcp_write
+
+    entries = (*located.tensors, *located.objects)
+    return dcp_write.plan_files(
+        targets,
+        located.objects,
+        world_size=options.mesh.size,
+        planner_data={entry.fqn: entry.path for entry in entries},
+    )

@@ -1,0 +1,186 @@
+"""A folder of per-rank torch.save files of DTensors, as `torch.save(model.state_dict())` on every
+rank leaves it.
+
+Each file states its own mesh, placements and coordinate; they are checked against the other files,
+the file names and their number. Families of one save (``model_…``, ``optim_…``, ``extra_state_…``)
+are one checkpoint, and the name of a family is the container of its entries unless the files
+themselves have it. Files are opened one after the other.
+
+An object has no bytes of its own: its byte range is that of its file's pickle, and its value
+carries the truth.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from glob import escape
+
+from ckpt_tools import names
+from ckpt_tools.errors import (
+    CheckpointError,
+    UnreadableError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckpt_tools.files import Files
+from ckpt_tools.formats import rank_checks, rank_names, ties
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.rank_entries import Gathered, entries_of
+from ckpt_tools.formats.rank_names import Family, RankFile
+from ckpt_tools.formats.rank_parts import ObjectPart, Parts
+from ckpt_tools.formats.state_dict import StateDict, flatten
+from ckpt_tools.formats.torch_save import open_saved
+from ckpt_tools.index import ByteRange, CheckpointIndex, FileEntry, Path
+
+# Opened one after the other, so that a thousand of them need few descriptors.
+_MAX_OPEN = 16
+
+
+def matches(path: str) -> bool:
+    """Whether a folder holds files of more than one rank, or of one that says it is the only one.
+
+    A lone ``rank0.pt`` without a world size is a file like any other.
+    """
+    if not os.path.isdir(path):
+        return False
+    return any(
+        file.rank > 0 or file.world_size is not None
+        for file in filter(None, map(rank_names.parse, os.listdir(path)))
+    )
+
+
+def read_index(
+    path: str | Sequence[str], *, options: ReadOptions = ReadOptions()
+) -> CheckpointIndex:
+    """The index of a folder of rank files, or of those of them that a list names.
+
+    Raises UnsupportedError for ShardedTensors, flat parameters and files of two world sizes,
+    UsageError for several families that are not one checkpoint, and UnreadableError when no file
+    can be read. Missing or damaged ranks, and ranks that disagree, become problems of the index.
+    """
+    paths = _files_in(path) if isinstance(path, str) else list(path)
+    root = path if isinstance(path, str) else os.path.dirname(paths[0]) or "."
+    families = rank_names.joined(rank_names.families(paths), where=escape(root))
+    with Files(max_open=_MAX_OPEN) as files:
+        reading = _Reading(files, options)
+        for family in families:
+            reading.read(family, contained=len(families) > 1)
+        if not reading.sizes and reading.problems:
+            raise reading.problems[0]
+        return reading.index(root, families)
+
+
+def _files_in(folder: str) -> list[str]:
+    found = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
+    return [path for path in found if os.path.isfile(path)]
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What the files read so far hold."""
+
+    files: Files
+    options: ReadOptions
+    gathered: Gathered = field(default_factory=Gathered)
+    parts: Parts = field(default_factory=Parts)
+    ranks: rank_checks.Ranks = field(default_factory=rank_checks.Ranks)
+    sizes: dict[str, int] = field(default_factory=dict)
+    ties: ties.Ties = ()
+    problems: list[CheckpointError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def read(self, family: Family, *, contained: bool) -> None:
+        """Read the files of a family, in the order of their ranks."""
+        family_ties: ties.Ties | None = None
+        for file in family.files:
+            try:
+                state, pickle, container = self._state(file, contained=contained)
+            except (UnsupportedError, UnsafePickleError) as error:
+                if not rank_names.holds_other_state(family.name):
+                    raise
+                self._keep_closed(file, error)
+                continue
+            except UnreadableError as error:
+                self.problems.append(error)
+                continue
+            self._gather(file, state, pickle, container)
+            views = {_fqn(container, leaf.path): ties.view_of(leaf) for leaf in state.tensors}
+            found = ties.tied(state.tensors) if family_ties is None else ()
+            family_ties = (
+                tuple(tuple(_fqn(container, (name,)) for name in group) for group in found)
+                if family_ties is None
+                else ties.still_tied(family_ties, views)
+            )
+        self.ties = (*self.ties, *(family_ties or ()))
+
+    def _state(self, file: RankFile, *, contained: bool) -> tuple[StateDict, ByteRange, Path]:
+        """The leaves of one file, the place of its pickle, and the container they belong into."""
+        saved = open_saved(file.path, self.files, options=self.options)
+        state = flatten(saved.value, where=file.path)
+        container: Path = ()
+        tops = saved.value.keys() if isinstance(saved.value, dict) else ()
+        if contained and not rank_names.has_container(tops, file.family):
+            container = (file.family or "model",)
+        for leaf in state.tensors:
+            part = self.parts.part(leaf.stored, saved, file.rank)
+            self.gathered.tensors.setdefault((*container, *leaf.path), []).append(part)
+        self.sizes[file.path] = saved.length
+        return state, saved.pickle, container
+
+    def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange, container: Path) -> None:
+        for leaf in state.objects:
+            part = ObjectPart(file.rank, pickle, leaf.value, leaf.type_name)
+            self.gathered.objects.setdefault((*container, *leaf.path), []).append(part)
+        self.ranks.see(file, [leaf.stored for leaf in state.tensors])
+
+    def _keep_closed(self, file: RankFile, error: CheckpointError) -> None:
+        """Keep a file of other state that cannot be opened as one opaque object."""
+        length = self.files.size(file.path)
+        self.sizes[file.path] = length
+        part = ObjectPart(file.rank, ByteRange(file.path, 0, length), None, "torch.save file")
+        path = (file.family, f"rank_{file.rank}")
+        self.gathered.objects[path] = [part]
+        self.notes.append(f"Kept closed: {error.message}")
+
+    def index(self, root: str, families: Sequence[Family]) -> CheckpointIndex:
+        """The index of all that was read."""
+        world = self.ranks.world_size(families)
+        entries = entries_of(self.gathered, self.files)
+        missing = list(_missing(families, world))
+        problems = [
+            *self.problems,
+            *self.ranks.problems(families, world),
+            *rank_checks.missing_problems(families, world, entries.tensors),
+            *entries.problems,
+        ]
+        if not missing and not self.problems:
+            known = {fqn: problem for problem in problems for fqn in problem.about}
+            problems += rank_checks.holes(entries.tensors, known)
+        return CheckpointIndex(
+            root=root,
+            format="ranks",
+            tensors=entries.tensors,
+            objects=entries.objects,
+            files=(
+                *(FileEntry(path, length) for path, length in self.sizes.items()),
+                *(FileEntry(path, None) for path in missing),
+            ),
+            world_size=world,
+            mesh=self.ranks.mesh,
+            ties=tuple(sorted(self.ties)),
+            notes=(*self.notes, *entries.notes),
+            problems=tuple(problems),
+        )
+
+
+def _fqn(container: Path, path: Path) -> str:
+    return names.join((*container, *path))
+
+
+def _missing(families: Sequence[Family], world: int) -> Iterator[str]:
+    """Where the files of missing ranks should be."""
+    for family in families:
+        have = {file.rank for file in family.files}
+        yield from (family.path_of(rank) for rank in range(world) if rank not in have)

@@ -1,0 +1,155 @@
+"""What the names of per-rank files say: whose they are, how many there should be, what is in them.
+
+``model_world_size_8_rank_3.pt`` is rank 3 of 8 of the family ``model``. Nothing here opens a file,
+and what a name says is checked by others against what the file says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.errors import UnsupportedError, UsageError
+
+_RANK = re.compile(r"(?i)(?<![a-z])rank[-_.]?(\d+)(?:[-_]?of[-_]?(\d+))?(?=[-_.])")
+_WORLD = re.compile(r"(?i)(?<![a-z])world[-_]?size[-_]?(\d+)(?=[-_.])")
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+# DeepSpeed's and Megatron's files also carry a rank, but of a model-parallel group.
+_FOREIGN = re.compile(r"(?i)(^|[-_])(mp|zero_pp|tp|pp)[-_]?$")
+
+_MODEL = frozenset({"", "model", "fsdp_model", "module", "weights", "checkpoint", "ckpt"})
+_OPTIM = frozenset({"optim", "optimizer", "optim_state", "optimizer_state"})
+_OTHER = frozenset(
+    {"extra_state", "extra", "rng", "rng_state", "scheduler", "lr_scheduler", "dataloader"}
+    | {"trainer_state", "train_state", "random_states"}
+)
+
+
+class RankFile(NamedTuple):
+    """One file by its name: ``rank`` of ``world_size`` (None when the name does not say).
+
+    ``pattern`` is the name with ``*`` for the rank, ``family`` what is left of it without numbers.
+    """
+
+    path: str
+    rank: int
+    world_size: int | None
+    family: str
+    pattern: str
+
+
+class Family(NamedTuple):
+    """The files of one pattern, one of each rank, in the order of their ranks."""
+
+    name: str
+    pattern: str
+    world_size: int | None
+    files: tuple[RankFile, ...]
+
+    def path_of(self, rank: int) -> str:
+        """Where the file of a rank should be, beside the first one."""
+        folder = os.path.dirname(self.files[0].path)
+        return os.path.join(folder, self.pattern.replace("*", str(rank)))
+
+
+def parse(path: str) -> RankFile | None:
+    """What the name of a file says, or None when it is no name of a per-rank file."""
+    name = os.path.basename(path)
+    stem, suffix = os.path.splitext(name)
+    ranks = list(_RANK.finditer(name))
+    if suffix.lower() not in _SUFFIXES or len(ranks) != 1 or "*" in name:
+        return None
+    (rank,) = ranks
+    if _FOREIGN.search(name[: rank.start()]):
+        return None
+    world = _WORLD.search(name)
+    size = rank[2] or (world[1] if world else None)
+    spans = [rank.span(), *([world.span()] if world else [])]
+    return RankFile(
+        path=path,
+        rank=int(rank[1]),
+        world_size=None if size is None else int(size),
+        family=_without(stem, spans),
+        pattern=name[: rank.start(1)] + "*" + name[rank.end(1) :],
+    )
+
+
+def _without(stem: str, spans: Sequence[tuple[int, int]]) -> str:
+    """The stem without these spans, and without the separators that are left over."""
+    kept = list(stem)
+    for start, end in spans:
+        kept[start:end] = " " * (min(end, len(stem)) - start)
+    parts = "".join(kept).split(" ")
+    return "_".join(part.strip("-_.") for part in parts if part.strip("-_."))
+
+
+def families(paths: Iterable[str]) -> list[Family]:
+    """The families that these files form, by name; files with other names are left out.
+
+    Raises UnsupportedError when two files of one pattern claim the same rank.
+    """
+    found: dict[str, dict[int, RankFile]] = {}
+    for file in filter(None, map(parse, paths)):
+        ranks = found.setdefault(file.pattern, {})
+        other = ranks.setdefault(file.rank, file)
+        if other is not file:
+            raise UnsupportedError(
+                f"{other.path} and {file.path} both say that they are of rank {file.rank}.",
+                hint="Name the files of one checkpoint by a quoted glob.",
+            )
+    return [_family(pattern, found[pattern]) for pattern in sorted(found)]
+
+
+def _family(pattern: str, ranks: dict[int, RankFile]) -> Family:
+    files = tuple(ranks[rank] for rank in sorted(ranks))
+    return Family(files[0].family, pattern, files[0].world_size, files)
+
+
+def joined(found: Sequence[Family], *, where: str) -> tuple[Family, ...]:
+    """The families that are one checkpoint together, the model first.
+
+    Raises UsageError when they are not, and UnsupportedError when they are of two world sizes.
+    """
+    sizes = sorted({family.world_size for family in found if family.world_size is not None})
+    parts = [_part(family.name) for family in found]
+    if len(found) == 1 or (None not in parts and len(set(parts)) == len(found) and len(sizes) < 2):
+        order = sorted(zip(parts, found, strict=True), key=lambda pair: pair[0] or "")
+        return tuple(family for _, family in order)
+    listing = "\n  ".join(f"{f.pattern}  ({len(f.files):,} files)" for f in found)
+    globs = " or ".join(f"'{os.path.join(where, f.pattern)}'" for f in found[:4])
+    hint = f"Choose one with a quoted glob: {globs}."
+    if len(sizes) > 1:
+        shown = " and ".join(map(str, sizes))
+        raise UnsupportedError(
+            f"{where} holds files of {len(sizes)} world sizes, {shown}, of different saves:"
+            f"\n  {listing}",
+            hint=hint,
+        )
+    raise UsageError(
+        f"{where} holds several families of rank files, which are not one checkpoint:\n  {listing}",
+        hint=hint,
+    )
+
+
+def _part(name: str) -> str | None:
+    """Which part of a checkpoint a family name means, sorted as parts go, or None."""
+    lowered = name.lower()
+    if lowered in _MODEL:
+        return "0 model"
+    if lowered in _OPTIM:
+        return "1 optim"
+    return f"2 {lowered}" if lowered in _OTHER else None
+
+
+def has_container(keys: Iterable[object], name: str) -> bool:
+    """Whether a state dict with these keys already says which part of a checkpoint it is."""
+    part = _part(name) or ""
+    alike = _OPTIM if part.startswith("1") else _MODEL - {""}
+    return any(key == name or (part[:1] in ("0", "1") and key in alike) for key in keys)
+
+
+def holds_other_state(name: str) -> bool:
+    """Whether files of this family hold what each rank keeps for itself: RNG, data position."""
+    return name.lower() in _OTHER

@@ -1,0 +1,184 @@
+"""A nested state dict, once unpickled, as flat lists of tensors and other values with their paths.
+
+It walks as torch's own distributed checkpoint flattens, so that one state dict has the same names
+in both formats: a dict always gives its items, a list gives them when a tensor or a dict is
+somewhere inside, and anything else is one value. A tuple is walked only when it holds a tensor,
+which would be lost otherwise. An empty dict is one value, because the loading side may ask for it.
+
+Keys stay what they are (a str or an int) in a path. Nothing here reads a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tools import names
+from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.stand_ins import StoredDTensor, StoredTensor
+from ckpt_tools.index import Path, PlainValue
+
+Stored = StoredTensor | StoredDTensor
+
+# More than any real state dict has; a pickle of a few KB can refer to itself without end.
+_MAX_DEPTH = 100
+_MAX_VISITS = 10_000_000
+# Python's and numpy's generators have 625 numbers, a sampler's state may list an epoch's samples.
+_MAX_PLAIN = 100_000
+_FLAT = frozenset({"_flat_param", "flat_param"})
+
+
+class TensorLeaf(NamedTuple):
+    """A tensor and its place in the nesting."""
+
+    path: Path
+    stored: Stored
+
+
+class ObjectLeaf(NamedTuple):
+    """Something that is not a tensor: its value when it is plain, else the name of its type."""
+
+    path: Path
+    value: PlainValue
+    type_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StateDict:
+    """The leaves of one state dict, in the order of the nesting."""
+
+    tensors: tuple[TensorLeaf, ...]
+    objects: tuple[ObjectLeaf, ...]
+
+
+def flatten(value: object, *, where: str) -> StateDict:
+    """The leaves of a nested value; one that is no container has the path ``("value",)``.
+
+    Raises UnreadableError for a nesting without end, and UnsupportedError for two leaves of one
+    name or for the flat parameters of FSDP1.
+    """
+    walk = _Walk(where)
+    top = value if isinstance(value, dict | list | tuple) and len(value) else {"value": value}
+    if isinstance(top, tuple) or (isinstance(top, list) and not walk.holds(top)):
+        top = dict(enumerate(top)) if walk.holds(top) else {"value": top}
+    tensors: list[TensorLeaf] = []
+    objects: list[ObjectLeaf] = []
+    for path, leaf in walk.leaves(top, ()):
+        if isinstance(leaf, StoredTensor | StoredDTensor):
+            tensors.append(TensorLeaf(path, leaf))
+        else:
+            objects.append(ObjectLeaf(path, *_plain(leaf)))
+    _refuse_flat_parameters([leaf.path for leaf in tensors], where)
+    _refuse_twins([*(leaf.path for leaf in tensors), *(leaf.path for leaf in objects)], where)
+    return StateDict(tuple(tensors), tuple(objects))
+
+
+class _Walk:
+    """One walk through a nesting: remembers which lists hold tensors, and counts its steps."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._visits = 0
+        self._known: dict[tuple[int, bool], bool] = {}
+
+    def leaves(self, value: object, path: Path) -> Iterator[tuple[Path, object]]:
+        """The leaves below a value, each with its path."""
+        self._step(len(path))
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                yield from self.leaves(item, (*path, _part(key)))
+        elif isinstance(value, list | tuple) and self.holds(value):
+            for place, item in enumerate(value):
+                yield from self.leaves(item, (*path, place))
+        else:
+            yield path, value
+
+    def holds(self, value: list[object] | tuple[object, ...]) -> bool:
+        """Whether a list has a tensor or a dict somewhere inside; whether a tuple has a tensor."""
+        return self._holds(value, 0, tensors_only=isinstance(value, tuple))
+
+    def _holds(self, value: object, depth: int, *, tensors_only: bool) -> bool:
+        if isinstance(value, StoredTensor | StoredDTensor):
+            return True
+        if isinstance(value, dict):
+            if not tensors_only:
+                return True
+            items: Iterable[object] = value.values()
+        elif type(value) in {list, tuple} and isinstance(value, list | tuple):
+            items = value
+        else:
+            return False
+        key = (id(value), tensors_only)
+        if key not in self._known:
+            self._step(depth)
+            self._known[key] = any(
+                self._holds(item, depth + 1, tensors_only=tensors_only or type(value) is tuple)
+                for item in items
+            )
+        return self._known[key]
+
+    def _step(self, depth: int) -> None:
+        self._visits += 1
+        if depth > _MAX_DEPTH or self._visits > _MAX_VISITS:
+            raise UnreadableError(
+                f"{self._where}: its values are nested without end; no state dict looks like this."
+            )
+
+
+def _part(key: object) -> str | int:
+    """A key as a part of a path; what is neither str nor int is taken by its text."""
+    return key if isinstance(key, str) or type(key) is int else str(key)
+
+
+def _plain(value: object) -> tuple[PlainValue, str | None]:
+    """The value and None when it is plain, else None and the name of what is not."""
+    left = _MAX_PLAIN
+
+    def check(item: object, depth: int) -> str | None:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > _MAX_DEPTH:
+            return type(value).__name__
+        if item is None or type(item) in {bool, int, float, str}:
+            return None
+        if isinstance(item, dict):
+            odd = next((key for key in item if type(key) not in {str, int}), None)
+            if odd is not None:
+                return _type_name(item)
+            return next(filter(None, (check(part, depth + 1) for part in item.values())), None)
+        if type(item) in {list, tuple} and isinstance(item, list | tuple):
+            return next(filter(None, (check(part, depth + 1) for part in item)), None)
+        return _type_name(item)
+
+    name = check(value, 0)
+    return (None, name) if name is not None else (value, None)  # type: ignore[return-value]
+
+
+def _type_name(value: object) -> str:
+    return str(getattr(value, "qualname", type(value).__name__))
+
+
+def _refuse_flat_parameters(paths: Sequence[Path], where: str) -> None:
+    """Refuse FSDP1's LOCAL_STATE_DICT: flat parameters have lost the shapes of the weights."""
+    for path in paths:
+        if any(isinstance(part, str) and part.rpartition(".")[2] in _FLAT for part in path):
+            raise UnsupportedError(
+                f"{where}: {names.join(path)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT): one "
+                "rank's piece of many weights in a row, without their shapes.",
+                hint="Only the job that saved it can read it. Load it there and save again: with "
+                "FULL_STATE_DICT, or SHARDED_STATE_DICT and a device_mesh, or through "
+                "torch.distributed.checkpoint.",
+            )
+
+
+def _refuse_twins(paths: Iterable[Path], where: str) -> None:
+    seen: dict[str, Path] = {}
+    for path in paths:
+        fqn = names.join(path)
+        other = seen.setdefault(fqn, path)
+        if other is not path:
+            raise UnsupportedError(
+                f"{where}: two entries have the name {fqn}: {list(other)} and {list(path)}.",
+                hint="Save again with names that differ when joined by dots.",
+            )

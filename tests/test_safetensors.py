@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reader_contract import DATA, ReaderContract, RealCheckpoint
 
+from ckpt_tools import formats
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, UnsupportedError
 from ckpt_tools.files import Files
 from ckpt_tools.formats import safetensors
@@ -540,14 +541,21 @@ def test_a_consolidation_that_stopped_half_way_is_a_problem(tmp_path: Path) -> N
     assert "stopped half-way" in messages(folder)
 
 
-@pytest.mark.parametrize(("data", "said"), [(bytes(4), "leaves scalars as zero"), (b"1234", "")])
+@pytest.mark.parametrize("named", ["", "x.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(("data", "lost"), [(bytes(4), True), (b"1234", False)])
 def test_a_scalar_that_consolidation_lost_is_a_problem(
-    tmp_path: Path, data: bytes, said: str
+    tmp_path: Path, *, named: str, data: bytes, lost: bool
 ) -> None:
     (tmp_path / "sharded").mkdir()
     shard = "shard-00001-model-00001-of-00001.safetensors"
     write_shard(tmp_path / "sharded", shard, {"scale": ([], [])})
-    write(tmp_path / "model-00001-of-00001.safetensors", {"scale": tensor([], 0)}, data=data)
-    write_index(tmp_path, {"scale": "model-00001-of-00001.safetensors"})
-    assert said in messages(tmp_path)
-    assert bool(messages(tmp_path)) == bool(said)
+    write(tmp_path / "x.safetensors", {"scale": tensor([], 0)}, data=data)
+    write_index(tmp_path, {"scale": "x.safetensors"})
+    assert ("leaves scalars as zero" in messages(tmp_path / named)) == lost
+
+
+def test_an_index_that_is_named_is_read_alone(tmp_path: Path) -> None:
+    folder = copy(LISTED, tmp_path / "c")
+    shutil.copyfile(LISTED / "model-00003-of-00003.safetensors", folder / "model.safetensors")
+    assert formats.read_index(str(folder)).problems
+    assert not formats.read_index(str(folder / "model.safetensors.index.json")).problems

@@ -41,9 +41,7 @@ def member(path: str) -> str:
     """The checkpoint that a path means: through links, and the folder when a file is but a part."""
     path = followed(path)
     name = os.path.basename(path)
-    if os.path.isfile(path) and (
-        name == ".metadata" or name.endswith((".distcp", ".safetensors.index.json"))
-    ):
+    if os.path.isfile(path) and (name == ".metadata" or name.endswith(".distcp")):
         return os.path.dirname(path) or "."
     return path
 

@@ -114,6 +114,7 @@ def read_index(
         if path.endswith(INDEX_SUFFIX):
             index = _parse_index(place, files)
             _read_listed(reading, index, files)
+            _check_consolidated(reading, place.parent, files)
             return reading.result()
         return _read_single(reading, place, files)
 
@@ -139,6 +140,8 @@ def _read_single(reading: _Reading, place: Path, files: Files) -> CheckpointInde
             f"{place.name} is file {int(numbered[2])} of {int(numbered[3])}; "
             f"the folder {place.parent} holds the others."
         )
+    if not shard:
+        _check_consolidated(reading, place.parent, files)
     return reading.result()
 
 
@@ -363,10 +366,13 @@ def _check_consolidated(reading: _Reading, folder: Path, files: Files) -> None:
     if not _is_consolidated(folder):
         return
     reading.notes.append(f"{_CONSOLIDATED_FROM}/ holds the shards of the same save; not read.")
-    if any(file.length is None for file in reading.files) or reading.problems:
-        return
-    scalars = [entry for entry in reading.tensors if not entry.shape]
-    zeros = [entry.fqn for entry in scalars if not any(files.read(*entry.chunks[0].data))]
+    lengths = {file.path: file.length or 0 for file in reading.files}
+    scalars = [(entry.fqn, entry.chunks[0].data) for entry in reading.tensors if not entry.shape]
+    zeros = [
+        fqn
+        for fqn, data in scalars
+        if data.offset + data.length <= lengths[data.path] and not any(files.read(*data))
+    ]
     if zeros:
         reading.problems.append(
             CheckpointError(

@@ -40,7 +40,7 @@ class Files:
         self._lock = threading.Lock()
         self._max_open = max_open
         self._spill_lock = threading.Lock()
-        self._spilled: dict[tuple[str, int, int], tuple[str, int, int]] = {}
+        self._spilled: dict[tuple[tuple[str, int, int], Unpack], tuple[str, int, int]] = {}
         self._folder: TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Files:
@@ -96,9 +96,9 @@ class Files:
         when this object is closed.
         """
         with self._spill_lock:
-            if item not in self._spilled:
-                self._spilled[item] = self._spill(item, unpack)
-            return self._spilled[item]
+            if (item, unpack) not in self._spilled:
+                self._spilled[item, unpack] = self._spill(item, unpack)
+            return self._spilled[item, unpack]
 
     def _spill(self, item: tuple[str, int, int], unpack: Unpack) -> tuple[str, int, int]:
         path, offset, length = item

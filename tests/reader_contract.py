@@ -1,4 +1,4 @@
-"""Laws that every reader keeps. A format's tests subclass `ReaderContract` and list real checkpoints.
+"""Laws that every reader keeps. A format's tests subclass `ReaderContract`, listing checkpoints.
 
 The values are put together here by numpy alone, so that the project's own mover is not its own
 judge.
@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import pytest
 
+from ckpt_tools import formats
 from ckpt_tools.dtypes import BY_SAFETENSORS
 from ckpt_tools.files import Files
 from ckpt_tools.index import CheckpointIndex, Chunk, TensorEntry, check_coverage
@@ -95,9 +96,8 @@ class ReaderContract:
         raise NotImplementedError
 
     def located(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:
-        """The index with raw chunks; formats whose chunks are raw at once leave it as it is."""
-        del files
-        return index
+        """The index with raw chunks."""
+        return formats.locate(index, files)
 
     def test_there_is_nothing_to_complain_of(self, checkpoint: RealCheckpoint) -> None:
         assert self.read(DATA / checkpoint.path).problems == ()

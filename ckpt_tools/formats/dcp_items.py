@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.files import Files
-from ckpt_tools.formats import pickles, torch_zip
+from ckpt_tools.formats import math_bits, pickles, torch_zip
 from ckpt_tools.formats.stand_ins import Opaque, StoredDTensor, StoredTensor
 from ckpt_tools.geometry import row_major_strides
 from ckpt_tools.index import (
@@ -65,6 +65,8 @@ class _Opener:
         """The chunk as raw elements, checked against its own archive."""
         if chunk.codec is None:
             return chunk
+        if chunk.codec in math_bits.CODECS:
+            return math_bits.resolved(chunk, entry.dtype, self._files)
         item = unpacked(self._files, chunk.data, chunk.codec)
         where = f"{item.path}, item of {entry.fqn}"
         archive = _archive(self._files, item, where)
@@ -75,7 +77,10 @@ class _Opener:
         if entry.dtype.itemsize > 1:
             torch_zip.require_little_endian(archive)
         packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
-        return chunk._replace(data=data, codec=None, strides=None if packed else stored.strides)
+        raw = chunk._replace(data=data, codec=None, strides=None if packed else stored.strides)
+        if stored.sign is None:
+            return raw
+        return math_bits.resolved(raw._replace(codec=stored.sign), entry.dtype, self._files)
 
     def _stored(self, data: bytes, where: str) -> StoredTensor:
         stored = self._seen.get(data)

@@ -36,11 +36,11 @@ class Ranks:
         meshes = {id(s.mesh): s.mesh for s in stored if isinstance(s, StoredDTensor)}
         if not meshes:
             return
-        for mesh in meshes.values():
-            rank = own_rank(mesh)
+        for held in meshes.values():
+            rank = own_rank(held)
             if rank is not None:
                 self._stated.setdefault(file.path, (file, rank))
-        largest = max(meshes.values(), key=lambda mesh: mesh_of(mesh).size)
+        largest = max(meshes.values(), key=lambda stored: mesh_of(stored).size)
         mesh = mesh_of(largest)
         self._sizes.setdefault(mesh, []).append(file)
         if largest.coordinate is not None:
@@ -131,7 +131,7 @@ def missing_problems(
         held = f" Rank {missing[0]} held {'; '.join(rows)}." if rows else ""
         yield IncompleteError(
             f"{len(missing)} of {world} files {family.pattern} are missing: "
-            f"ranks {listed(missing)}.{held}",
+            f"{'ranks' if len(missing) > 1 else 'rank'} {listed(missing)}.{held}",
             hint="Bring them from the other nodes or from an older save, e.g. "
             f"{family.path_of(missing[0])}.",
         )
@@ -139,7 +139,7 @@ def missing_problems(
 
 def _rows_of(rank: int, world: int, tensors: Sequence[TensorEntry]) -> list[str]:
     """Some boxes of a rank, as the layouts of the tensors have them."""
-    rows = []
+    rows: list[str] = []
     for entry in tensors:
         if entry.layout is None or entry.layout.mesh.size != world:
             continue

@@ -94,7 +94,7 @@ def _tensor(path: Path, first: Part, joined: Joined, section: Section) -> Tensor
 def _own_tensor(path: Path, part: Part, section: Section) -> TensorEntry:
     """The entry of one rank's own tensor, such as the state of its random numbers."""
     own = (*path, f"rank_{part.rank}")
-    chunk = Chunk(part.box, part.data, strides=part.strides, rank=part.rank)
+    chunk = Chunk(part.box, part.data, strides=part.strides, codec=part.codec, rank=part.rank)
     return TensorEntry(names.join(own), own, section, part.dtype, part.shape, (chunk,))
 
 

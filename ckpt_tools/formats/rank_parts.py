@@ -45,6 +45,7 @@ class Part(NamedTuple):
     crc: int | None
     fills_record: bool
     flaw: str | None = None
+    codec: str | None = None
 
 
 class ObjectPart(NamedTuple):
@@ -86,6 +87,7 @@ class Parts:
             crc=record.crc,
             fills_record=data.length == record.length,
             flaw=flaw,
+            codec=local.sign,
         )
 
     def _layout(self, stored: StoredDTensor) -> Layout:
@@ -175,10 +177,13 @@ def _chunk(group: Sequence[Part]) -> Chunk:
         first.box,
         first.data,
         strides=first.strides,
+        codec=first.codec,
         replicas=tuple(
             part.data
             for part in group[1:]
-            if part.strides == first.strides and part.data.length == first.data.length
+            if part.strides == first.strides
+            and part.codec == first.codec
+            and part.data.length == first.data.length
         ),
         rank=first.rank,
     )
@@ -204,7 +209,7 @@ def _disagreement(first: Part, parts: Sequence[Part]) -> str | None:
                 f"and {list(part.shape)} on rank {part.rank}"
             )
         if part.layout != first.layout:
-            here, there = (f"({p.layout}) of {p.layout.mesh}" for p in (first, part))
+            here, there = (f"({x}) of {x.mesh}" for x in (first.layout, part.layout))
             return f"it is {here} on rank {first.rank} and {there} on rank {part.rank}"
     return None
 
@@ -223,6 +228,8 @@ class Comparison:
             return False
         if one.box.numel == 0 or one.data == other.data:
             return True
+        if one.codec != other.codec:
+            return None
         whole = one.fills_record and other.fills_record and one.strides == other.strides
         if whole and one.crc is not None and other.crc is not None:
             return one.crc == other.crc

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from typing import Literal
 
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import UnreadableError, UnsupportedError
@@ -67,16 +68,14 @@ def _rebuild_tensor(args: tuple[object, ...]) -> StoredTensor:
     """``(storage, storage_offset, size, stride[, requires_grad[, hooks[, metadata]]])``."""
     if not 4 <= len(args) <= 7:
         raise UnreadableError(f"a tensor made of {len(args)} values.")
-    _refuse_math_bits(args[6] if len(args) == 7 else None)
-    return _tensor(args, None)
+    return replace(_tensor(args, None), sign=_sign(args[6] if len(args) == 7 else None))
 
 
 def _rebuild_tensor_v3(args: tuple[object, ...]) -> StoredTensor:
     """``(storage, storage_offset, size, stride, requires_grad, hooks, dtype[, metadata])``."""
     if not 7 <= len(args) <= 8 or not isinstance(args[6], TorchDType):
         raise UnreadableError("a tensor without an element type.")
-    _refuse_math_bits(args[7] if len(args) == 8 else None)
-    return _tensor(args, args[6].name)
+    return replace(_tensor(args, args[6].name), sign=_sign(args[7] if len(args) == 8 else None))
 
 
 def _tensor(args: tuple[object, ...], dtype: str | None) -> StoredTensor:
@@ -106,13 +105,17 @@ def _tensor(args: tuple[object, ...], dtype: str | None) -> StoredTensor:
     return tensor
 
 
-def _refuse_math_bits(metadata: object) -> None:
-    """Refuse a lazily conjugated or negated tensor: its stored elements are not its values."""
-    if type(metadata) is dict and any(metadata.get(bit) for bit in ("conj", "neg")):
+def _sign(metadata: object) -> Literal["negated", "conjugated"] | None:
+    """How the values of a tensor differ from its stored elements: torch may negate lazily."""
+    if type(metadata) is not dict:
+        return None
+    bits = [bit for bit in ("conj", "neg") if metadata.get(bit)]
+    if len(bits) == 2:
         raise UnsupportedError(
-            "a lazily conjugated or negated tensor.",
+            "a lazily conjugated and negated tensor.",
             hint="Call .resolve_conj() and .resolve_neg() on it before saving.",
         )
+    return None if not bits else "negated" if bits == ["neg"] else "conjugated"
 
 
 def _rebuild_parameter(args: tuple[object, ...]) -> StoredTensor | StoredDTensor:
@@ -314,5 +317,3 @@ def _dim_names(value: object, shape: tuple[int, ...]) -> tuple[str, ...] | None:
     if len(names) != len(shape) or not all(type(name) is str for name in names):
         raise UnreadableError(f"a mesh of shape {shape} with names {shown(value)}.")
     return tuple(str(name) for name in names)
-
-

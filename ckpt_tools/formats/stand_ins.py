@@ -135,7 +135,10 @@ class StoredStorage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A strided view of a storage: ``storage_offset`` and ``strides`` are in elements."""
+    """A strided view of a storage: ``storage_offset`` and ``strides`` are in elements.
+
+    ``sign`` says that the values are the negated or conjugated elements.
+    """
 
     storage: StoredStorage
     dtype: str
@@ -144,6 +147,7 @@ class StoredTensor:
     strides: tuple[int, ...]
     requires_grad: bool = False
     is_parameter: bool = False
+    sign: Literal["negated", "conjugated"] | None = None
 
     @property
     def end(self) -> int:

@@ -8,7 +8,7 @@ from ckpt_tools import names
 from ckpt_tools.formats.stand_ins import StoredStorage, StoredTensor
 from ckpt_tools.formats.state_dict import TensorLeaf
 
-View = tuple[str, int, tuple[int, ...], tuple[int, ...], str]
+View = tuple[str, int, tuple[int, ...], tuple[int, ...], str, str | None]
 Ties = tuple[tuple[str, ...], ...]
 
 
@@ -18,8 +18,13 @@ def view_of(leaf: TensorLeaf) -> View | None:
     if 0 in stored.shape:
         return None
     return (
-        stored.storage.key, stored.storage_offset, stored.shape, stored.strides, stored.dtype
-    )  # fmt: skip
+        stored.storage.key,
+        stored.storage_offset,
+        stored.shape,
+        stored.strides,
+        stored.dtype,
+        stored.sign,
+    )
 
 
 def tied(leaves: Iterable[TensorLeaf]) -> Ties:

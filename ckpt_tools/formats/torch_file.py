@@ -124,6 +124,7 @@ def _tensor(leaf: TensorLeaf, place: _Place, saved: SavedFile, section: Section)
         place.box,
         byte_range_of(local, saved),
         strides=strides_of(local),
+        codec=local.sign,
         rank=None if isinstance(stored, StoredTensor) else stored.mesh.rank,
     )
     return TensorEntry(

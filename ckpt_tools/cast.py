@@ -1,0 +1,201 @@
+"""Casts between floating types on raw bytes, to the bit as torch's ``tensor.to(dtype)`` does it.
+
+Rounds to nearest, ties to even. Everything but float64 to and from float32 goes through float32, as
+in torch. Works in blocks that stay in the processor's cache. It knows nothing of files or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np  # noqa: TID253 - only whoever writes casts; inspect and ls never come here
+
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    Words = np.ndarray[tuple[int, ...], np.dtype[np.generic[object]]]
+    Step = Callable[[Words, Words], None]
+
+_BLOCK = 32 << 10  # elements: 128 KiB of float32, so that a block and its scratch stay in the L2
+
+# How each type lies in memory, for numpy.
+_WORDS = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "float8_e4m3fn": "u1",
+    "float8_e5m2": "u1",
+}
+
+# By the size of a float: an integer of that size, and the bit that makes a NaN a quiet one.
+_QUIET = {
+    2: (np.uint16, np.uint16(1 << 9)),
+    4: (np.uint32, np.uint32(1 << 22)),
+    8: (np.uint64, np.uint64(1 << 51)),
+}
+
+
+class Caster:
+    """Casts buffers of one type to another; it has scratch memory, so each thread needs its own.
+
+    Raises UnsupportedError when there is no such cast.
+    """
+
+    def __init__(self, source: DType, target: DType) -> None:
+        refuse_cast(source, target)
+        self._source, self._target = source, target
+        self._step = _step(source.name, target.name)
+
+    def cast(self, source: memoryview, target: memoryview) -> None:
+        """Cast all elements of ``source`` (raw bytes) to the start of ``target``."""
+        words = np.frombuffer(source, _WORDS[self._source.name])
+        out = np.frombuffer(target, _WORDS[self._target.name], count=len(words))
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            for start in range(0, len(words), _BLOCK):
+                self._step(words[start : start + _BLOCK], out[start : start + _BLOCK])
+
+
+def refuse_cast(source: DType, target: DType) -> None:
+    """Raise UnsupportedError unless elements of ``source`` can be cast to ``target`` here."""
+    if source.name not in _WORDS or target.name not in _WORDS or source == target:
+        raise UnsupportedError(
+            f"There is no cast from {source.name} to {target.name}.",
+            hint=f"Casts are between {', '.join(_WORDS)}; keep the type of anything else.",
+        )
+
+
+def _step(source: str, target: str) -> Step:
+    """The cast of one block, which uses scratch memory of its own."""
+    if source == "float32":
+        return _encoder(target, nan=0xFFFF)
+    if target == "float32":
+        return _decoder(source)
+    decode = _decoder(source)
+    encode = _encoder(target, nan=0xFFFF if source == "float64" else 0x7FC0)
+    middle = np.empty(_BLOCK, np.float32)
+
+    def through_float32(words: Words, out: Words) -> None:
+        part = middle[: len(words)]
+        decode(words, part)
+        encode(part, out)
+
+    return through_float32
+
+
+def _by_numpy(words: Words, out: Words) -> None:
+    """As the processor does it, signalling NaNs made quiet."""
+    out[...] = words
+    if np.isnan(np.maximum.reduce(words)):
+        _quieted(out)
+
+
+def _quieted(values: Words) -> Words:
+    bits, quiet = _QUIET[values.dtype.itemsize]
+    values.view(bits)[np.isnan(values)] |= quiet
+    return values
+
+
+# ------------------------------------------------------------------------------ another → float32
+
+
+def _decoder(source: str) -> Step:
+    if source in ("float64", "float16"):
+        return _by_numpy
+    if source == "bfloat16":
+        return _widen
+    table = _float8_values(source)
+
+    def look_up(words: Words, out: Words) -> None:
+        np.take(table, words.view(np.uint8), out=out)
+
+    return look_up
+
+
+def _widen(words: Words, out: Words) -> None:
+    """A bfloat16 is the upper half of a float32."""
+    np.left_shift(words, 16, out=out.view(np.uint32), dtype=np.uint32)
+
+
+def _float8_values(name: str) -> Words:
+    """The value of each of the 256 bit patterns."""
+    codes = np.arange(256, dtype=np.uint16)
+    if name == "float8_e5m2":
+        with np.errstate(invalid="ignore"):
+            return _quieted((codes << 8).view(np.float16).astype(np.float32))
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent.astype(np.int32) - 7)
+    values = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    signed = np.where(codes & 128, -values, values).astype(np.float32)
+    signed.view(np.uint32)[127::128] = (0x7FF00000, 0xFFF00000)  # torch's NaNs for this type
+    return signed
+
+
+# ------------------------------------------------------------------------------ float32 → another
+
+
+def _encoder(target: str, *, nan: int) -> Step:
+    """``nan`` is what every NaN becomes in bfloat16."""
+    if target == "float64":
+        return _by_numpy
+    if target == "float16":
+        return _narrow
+    if target == "bfloat16":
+        return _bfloat16_encoder(nan)
+    return _Float8(target).encode
+
+
+def _narrow(words: Words, out: Words) -> None:
+    """To float16 as the processor does it; a NaN keeps its sign and upper bits, and is quiet."""
+    out[...] = words
+    if np.isnan(np.maximum.reduce(words)):
+        where = np.isnan(words)
+        bits = words.view(np.uint32)[where]
+        out.view(np.uint16)[where] = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x1FF
+
+
+def _bfloat16_encoder(nan: int) -> Step:
+    """Add half of the last bit kept, a hair less when that bit is 0, and keep the upper half."""
+    scratch = np.empty(_BLOCK, np.uint32)
+
+    def encode(words: Words, out: Words) -> None:
+        bits, sums = words.view(np.uint32), scratch[: len(words)]
+        np.right_shift(bits, 16, out=sums)
+        np.bitwise_and(sums, 1, out=sums)
+        np.add(sums, 0x7FFF, out=sums)
+        np.add(sums, bits, out=sums)
+        np.right_shift(sums, 16, out=out, casting="unsafe")
+        if np.isnan(np.maximum.reduce(words)):
+            out[np.isnan(words)] = nan
+
+    return encode
+
+
+class _Float8:
+    """Casts float32 to one of the float8 types."""
+
+    def __init__(self, name: str) -> None:
+        self._mantissa, bias = (3, 7) if name == "float8_e4m3fn" else (2, 15)
+        self._saturates = name == "float8_e4m3fn"
+        self._largest = 0x7E if self._saturates else 0x7C
+        self._rebias = (127 - bias) << 23
+        # Added to a number below the smallest normal one, it leaves the rounding to the processor.
+        self._magic = np.float32(2.0 ** (1 - bias + 23 - self._mantissa))
+        self._smallest = np.float32(2.0 ** (1 - bias))
+
+    def encode(self, words: Words, out: Words) -> None:
+        """Cast a block: subnormal and normal numbers, then what is too large, NaN, the sign."""
+        bits = words.view(np.uint32)
+        size = bits & 0x7FFFFFFF
+        magnitude = size.view(np.float32)
+        shift = 23 - self._mantissa
+        half = (1 << (shift - 1)) - 1
+        code = (size - self._rebias + half + ((size >> shift) & 1)) >> shift
+        tiny = (magnitude + self._magic).view(np.uint32) - self._magic.view(np.uint32)
+        code = np.where(magnitude < self._smallest, tiny, code)
+        over = (code > self._largest) & (magnitude >= self._smallest)
+        code[over] = self._largest
+        code[np.isnan(magnitude)] = 0x7F
+        out[...] = code | ((bits >> 24) & 0x80)

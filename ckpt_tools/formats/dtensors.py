@@ -5,7 +5,7 @@ It knows records of DTensors and our own layouts, neither files nor names.
 
 from __future__ import annotations
 
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.stand_ins import StoredDTensor, StoredMesh, StoredPlacement
 from ckpt_tools.geometry import Box
 from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard, strided_order
@@ -27,7 +27,9 @@ def layout_of(stored: StoredDTensor) -> Layout:
 
 
 def mesh_of(stored: StoredMesh) -> Mesh:
-    """The mesh without what only its ranks know."""
+    """The mesh without what only its ranks know. Raises UnreadableError for an empty one."""
+    if 0 in stored.shape:
+        raise UnreadableError(f"A mesh of shape {list(stored.shape)} has no rank.")
     return Mesh(stored.shape, stored.dim_names)
 
 

@@ -93,7 +93,7 @@ def load_metadata(data: bytes, *, where: str) -> Metadata:
             )
         return found
 
-    with _placed(where), _collector_paused():
+    with _placed(where), collector_paused():
         return metadata_of(_unpickle(BytesIO(data), resolve, _no_storage))
 
 
@@ -130,7 +130,7 @@ def load_stream(
         named[found.key] = found
         return found
 
-    with _placed(where), _collector_paused():
+    with _placed(where), collector_paused():
         try:
             value = _unpickle(file, vocabulary, storage)
             return settled(value, max_nodes=_max_nodes(file.tell() - start))
@@ -149,7 +149,7 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     a ShardedTensor.
     """
     vocabulary = _Names()
-    with _placed(where), _collector_paused():
+    with _placed(where), collector_paused():
         try:
             value = _unpickle(BytesIO(data), vocabulary, vocabulary.storage)
         except UnsafePickleError:
@@ -312,7 +312,7 @@ _VERBS = ("asks ", "describes ", "does ", "gives ", "has ", "holds ", "is ", "li
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Keep the collector from looking through millions of new objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()

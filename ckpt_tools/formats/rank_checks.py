@@ -6,7 +6,7 @@ A file states the mesh of its tensors and its own place on it; names state a ran
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
@@ -118,23 +118,21 @@ def own_rank(mesh: StoredMesh) -> int | None:
     return ranks[sum(index * step for index, step in steps)]
 
 
-def missing_problems(
-    families: Sequence[Family], world: int, tensors: Sequence[TensorEntry]
-) -> Iterator[CheckpointError]:
-    """One error for each family of which ranks are missing: which, and some rows that they held."""
-    for family in families:
-        have = {file.rank for file in family.files}
-        missing = [rank for rank in range(world) if rank not in have]
-        if not missing:
-            continue
-        rows = _rows_of(missing[0], world, tensors)
-        held = f" Rank {missing[0]} held {'; '.join(rows)}." if rows else ""
-        yield IncompleteError(
-            f"{len(missing)} of {world} files {family.pattern} are missing: "
-            f"{'ranks' if len(missing) > 1 else 'rank'} {listed(missing)}.{held}",
-            hint="Bring them from the other nodes or from an older save, e.g. "
-            f"{family.path_of(missing[0])}.",
-        )
+def missing(
+    family: Family, world: int, tensors: Sequence[TensorEntry]
+) -> Iterator[IncompleteError]:
+    """An error when files of a family are missing: of which ranks, and some rows that they held."""
+    have = {file.rank for file in family.files}
+    absent = [rank for rank in range(world) if rank not in have]
+    if not absent:
+        return
+    rows = _rows_of(absent[0], world, tensors)
+    held = f" Rank {absent[0]} held {'; '.join(rows)}." if rows else ""
+    yield IncompleteError(
+        f"{len(absent):,} of {world:,} files {family.pattern} are missing: "
+        f"{'ranks' if len(absent) > 1 else 'rank'} {listed(absent)}.{held}",
+        hint=f"Bring them from the other nodes or an older save, e.g. {family.path_of(absent[0])}.",
+    )
 
 
 def _rows_of(rank: int, world: int, tensors: Sequence[TensorEntry]) -> list[str]:
@@ -149,7 +147,7 @@ def _rows_of(rank: int, world: int, tensors: Sequence[TensorEntry]) -> list[str]
     return rows
 
 
-def holes(tensors: Sequence[TensorEntry], known: Mapping[str, object]) -> Iterator[CheckpointError]:
+def holes(tensors: Sequence[TensorEntry], known: Collection[str]) -> Iterator[CheckpointError]:
     """What chunks do not cover, or cover twice, of tensors that nothing else is known against."""
     for entry in tensors:
         if entry.fqn in known:

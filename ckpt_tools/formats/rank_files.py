@@ -13,7 +13,7 @@ carries the truth.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from glob import escape
 
@@ -25,7 +25,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.files import Files
-from ckpt_tools.formats import rank_checks, rank_names, ties
+from ckpt_tools.formats import pickles, rank_checks, rank_names, ties
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_entries import Gathered, entries_of
 from ckpt_tools.formats.rank_names import Family, RankFile
@@ -63,12 +63,10 @@ def read_index(
     paths = _files_in(path) if isinstance(path, str) else list(path)
     root = path if isinstance(path, str) else os.path.dirname(paths[0]) or "."
     families = rank_names.joined(rank_names.families(paths), where=escape(root))
-    with Files(max_open=_MAX_OPEN) as files:
+    with Files(max_open=_MAX_OPEN) as files, pickles.collector_paused():
         reading = _Reading(files, options)
         for family in families:
             reading.read(family, contained=len(families) > 1)
-        if not reading.sizes and reading.problems:
-            raise reading.problems[0]
         return reading.index(root, families)
 
 
@@ -88,7 +86,8 @@ class _Reading:
     ranks: rank_checks.Ranks = field(default_factory=rank_checks.Ranks)
     sizes: dict[str, int] = field(default_factory=dict)
     ties: ties.Ties = ()
-    problems: list[CheckpointError] = field(default_factory=list)
+    broken: list[tuple[Family, UnreadableError]] = field(default_factory=list)
+    held: dict[str, set[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def read(self, family: Family, *, contained: bool) -> None:
@@ -103,30 +102,27 @@ class _Reading:
                 self._keep_closed(file, error)
                 continue
             except UnreadableError as error:
-                self.problems.append(error)
+                self.broken.append((family, error))
                 continue
             self._gather(file, state, pickle, container)
-            views = {_fqn(container, leaf.path): ties.view_of(leaf) for leaf in state.tensors}
-            found = ties.tied(state.tensors) if family_ties is None else ()
-            family_ties = (
-                tuple(tuple(_fqn(container, (name,)) for name in group) for group in found)
-                if family_ties is None
-                else ties.still_tied(family_ties, views)
-            )
+            if family_ties is None:
+                family_ties = ties.tied(state.tensors, container)
+            elif family_ties:
+                family_ties = ties.still_tied(family_ties, state.tensors, container)
         self.ties = (*self.ties, *(family_ties or ()))
 
     def _state(self, file: RankFile, *, contained: bool) -> tuple[StateDict, ByteRange, Path]:
         """The leaves of one file, the place of its pickle, and the container they belong into."""
+        self.sizes[file.path] = self.files.size(file.path)
         saved = open_saved(file.path, self.files, options=self.options)
         state = flatten(saved.value, where=file.path)
         container: Path = ()
         tops = saved.value.keys() if isinstance(saved.value, dict) else ()
         if contained and not rank_names.has_container(tops, file.family):
             container = (file.family or "model",)
-        for leaf in state.tensors:
-            part = self.parts.part(leaf.stored, saved, file.rank)
+        parts = [self.parts.part(leaf.stored, saved, file.rank) for leaf in state.tensors]
+        for leaf, part in zip(state.tensors, parts, strict=True):
             self.gathered.tensors.setdefault((*container, *leaf.path), []).append(part)
-        self.sizes[file.path] = saved.length
         return state, saved.pickle, container
 
     def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange, container: Path) -> None:
@@ -134,29 +130,37 @@ class _Reading:
             part = ObjectPart(file.rank, pickle, leaf.value, leaf.type_name)
             self.gathered.objects.setdefault((*container, *leaf.path), []).append(part)
         self.ranks.see(file, [leaf.stored for leaf in state.tensors])
+        held = self.held.setdefault(file.pattern, set())
+        held.update(names.join((*container, *leaf.path)) for leaf in state.tensors)
+        held.update(names.join((*container, *leaf.path)) for leaf in state.objects)
 
     def _keep_closed(self, file: RankFile, error: CheckpointError) -> None:
         """Keep a file of other state that cannot be opened as one opaque object."""
-        length = self.files.size(file.path)
-        self.sizes[file.path] = length
-        part = ObjectPart(file.rank, ByteRange(file.path, 0, length), None, "torch.save file")
+        data = ByteRange(file.path, 0, self.sizes[file.path])
+        part = ObjectPart(file.rank, data, None, "torch.save file")
         path = (file.family, f"rank_{file.rank}")
         self.gathered.objects[path] = [part]
         self.notes.append(f"Kept closed: {error.message}")
 
     def index(self, root: str, families: Sequence[Family]) -> CheckpointIndex:
-        """The index of all that was read."""
+        """The index of all that was read; raises the first error when that is nothing."""
+        if self.broken and len(self.broken) == sum(len(family.files) for family in families):
+            raise self.broken[0][1]
         world = self.ranks.world_size(families)
         entries = entries_of(self.gathered, self.files)
         missing = list(_missing(families, world))
         problems = [
-            *self.problems,
+            *(_about(error, self._names(family, families)) for family, error in self.broken),
             *self.ranks.problems(families, world),
-            *rank_checks.missing_problems(families, world, entries.tensors),
+            *(
+                _about(error, self._names(family, families))
+                for family in families
+                for error in rank_checks.missing(family, world, entries.tensors)
+            ),
             *entries.problems,
         ]
-        if not missing and not self.problems:
-            known = {fqn: problem for problem in problems for fqn in problem.about}
+        known = {fqn for problem in problems for fqn in problem.about}
+        if all(problem.about for problem in problems):
             problems += rank_checks.holes(entries.tensors, known)
         return CheckpointIndex(
             root=root,
@@ -174,9 +178,14 @@ class _Reading:
             problems=tuple(problems),
         )
 
+    def _names(self, family: Family, families: Sequence[Family]) -> Collection[str]:
+        """The entries that a fault of one family hurts; none are named when that is all."""
+        return self.held.get(family.pattern, ()) if len(families) > 1 else ()
 
-def _fqn(container: Path, path: Path) -> str:
-    return names.join((*container, *path))
+
+def _about(error: CheckpointError, fqns: Collection[str]) -> CheckpointError:
+    """The same error, about these entries."""
+    return type(error)(error.message, hint=error.hint, about=sorted(fqns))
 
 
 def _missing(families: Sequence[Family], world: int) -> Iterator[str]:

@@ -68,7 +68,7 @@ class Parts:
         """The part of a tensor that this file holds."""
         local = stored if isinstance(stored, StoredTensor) else stored.local
         record = saved.record_of(local.storage)
-        data = byte_range_of(local, saved)
+        data = byte_range_of(local, record, saved.path)
         layout, box, flaw = None, Box.whole(local.shape), None
         if isinstance(stored, StoredDTensor):
             try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Literal
 
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import UnreadableError, UnsupportedError
@@ -21,6 +20,7 @@ from ckpt_tools.formats.stand_ins import (
     ReplicateRecord,
     ShardOrderRecord,
     ShardRecord,
+    Sign,
     SpecRecord,
     StorageClass,
     StoredDTensor,
@@ -68,17 +68,17 @@ def _rebuild_tensor(args: tuple[object, ...]) -> StoredTensor:
     """``(storage, storage_offset, size, stride[, requires_grad[, hooks[, metadata]]])``."""
     if not 4 <= len(args) <= 7:
         raise UnreadableError(f"a tensor made of {len(args)} values.")
-    return replace(_tensor(args, None), sign=_sign(args[6] if len(args) == 7 else None))
+    return _tensor(args, None, sign=_sign(args[6] if len(args) == 7 else None))
 
 
 def _rebuild_tensor_v3(args: tuple[object, ...]) -> StoredTensor:
     """``(storage, storage_offset, size, stride, requires_grad, hooks, dtype[, metadata])``."""
     if not 7 <= len(args) <= 8 or not isinstance(args[6], TorchDType):
         raise UnreadableError("a tensor without an element type.")
-    return replace(_tensor(args, args[6].name), sign=_sign(args[7] if len(args) == 8 else None))
+    return _tensor(args, args[6].name, sign=_sign(args[7] if len(args) == 8 else None))
 
 
-def _tensor(args: tuple[object, ...], dtype: str | None) -> StoredTensor:
+def _tensor(args: tuple[object, ...], dtype: str | None, *, sign: Sign | None) -> StoredTensor:
     """The view of a storage, checked to lie inside of it."""
     storage = args[0]
     if type(storage) is not StoredStorage:
@@ -93,6 +93,7 @@ def _tensor(args: tuple[object, ...], dtype: str | None) -> StoredTensor:
         shape=as_counts(args[2], "the shape of a tensor"),
         strides=as_counts(args[3], "the strides of a tensor"),
         requires_grad=len(args) > 4 and args[4] is True,
+        sign=sign,
     )
     if len(tensor.shape) != len(tensor.strides):
         raise UnreadableError(f"a tensor of shape {tensor.shape} with strides {tensor.strides}.")
@@ -105,7 +106,7 @@ def _tensor(args: tuple[object, ...], dtype: str | None) -> StoredTensor:
     return tensor
 
 
-def _sign(metadata: object) -> Literal["negated", "conjugated"] | None:
+def _sign(metadata: object) -> Sign | None:
     """How the values of a tensor differ from its stored elements: torch may negate lazily."""
     if type(metadata) is not dict:
         return None

@@ -124,6 +124,9 @@ def opaque_class(qualname: str) -> type[OpaqueObject]:
     return type("OpaqueObject", (OpaqueObject,), {"__slots__": (), "qualname": qualname})
 
 
+Sign = Literal["negated", "conjugated"]
+
+
 class StoredStorage(NamedTuple):
     """A storage: ``numel`` elements of ``dtype`` (bytes when it is None) in record ``key``."""
 
@@ -147,7 +150,7 @@ class StoredTensor:
     strides: tuple[int, ...]
     requires_grad: bool = False
     is_parameter: bool = False
-    sign: Literal["negated", "conjugated"] | None = None
+    sign: Sign | None = None
 
     @property
     def end(self) -> int:

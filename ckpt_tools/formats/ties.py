@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from ckpt_tools import names
 from ckpt_tools.formats.stand_ins import StoredStorage, StoredTensor
 from ckpt_tools.formats.state_dict import TensorLeaf
+from ckpt_tools.index import Path
 
 View = tuple[str, int, tuple[int, ...], tuple[int, ...], str, str | None]
 Ties = tuple[tuple[str, ...], ...]
@@ -27,18 +28,21 @@ def view_of(leaf: TensorLeaf) -> View | None:
     )
 
 
-def tied(leaves: Iterable[TensorLeaf]) -> Ties:
+def tied(leaves: Iterable[TensorLeaf], container: Path = ()) -> Ties:
     """Groups of two or more names that are the same view of the same storage."""
     groups: dict[View, list[str]] = {}
     for leaf in leaves:
         view = view_of(leaf)
         if view is not None:
-            groups.setdefault(view, []).append(names.join(leaf.path))
+            groups.setdefault(view, []).append(names.join((*container, *leaf.path)))
     return _groups(groups.values())
 
 
-def still_tied(ties: Ties, views: Mapping[str, View | None]) -> Ties:
+def still_tied(ties: Ties, leaves: Iterable[TensorLeaf], container: Path = ()) -> Ties:
     """Those ties that hold in another rank's file, too; a shard without elements says nothing."""
+    wanted = {fqn for group in ties for fqn in group}
+    named = ((names.join((*container, *leaf.path)), leaf) for leaf in leaves)
+    views = {fqn: view_of(leaf) for fqn, leaf in named if fqn in wanted}
     kept = []
     for group in ties:
         seen: dict[View, list[str]] = {}

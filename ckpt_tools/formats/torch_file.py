@@ -122,7 +122,7 @@ def _tensor(leaf: TensorLeaf, place: _Place, saved: SavedFile, section: Section)
     local = stored if isinstance(stored, StoredTensor) else stored.local
     chunk = Chunk(
         place.box,
-        byte_range_of(local, saved),
+        byte_range_of(local, saved.record_of(local.storage), saved.path),
         strides=strides_of(local),
         codec=local.sign,
         rank=None if isinstance(stored, StoredTensor) else stored.mesh.rank,

@@ -83,30 +83,29 @@ def _record_of(storage: StoredStorage, records: Mapping[str, Record], path: str)
     return record
 
 
-def byte_range_of(stored: StoredTensor, saved: SavedFile) -> ByteRange:
-    """The bytes from the first to the last element of a tensor, checked to lie in its storage.
+def byte_range_of(stored: StoredTensor, record: Record, path: str) -> ByteRange:
+    """The bytes from the first to the last element of a tensor, whose storage is ``record``.
 
     Raises UnreadableError when the storage is shorter than it says.
     """
-    record = saved.record_of(stored.storage)
     itemsize = dtype_named(stored.dtype).itemsize
     unit = itemsize if stored.storage.dtype is None else dtype_named(stored.storage.dtype).itemsize
     nbytes = stored.storage.numel * (1 if stored.storage.dtype is None else unit)
     if record.length != nbytes:
         raise UnreadableError(
-            f"{saved.path}: storage {stored.storage.key!r} has {record.length:,} bytes, "
+            f"{path}: storage {stored.storage.key!r} has {record.length:,} bytes, "
             f"its tensors were saved with {nbytes:,}."
         )
     start = stored.storage_offset * itemsize
     end = stored.end * itemsize
     if end > nbytes and 0 not in stored.shape:
         raise UnreadableError(
-            f"{saved.path}: a tensor of {list(stored.shape)} needs bytes {start:,} to {end:,} of "
+            f"{path}: a tensor of {list(stored.shape)} needs bytes {start:,} to {end:,} of "
             f"storage {stored.storage.key!r}, which has {nbytes:,}."
         )
     if 0 in stored.shape:
-        return ByteRange(saved.path, record.offset, 0)
-    return ByteRange(saved.path, record.offset + start, end - start)
+        return ByteRange(path, record.offset, 0)
+    return ByteRange(path, record.offset + start, end - start)
 
 
 def strides_of(stored: StoredTensor) -> tuple[int, ...] | None:

@@ -6,12 +6,15 @@ threads.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from tempfile import TemporaryDirectory
+from functools import cache
+from tempfile import NamedTemporaryFile, mkdtemp
 from types import TracebackType
 
 from ckpt_tools.errors import IncompleteError, UnreadableError
@@ -41,7 +44,6 @@ class Files:
         self._max_open = max_open
         self._spill_lock = threading.Lock()
         self._spilled: dict[tuple[tuple[str, int, int], Unpack], tuple[str, int, int]] = {}
-        self._folder: TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Files:
         return self
@@ -60,10 +62,6 @@ class Files:
             for handle in self._open.values():
                 os.close(handle.fd)
             self._open.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
-            self._spilled.clear()
 
     @contextmanager
     def descriptor(self, path: str) -> Iterator[int]:
@@ -93,7 +91,7 @@ class Files:
         """Unpack a byte range (path, offset, length) into a temporary file, once; gives its range.
 
         ``unpack(blocks, write, where)`` is handed the blocks of the range in order. The file goes
-        when this object is closed.
+        when the process ends: a plan that names it outlives the object that it was made with.
         """
         with self._spill_lock:
             if (item, unpack) not in self._spilled:
@@ -102,16 +100,13 @@ class Files:
 
     def _spill(self, item: tuple[str, int, int], unpack: Unpack) -> tuple[str, int, int]:
         path, offset, length = item
-        if self._folder is None:
-            self._folder = TemporaryDirectory(prefix="ckpt-tools-")
-        target = os.path.join(self._folder.name, str(len(self._spilled)))
         blocks = (
             self.read(path, start, min(_BLOCK, offset + length - start))
             for start in range(offset, offset + length, _BLOCK)
         )
-        with open(target, "wb") as file:
+        with NamedTemporaryFile(dir=_spill_folder(), delete=False) as file:
             unpack(blocks, file.write, path)
-            return target, 0, file.tell()
+            return file.name, 0, file.tell()
 
     def size(self, path: str) -> int:
         """Length of the file in bytes. Raises IncompleteError when it is not there."""
@@ -144,6 +139,20 @@ class Files:
                 if count == 0:
                     raise _too_short(path, found=offset + done, needed=offset + len(buffer))
                 done += count
+
+
+@cache
+def _spill_folder() -> str:
+    """A folder for temporary files that is removed when this process ends, and by no other one."""
+    folder = mkdtemp(prefix="ckpt-tools-")
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 def _open_file(path: str) -> int:

@@ -1,0 +1,66 @@
+"""Rank files of DTensors for tests, made without any process group."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from ckpt_tools import layout
+
+Entry = tuple[torch.Tensor, Sequence[Placement]]
+
+
+def mesh_of(shape: Sequence[int], rank: int) -> DeviceMesh:
+    ranks = torch.arange(layout.Mesh(tuple(shape)).size).reshape(tuple(shape))
+    names = tuple(f"dim{i}" for i in range(len(shape)))
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def shard(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:
+    """What a rank of the mesh holds; placements cut from left to right, as ours do."""
+    ours = tuple(
+        layout.Shard(p.dim) if isinstance(p, Shard) else layout.Replicate() for p in placements
+    )
+    placed = layout.Layout(layout.Mesh(tuple(mesh.shape)), ours)
+    box = placed.box(whole.shape, mesh.get_coordinate())
+    return whole[tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))].clone()
+
+
+def dtensor(
+    local: torch.Tensor, shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh
+) -> DTensor:
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), strides, local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def save_ranks(
+    folder: Path,
+    entries: Mapping[str, Entry],
+    mesh_shape: Sequence[int],
+    *,
+    name: str = "model_world_size_{world}_rank_{rank}.pt",
+    plain: Mapping[str, object] | None = None,
+) -> list[Path]:
+    """One file a rank, of DTensors with these placements and of what is not cut."""
+    folder.mkdir(exist_ok=True)
+    world = layout.Mesh(tuple(mesh_shape)).size
+    paths = []
+    for rank in range(world):
+        mesh = mesh_of(mesh_shape, rank)
+        state: dict[str, object] = dict(plain or {})
+        for fqn, (whole, placements) in entries.items():
+            local = shard(whole, placements, mesh)
+            state[fqn] = dtensor(local, whole.shape, placements, mesh)
+        paths.append(folder / name.format(world=world, rank=rank))
+        torch.save(state, paths[-1])
+    return paths
+
+
+ROWS = (Shard(0),)
+HYBRID = (Replicate(), Shard(0))

@@ -1,0 +1,47 @@
+"""Proof: is a checkpoint whole, is it the same as another one, and are its values sane?
+
+`verify` and `verify_quick` look for damage, `fingerprint` gives digests that do not depend on
+format or sharding, `diff` compares two checkpoints, `stats` looks at values, and `same_tensors`
+proves an output against its source. This room writes no checkpoint, and of formats it knows only
+which archives carry checksums. What needs numpy (`stats`, and the values of `diff`) is imported
+when it is called.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.proof.anomalies import Anomaly
+from ckpt_tools.proof.check import same_tensors
+from ckpt_tools.proof.compare import Comparison, Difference, compare
+from ckpt_tools.proof.condition import HurtTensor, Rescue
+from ckpt_tools.proof.diff import Diff, DiffOptions, EntryDiff, diff, diff_headers
+from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, fingerprint
+from ckpt_tools.proof.pairs import Naming, Rename, parse_rename
+from ckpt_tools.proof.tolerance import Tolerance
+from ckpt_tools.proof.verify import RankState, Report, bytes_to_read, verify, verify_quick
+
+__all__ = [
+    "Anomaly",
+    "Comparison",
+    "Diff",
+    "DiffOptions",
+    "Difference",
+    "EntryDiff",
+    "Fingerprint",
+    "HurtTensor",
+    "Naming",
+    "RankState",
+    "Rename",
+    "Report",
+    "Rescue",
+    "TensorDigest",
+    "Tolerance",
+    "bytes_to_read",
+    "compare",
+    "diff",
+    "diff_headers",
+    "fingerprint",
+    "parse_rename",
+    "same_tensors",
+    "verify",
+    "verify_quick",
+]

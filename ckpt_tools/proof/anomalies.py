@@ -1,0 +1,166 @@
+"""What points at a lost rank: zero, constant, NaN or repeated regions that end at shard edges.
+
+A shard that was lost leaves zeros in a file that another tool put together; a rank that loaded
+nothing leaves its chunk constant; a rank's file that was copied over another's repeats it. None of
+it proves anything: it says where to look.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ckpt_tools.files import Files
+from ckpt_tools.geometry import Box
+from ckpt_tools.index import TensorEntry
+
+if TYPE_CHECKING:
+    from ckpt_tools.proof.streams import ChunkScan, Scan
+
+Kind = Literal["zero", "constant", "nan", "repeated", "zero rows"]
+
+# Fewer elements than this are equal to one another, or to another chunk's, by chance.
+_MIN_NUMEL = 8
+_MAX_RANKS = 4096
+# Single rows are zero for other reasons, too: a padding token's, in an embedding and its tied twin.
+_MIN_VOTES, _MIN_VOTES_OF_ONE_ROW = 2, 3
+# A lost rank leaves one run of zeros in a tensor; many of them are something else.
+_MAX_RUNS = 2
+
+
+class Anomaly(NamedTuple):
+    """A region of a tensor that is odd, its rank and its file; ``detail`` says more."""
+
+    fqn: str
+    kind: Kind
+    box: Box
+    rank: int | None
+    path: str
+    detail: str
+
+
+def anomalies_of(scan: Scan, files: Files) -> Iterator[Anomaly]:
+    """The odd chunks of a tensor that is cut into several."""
+    if len(scan.chunks) < 2:
+        return
+    for found in scan.chunks:
+        kind = _odd(found, scan)
+        if kind is not None:
+            chunk = found.chunk
+            yield Anomaly(
+                scan.entry.fqn, kind, chunk.box, chunk.rank, chunk.data.path, _detail(kind, found)
+            )
+    yield from _repeated(scan, files)
+
+
+def _odd(found: ChunkScan, scan: Scan) -> Kind | None:
+    """What sets a chunk apart from the rest of its tensor."""
+    here, total = found.moments, scan.total
+    if here.numel < _MIN_NUMEL:
+        return None
+    if here.zeros == here.numel and total.zeros < total.numel:
+        return "zero"
+    if here.nan == here.numel and total.nan < total.numel:
+        return "nan"
+    is_constant = here.finite == here.numel and here.least == here.greatest and here.m2 == 0
+    if is_constant and total.least != total.greatest:
+        return "constant"
+    return None
+
+
+def _detail(kind: Kind, found: ChunkScan) -> str:
+    if kind == "constant":
+        return f"every element is {found.moments.mean:g}"
+    return {"zero": "every element is zero", "nan": "every element is NaN"}[kind]
+
+
+def _repeated(scan: Scan, files: Files) -> Iterator[Anomaly]:
+    """Chunks that hold what an earlier chunk of the tensor holds."""
+    alike: dict[tuple[int, tuple[int, ...]], list[ChunkScan]] = defaultdict(list)
+    for found in scan.chunks:
+        constant = found.moments.least == found.moments.greatest
+        if not constant and found.moments.numel >= _MIN_NUMEL:
+            alike[found.crc, found.chunk.box.sizes].append(found)
+    for group in alike.values():
+        first, *others = group
+        for other in others:
+            if _equal(scan.entry, first, other, files):
+                chunk = other.chunk
+                who = "" if first.chunk.rank is None else f" of rank {first.chunk.rank}"
+                yield Anomaly(
+                    scan.entry.fqn,
+                    "repeated",
+                    chunk.box,
+                    chunk.rank,
+                    chunk.data.path,
+                    f"the same as {first.chunk.box}{who}",
+                )
+
+
+def _equal(entry: TensorEntry, one: ChunkScan, other: ChunkScan, files: Files) -> bool:
+    """Whether two chunks with one CRC-32 hold the same bytes."""
+    from ckpt_tools.copy import read_box
+
+    alone = [replace(entry, chunks=(found.chunk,)) for found in (one, other)]
+    here = read_box(alone[0], one.chunk.box, files=files)
+    there = read_box(alone[1], other.chunk.box, files=files)
+    return all(bytes(a) == bytes(b) for a, b in zip(here, there, strict=True))
+
+
+class _Share(NamedTuple):
+    """Rank ``rank`` of ``ranks``."""
+
+    rank: int
+    ranks: int
+
+
+def zero_row_anomalies(scans: Sequence[Scan]) -> list[Anomaly]:
+    """Zero rows of weights stored in one piece, when they are one rank's share of several tensors.
+
+    Only cuts along the first dimension are looked for. An optimizer's state is often zero in rows
+    that never had a gradient, and is left out.
+    """
+    shares = {
+        (place, run): shares
+        for place, scan in enumerate(scans)
+        if scan.entry.section == "model" and len(scan.zero_rows) <= _MAX_RUNS
+        for run in scan.zero_rows
+        if (shares := _shares(run, scan.entry.shape[0]))
+    }
+    votes = Counter(share for found in shares.values() for share in found)
+    told: list[Anomaly] = []
+    for (place, run), found in shares.items():
+        best = max(found, key=lambda share: (votes[share], -share.ranks))
+        least = _MIN_VOTES if run[1] - run[0] > 1 else _MIN_VOTES_OF_ONE_ROW
+        if votes[best] >= least:
+            told.append(_zero_rows(scans[place], run, best, votes[best]))
+    return told
+
+
+def _shares(run: tuple[int, int], rows: int) -> list[_Share]:
+    """Whose share these rows may be: pieces of ceil(rows / ranks), the last one shorter."""
+    start, end = run
+    if start == 0 and end == rows:
+        return []
+    found: list[_Share] = []
+    for ranks in range(2, min(rows, _MAX_RANKS) + 1):
+        size = -(-rows // ranks)
+        if start % size == 0 and end == min(rows, start + size):
+            found.append(_Share(start // size, ranks))
+    return found
+
+
+def _zero_rows(scan: Scan, run: tuple[int, int], share: _Share, votes: int) -> Anomaly:
+    entry, (start, end) = scan.entry, run
+    box = Box((start, *(0 for _ in entry.shape[1:])), (end - start, *entry.shape[1:]))
+    return Anomaly(
+        entry.fqn,
+        "zero rows",
+        box,
+        share.rank,
+        scan.chunks[0].chunk.data.path,
+        f"rows {start}:{end} of {entry.shape[0]} are zero, the share of rank {share.rank} of "
+        f"{share.ranks}, as in {votes} tensors",
+    )

@@ -1,0 +1,149 @@
+"""Proof that an output holds what its source held: the source's digests, and the result's own.
+
+`same_tensors` is what --check runs before an output is given its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from typing import NamedTuple
+
+from ckpt_tools import formats
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import WriteError
+from ckpt_tools.files import Files
+from ckpt_tools.geometry import Box
+from ckpt_tools.index import CheckpointIndex, TensorEntry
+from ckpt_tools.proof.fingerprint import digest_of
+from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+
+_SHOWN = 5
+_BLOCK_NUMEL = 128 << 10
+
+
+class _Pair(NamedTuple):
+    """A tensor of the source, what it became, and the type that it was to have."""
+
+    source: TensorEntry
+    result: TensorEntry
+    dtype: DType
+
+
+def same_tensors(  # noqa: PLR0913 - each is one plain fact
+    source: CheckpointIndex,
+    result: CheckpointIndex,
+    files: Files,
+    *,
+    renamed: Mapping[str, str],
+    dtypes: Mapping[str, DType],
+    threads: int = 2,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> str:
+    """Read back ``result`` and compare the SHA-256 of each tensor with the source's.
+
+    ``renamed`` gives the name in the result of each source tensor that was written, ``dtypes`` the
+    type that it was to have there; where that is another one, the source is cast again, in memory.
+    Returns one line that says what was proven.
+
+    Raises WriteError when a tensor differs, is missing, or is there without a source, and what
+    keeps either side from being whole.
+    """
+    here = formats.locate(source.select(renamed.keys()), files)
+    there = formats.locate(result, files)
+    here.require_whole()
+    there.require_whole()
+    pairs = _pairs(here, there, renamed, dtypes)
+    tally = Tally(on_bytes)
+
+    def differs(pair: _Pair) -> bool:
+        expected = _digest_as(pair.source, pair.dtype, files, on_bytes=tally.add)
+        return digest_of(pair.result, files, on_bytes=tally.add) != expected
+
+    verdicts = in_threads(differs, pairs, threads=threads, nbytes=_nbytes)
+    wrong = [pair.result.fqn for pair, bad in zip(pairs, verdicts, strict=True) if bad]
+    if wrong:
+        raise WriteError(
+            f"{result.root}: {len(wrong)} of {len(pairs)} tensors, read back, are not what the "
+            f"source holds: {_some(wrong)}.",
+            hint="The output was not given its name. Write it again; if this comes back, suspect "
+            "the disk or the memory of this machine.",
+        )
+    return _statement(pairs)
+
+
+def _nbytes(pair: _Pair) -> int:
+    return pair.source.nbytes
+
+
+def _pairs(
+    source: CheckpointIndex,
+    result: CheckpointIndex,
+    renamed: Mapping[str, str],
+    dtypes: Mapping[str, DType],
+) -> list[_Pair]:
+    """Each source tensor with what it became, checked by name, type and shape."""
+    names = {fqn: name for fqn, name in renamed.items() if source.tensor(fqn) is not None}
+    extra = {entry.fqn for entry in result.tensors} - set(names.values())
+    faults = [f"{name} has no source" for name in sorted(extra)]
+    pairs: list[_Pair] = []
+    for entry in source.tensors:
+        found = result.tensor(names[entry.fqn])
+        dtype = dtypes.get(entry.fqn, entry.dtype)
+        if found is None:
+            faults.append(f"{names[entry.fqn]} is missing")
+        elif (found.dtype, found.shape) != (dtype, entry.shape):
+            faults.append(
+                f"{found.fqn} is {found.dtype.name} {list(found.shape)}, not {dtype.name} "
+                f"{list(entry.shape)}"
+            )
+        else:
+            pairs.append(_Pair(entry, found, dtype))
+    if faults:
+        raise WriteError(
+            f"{result.root}, read back, is not what was to be written: {_some(faults)}."
+        )
+    return pairs
+
+
+def _digest_as(
+    entry: TensorEntry, dtype: DType, files: Files, *, on_bytes: Callable[[int], None]
+) -> str:
+    """The SHA-256 that a tensor has in this type."""
+    if entry.dtype == dtype:
+        return digest_of(entry, files, on_bytes=on_bytes)
+    from ckpt_tools.cast import Caster
+    from ckpt_tools.copy import read_box
+
+    caster = Caster(entry.dtype, dtype)
+    buffer = memoryview(bytearray(_BLOCK_NUMEL * dtype.itemsize))
+    slab_bytes = _BLOCK_NUMEL * entry.dtype.itemsize
+    state = sha256()
+    for piece in read_box(entry, Box.whole(entry.shape), files=files, slab_bytes=slab_bytes):
+        out = buffer[: len(piece) // entry.dtype.itemsize * dtype.itemsize]
+        caster.cast(piece, out)
+        state.update(out)
+        on_bytes(len(piece))
+    return state.hexdigest()
+
+
+def _statement(pairs: list[_Pair]) -> str:
+    casts = Counter(
+        f"{pair.source.dtype.name} to {pair.dtype.name}"
+        for pair in pairs
+        if pair.dtype != pair.source.dtype
+    )
+    nbytes = sum(pair.result.nbytes for pair in pairs)
+    kept = len(pairs) - sum(casts.values())
+    parts = [f"{kept:,} bit for bit"] if kept or not casts else []
+    parts += [f"{count:,} as the source cast from {cast}" for cast, count in sorted(casts.items())]
+    return (
+        f"Proven by SHA-256: the {len(pairs):,} tensors written ({nbytes:,} bytes), read back, are "
+        f"the source's: {', '.join(parts)}."
+    )
+
+
+def _some(words: list[str]) -> str:
+    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+    return ", ".join(words[:_SHOWN]) + more

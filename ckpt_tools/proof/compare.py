@@ -1,0 +1,95 @@
+"""Two fingerprints side by side: what is not the same, by section and by name inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ckpt_tools.index import SECTIONS, Section
+from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest
+from ckpt_tools.proof.inside import Inside
+
+Kind = Literal["missing", "extra", "dtype", "shape", "values"]
+
+
+class Difference(NamedTuple):
+    """What is not the same about a tensor; a ``missing`` one is only in the reference."""
+
+    section: Section
+    name: str
+    kind: Kind
+    found: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Which sections were compared, and what differs; ``extra`` sections the reference lacks."""
+
+    compared: tuple[Section, ...]
+    extra: tuple[Section, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether something was compared and all of it is the same."""
+        return bool(self.compared) and not self.differences
+
+
+def compare(found: Fingerprint, reference: Fingerprint) -> Comparison:
+    """Compare a fingerprint with what it should be.
+
+    A section that only ``found`` has is told and is no difference: a file of the model's weights
+    can be the reference of a whole checkpoint.
+    """
+    compared = tuple(section for section in SECTIONS if section in reference.sections)
+    extra = tuple(section for section in SECTIONS if section in found.sections)
+    extra = tuple(section for section in extra if section not in compared)
+    differences = [
+        difference
+        for section in compared
+        if found.sections.get(section) != reference.sections[section]
+        for difference in _in_section(section, found, reference)
+    ]
+    return Comparison(compared, extra, tuple(differences))
+
+
+def _in_section(
+    section: Section, found: Fingerprint, reference: Fingerprint
+) -> Iterator[Difference]:
+    here, there = _by_name(found, section), _by_name(reference, section)
+    for place in sorted(here.keys() | there.keys()):
+        one, other = here.get(place), there.get(place)
+        if one is None and other is not None:
+            yield Difference(section, place.name, "missing", "", _told(other))
+        elif other is None and one is not None:
+            yield Difference(section, place.name, "extra", _told(one), "")
+        elif one is not None and other is not None:
+            kind = _kind(one, other)
+            if kind is not None:
+                yield Difference(section, place.name, kind, *_facts(kind, one, other))
+
+
+def _by_name(fingerprint: Fingerprint, section: Section) -> dict[Inside, TensorDigest]:
+    return {
+        tensor.inside: tensor for tensor in fingerprint.tensors if tensor.inside.section == section
+    }
+
+
+def _kind(one: TensorDigest, other: TensorDigest) -> Kind | None:
+    if one.dtype != other.dtype:
+        return "dtype"
+    if one.shape != other.shape:
+        return "shape"
+    return None if one.sha256 == other.sha256 else "values"
+
+
+def _facts(kind: Kind, one: TensorDigest, other: TensorDigest) -> tuple[str, str]:
+    if kind == "values":
+        return one.sha256, other.sha256
+    return _told(one), _told(other)
+
+
+def _told(tensor: TensorDigest) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

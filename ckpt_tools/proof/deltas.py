@@ -1,0 +1,133 @@
+"""How far two tensors of one shape are apart, element by element, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
+
+from ckpt_tools.copy import read_box
+from ckpt_tools.files import Files
+from ckpt_tools.geometry import Box, slabs
+from ckpt_tools.index import TensorEntry
+from ckpt_tools.proof.numbers import has_numbers, numbers
+from ckpt_tools.proof.tolerance import Tolerance
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Flags = NDArray[np.bool_]
+
+_SLAB_NUMEL = 256 << 10
+
+
+@dataclass(slots=True)
+class Delta:
+    """How two tensors differ: elements beyond the tolerance, how far, and where.
+
+    ``max_abs`` and ``at`` are of the largest finite difference, ``first`` is where the first
+    element beyond the tolerance is. ``nan`` counts the elements whose difference is no number: NaN
+    or infinite on one side only.
+    """
+
+    numel: int
+    differing: int = 0
+    max_abs: float = 0.0
+    at: tuple[int, ...] | None = None
+    first: tuple[int, ...] | None = None
+    nan: int = 0
+    squares: float = 0.0
+    reference: float = 0.0
+
+    @property
+    def relative_l2(self) -> float | None:
+        """The L2 norm of the difference over that of the first tensor; None when that is zero."""
+        return sqrt(self.squares / self.reference) if self.reference > 0 else None
+
+
+def same_bytes(
+    a: TensorEntry, b: TensorEntry, files: Files, *, on_bytes: Callable[[int], None]
+) -> bool:
+    """Whether two located tensors of one type and shape are equal bit by bit."""
+    whole = Box.whole(a.shape)
+    here, there = read_box(a, whole, files=files), read_box(b, whole, files=files)
+    for one, other in zip(here, there, strict=True):
+        on_bytes(len(one) + len(other))
+        if not np.array_equal(np.frombuffer(one, "u1"), np.frombuffer(other, "u1")):
+            return False
+    return True
+
+
+def delta(a: TensorEntry, b: TensorEntry, files: Files, *, tolerance: Tolerance) -> Delta:
+    """Compare two located tensors of one shape by their values, whatever their types."""
+    found = Delta(a.numel)
+    for box in slabs(Box.whole(a.shape), max_numel=_SLAB_NUMEL):
+        for one, other in zip(_slab(a, box, files), _slab(b, box, files), strict=True):
+            with np.errstate(over="ignore", invalid="ignore"):
+                _add(found, one, other, a=a, b=b, box=box, tolerance=tolerance)
+    return found
+
+
+def _slab(entry: TensorEntry, box: Box, files: Files) -> Iterator[memoryview]:
+    """All of a slab as one piece."""
+    return read_box(entry, box, files=files, slab_bytes=_SLAB_NUMEL * entry.dtype.itemsize)
+
+
+def _add(  # noqa: PLR0913 - two sides of everything
+    found: Delta,
+    one: memoryview,
+    other: memoryview,
+    *,
+    a: TensorEntry,
+    b: TensorEntry,
+    box: Box,
+    tolerance: Tolerance,
+) -> None:
+    bits = _differing_bits(one, other, a.dtype.itemsize) if a.dtype == b.dtype else None
+    if not has_numbers(a.dtype) or not has_numbers(b.dtype):
+        beyond = np.ones(box.numel, np.bool_) if bits is None else bits
+        _count(found, beyond, box)
+        return
+    x, y = numbers(one, a.dtype), numbers(other, b.dtype)
+    away = np.abs(x - y)
+    away[x == y] = 0.0
+    both_nan = np.isnan(x) & np.isnan(y)
+    away[both_nan] = 0.0
+    odd = ~np.isfinite(away)
+    if tolerance.is_bitwise:
+        beyond = away != 0.0 if bits is None else bits
+    else:
+        beyond = odd | (away > tolerance.atol + tolerance.rtol * np.abs(y))
+    _count(found, beyond, box)
+    found.nan += int(np.count_nonzero(odd))
+    away[odd] = 0.0
+    place = int(away.argmax())
+    if float(away[place]) > found.max_abs:
+        found.max_abs, found.at = float(away[place]), _coordinates(place, box)
+    found.squares += float(away @ away)
+    sizes = np.abs(x)
+    sizes[~np.isfinite(sizes)] = 0.0
+    found.reference += float(sizes @ sizes)
+
+
+def _count(found: Delta, beyond: Flags, box: Box) -> None:
+    count = int(np.count_nonzero(beyond))
+    if count and found.first is None:
+        found.first = _coordinates(int(beyond.argmax()), box)
+    found.differing += count
+
+
+def _differing_bits(one: memoryview, other: memoryview, itemsize: int) -> Flags:
+    here = np.frombuffer(one, "u1").reshape(-1, itemsize)
+    there = np.frombuffer(other, "u1").reshape(-1, itemsize)
+    flags: Flags = (here != there).any(axis=1)
+    return flags
+
+
+def _coordinates(place: int, box: Box) -> tuple[int, ...]:
+    """The global coordinates of an element of a box, by its place in row-major order."""
+    index = np.unravel_index(place, box.sizes) if box.sizes else ()
+    return tuple(int(i) + start for i, start in zip(index, box.offsets, strict=True))

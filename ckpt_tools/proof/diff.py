@@ -1,0 +1,203 @@
+"""What is different between two checkpoints of any formats and meshes.
+
+Names, types and shapes come from headers; then objects, then values. A difference in one entry
+never hides those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ckpt_tools import formats
+from ckpt_tools.files import Files
+from ckpt_tools.index import CheckpointIndex, ObjectEntry, TensorEntry
+from ckpt_tools.proof.objects import compare_objects
+from ckpt_tools.proof.pairs import Naming, Pairs, pair
+from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.tolerance import Tolerance
+
+if TYPE_CHECKING:
+    from ckpt_tools.proof.deltas import Delta
+
+Status = Literal["same", "only a", "only b", "kind", "dtype", "shape", "values", "unknown"]
+
+
+class EntryDiff(NamedTuple):
+    """One name and what became of comparing it.
+
+    ``a`` and ``b`` say in words what is on each side. ``unknown`` means that it could not be
+    compared, which is never the same as being equal. ``delta`` is there when values were compared
+    and are not bit for bit the same.
+    """
+
+    name: str
+    status: Status
+    a: str | None
+    b: str | None
+    detail: str = ""
+    delta: Delta | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DiffOptions:
+    """How to compare: names, values, and whether equal values of different types are the same."""
+
+    naming: Naming = field(default_factory=Naming)
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    ignore_dtypes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """The differences of two checkpoints, by name; ``same`` counts the entries that are equal."""
+
+    values_compared: bool
+    tensors: int
+    objects: int
+    same: int
+    entries: tuple[EntryDiff, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that was asked for was compared and is equal."""
+        return self.tensors + self.objects > 0 and all(e.status == "same" for e in self.entries)
+
+
+def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming) -> Diff:
+    """Compare names, types and shapes; nothing but headers is read, and no values are compared."""
+    pairs = pair(a, b, naming)
+    entries = [*_one_sided(a, b, pairs), *(_header(*found) for found in _both(a, b, pairs))]
+    return _diff(pairs, a, entries, values_compared=False)
+
+
+def diff(  # noqa: PLR0913 - two checkpoints, and each other one is a plain fact
+    a: CheckpointIndex,
+    b: CheckpointIndex,
+    files: Files,
+    *,
+    options: DiffOptions,
+    threads: int = 2,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> Diff:
+    """Compare two checkpoints, values included.
+
+    Tensors are compared several at a time, in a few MiB of memory for each of ``threads``; where
+    their bits differ, they are read again to tell by how much.
+
+    Raises what keeps either from being whole, and UsageError when two names of one side become one.
+    """
+    from ckpt_tools.proof.deltas import delta, same_bytes  # numpy: headers do without it
+
+    pairs = pair(a, b, options.naming)
+    here, there = _opened(a, files), _opened(b, files)
+    tally = Tally(on_bytes)
+
+    def values(found: _Both) -> EntryDiff:
+        one, other = found.a, found.b
+        header = _header(*found)
+        if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
+            return header
+        if header.status not in ("same", "dtype"):
+            return header
+        if header.status == "same" and same_bytes(one, other, files, on_bytes=tally.add):
+            return header
+        found_delta = delta(one, other, files, tolerance=options.tolerance)
+        return _told(header, found_delta, options)
+
+    both = list(_both(here, there, pairs))
+    tensors = [found for found in both if isinstance(found.a, TensorEntry)]
+    objects = [found for found in both if isinstance(found.a, ObjectEntry)]
+    entries = [
+        *_one_sided(here, there, pairs),
+        *in_threads(values, tensors, threads=threads, nbytes=_nbytes),
+        *map(partial(_object, files), objects),
+    ]
+    return _diff(pairs, a, entries, values_compared=True)
+
+
+class _Both(NamedTuple):
+    """A name with the entries of both sides."""
+
+    name: str
+    a: TensorEntry | ObjectEntry
+    b: TensorEntry | ObjectEntry
+
+
+def _both(a: CheckpointIndex, b: CheckpointIndex, pairs: Pairs) -> Iterator[_Both]:
+    for name, (one, other) in pairs.both.items():
+        yield _Both(name, _entry(a, one), _entry(b, other))
+
+
+def _entry(index: CheckpointIndex, fqn: str) -> TensorEntry | ObjectEntry:
+    found = index.tensor(fqn) or index.object(fqn)
+    if found is None:
+        raise KeyError(fqn)  # names come from this very index
+    return found
+
+
+def _opened(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    located = formats.locate(index, files)
+    located.require_whole()
+    return formats.open_objects(located, files)
+
+
+def _nbytes(found: _Both) -> int:
+    return found.a.nbytes if isinstance(found.a, TensorEntry) else 0
+
+
+def _one_sided(a: CheckpointIndex, b: CheckpointIndex, pairs: Pairs) -> Iterator[EntryDiff]:
+    for name, fqn in pairs.only_a.items():
+        yield EntryDiff(name, "only a", _words(_entry(a, fqn)), None)
+    for name, fqn in pairs.only_b.items():
+        yield EntryDiff(name, "only b", None, _words(_entry(b, fqn)))
+
+
+def _words(entry: TensorEntry | ObjectEntry) -> str:
+    if isinstance(entry, TensorEntry):
+        return f"{entry.dtype.name} {list(entry.shape)}"
+    return f"object {entry.value!r}" if entry.opened else f"object ({entry.type_name or 'closed'})"
+
+
+def _header(
+    name: str, one: TensorEntry | ObjectEntry, other: TensorEntry | ObjectEntry
+) -> EntryDiff:
+    """What headers tell of a pair."""
+    told = EntryDiff(name, "same", _words(one), _words(other))
+    if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
+        alike = isinstance(one, ObjectEntry) and isinstance(other, ObjectEntry)
+        return told if alike else told._replace(status="kind")
+    if one.shape != other.shape:
+        return told._replace(status="shape")
+    return told if one.dtype == other.dtype else told._replace(status="dtype")
+
+
+def _told(header: EntryDiff, found: Delta, options: DiffOptions) -> EntryDiff:
+    if found.differing:
+        return header._replace(status="values" if header.status == "same" else "dtype", delta=found)
+    status: Status = "same" if options.ignore_dtypes else header.status
+    return header._replace(status=status, delta=found)
+
+
+def _object(files: Files, found: _Both) -> EntryDiff:
+    header = _header(*found)
+    if not isinstance(found.a, ObjectEntry) or not isinstance(found.b, ObjectEntry):
+        return header
+    verdict, detail = compare_objects(found.a, found.b, files)
+    status: Status = "unknown" if verdict is None else "same" if verdict else "values"
+    return header._replace(status=status, detail=detail)
+
+
+def _diff(
+    pairs: Pairs, a: CheckpointIndex, entries: list[EntryDiff], *, values_compared: bool
+) -> Diff:
+    objects = sum(a.object(fqn) is not None for fqn, _ in pairs.both.values())
+    return Diff(
+        values_compared=values_compared,
+        tensors=len(pairs.both) - objects,
+        objects=objects,
+        same=sum(entry.status == "same" for entry in entries),
+        entries=tuple(sorted(entries, key=lambda entry: entry.name)),
+    )

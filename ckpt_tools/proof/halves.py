@@ -1,0 +1,90 @@
+"""Whether the two halves of a checkpoint fit: each parameter, and the optimizer's state for it.
+
+Names only. Frozen parameters have no state, so its absence is told and is no fault; and a model may
+split what its optimizer has in one. Only when most of the state is for nothing that is there, the
+halves are not of one save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.proof.inside import Inside, owner_of
+
+_SHOWN = 5
+_BY_NUMBER = "Optimizer state is kept by number, so it cannot be told whose it is."
+
+
+class Halves(NamedTuple):
+    """What is odd about the halves: faults, and what only should be known."""
+
+    problems: tuple[CheckpointError, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def compare_halves(index: CheckpointIndex, inside: Mapping[str, Inside]) -> Halves:
+    """Compare the model's names with those that the optimizer's state is for.
+
+    Both are there, or nothing is compared. State that is kept by number (a plain
+    ``optimizer.state_dict()``) does not say whose it is.
+    """
+    model = {inside[e.fqn].name: e.fqn for e in index.tensors if e.section == "model"}
+    state = _states(index, inside)
+    if not model or not state:
+        return Halves()
+    if all(name.isdecimal() for name in state):
+        return Halves(notes=(_BY_NUMBER,))
+    tied = {inside[fqn].name for group in index.ties for fqn in group if fqn in inside}
+    unknown = state.keys() - model.keys()
+    notes = _notes(model.keys() - state.keys() - tied, state)
+    if not unknown:
+        return Halves(notes=tuple(notes))
+    told = (
+        f"{index.root} has optimizer state for {len(unknown)} parameters that it does not have: "
+        f"{_some(unknown)}."
+    )
+    if 2 * len(unknown) < len(state):  # as when the model's state dict splits a fused weight
+        return Halves(notes=(*notes, told))
+    error = CheckpointError(
+        told,
+        hint="The model's half is of another save or of another model, or its names were changed.",
+        about=sorted(fqn for owner in unknown for fqn in state[owner].values()),
+    )
+    return Halves((error,), tuple(notes))
+
+
+def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> list[str]:
+    notes = []
+    if bare:
+        notes.append(
+            f"{len(bare)} tensors of the model have no optimizer state ({_some(bare)}): "
+            "so it is for buffers and frozen parameters."
+        )
+    kinds = {frozenset(fqns) for fqns in state.values()}
+    for kind in kinds:
+        fuller = next((other for other in kinds if kind < other), None)
+        if fuller is not None:
+            owners = [name for name, fqns in state.items() if frozenset(fqns) == kind]
+            lacking = ", ".join(sorted(fuller - kind))
+            shown = _some(owners)
+            notes.append(f"{len(owners)} parameters have no {lacking}, others have: {shown}.")
+    return sorted(notes)
+
+
+def _states(index: CheckpointIndex, inside: Mapping[str, Inside]) -> dict[str, dict[str, str]]:
+    """The optimizer's tensors by parameter and by what they are (``exp_avg``)."""
+    states: dict[str, dict[str, str]] = {}
+    for entry in index.tensors:
+        owned = owner_of(inside[entry.fqn])
+        if owned is not None:
+            owner, kind = owned
+            states.setdefault(owner, {})[kind] = entry.fqn
+    return states
+
+
+def _some(found: Collection[str]) -> str:
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(sorted(found)[:_SHOWN]) + more

@@ -1,0 +1,67 @@
+"""What an entry is called inside its section, whatever format, framework or wrapper it came from.
+
+The container (``app.model``) is taken off by path, wrapper components by whole component, so that
+the same weights have the same names as a DCP directory, as rank files and as safetensors. Strings
+only; nothing here reads a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ckpt_tools import names
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.index import CheckpointIndex, ObjectEntry, Section, TensorEntry
+
+# What an optimizer's state dict puts above the parameters' names; Composer puts its class above.
+_STATE = re.compile(r"((?:[^.]+\.)?state\.)(.+)")
+
+
+class Inside(NamedTuple):
+    """A section, and a name inside it."""
+
+    section: Section
+    name: str
+
+
+def names_inside(index: CheckpointIndex) -> dict[str, Inside]:
+    """The name of every tensor and object inside its section, by fqn.
+
+    Raises UnsupportedError when two entries of one section have the same name there.
+    """
+    entries: list[TensorEntry | ObjectEntry] = [*index.tensors, *index.objects]
+    objects = {entry.path for entry in index.objects}
+    found = names.classify([entry.path for entry in entries], objects=objects)
+    inside: dict[str, Inside] = {}
+    for entry, (_, prefix) in zip(entries, found, strict=True):
+        name = names.join(entry.path[len(prefix) :])
+        inside[entry.fqn] = Inside(entry.section, clean_name(name, entry.section))
+    _refuse_twins(inside, index.root)
+    return inside
+
+
+def clean_name(name: str, section: Section) -> str:
+    """A name below its container, without wrapper components."""
+    state = _STATE.fullmatch(name) if section == "optim" else None
+    return names.clean(name) if state is None else state[1] + names.clean(state[2])
+
+
+def owner_of(place: Inside) -> tuple[str, str] | None:
+    """Which parameter a tensor of the optimizer is for, and what it is (``exp_avg``)."""
+    state = _STATE.fullmatch(place.name) if place.section == "optim" else None
+    owner, _, kind = state[2].rpartition(".") if state is not None else ("", "", "")
+    return (owner, kind) if owner else None
+
+
+def _refuse_twins(inside: Mapping[str, Inside], root: str) -> None:
+    first: dict[Inside, str] = {}
+    for fqn, place in inside.items():
+        other = first.setdefault(place, fqn)
+        if other != fqn:
+            raise UnsupportedError(
+                f"{root}: {other} and {fqn} are both {place.name!r} inside of {place.section!r}, "
+                "once containers and wrapper components are taken off.",
+                hint="--exclude leaves one of them out.",
+            )

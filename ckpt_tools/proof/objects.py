@@ -1,0 +1,61 @@
+"""Whether two objects of checkpoints are the same: by value when they are plain, else by bytes."""
+
+from __future__ import annotations
+
+import math
+
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.files import Files
+from ckpt_tools.formats import dcp_items, torch_zip
+from ckpt_tools.index import ObjectEntry, PlainValue
+
+_MAX_COMPARED = 256 << 20
+
+
+def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool | None, str]:
+    """Whether two objects are equal and, if not, why; None when it cannot be told.
+
+    Plain values are equal when they are equal in Python and of the same types, except that a list
+    and a tuple with the same items are equal and so are two NaNs. What is not opened is compared by
+    its pickle: equal bytes are equal, different ones cannot be told.
+    """
+    if a.opened and b.opened:
+        same = _same(a.value, b.value)
+        return same, "" if same else f"{a.value!r} and {b.value!r}"
+    if a.opened != b.opened:
+        return False, "one is a plain value, the other is not"
+    here, there = _records(a, files), _records(b, files)
+    if here is None or there is None:
+        return None, "not opened, and without bytes of its own to compare"
+    if here == there:
+        return True, ""
+    return None, "not opened; the pickled bytes differ, which need not mean that the values do"
+
+
+def _same(a: PlainValue, b: PlainValue) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    return type(a) is type(b) and a == b
+
+
+def _records(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:
+    """The records of an object's archive that make up its value, or None when it has no archive."""
+    if entry.codec is None or entry.data.length > _MAX_COMPARED:
+        return None
+    item = dcp_items.unpacked(files, entry.data, entry.codec)
+
+    def read(offset: int, length: int) -> bytes:
+        return files.read(item.path, offset, length)
+
+    try:
+        archive = torch_zip.read_archive(
+            read, offset=item.offset, length=item.length, where=item.path
+        )
+        names = [name for name in archive.names if name == "data.pkl" or name.startswith("data/")]
+        return {name: archive.read(name) for name in names}
+    except CheckpointError as error:
+        raise type(error)(error.message, hint=error.hint, about=(entry.fqn,)) from error

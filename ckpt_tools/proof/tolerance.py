@@ -1,0 +1,20 @@
+"""When two values count as the same."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tolerance(NamedTuple):
+    """Values are the same when they are at most ``atol + rtol * |b|`` apart.
+
+    With both at zero they are compared bit by bit: a NaN's bits and a zero's sign count, too.
+    """
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether bits are compared rather than values."""
+        return self.rtol == 0.0 and self.atol == 0.0

@@ -1,0 +1,245 @@
+"""Is a checkpoint whole? `verify` reads all of it, `verify_quick` only headers.
+
+What is hurt is told by tensor, by rows and by rank, and so is what is still whole. A report says
+what was proven and what cannot be: only torch.save archives carry checksums, and no checksum tells
+a file of this save from the same file of an older one. That is what fingerprints are for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ckpt_tools import formats
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.files import Files
+from ckpt_tools.formats import dcp_damage, rank_names
+from ckpt_tools.geometry import Box
+from ckpt_tools.index import CheckpointIndex, check_coverage
+from ckpt_tools.proof.condition import Condition, HurtTensor, Rescue
+from ckpt_tools.proof.damage import Damage, Holders, Reading, is_hit, read_everything
+from ckpt_tools.proof.halves import Halves, compare_halves
+from ckpt_tools.proof.inside import names_inside
+from ckpt_tools.proof.replicas import differing_replicas
+from ckpt_tools.proof.threads import Tally, ignore_bytes
+
+
+class RankState(NamedTuple):
+    """A rank that saved something, its files, and whether all of them are whole."""
+
+    rank: int
+    whole: bool
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found. ``reading`` is None when only headers were read."""
+
+    root: str
+    format: str
+    problems: tuple[CheckpointError, ...]
+    notes: tuple[str, ...]
+    tensors: int
+    hurt: tuple[HurtTensor, ...]
+    objects: int
+    hurt_objects: tuple[str, ...]
+    rescued: tuple[Rescue, ...]
+    ranks: tuple[RankState, ...]
+    reading: Reading | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing at all was found."""
+        return not self.problems
+
+
+def verify_quick(index: CheckpointIndex, files: Files) -> Report:
+    """Check a checkpoint by its headers: files and lengths, coverage, item shapes, both halves."""
+    located = formats.locate(index, files)
+    return _report(index, located, _Findings(files))
+
+
+def verify(
+    index: CheckpointIndex,
+    files: Files,
+    *,
+    threads: int = 2,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> Report:
+    """Check a checkpoint by reading every byte range of it once, and replicas against one another.
+
+    Several ranges are read at a time, with about 1 MiB of memory for each of ``threads``.
+    ``on_bytes`` is told how many bytes were read since it was last called; `bytes_to_read` tells
+    about how many there will be.
+    """
+    located = formats.locate(index, files)
+    reading = read_everything(index, files, threads=threads, on_bytes=on_bytes)
+    condition = Condition(located, [damage.data for damage in reading.damages])
+    known = frozenset(fqn for problem in located.problems for fqn in problem.about)
+    differing = differing_replicas(
+        [entry for entry in located.tensors if entry.fqn not in known],
+        files,
+        is_good=condition.is_good,
+        threads=threads,
+        tally=Tally(on_bytes),
+    )
+    return _report(index, located, _Findings(files, reading, tuple(differing)))
+
+
+def bytes_to_read(index: CheckpointIndex) -> int:
+    """About how many bytes `verify` will read: every file once, and replicas again to compare."""
+    replicas = sum(
+        data.length for entry in index.tensors for chunk in entry.chunks for data in chunk.replicas
+    )
+    return sum(file.length or 0 for file in index.files) + replicas
+
+
+class _Findings(NamedTuple):
+    """What was found beyond the index: by reading everything, and by comparing replicas."""
+
+    files: Files
+    reading: Reading | None = None
+    differing: tuple[CheckpointError, ...] = ()
+
+
+def _report(index: CheckpointIndex, located: CheckpointIndex, findings: _Findings) -> Report:
+    damages = findings.reading.damages if findings.reading is not None else []
+    bad_items = _bad_items(index, located, findings.files)
+    ranges = [damage.data for damage in (*bad_items, *damages)]
+    condition = Condition(located, ranges)
+    halves = _halves(located)
+    problems = [
+        *index.problems,
+        *_told_once(index, located, bad_items, damages),
+        *_uncovered(located),
+        *_about(damages, located),
+        *findings.differing,
+        *halves.problems,
+    ]
+    hurt = condition.hurt_tensors(problems)
+    return Report(
+        root=index.root,
+        format=index.format,
+        problems=tuple(problems),
+        notes=(*halves.notes, *_replicas_hold(index, hurt)),
+        tensors=len(index.tensors),
+        hurt=hurt,
+        objects=len(index.objects),
+        hurt_objects=condition.hurt_objects(problems),
+        rescued=condition.rescued(),
+        ranks=_ranks(index, condition),
+        reading=findings.reading,
+    )
+
+
+def _bad_items(index: CheckpointIndex, located: CheckpointIndex, files: Files) -> list[Damage]:
+    """Which items of the tensors that could not be located are at fault: each is tried alone."""
+    known = {id(problem) for problem in index.problems}
+    new = [problem for problem in located.problems if id(problem) not in known]
+    found: list[Damage] = []
+    for fqn in sorted({fqn for problem in new for fqn in problem.about}):
+        entry = index.tensor(fqn)
+        for chunk in entry.chunks if entry is not None else ():
+            one = _with_chunk(index, fqn, chunk.box)
+            alone = formats.locate(one, files).problems
+            found += [Damage(chunk.data, problem) for problem in alone]
+    return found
+
+
+def _with_chunk(index: CheckpointIndex, fqn: str, box: Box) -> CheckpointIndex:
+    """A checkpoint of only this chunk, with no problems yet."""
+    entry = index.tensor(fqn)
+    tensors = (
+        ()
+        if entry is None
+        else (replace(entry, chunks=tuple(chunk for chunk in entry.chunks if chunk.box == box)),)
+    )
+    return replace(index, tensors=tensors, objects=(), problems=())
+
+
+def _told_once(
+    index: CheckpointIndex,
+    located: CheckpointIndex,
+    bad_items: Sequence[Damage],
+    damages: Sequence[Damage],
+) -> list[CheckpointError]:
+    """Problems that locating found, without those that a damage tells better."""
+    known = {id(problem) for problem in index.problems}
+    ranges = [damage.data for damage in damages]
+    told = {
+        fqn for damage in bad_items for fqn in damage.error.about if not is_hit(damage.data, ranges)
+    }
+    return [
+        problem
+        for problem in located.problems
+        if id(problem) not in known and (not problem.about or problem.about & told)
+    ]
+
+
+def _uncovered(located: CheckpointIndex) -> Iterable[CheckpointError]:
+    """Holes and overlaps of tensors that nothing is known against so far."""
+    known = {fqn for problem in located.problems for fqn in problem.about}
+    if located.missing:
+        return  # the files that are not there are told, and the rows that are lost with them
+    for entry in located.tensors:
+        if entry.fqn in known:
+            continue
+        try:
+            check_coverage(entry)
+        except CheckpointError as error:
+            yield error
+
+
+def _about(damages: Sequence[Damage], located: CheckpointIndex) -> list[CheckpointError]:
+    """The damages' errors, with the names of what they hurt."""
+    if not damages:
+        return []
+    holders = Holders(located)
+    return [
+        type(error)(error.message, hint=error.hint, about=sorted(holders.of(data)))
+        for data, error in damages
+    ]
+
+
+def _halves(index: CheckpointIndex) -> Halves:
+    try:
+        inside = names_inside(index)
+    except CheckpointError as error:
+        return Halves(notes=(error.message,))
+    return compare_halves(index, inside)
+
+
+def _replicas_hold(index: CheckpointIndex, hurt: Sequence[HurtTensor]) -> list[str]:
+    """What to say when files are missing and yet no row is."""
+    if not index.missing or any(tensor.lost for tensor in hurt):
+        return []
+    told = (
+        "Every row of every tensor is there all the same: replicas in other files hold what the "
+        f"{len(index.missing)} missing files held."
+    )
+    return [told]
+
+
+def _ranks(index: CheckpointIndex, condition: Condition) -> tuple[RankState, ...]:
+    """Who saved something, and whether what they saved is whole."""
+    paths: dict[int, set[str]] = {}
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            if chunk.rank is not None:
+                paths.setdefault(chunk.rank, set()).add(chunk.data.path)
+    for file in index.files:
+        rank = _rank_by_name(file.path)
+        if rank is not None:
+            paths.setdefault(rank, set()).add(file.path)
+    return tuple(
+        RankState(rank, not any(map(condition.is_hurt_file, held)), tuple(sorted(held)))
+        for rank, held in sorted(paths.items())
+    )
+
+
+def _rank_by_name(path: str) -> int | None:
+    named = rank_names.parse(path)
+    return dcp_damage.rank_of(os.path.basename(path)) if named is None else named.rank

@@ -66,8 +66,13 @@ def _placement(stored: StoredPlacement) -> Placement:
 def _stated_order(
     shard_order: tuple[tuple[int, tuple[int, ...]], ...], *, ndim: int
 ) -> tuple[int, ...]:
-    """The mesh dimensions from the first cut to the last; those that cut nothing come last."""
+    """The mesh dimensions from the first cut to the last; left to right when nothing else is said.
+
+    Only the order among mesh dimensions that cut the same tensor dimension means anything.
+    """
     cuts = [mesh_dim for _, mesh_dims in shard_order for mesh_dim in mesh_dims]
     if len(set(cuts)) != len(cuts) or any(mesh_dim >= ndim for mesh_dim in cuts):
         raise UnsupportedError(f"its shard order {shard_order} does not fit {ndim} mesh dimensions")
+    if all(list(mesh_dims) == sorted(mesh_dims) for _, mesh_dims in shard_order):
+        return tuple(range(ndim))
     return (*cuts, *(mesh_dim for mesh_dim in range(ndim) if mesh_dim not in cuts))

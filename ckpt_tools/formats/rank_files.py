@@ -45,9 +45,13 @@ def matches(path: str) -> bool:
     """
     if not os.path.isdir(path):
         return False
+    try:
+        found = os.listdir(path)
+    except OSError:
+        return False
     return any(
         file.rank > 0 or file.world_size is not None
-        for file in filter(None, map(rank_names.parse, os.listdir(path)))
+        for file in filter(None, map(rank_names.parse, found))
     )
 
 
@@ -131,8 +135,16 @@ class _Reading:
             self.gathered.objects.setdefault((*container, *leaf.path), []).append(part)
         self.ranks.see(file, [leaf.stored for leaf in state.tensors])
         held = self.held.setdefault(file.pattern, set())
-        held.update(names.join((*container, *leaf.path)) for leaf in state.tensors)
-        held.update(names.join((*container, *leaf.path)) for leaf in state.objects)
+        found = {names.join((*container, *leaf.path)) for leaf in state.tensors}
+        found |= {names.join((*container, *leaf.path)) for leaf in state.objects}
+        for pattern, others in self.held.items():
+            twins = found & others if pattern != file.pattern else ()
+            if twins:
+                raise UnsupportedError(
+                    f"{min(twins)} is in the files {pattern} and in {file.pattern}.",
+                    hint="Choose one of them with a quoted glob.",
+                )
+        held |= found
 
     def _keep_closed(self, file: RankFile, error: CheckpointError) -> None:
         """Keep a file of other state that cannot be opened as one opaque object."""

@@ -23,9 +23,11 @@ Stored = StoredTensor | StoredDTensor
 
 # More than any real state dict has; a pickle of a few KB can refer to itself without end.
 _MAX_DEPTH = 100
-_MAX_VISITS = 10_000_000
+_MAX_VISITS = 5_000_000
 # Python's and numpy's generators have 625 numbers, a sampler's state may list an epoch's samples.
 _MAX_PLAIN = 100_000
+# Python refuses to print numbers of thousands of digits.
+_MAX_INT = 1 << 512
 _FLAT = frozenset({"_flat_param", "flat_param"})
 
 
@@ -68,9 +70,9 @@ def flatten(value: object, *, where: str) -> StateDict:
         if isinstance(leaf, StoredTensor | StoredDTensor):
             tensors.append(TensorLeaf(path, leaf))
         else:
-            objects.append(ObjectLeaf(path, *_plain(leaf)))
+            objects.append(ObjectLeaf(path, *walk.plain(leaf)))
     _refuse_flat_parameters([leaf.path for leaf in tensors], where)
-    _refuse_twins([*(leaf.path for leaf in tensors), *(leaf.path for leaf in objects)], where)
+    _check_names([*(leaf.path for leaf in tensors), *(leaf.path for leaf in objects)], where)
     return StateDict(tuple(tensors), tuple(objects))
 
 
@@ -81,18 +83,37 @@ class _Walk:
         self._where = where
         self._visits = 0
         self._known: dict[tuple[int, bool], bool] = {}
+        self._opened: dict[int, tuple[PlainValue, str | None]] = {}
 
     def leaves(self, value: object, path: Path) -> Iterator[tuple[Path, object]]:
         """The leaves below a value, each with its path."""
         self._step(len(path))
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and self._has_parts(value):
             for key, item in value.items():
-                yield from self.leaves(item, (*path, _part(key)))
+                yield from self.leaves(item, (*path, key if type(key) is int else str(key)))
         elif isinstance(value, list | tuple) and self.holds(value):
             for place, item in enumerate(value):
                 yield from self.leaves(item, (*path, place))
         else:
             yield path, value
+
+    def _has_parts(self, value: dict[object, object]) -> bool:
+        """Whether the keys of a dict can be parts of a path; one that cannot is one value."""
+        odd = next((key for key in value if not _is_part(key)), None)
+        if odd is None:
+            return True
+        if any(self._holds(item, 0, tensors_only=True) for item in value.values()):
+            raise UnsupportedError(
+                f"{self._where}: a dict of tensors has a key of type {_type_name(odd)}.",
+                hint="Save it again with names for keys.",
+            )
+        return False
+
+    def plain(self, value: object) -> tuple[PlainValue, str | None]:
+        """The value and None when it is plain, else None and the name of what is not."""
+        if id(value) not in self._opened:
+            self._opened[id(value)] = _plain(value)
+        return self._opened[id(value)]
 
     def holds(self, value: list[object] | tuple[object, ...]) -> bool:
         """Whether a list has a tensor or a dict somewhere inside; whether a tuple has a tensor."""
@@ -126,9 +147,20 @@ class _Walk:
             )
 
 
-def _part(key: object) -> str | int:
-    """A key as a part of a path; what is neither str nor int is taken by its text."""
-    return key if isinstance(key, str) or type(key) is int else str(key)
+def _is_part(key: object) -> bool:
+    """Whether a key can be a part of a path, as it is or by its text."""
+    if type(key) is int:
+        return abs(key) < _MAX_INT
+    return type(key) in {str, float, bool, type(None)}
+
+
+def _is_text(text: str) -> bool:
+    """Whether a str can be written out: a pickle can also hold halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plain(value: object) -> tuple[PlainValue, str | None]:
@@ -140,11 +172,10 @@ def _plain(value: object) -> tuple[PlainValue, str | None]:
         left -= 1
         if left < 0 or depth > _MAX_DEPTH:
             return type(value).__name__
-        if item is None or type(item) in {bool, int, float, str}:
+        if _is_plain_scalar(item):
             return None
         if isinstance(item, dict):
-            odd = next((key for key in item if type(key) not in {str, int}), None)
-            if odd is not None:
+            if not all(type(key) in {str, int} and _is_plain_scalar(key) for key in item):
                 return _type_name(item)
             return next(filter(None, (check(part, depth + 1) for part in item.values())), None)
         if type(item) in {list, tuple} and isinstance(item, list | tuple):
@@ -153,6 +184,14 @@ def _plain(value: object) -> tuple[PlainValue, str | None]:
 
     name = check(value, 0)
     return (None, name) if name is not None else (value, None)  # type: ignore[return-value]
+
+
+def _is_plain_scalar(value: object) -> bool:
+    if type(value) is int:
+        return abs(value) < _MAX_INT
+    if type(value) is str:
+        return _is_text(value)
+    return value is None or type(value) in {bool, float}
 
 
 def _type_name(value: object) -> str:
@@ -172,10 +211,13 @@ def _refuse_flat_parameters(paths: Sequence[Path], where: str) -> None:
             )
 
 
-def _refuse_twins(paths: Iterable[Path], where: str) -> None:
+def _check_names(paths: Iterable[Path], where: str) -> None:
+    """Refuse two leaves of one name, and names that are no text."""
     seen: dict[str, Path] = {}
     for path in paths:
         fqn = names.join(path)
+        if not _is_text(fqn):
+            raise UnreadableError(f"{where} is damaged: {fqn!a:.80} is no name.")
         other = seen.setdefault(fqn, path)
         if other is not path:
             raise UnsupportedError(

@@ -46,8 +46,11 @@ def matches(path: str) -> bool:
     suffix = os.path.splitext(path)[1].lower()
     if not os.path.isfile(path) or suffix == _DCP_DATA:
         return False
-    with open(path, "rb") as file:
-        head = file.read(HEAD)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(HEAD)
+    except OSError:
+        return suffix in _SUFFIXES  # reading it will say what is wrong
     kind = torch_zip.sniff(head)
     if head.startswith(_LEGACY_HEAD) or (kind == "zip" and b"data.pkl" in head):
         return True

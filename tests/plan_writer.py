@@ -1,4 +1,4 @@
-"""Carries file plans out with numpy alone, so that planners are tested without the project's mover."""
+"""Carries file plans out with numpy alone: planners are tested without the project's mover."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -64,7 +64,12 @@ class Source:
         self.path.write_bytes(b"")
 
     def target(
-        self, fqn: str, values: "np.ndarray", *, dtype: str | None = None, layout: Layout | None = None
+        self,
+        fqn: str,
+        values: "np.ndarray",
+        *,
+        dtype: str | None = None,
+        layout: Layout | None = None,
     ) -> Target:
         """A target for these values; ``dtype`` is torch's name when numpy has no such type."""
         start = self.path.stat().st_size
@@ -83,10 +88,12 @@ class Source:
         with self.path.open("ab") as file:
             file.write(raw)
         data = ByteRange(str(self.path), start, len(raw))
-        return ObjectEntry(fqn, tuple(fqn.split(".")), "other", data)
+        return ObjectEntry(fqn, tuple(fqn.split(".")), "other", data, codec="torch.save")
 
 
-def value_object(fqn: str, value: object, *, path: Sequence[str | int] | None = None) -> ObjectEntry:
+def value_object(
+    fqn: str, value: object, *, path: Sequence[str | int] | None = None
+) -> ObjectEntry:
     """An object of which only the value is known."""
     place = tuple(path or fqn.split("."))
     return ObjectEntry(fqn, place, "other", ByteRange("", 0, 0), value=value, opened=True)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.dcp_items import TORCH_SAVE
 from ckpt_tools.formats.metadata_out import StoredItem, TensorRecord, encode_metadata
 from ckpt_tools.formats.pickle_out import dumps, object_node, tensor_node
 from ckpt_tools.formats.zip_layout import ArchiveLayout, lay_out
@@ -223,8 +224,8 @@ class _File:
         self._items: list[WriteItem] = []
 
     def add_object(self, entry: ObjectEntry) -> None:
-        """Put an object behind what is there: its bytes as they are, or its value pickled."""
-        if entry.data.length:
+        """Put an object behind what is there: its archive byte for byte, or its value pickled."""
+        if entry.codec == TORCH_SAVE:
             self._copy(entry)
             self._store(entry.fqn, None, entry.data.length)
             return

@@ -10,7 +10,7 @@ Keys stay what they are (a str or an int) in a path. Nothing here reads a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,11 +21,13 @@ from ckpt_tools.index import Path, PlainValue
 
 Stored = StoredTensor | StoredDTensor
 
-# More than any real state dict has; a pickle of a few KB can refer to itself without end.
+# More than any real state dict has; a pickle of a few KB can refer to itself without end, or say
+# one list so often that its items are more than memory holds.
 _MAX_DEPTH = 100
-_MAX_VISITS = 5_000_000
+_MAX_REPEATED = 200_000
 # Python's and numpy's generators have 625 numbers, a sampler's state may list an epoch's samples.
 _MAX_PLAIN = 100_000
+_MAX_PLAIN_IN_ALL = 5_000_000
 # Python refuses to print numbers of thousands of digits.
 _MAX_INT = 1 << 512
 _FLAT = frozenset({"_flat_param", "flat_param"})
@@ -77,21 +79,24 @@ def flatten(value: object, *, where: str) -> StateDict:
 
 
 class _Walk:
-    """One walk through a nesting: remembers which lists hold tensors, and counts its steps."""
+    """One walk through a nesting: remembers what it has seen of each container."""
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._visits = 0
+        self._walked: set[int] = set()
+        self._repeated = 0
         self._known: dict[tuple[int, bool], bool] = {}
         self._opened: dict[int, tuple[PlainValue, str | None]] = {}
+        self._left = _MAX_PLAIN_IN_ALL
 
     def leaves(self, value: object, path: Path) -> Iterator[tuple[Path, object]]:
         """The leaves below a value, each with its path."""
-        self._step(len(path))
         if isinstance(value, dict) and value and self._has_parts(value):
+            self._enter(value, len(path))
             for key, item in value.items():
                 yield from self.leaves(item, (*path, key if type(key) is int else str(key)))
         elif isinstance(value, list | tuple) and self.holds(value):
+            self._enter(value, len(path))
             for place, item in enumerate(value):
                 yield from self.leaves(item, (*path, place))
         else:
@@ -112,7 +117,11 @@ class _Walk:
     def plain(self, value: object) -> tuple[PlainValue, str | None]:
         """The value and None when it is plain, else None and the name of what is not."""
         if id(value) not in self._opened:
-            self._opened[id(value)] = _plain(value)
+            look = _Look(min(self._left, _MAX_PLAIN))
+            name = look.odd_type(value, 0)
+            self._left -= min(self._left, _MAX_PLAIN) - look.left
+            plain = value if name is None else None
+            self._opened[id(value)] = plain, name  # type: ignore[assignment]  # looked through
         return self._opened[id(value)]
 
     def holds(self, value: list[object] | tuple[object, ...]) -> bool:
@@ -132,16 +141,22 @@ class _Walk:
             return False
         key = (id(value), tensors_only)
         if key not in self._known:
-            self._step(depth)
+            self._check_depth(depth)
             self._known[key] = any(
                 self._holds(item, depth + 1, tensors_only=tensors_only or type(value) is tuple)
                 for item in items
             )
         return self._known[key]
 
-    def _step(self, depth: int) -> None:
-        self._visits += 1
-        if depth > _MAX_DEPTH or self._visits > _MAX_VISITS:
+    def _enter(self, value: Sized, depth: int) -> None:
+        """Take note that a container is walked, and refuse one that is walked too often."""
+        if id(value) in self._walked:
+            self._repeated += len(value)
+        self._walked.add(id(value))
+        self._check_depth(depth if self._repeated <= _MAX_REPEATED else _MAX_DEPTH + 1)
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > _MAX_DEPTH:
             raise UnreadableError(
                 f"{self._where}: its values are nested without end; no state dict looks like this."
             )
@@ -163,27 +178,29 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _plain(value: object) -> tuple[PlainValue, str | None]:
-    """The value and None when it is plain, else None and the name of what is not."""
-    left = _MAX_PLAIN
+class _Look:
+    """A look through a value for what is not plain; ``left`` parts may still be looked at."""
 
-    def check(item: object, depth: int) -> str | None:
-        nonlocal left
-        left -= 1
-        if left < 0 or depth > _MAX_DEPTH:
-            return type(value).__name__
-        if _is_plain_scalar(item):
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def odd_type(self, value: object, depth: int) -> str | None:
+        """The name of the first type that is not plain, or of a container that is too large."""
+        self.left -= 1
+        if self.left < 0 or depth > _MAX_DEPTH:
+            return _type_name(value)
+        if _is_plain_scalar(value):
             return None
-        if isinstance(item, dict):
-            if not all(type(key) in {str, int} and _is_plain_scalar(key) for key in item):
-                return _type_name(item)
-            return next(filter(None, (check(part, depth + 1) for part in item.values())), None)
-        if type(item) in {list, tuple} and isinstance(item, list | tuple):
-            return next(filter(None, (check(part, depth + 1) for part in item)), None)
-        return _type_name(item)
+        if not isinstance(value, dict | list | tuple) or len(value) > self.left:
+            return _type_name(value)
+        if not isinstance(value, dict):
+            return self._first_odd(value, depth)
+        if not all(type(key) in {str, int} and _is_plain_scalar(key) for key in value):
+            return _type_name(value)
+        return self._first_odd(value.values(), depth)
 
-    name = check(value, 0)
-    return (None, name) if name is not None else (value, None)  # type: ignore[return-value]
+    def _first_odd(self, values: Iterable[object], depth: int) -> str | None:
+        return next(filter(None, (self.odd_type(item, depth + 1) for item in values)), None)
 
 
 def _is_plain_scalar(value: object) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from reader_contract import DATA, ReaderContract, RealCheckpoint, truth_of, whole
 
+from ckpt_tools import formats
 from ckpt_tools.errors import (
     CheckpointError,
     IncompleteError,
@@ -77,7 +78,7 @@ class TestRealDirectories(ReaderContract):
         return dcp.read_index(str(path))
 
     def located(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:
-        return dcp.locate(index, files)
+        return formats.locate(index, files)
 
 
 def test_there_are_as_many_real_directories_as_the_data_holds() -> None:
@@ -91,7 +92,7 @@ def test_torchtitans_model_only_save_is_the_truth_in_bfloat16() -> None:
     truth = truth_of(folder)
     with Files() as files:
         read = dcp.read_index(str(folder / "ckpt" / "checkpoint_modelonly" / "step-2"))
-        for entry in dcp.locate(read, files).tensors:
+        for entry in formats.locate(read, files).tensors:
             full = torch.frombuffer(bytearray(truth[entry.fqn].data), dtype=torch.float32)
             assert entry.dtype.name == "bfloat16"
             cast = full.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
@@ -107,7 +108,7 @@ def save(tmp_path: Path) -> Path:
 def _only_problem(folder: Path) -> CheckpointError:
     index = dcp.read_index(str(folder))
     with Files() as files:
-        (problem,) = dcp.locate(index, files).problems
+        (problem,) = formats.locate(index, files).problems
     return problem
 
 
@@ -247,7 +248,7 @@ def test_an_object_that_would_run_code_runs_none(save: Path) -> None:
     _hostile_object(save)
     index = dcp.read_index(str(save))
     with Files() as files, pytest.raises(UnsafePickleError, match="makedirs"):
-        dcp.open_objects(index, files)
+        formats.open_objects(index, files)
     assert not (save / "PWNED").exists()
 
 
@@ -300,7 +301,7 @@ def test_a_compressed_directory_without_zstandard_says_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     index = dcp.read_index(str(REAL / "dcp_zstd_4r" / "ckpt"))
     with Files() as files:
-        problem = dcp.locate(index, files).problems[0]
+        problem = formats.locate(index, files).problems[0]
     assert "ckpt-tools[zstd]" in str(problem.hint)
 
 

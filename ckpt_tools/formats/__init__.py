@@ -7,37 +7,71 @@ all the rest.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from glob import glob
+from importlib import import_module
 from typing import NamedTuple
 
 from ckpt_tools.errors import IncompleteError, UnreadableError
-from ckpt_tools.formats import dcp, places, rank_files, safetensors, torch_file
+from ckpt_tools.files import Files
+from ckpt_tools.formats import places
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.index import CheckpointIndex
 
 __all__ = ["FORMATS", "Format", "ReadOptions", "detect", "locate", "open_objects", "read_index"]
 
-locate = dcp.locate
-open_objects = dcp.open_objects
-
 
 class Format(NamedTuple):
-    """A format: its name, whether a path is of it, and its reader."""
+    """A format: its name, and the module that knows whether a path is of it, and reads it.
+
+    The module has ``matches(path) -> bool`` and ``read_index(path, *, options)``. It is imported
+    when it is first asked, so that looking at one format does not cost the start of all.
+    """
 
     name: str
-    matches: Callable[[str], bool]
-    read_index: Callable[..., CheckpointIndex]
+    module: str
+
+    def matches(self, path: str) -> bool:
+        """Whether this file or directory is of the format."""
+        return bool(import_module(self.module).matches(path))
+
+    def read_index(self, path: str, options: ReadOptions) -> CheckpointIndex:
+        """The index of a checkpoint of this format."""
+        index = import_module(self.module).read_index(path, options=options)
+        if not isinstance(index, CheckpointIndex):
+            raise TypeError(f"{self.module}.read_index gave {type(index).__name__}")
+        return index
 
 
 # In the order in which they are asked: a DCP directory may have .pt side files beside it.
 FORMATS = (
-    Format("dcp", dcp.matches, dcp.read_index),
-    Format("ranks", rank_files.matches, rank_files.read_index),
-    Format("safetensors", safetensors.matches, safetensors.read_index),
-    Format("torch", torch_file.matches, torch_file.read_index),
+    Format("dcp", "ckpt_tools.formats.dcp"),
+    Format("ranks", "ckpt_tools.formats.rank_files"),
+    Format("safetensors", "ckpt_tools.formats.safetensors"),
+    Format("torch", "ckpt_tools.formats.torch_file"),
 )
+
+
+def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The same index with every chunk as raw elements, each item checked against the index.
+
+    What cannot be used becomes a problem of the index, named with the tensor.
+    """
+    from ckpt_tools.formats import dcp_items
+
+    return dcp_items.locate(index, files)
+
+
+def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The same index with the values of its plain objects.
+
+    Raises UnsafePickleError when an object asks for a global that could run code.
+    """
+    if all(entry.opened or entry.codec is None for entry in index.objects):
+        return index
+    from ckpt_tools.formats import dcp_items
+
+    return dcp_items.open_objects(index, files)
 
 
 def detect(path: str) -> Format | None:
@@ -64,7 +98,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         form = detect(place)
     if form is None:
         raise UnreadableError(f"{path} is no checkpoint of a known format.", hint=places.SUPPORTED)
-    index = form.read_index(place, options=options)
+    index = form.read_index(place, options)
     framework, told_by = places.framework(index)
     notes = list(index.notes)
     if os.path.normpath(place) != os.path.normpath(path):
@@ -81,6 +115,8 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
         raise IncompleteError(f"{path} is not there.")
     if len(found) == 1:
         return read_index(found[0], options=options)
+    from ckpt_tools.formats import rank_files
+
     return rank_files.read_index(found, options=options)
 
 

@@ -40,10 +40,6 @@ from ckpt_tools.index import (
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _FLAT_PARAM = ("_flat_param", "flat_param")
 
-locate = dcp_items.locate
-open_objects = dcp_items.open_objects
-
-
 def matches(path: str) -> bool:
     """Whether this is a directory that DCP wrote, or began to write."""
     if not os.path.isdir(path):

@@ -1,0 +1,214 @@
+"""`ckpt-tools diff`: what is different between two checkpoints of any formats and meshes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import click
+
+from ckpt_tools.cli import options, progress, proving, reading, render
+from ckpt_tools.cli.group import say
+from ckpt_tools.errors import UsageError
+from ckpt_tools.files import Files
+from ckpt_tools.formats import ReadOptions
+from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.proof import Diff, DiffOptions, EntryDiff, Naming, Tolerance, parse_rename
+from ckpt_tools.proof import diff as compare_values
+from ckpt_tools.proof import diff_headers as compare_headers
+
+_HELP = """Say what is different between two checkpoints: names, shapes, types, objects, values.
+
+A and B may be of different formats and meshes. Values are compared bit by bit, or with --rtol and
+--atol: then |a - b| may be up to atol + rtol * |b|. Names are compared as they are; --clean-names
+takes off the containers that they stand in (app.model) and wrapper components, and names outside of
+the model then begin with their section (optim:state.emb.weight.exp_avg). --rename PATTERN=NEW
+changes names by a regular expression, on one side only after `a:` or `b:`.
+
+Exit code 0 only when everything that was asked for was compared and is the same; 1 when something
+differs, or when an object could not be compared. --json prints schema ckpt-tools/diff/1.
+
+""" + options.examples(
+    "ckpt-tools diff run7/step-1000 run7-hf --clean-names --only model",
+    "ckpt-tools diff run7/step-1000 resharded",
+    "ckpt-tools diff run7/step-1000 run7/step-2000 --header-only",
+    "ckpt-tools diff a b --rename 'a:^decoder[.]=model.' --rtol 1e-3 --ignore-dtypes",
+)
+
+_HEADER: tuple[str, ...] = ("NAME", "WHAT", "A", "B", "DIFFERING", "MAX |Δ|", "AT", "REL L2")
+_WORDS = {
+    "only a": "only in A",
+    "only b": "only in B",
+    "kind": "tensor or object",
+    "dtype": "type",
+    "shape": "shape",
+    "values": "values",
+    "unknown": "cannot be told",
+    "same": "same",
+}
+
+_PARAMS = [
+    click.Argument(["first"], metavar="A"),
+    click.Argument(["second"], metavar="B"),
+    click.Option(["--header-only"], is_flag=True, help="Names, types and shapes; no values."),
+    click.Option(["--rtol"], type=click.FloatRange(min=0), default=0.0, help="As part of |b|."),
+    click.Option(["--atol"], type=click.FloatRange(min=0), default=0.0, help="As it is."),
+    click.Option(
+        ["--ignore-dtypes"], is_flag=True, help="Equal values of different types are the same."
+    ),
+    click.Option(["--clean-names"], is_flag=True, help="Names without containers and wrappers."),
+    click.Option(
+        ["--rename", "renames"],
+        multiple=True,
+        metavar="[a:|b:]PATTERN=NEW",
+        help="Change names before they are compared. Repeatable.",
+    ),
+    proving.threads(),
+    options.as_json(),
+    *options.filters(),
+    *options.reading(),
+    *options.talk(),
+]
+
+
+@click.command("diff", help=_HELP, params=_PARAMS)
+def command(
+    *,
+    first: str,
+    second: str,
+    header_only: bool,
+    rtol: float,
+    atol: float,
+    ignore_dtypes: bool,
+    clean_names: bool,
+    renames: tuple[str, ...],
+    threads: int,
+    json: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    only: str,
+    allow_global: tuple[str, ...],
+) -> None:
+    """Compare what the filters choose on both sides; exit with 1 when it is not the same."""
+    if header_only and (rtol or atol or ignore_dtypes):
+        raise UsageError("--header-only compares no values, so tolerances mean nothing.")
+    naming = Naming(clean=clean_names, renames=tuple(map(parse_rename, renames)))
+    asked = DiffOptions(naming, Tolerance(rtol, atol), ignore_dtypes)
+    chosen = options.Filters.of(include, exclude, only)
+    a = reading.choose(reading.read(first, ReadOptions(allow_global)), chosen)
+    b = reading.choose(reading.read(second, ReadOptions(allow_global)), chosen)
+    found = _headers(a, b, naming) if header_only else _values(a, b, asked, threads=threads)
+    if json:
+        render.emit_json(_json(a, b, found))
+    else:
+        render.emit(_lines(found))
+    if not found.equal:
+        if not found.tensors + found.objects and not clean_names:
+            say("No name is on both sides; --clean-names compares them without containers.")
+        click.get_current_context().exit(1)
+
+
+def _headers(a: CheckpointIndex, b: CheckpointIndex, naming: Naming) -> Diff:
+    for index in (a, b):
+        for problem in index.problems:
+            say(problem.message)
+    return compare_headers(a, b, naming=naming)
+
+
+def _values(a: CheckpointIndex, b: CheckpointIndex, asked: DiffOptions, *, threads: int) -> Diff:
+    total = sum(entry.nbytes for index in (a, b) for entry in index.tensors)
+    with progress.byte_bar(total, label="diff") as on_bytes, Files() as files:
+        return compare_values(a, b, files, options=asked, threads=threads, on_bytes=on_bytes)
+
+
+def _lines(found: Diff) -> Iterator[str]:
+    differing = [entry for entry in found.entries if entry.status != "same"]
+    if differing:
+        rows = [_row(entry) for entry in differing]
+        header, align = _HEADER, "llllrrlr"
+        if not any(entry.delta for entry in differing):
+            header, align, rows = _HEADER[:4], align[:4], [row[:4] for row in rows]
+        yield from render.columns(header, rows, align=align, width=render.terminal_width())
+        yield from _details(differing)
+        yield ""
+    yield _summary(found)
+
+
+def _row(entry: EntryDiff) -> tuple[str, ...]:
+    what = (render.printable(entry.name), _WORDS[entry.status])
+    sides = (_short(entry.a), _short(entry.b))
+    if entry.delta is None:
+        return (*what, *sides, "-", "-", "-", "-")
+    delta = entry.delta
+    place = delta.at if delta.at is not None else delta.first
+    return (
+        *what,
+        *sides,
+        f"{delta.differing:,} of {delta.numel:,}",
+        proving.number(delta.max_abs),
+        "-" if place is None else f"[{', '.join(map(str, place))}]",
+        proving.number(delta.relative_l2),
+    )
+
+
+def _short(text: str | None) -> str:
+    if text is None:
+        return "-"
+    text = render.printable(text)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def _details(entries: Sequence[EntryDiff]) -> Iterator[str]:
+    for entry in entries:
+        if entry.detail:
+            yield f"  {render.printable(entry.name)}: {render.printable(entry.detail)}"
+
+
+def _summary(found: Diff) -> str:
+    """One line: what was compared, and what came of it."""
+    compared = (
+        f"{render.counted(found.tensors, 'tensor')} and {render.counted(found.objects, 'object')}"
+    )
+    by = "" if found.values_compared else " by headers only: VALUES WERE NOT COMPARED"
+    counts = Counter(_WORDS[e.status] for e in found.entries if e.status != "same")
+    told = ", ".join(f"{count:,} {word}" for word, count in counts.items())
+    if not told:
+        return f"Compared {compared}{by}. All are the same."
+    return f"Compared {compared}{by}. {found.same:,} are the same. Different: {told}."
+
+
+def _json(a: CheckpointIndex, b: CheckpointIndex, found: Diff) -> render.Json:
+    return {
+        "schema": "ckpt-tools/diff/1",
+        "a": a.root,
+        "b": b.root,
+        "equal": found.equal,
+        "values_compared": found.values_compared,
+        "tensors": found.tensors,
+        "objects": found.objects,
+        "same": found.same,
+        "differences": [_entry_json(e) for e in found.entries if e.status != "same"],
+    }
+
+
+def _entry_json(entry: EntryDiff) -> render.Json:
+    told: dict[str, render.Json] = {
+        "name": entry.name,
+        "what": entry.status.replace(" ", "_"),
+        "a": entry.a,
+        "b": entry.b,
+        "detail": entry.detail or None,
+        "values": None,
+    }
+    delta = entry.delta
+    if delta is not None:
+        told["values"] = {
+            "numel": delta.numel,
+            "differing": delta.differing,
+            "nonfinite": delta.nan,
+            "max_abs": delta.max_abs,
+            "at": None if delta.at is None else list(delta.at),
+            "first": None if delta.first is None else list(delta.first),
+            "relative_l2": delta.relative_l2,
+        }
+    return told

@@ -1,0 +1,178 @@
+"""Entries of a checkpoint as rows and as JSON, for every command that lists or shows them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from ckpt_tools.cli.render import Json, columns, printable, terminal_width
+from ckpt_tools.index import CheckpointIndex, ObjectEntry, PlainValue, TensorEntry
+from ckpt_tools.inspection import FoundMesh, Status, layout_of, placement_names
+from ckpt_tools.layout import Layout, Mesh
+from ckpt_tools.sizes import format_size
+
+HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "PLACEMENTS")
+LONG_HEADER = (*HEADER, "SECTION", "MESH", "CHUNKS", "RANKS")
+ALIGN, LONG_ALIGN = "lllrl", "lllrlllrl"
+_ENTRY = ("fqn", "kind", "section", "dtype", "shape", "nbytes")
+CSV_HEADER = (*_ENTRY, "placements", "mesh", "chunks", "value")
+_LONGEST_VALUE = 60
+
+Known = tuple[Layout, Status] | None
+
+
+def sorted_entries(index: CheckpointIndex) -> list[TensorEntry | ObjectEntry]:
+    """Tensors and objects together, by name."""
+    entries: list[TensorEntry | ObjectEntry] = [*index.tensors, *index.objects]
+    return sorted(entries, key=lambda entry: entry.fqn)
+
+
+def short_placements(layout: Layout) -> str:
+    """Placements as the command line takes them: ``R,S(0)``; a strided shard is ``_S(0)``."""
+    return ",".join(map(_short, placement_names(layout)))
+
+
+def _short(name: str) -> str:
+    for long, short in (("Replicate", "R"), ("_StridedShard", "_S"), ("Shard", "S")):
+        if name.startswith(long):
+            return short + name[len(long) :].partition(",")[0].rstrip(")") + ")" * ("(" in name)
+    return name
+
+
+def short_shape(shape: Sequence[int]) -> str:
+    """``[128256,4096]``: no space, so that a column stays one word."""
+    return f"[{','.join(map(str, shape))}]"
+
+
+def value_text(entry: ObjectEntry) -> str:
+    """The value of a plain object as one line of JSON, or what it is when it was not opened."""
+    if not entry.opened:
+        return f"({entry.type_name or 'not opened'})"
+    return json.dumps(entry.value, default=str)
+
+
+def row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None, *, cut: bool) -> tuple[str, ...]:
+    """The cells of `HEADER`; ``cut`` shortens the values of objects, never a name."""
+    if isinstance(entry, ObjectEntry):
+        value = value_text(entry)
+        if cut and len(value) > _LONGEST_VALUE:
+            value = value[: _LONGEST_VALUE - 1] + "…"
+        size = format_size(entry.data.length)
+        return printable(entry.fqn), "object", "-", size, f"= {printable(value)}"
+    known = layout_of(entry, found)
+    return (
+        printable(entry.fqn),
+        entry.dtype.name,
+        short_shape(entry.shape),
+        format_size(entry.nbytes),
+        "-" if known is None else short_placements(known[0]),
+    )
+
+
+def long_row(
+    entry: TensorEntry | ObjectEntry, found: FoundMesh | None, *, cut: bool
+) -> tuple[str, ...]:
+    """The cells of `LONG_HEADER`."""
+    cells = row(entry, found, cut=cut)
+    if isinstance(entry, ObjectEntry):
+        return (*cells, entry.section, "-", "-", "-")
+    known = layout_of(entry, found)
+    ranks = {chunk.rank for chunk in entry.chunks if chunk.rank is not None}
+    return (
+        *cells,
+        entry.section,
+        "-" if known is None else str(known[0].mesh),
+        str(len(entry.chunks)),
+        rank_spans(sorted(ranks)) or "-",
+    )
+
+
+def rank_spans(ranks: Sequence[int]) -> str:
+    """Ranks in ascending order as spans: ``0-3,6``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def mesh_json(mesh: Mesh, status: Status) -> Json:
+    """A mesh with how it is known."""
+    names = None if mesh.dim_names is None else list(mesh.dim_names)
+    return {"shape": list(mesh.shape), "dim_names": names, "status": status}
+
+
+def entry_json(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> dict[str, Json]:
+    """An entry as `ls --json` gives it."""
+    if isinstance(entry, ObjectEntry):
+        return {
+            "fqn": entry.fqn,
+            "path": list(entry.path),
+            "kind": "object",
+            "section": entry.section,
+            "dtype": None,
+            "shape": None,
+            "nbytes": entry.data.length,
+            "placements": None,
+            "mesh": None,
+            "chunks": None,
+            "value": plain_json(entry.value),
+        }
+    known = layout_of(entry, found)
+    return {
+        "fqn": entry.fqn,
+        "path": list(entry.path),
+        "kind": "tensor",
+        "section": entry.section,
+        "dtype": entry.dtype.name,
+        "shape": list(entry.shape),
+        "nbytes": entry.nbytes,
+        "placements": None if known is None else list(placement_names(known[0])),
+        "mesh": None if known is None else mesh_json(known[0].mesh, known[1]),
+        "chunks": len(entry.chunks),
+        "value": None,
+    }
+
+
+def plain_json(value: PlainValue) -> Json:
+    """A plain value as JSON has it: keys are strings, and what JSON lacks stays a string."""
+    if isinstance(value, dict):
+        return {str(key): plain_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(inner) for inner in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):  # noqa: PLR0124 (NaN)
+        return str(value)
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def csv_row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[str | int, ...]:
+    """The cells of `CSV_HEADER`; numbers are exact, and nothing is shortened."""
+    if isinstance(entry, ObjectEntry):
+        value = value_text(entry) if entry.opened else ""
+        return (entry.fqn, "object", entry.section, "", "", entry.data.length, "", "", "", value)
+    known = layout_of(entry, found)
+    return (
+        entry.fqn,
+        "tensor",
+        entry.section,
+        entry.dtype.name,
+        short_shape(entry.shape),
+        entry.nbytes,
+        "" if known is None else short_placements(known[0]),
+        "" if known is None else str(known[0].mesh),
+        len(entry.chunks),
+        "",
+    )
+
+
+def lines(
+    listed: Sequence[TensorEntry | ObjectEntry], found: FoundMesh | None, *, long: bool
+) -> Iterator[str]:
+    """A table of entries; on a terminal long names are folded and long values cut."""
+    width = terminal_width()
+    cells = long_row if long else row
+    rows = [cells(entry, found, cut=width is not None) for entry in listed]
+    header, align = (LONG_HEADER, LONG_ALIGN) if long else (HEADER, ALIGN)
+    yield from columns(header, rows, align=align, width=width)

@@ -1,0 +1,129 @@
+"""`ckpt-tools export`: whole tensors, as safetensors or as one torch file."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Literal
+
+import click
+
+from ckpt_tools import convert
+from ckpt_tools.cli import options, progress, reading, render
+from ckpt_tools.cli.group import say
+from ckpt_tools.dtypes import DType
+from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.sizes import format_size
+
+_HELP = """Write whole tensors out of a sharded checkpoint, for loading elsewhere.
+
+OUT is a folder (shards with an index), or one file when it ends in .safetensors or .pt. It appears
+whole or not at all. By default the model goes out, without the container that its names stood in
+and without wrapper components (_orig_mod, _fsdp_wrapped_module, _checkpoint_wrapped_module, a
+leading module); stderr says what was done.
+
+""" + options.examples(
+    "ckpt-tools export run7/step-1000 -o run7-hf",
+    "ckpt-tools export run7/step-1000 -o model.safetensors --dtype bf16",
+    "ckpt-tools export run7/step-1000 -o optim.pt --format torch --only optim --keep-names",
+    "ckpt-tools export run7/step-1000 -o run7-hf --dry-run",
+)
+
+
+_PARAMS = [
+    options.checkpoint(),
+    options.output(),
+    click.Option(
+        ["--format", "form"],
+        type=click.Choice(["safetensors", "torch"]),
+        default="safetensors",
+        show_default=True,
+        help="Format of the output.",
+    ),
+    options.dtype(),
+    options.size(
+        "--max-shard-size", default="5GB", text="Tensor bytes of one safetensors file, at most."
+    ),
+    click.Option(["--keep-names"], is_flag=True, help="Leave every name as the checkpoint has it."),
+    *options.writing(),
+    options.as_json(),
+    *options.filters(only="model"),
+    *options.reading(),
+    *options.talk(),
+]
+
+
+@click.command("export", help=_HELP, params=_PARAMS)
+def command(
+    *,
+    ckpt: str,
+    out: str,
+    form: Literal["safetensors", "torch"],
+    dtype: DType | None,
+    max_shard_size: int,
+    keep_names: bool,
+    dry_run: bool,
+    force: bool,
+    threads: int,
+    max_memory: int,
+    json: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    only: str,
+    allow_global: tuple[str, ...],
+) -> None:
+    """Plan and write the output, then say on stdout what it is."""
+    chosen = options.Filters.of(include, exclude, only)
+    asked = convert.ExportOptions(
+        format=form,
+        dtype=dtype,
+        keep_names=keep_names,
+        include=chosen.include,
+        exclude=chosen.exclude,
+        only=chosen.only,
+        max_shard_size=max_shard_size,
+    )
+    index = read_index(ckpt, options=ReadOptions(allow_global))
+    reading.choose(index, chosen)  # for its answer when nothing is chosen: names that are near
+    started = time.monotonic()
+    write = convert.WriteOptions(force=force, threads=threads, max_memory=max_memory)
+    if dry_run:
+        plan = convert.plan_export(index, asked, single_file=_single_file(out, form))
+    else:
+        total = sum(entry.nbytes for entry in reading.choose(index, chosen).tensors)
+        with progress.byte_bar(total, label="export") as on_bytes:
+            plan = convert.export(index, out, options=asked, write=write, on_bytes=on_bytes)
+    for note in plan.notes:
+        say(note)
+    if json:
+        render.emit_json(_json(plan, out, dry_run=dry_run))
+    else:
+        click.echo(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
+
+
+def _single_file(out: str, form: str) -> str | None:
+    return os.path.basename(out) if convert.is_single_file(out, form) else None
+
+
+def _summary(plan: convert.ExportPlan, out: str, *, dry_run: bool, seconds: float) -> str:
+    """One line: what was written, or would be."""
+    tensors = render.counted(plan.tensors, "tensor")
+    files = render.counted(len(plan.files), "file")
+    what = f"{render.printable(out)}: {tensors}, {format_size(plan.nbytes)} in {files}"
+    if dry_run:
+        return f"{what}; not written (--dry-run)"
+    rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""
+    return f"{what}, in {seconds:.1f} s{rate}"
+
+
+def _json(plan: convert.ExportPlan, out: str, *, dry_run: bool) -> render.Json:
+    return {
+        "schema": "ckpt-tools/export/1",
+        "output": out,
+        "written": not dry_run,
+        "tensors": plan.tensors,
+        "nbytes": plan.nbytes,
+        "files": [{"path": file.path, "nbytes": file.length} for file in plan.files],
+        "names": dict(plan.names),
+        "notes": list(plan.notes),
+    }

@@ -1,0 +1,103 @@
+"""`ckpt-tools fingerprint`: a digest of each section that no format and no sharding changes."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+
+import click
+
+from ckpt_tools.cli import options, progress, proving, reading, render
+from ckpt_tools.errors import AnswerNo, OutputExistsError, WriteError
+from ckpt_tools.files import Files
+from ckpt_tools.formats import ReadOptions
+from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.proof import Fingerprint, fingerprint
+from ckpt_tools.proof.fingerprint_file import to_json
+
+_HELP = """Print a SHA-256 digest for each section of the checkpoint: model, optim, other.
+
+The same tensors give the same digests, as FSDP1 or FSDP2, as a DCP directory on any mesh, as rank
+files, as one torch file or as safetensors: names are taken without the container that they stand in
+and without wrapper components. Only tensors count; numbers and pickled objects do not. -l adds the
+digest of every tensor, which is that of its row-major little-endian bytes.
+
+--write keeps all of it in a JSON file (schema ckpt-tools/fingerprint/1) for a later
+`ckpt-tools verify --against FILE`: write one right after a save, and any change shows.
+
+""" + options.examples(
+    "ckpt-tools fingerprint run7/step-1000",
+    "ckpt-tools fingerprint run7/step-1000 --write step-1000.fingerprint.json",
+    "ckpt-tools fingerprint run7/step-1000 --json | jq -r .digest",
+)
+
+_PARAMS = [
+    options.checkpoint(),
+    click.Option(["-l", "--long"], is_flag=True, help="Also the digest of every tensor."),
+    click.Option(["--write", "target"], metavar="FILE", help="Keep the fingerprint in this file."),
+    click.Option(["--force"], is_flag=True, help="Replace a FILE that is there already."),
+    proving.threads(),
+    options.as_json(),
+    *options.filters(),
+    *options.reading(),
+    *options.talk(),
+]
+
+
+@click.command("fingerprint", help=_HELP, params=_PARAMS)
+def command(
+    *,
+    ckpt: str,
+    long: bool,
+    target: str | None,
+    force: bool,
+    threads: int,
+    json: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    only: str,
+    allow_global: tuple[str, ...],
+) -> None:
+    """Digest the chosen tensors, then print and keep what came out."""
+    if target is not None and not force and os.path.lexists(target):
+        raise OutputExistsError(f"{target} is there already.", hint="--force replaces it.")
+    index = reading.read(ckpt, ReadOptions(allow_global))
+    chosen = reading.choose(index, options.Filters.of(include, exclude, only))
+    found = digest(chosen, threads=threads)
+    if target is not None:
+        _write(found, target)
+    if json:
+        render.emit_json(to_json(found))
+        return
+    render.emit(f"{section:<6} {told}" for section, told in found.sections.items())
+    if long:
+        render.emit(f"{t.sha256}  {render.printable(t.fqn)}" for t in found.tensors)
+
+
+def digest(index: CheckpointIndex, *, threads: int) -> Fingerprint:
+    """The fingerprint of these tensors, with a bar. Raises AnswerNo when there are none."""
+    if not index.tensors:
+        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to digest.")
+    total = sum(entry.nbytes for entry in index.tensors)
+    with progress.byte_bar(total, label="fingerprint") as on_bytes, Files() as files:
+        return fingerprint(index, files, threads=threads, on_bytes=on_bytes)
+
+
+def _write(found: Fingerprint, target: str) -> None:
+    """Keep a fingerprint; the file appears whole or not at all."""
+    partial = f"{target}.partial"
+    try:
+        with open(partial, "x", encoding="utf-8") as file:
+            jsonlib.dump(to_json(found), file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except FileExistsError as error:
+        raise OutputExistsError(
+            f"{partial} is there already: another fingerprint is being written, or one was "
+            "interrupted.",
+            hint=f"Remove {partial} if nothing is writing it.",
+        ) from error
+    except OSError as error:
+        raise WriteError(f"{target} cannot be written: {error.strerror}.") from error

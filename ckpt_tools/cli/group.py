@@ -1,0 +1,153 @@
+"""The group of commands: loads each when it is run, and turns how it ends into an exit code.
+
+It knows nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import TracebackType
+
+import click
+
+from ckpt_tools import __version__
+from ckpt_tools.errors import CkptError
+
+_QUIET, _VERBOSE = "ckpt_tools.quiet", "ckpt_tools.verbose"
+_WIDEST = 100
+# What the shell calls the end of a program whose reader went away: 128 + SIGPIPE.
+_PIPE_CLOSED = 141
+_INTERRUPTED = 130
+_WRITE_FAILED = 4
+_UNREADABLE = 3
+_WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+
+
+class CommandGroup(click.Group):
+    """Commands by name, with one line of help each, under headings; none imported until run.
+
+    A command ``name`` is the object ``command`` of the module ``package.name``.
+    """
+
+    def __init__(self, *, groups: Mapping[str, Mapping[str, str]], package: str, help: str) -> None:  # noqa: A002 (click's word)
+        settings: dict[str, object] = {"help_option_names": ["-h", "--help"]}
+        settings["max_content_width"] = _WIDEST
+        super().__init__(name="ckpt-tools", help=help, context_settings=settings)
+        self._groups = groups
+        self._package = package
+        version = click.version_option(__version__, "-V", "--version", prog_name="ckpt-tools")
+        version(self)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
+        """The commands' names, in the order of the help."""
+        return [name for commands in self._groups.values() for name in commands]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of this name, its module imported now; None when there is none."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        loaded = import_module(f"{self._package}.{cmd_name}").command
+        return loaded if isinstance(loaded, click.Command) else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 (click's signature)
+        """The list of commands in the help, which imports none of them."""
+        for heading, commands in self._groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(list(commands.items()))
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; what it raises on purpose becomes one error and its exit code."""
+        if os.environ.get("NO_COLOR"):
+            ctx.color = False
+        return _ending(ctx, lambda: super(CommandGroup, self).invoke(ctx))
+
+
+def _ending(ctx: click.Context, run: Callable[[], object]) -> object:
+    try:
+        answer = run()
+        sys.stdout.flush()  # here, where a closed pipe or a full disk can still be told
+    except BrokenPipeError:
+        _forget_stdout()
+        ctx.exit(_PIPE_CLOSED)
+    except CkptError as error:
+        say_error(error)
+        ctx.exit(error.exit_code)
+    except OSError as error:
+        say_error(_from_system(error))
+        ctx.exit(_WRITE_FAILED if error.errno in _WRITE_ERRNOS else _UNREADABLE)
+    except KeyboardInterrupt:
+        click.echo("Stopped.", err=True)
+        ctx.exit(_INTERRUPTED)
+    return answer
+
+
+def _forget_stdout() -> None:
+    """Point stdout elsewhere: nobody reads it, and Python would complain of that at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _from_system(error: OSError) -> CkptError:
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return CkptError(f"{where}{error.strerror or error}.")
+
+
+def say_error(error: CkptError) -> None:
+    """Print an error to stderr: what happened, then what to try next, indented.
+
+    With -vv the traceback of the exception in hand comes first.
+    """
+    if verbosity(click.get_current_context()) >= 2:
+        click.echo(traceback.format_exc(), err=True)
+    first, *more = error.message.splitlines() or [""]
+    hint = error.hint.splitlines() if error.hint else []
+    click.echo(f"{click.style('Error:', fg='red', bold=True)} {first}", err=True)
+    for line in (*map(str.strip, more), *hint):
+        click.echo(f"  {line}", err=True)
+
+
+def say(text: str) -> None:
+    """Print a note to stderr, unless --quiet was given."""
+    if not is_quiet():
+        click.echo(text, err=True)
+
+
+def is_quiet() -> bool:
+    """Whether --quiet was given to the command that runs."""
+    return bool(click.get_current_context().meta.get(_QUIET, False))
+
+
+def set_quiet(ctx: click.Context, *, quiet: bool) -> None:
+    """Remember that notes are not wanted."""
+    ctx.meta[_QUIET] = quiet
+
+
+def verbosity(ctx: click.Context) -> int:
+    """How often -v was given: 0, 1 or 2."""
+    count = ctx.meta.get(_VERBOSE, 0)
+    return count if isinstance(count, int) else 0
+
+
+def set_verbosity(ctx: click.Context, count: int) -> None:
+    """Remember how much is wanted; with -vv a crash shows its whole traceback."""
+    ctx.meta[_VERBOSE] = count
+    if count >= 2:
+        sys.excepthook = sys.__excepthook__
+
+
+def report_crash(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Tell of a fault of our own in two lines, and exit as for an unreadable checkpoint.
+
+    Exit code 1, which Python itself would give, means "the answer is no" here.
+    """
+    place = traceback.extract_tb(trace)[-1:] if trace else []
+    where = "".join(f" at {os.path.basename(p.filename)}:{p.lineno}" for p in place)
+    sys.stderr.write(f"Error: ckpt-tools itself failed{where}: {kind.__name__}: {error}\n")
+    sys.stderr.write("  This is a fault of ours; the same command with -vv says where it was.\n")
+    raise SystemExit(_UNREADABLE)

@@ -1,0 +1,73 @@
+"""`ckpt-tools inspect`: what a checkpoint is, and whether training can go on from it."""
+
+from __future__ import annotations
+
+import click
+
+from ckpt_tools.cli import options, reading, render, report
+from ckpt_tools.cli.group import say_error
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats import ReadOptions, read_index
+
+_HELP = """Say what a checkpoint is: format, framework, mesh, sizes, optimizer, what is missing.
+
+Only headers are read. A mesh that the files state is confirmed; DCP states none, so there it is
+inferred from the boxes that were saved. An incomplete checkpoint is reported, too, and then the
+command ends with exit code 3.
+
+--json prints one object of schema ckpt-tools/inspect/1; for several checkpoints, one object of
+schema ckpt-tools/inspect-list/1 with those objects in "checkpoints".
+
+""" + options.examples(
+    "ckpt-tools inspect run7/step-1000",
+    "ckpt-tools inspect run7/step-*",
+    "ckpt-tools inspect run7/step-1000 --shards",
+    "ckpt-tools inspect run7/step-1000 --json | jq .mesh",
+)
+
+
+_PARAMS = [
+    click.Argument(["ckpts"], metavar="CKPT...", nargs=-1, required=True),
+    click.Option(["--all", "every"], is_flag=True, help="Also every tensor and object."),
+    click.Option(["--shards"], is_flag=True, help="Also what each file holds, and how evenly."),
+    options.as_json(),
+    *options.filters(),
+    *options.reading(),
+    *options.talk(),
+]
+
+
+@click.command("inspect", help=_HELP, params=_PARAMS)
+def command(
+    *,
+    ckpts: tuple[str, ...],
+    every: bool,
+    shards: bool,
+    json: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    only: str,
+    allow_global: tuple[str, ...],
+) -> None:
+    """Report each checkpoint; go on after one that cannot be read, and fail at the end."""
+    chosen = options.Filters.of(include, exclude, only)
+    objects: list[render.Json] = []
+    codes: list[int] = []
+    for ckpt in ckpts:
+        try:
+            whole = read_index(ckpt, options=ReadOptions(allow_global))
+            index = reading.choose(whole, chosen)
+            if json:
+                objects.append(report.as_json(whole, index))
+            else:
+                render.emit(report.lines(whole, index, every=every, shards=shards))
+            whole.require_whole()
+        except CkptError as error:
+            say_error(error)
+            codes.append(error.exit_code)
+    if len(ckpts) > 1 and json:
+        render.emit_json({"schema": "ckpt-tools/inspect-list/1", "checkpoints": objects})
+    elif objects:
+        render.emit_json(objects[0])
+    if codes:
+        click.get_current_context().exit(max(codes))

@@ -1,0 +1,71 @@
+"""Reading an index for a command: its notes, filters, and what to say when nothing is left."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from ckpt_tools import convert
+from ckpt_tools.cli.group import say
+from ckpt_tools.cli.options import Filters
+from ckpt_tools.errors import AnswerNo
+from ckpt_tools.files import Files
+from ckpt_tools.formats import ReadOptions, open_objects, read_index
+from ckpt_tools.index import CheckpointIndex
+
+_MAX_SHOWN = 5
+# difflib is slow: of more names than these, only those with the same last part are compared.
+_MAX_COMPARED = 5_000
+
+
+def read(ckpt: str, options: ReadOptions) -> CheckpointIndex:
+    """The index of a checkpoint; its notes go to stderr."""
+    index = read_index(ckpt, options=options)
+    for note in index.notes:
+        say(note)
+    return index
+
+
+def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
+    """The entries that the filters choose. Raises AnswerNo, with names that are near, for none."""
+    if chosen.wants_all:
+        return index
+    try:
+        return convert.select(
+            index, include=chosen.include, exclude=chosen.exclude, only=chosen.only
+        )
+    except AnswerNo as error:
+        names = [name for text in chosen.include for name in near_names(index, text.strip("*"))]
+        if not names:
+            raise
+        raise AnswerNo(error.message, hint=_did_you_mean(names)) from error
+
+
+def with_values(index: CheckpointIndex) -> CheckpointIndex:
+    """The same index with the values of its plain objects read."""
+    if not index.objects:
+        return index
+    with Files() as files:
+        return open_objects(index, files)
+
+
+def no_such_name(index: CheckpointIndex, fqn: str) -> AnswerNo:
+    """The error for a name that the checkpoint does not have, with names that are near."""
+    names = near_names(index, fqn)
+    hint = _did_you_mean(names) if names else "`ckpt-tools ls` lists all names."
+    return AnswerNo(f"{index.root} has no entry {fqn!r}.", hint=hint)
+
+
+def near_names(index: CheckpointIndex, fqn: str) -> list[str]:
+    """A few names that a person may have meant: those that contain it, else those spelled alike."""
+    names = [entry.fqn for entry in index.tensors] + [entry.fqn for entry in index.objects]
+    within = [name for name in names if fqn and fqn in name]
+    if within:
+        return sorted(within, key=lambda name: (len(name), name))[:_MAX_SHOWN]
+    if len(names) > _MAX_COMPARED:
+        last = fqn.rpartition(".")[2]
+        names = [name for name in names if name.endswith(last)][:_MAX_COMPARED]
+    return get_close_matches(fqn, names, n=_MAX_SHOWN, cutoff=0.6)
+
+
+def _did_you_mean(names: list[str]) -> str:
+    return "Did you mean one of these?\n" + "\n".join(names[:_MAX_SHOWN])

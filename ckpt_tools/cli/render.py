@@ -1,0 +1,138 @@
+"""Rows into text: tables, JSON, CSV. It knows nothing of checkpoints or commands.
+
+Whatever comes out of a checkpoint goes through `printable` first: a name must not move a cursor.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+
+import click
+
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+
+_LINES_AT_ONCE = 2_000
+_GAP = "  "
+
+
+def printable(text: str) -> str:
+    """The text with control characters and lone surrogates as escapes, so that it stays a line."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 tensor``, ``94 tensors``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def emit(lines: Iterable[str]) -> None:
+    """Print lines on stdout, many at a time: one write for each line costs more than the line."""
+    remaining = iter(lines)
+    while batch := list(islice(remaining, _LINES_AT_ONCE)):
+        click.echo("\n".join(batch))
+
+
+def emit_json(value: Json) -> None:
+    """Print one JSON value on one line when piped, indented on a terminal."""
+    click.echo(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
+
+
+def emit_json_lines(values: Iterable[Json]) -> None:
+    """Print one JSON value a line."""
+    emit(json.dumps(value) for value in values)
+
+
+def emit_csv(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -> None:
+    """Print a CSV table with its header."""
+    emit(_csv_lines(header, rows))
+
+
+def _csv_lines(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -> Iterator[str]:
+    lines: list[str] = []
+    writer = csv.writer(_Collector(lines), lineterminator="")
+    for row in (header, *rows):
+        writer.writerow(row)
+        yield lines.pop()
+
+
+class _Collector:
+    """What csv writes to: a list of lines."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def write(self, text: str) -> int:
+        self._lines.append(text)
+        return len(text)
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is, or None when it is none: nothing is folded then."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align: str) -> Iterator[str]:
+    """A small indented table; ``align`` has one letter a column, ``l`` or ``r``."""
+    from tabulate import tabulate  # late: not every answer is a table
+
+    words = {"l": "left", "r": "right"}
+    text = tabulate(
+        [list(row) for row in rows],
+        headers=list(header),
+        tablefmt="plain",
+        colalign=[words[letter] for letter in align],
+        disable_numparse=True,
+    )
+    return (f"  {line}" for line in text.splitlines())
+
+
+def columns(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    align: str,
+    width: int | None,
+) -> Iterator[str]:
+    """A long table, line by line; a first column too wide for ``width`` stands on its own line.
+
+    tabulate takes 3 s for 100,000 rows, for which this takes 0.3 s, and it cannot fold.
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    rest = sum(widths[1:]) + len(_GAP) * (len(widths) - 1)
+    first = widths[0] if width is None else min(widths[0], max(width - rest, len(header[0]), 8))
+    widths[0] = first
+    for row in (header, *rows):
+        cells = list(row)
+        if len(cells[0]) > first:
+            yield cells[0]
+            cells[0] = ""
+        yield _GAP.join(
+            cell.rjust(size) if letter == "r" else cell.ljust(size)
+            for cell, size, letter in zip(cells, widths, align, strict=True)
+        ).rstrip()
+
+
+def heading(text: str) -> str:
+    """A line that stands above others; bold on a terminal."""
+    return click.style(text, bold=True)
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Labels and what belongs to them, in two columns; further lines of a text are indented."""
+    for label, text in pairs:
+        first, *more = text.split("\n")
+        yield f"  {label:<12}{first}"
+        for line in more:
+            yield " " * 14 + line
+
+
+def bare(value: Json) -> str:
+    """A value for a script: a string as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)

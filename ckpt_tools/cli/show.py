@@ -1,0 +1,186 @@
+"""`ckpt-tools show`: one entry, its chunks, and values of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import click
+
+from ckpt_tools.cli import corner, entries, options, reading, render
+from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.files import Files
+from ckpt_tools.formats import ReadOptions, locate
+from ckpt_tools.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.inspection import FoundMesh, layout_of, mesh_of, placement_names
+from ckpt_tools.sizes import format_size
+
+_CHUNKS_SHOWN = 32
+
+_HELP = """Show one entry of a checkpoint: type, shape, placements, each chunk, and values.
+
+Of a tensor the first corner is read, or what --slice chooses, never the whole. --raw prints a plain
+object, or a tensor of one element, bare on stdout: strings as they are, all else as JSON.
+
+""" + options.examples(
+    "ckpt-tools show run7/step-1000 model.layers.0.attn.wq.weight",
+    "ckpt-tools show run7/step-1000 model.emb.weight --slice '0:4,:8'",
+    "step=$(ckpt-tools show --raw run7/step-1000 train_state.step)",
+)
+
+
+_PARAMS = [
+    options.checkpoint(),
+    click.Argument(["name"], metavar="NAME"),
+    click.Option(["--slice", "part"], metavar="SLICE", help="Values of this part, e.g. '0:4,:8'."),
+    click.Option(["--raw"], is_flag=True, help="Print the value bare, for scripts."),
+    options.as_json(),
+    *options.reading(),
+    *options.talk(),
+]
+
+
+@click.command("show", help=_HELP, params=_PARAMS)
+def command(
+    *,
+    ckpt: str,
+    name: str,
+    part: str | None,
+    raw: bool,
+    json: bool,
+    allow_global: tuple[str, ...],
+) -> None:
+    """Find the entry, then print it in the form that was asked for."""
+    if raw and json:
+        raise UsageError("--raw and --json cannot be had at once.")
+    index = reading.read(ckpt, ReadOptions(allow_global))
+    entry = index.tensor(name) or index.object(name)
+    if entry is None:
+        raise reading.no_such_name(index, name)
+    one = index.select({name})
+    if isinstance(entry, ObjectEntry):
+        if part is not None:
+            raise UsageError(f"{name} is an object, and only a tensor has a --slice.")
+        _show_object(reading.with_values(one).objects[0], raw=raw, json=json)
+    elif raw:
+        _print_bare(corner.read_corner(_located(one), part))
+    else:
+        _show_tensor(one, mesh_of(index), part=part, json=json)
+
+
+def _located(one: CheckpointIndex) -> TensorEntry:
+    """The only tensor of this index with raw chunks. Raises what is wrong with its bytes."""
+    before = len(one.problems)
+    with Files() as files:
+        located = locate(one, files)
+    for problem in located.problems[before:]:
+        raise problem
+    return located.tensors[0]
+
+
+def _print_bare(values: corner.Corner) -> None:
+    if values.numel != 1:
+        raise UsageError(
+            f"--raw prints one value, and this part of {values.fqn} has {values.numel:,}.",
+            hint="--json prints them all; --slice chooses one.",
+        )
+    click.echo(render.bare(corner.flat(values)[0]))
+
+
+def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
+    if (raw or json) and not entry.opened:
+        raise UnsupportedError(
+            f"{entry.fqn} is no plain value, and is not opened: {entry.type_name or 'too large'}."
+        )
+    if raw:
+        click.echo(render.bare(entries.plain_json(entry.value)))
+    elif json:
+        render.emit_json({"schema": "ckpt-tools/show/1", **entries.entry_json(entry, None)})
+    else:
+        click.echo(render.heading(render.printable(entry.fqn)))
+        render.emit(
+            render.facts(
+                [
+                    ("kind", f"object of section {entry.section}"),
+                    ("file", _file_words(entry.data.path, entry.data.offset, entry.data.length)),
+                    ("value", render.printable(entries.value_text(entry))),
+                ]
+            )
+        )
+
+
+def _file_words(path: str, offset: int, length: int) -> str:
+    return f"{render.printable(path)}, bytes {offset:,} to {offset + length:,}"
+
+
+def _show_tensor(
+    one: CheckpointIndex, found: FoundMesh | None, *, part: str | None, json: bool
+) -> None:
+    entry = _located(one)
+    values = corner.read_corner(entry, part)
+    if json:
+        render.emit_json(
+            {
+                "schema": "ckpt-tools/show/1",
+                **entries.entry_json(entry, found),
+                "chunks": [_chunk_json(chunk) for chunk in entry.chunks],
+                "slice": {
+                    "offsets": list(values.box.offsets),
+                    "sizes": list(values.box.sizes),
+                    "values": corner.nested(values),
+                },
+            }
+        )
+        return
+    click.echo(render.heading(render.printable(entry.fqn)))
+    render.emit(render.facts(_tensor_facts(entry, found)))
+    render.emit(["", *_chunk_table(entry, one.root), ""])
+    render.emit(corner.lines(values))
+
+
+def _tensor_facts(entry: TensorEntry, found: FoundMesh | None) -> Sequence[tuple[str, str]]:
+    known = layout_of(entry, found)
+    size = f"{entry.numel:,} elements, {format_size(entry.nbytes)}"
+    pairs = [
+        ("kind", f"tensor of section {entry.section}"),
+        ("dtype", entry.dtype.name),
+        ("shape", f"{list(entry.shape)}, {size}"),
+    ]
+    if known is not None:
+        layout, status = known
+        placements = ", ".join(placement_names(layout))
+        pairs.append(("placements", f"{placements} on mesh {layout.mesh}, {status}"))
+    return pairs
+
+
+def _chunk_json(chunk: Chunk) -> render.Json:
+    return {
+        "offsets": list(chunk.box.offsets),
+        "sizes": list(chunk.box.sizes),
+        "rank": chunk.rank,
+        "path": chunk.data.path,
+        "offset": chunk.data.offset,
+        "length": chunk.data.length,
+        "strides": None if chunk.strides is None else list(chunk.strides),
+        "replicas": [place.path for place in chunk.replicas],
+    }
+
+
+def _chunk_table(entry: TensorEntry, root: str) -> list[str]:
+    chunks = sorted(entry.chunks, key=lambda chunk: chunk.box.offsets)
+    rows = [
+        (
+            str(chunk.box) if entry.shape else "whole",
+            "-" if chunk.rank is None else str(chunk.rank),
+            render.printable(os.path.relpath(chunk.data.path, root)),
+            f"{chunk.data.offset:,}",
+            f"{chunk.data.length:,}",
+            str(len(chunk.replicas)),
+        )
+        for chunk in chunks[:_CHUNKS_SHOWN]
+    ]
+    header = ("CHUNK", "RANK", "FILE", "AT BYTE", "BYTES", "REPLICAS")
+    lines = list(render.table(header, rows, align="lrlrrr"))
+    if len(chunks) > _CHUNKS_SHOWN:
+        lines.append(f"  and {len(chunks) - _CHUNKS_SHOWN:,} more; --json lists all")
+    return lines

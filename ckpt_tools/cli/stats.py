@@ -1,0 +1,184 @@
+"""`ckpt-tools stats`: the numbers of each tensor, and what in them points at a lost rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from ckpt_tools.cli import options, progress, proving, reading, render
+from ckpt_tools.cli.entries import short_shape
+from ckpt_tools.cli.group import say
+from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.files import Files
+from ckpt_tools.formats import ReadOptions
+from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.proof import Anomaly
+from ckpt_tools.proof.stats import Statistics, TensorStats, stats
+
+_HELP = """Mean, standard deviation, extremes, L2 norm, NaN, infinities and zeros of each tensor.
+
+All are over the finite values, added up in double precision; the standard deviation divides by n.
+Of complex numbers, MIN and MAX are those of the magnitudes.
+
+Below the table, regions that point at a lost rank: a chunk that is zero, constant or NaN while the
+rest of its tensor is not, a chunk that repeats another one, and, in weights stored in one piece,
+zero rows that are one rank's share of several tensors. They say where to look, and prove nothing.
+
+--json prints one object of schema ckpt-tools/stats/1.
+
+""" + options.examples(
+    "ckpt-tools stats run7/step-1000 --only model",
+    "ckpt-tools stats run7/step-1000 --fail-nonfinite --quiet > /dev/null && echo finite",
+    "ckpt-tools stats run7/step-1000 --csv > stats.csv",
+)
+
+_HEADER = ("NAME", "DTYPE", "SHAPE", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "INF", "ZEROS")
+_CSV_HEADER = tuple(name.lower() for name in (_HEADER[0], "SECTION", *_HEADER[1:3], "NUMEL"))
+_CSV_HEADER += tuple(name.lower() for name in _HEADER[3:])
+
+_PARAMS = [
+    options.checkpoint(),
+    click.Option(
+        ["--fail-nonfinite"], is_flag=True, help="Exit with 1 when any value is NaN or infinite."
+    ),
+    click.Option(["--csv"], is_flag=True, help="The table as CSV, with all digits."),
+    proving.threads(),
+    options.as_json(),
+    *options.filters(),
+    *options.reading(),
+    *options.talk(),
+]
+
+
+@click.command("stats", help=_HELP, params=_PARAMS)
+def command(
+    *,
+    ckpt: str,
+    fail_nonfinite: bool,
+    csv: bool,
+    threads: int,
+    json: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    only: str,
+    allow_global: tuple[str, ...],
+) -> None:
+    """Look at every value of the chosen tensors, then print what was seen."""
+    if csv and json:
+        raise UsageError("--csv and --json cannot be had at once.")
+    index = reading.read(ckpt, ReadOptions(allow_global))
+    chosen = reading.choose(index, options.Filters.of(include, exclude, only))
+    found = _look(chosen, threads=threads)
+    if json:
+        render.emit_json(_json(index.root, found))
+    elif csv:
+        render.emit_csv(_CSV_HEADER, map(_csv_row, found.tensors))
+        for line in _anomaly_lines(found):
+            say(line)
+    else:
+        render.emit(_lines(found))
+    if fail_nonfinite and found.nonfinite:
+        raise AnswerNo(_nonfinite(index.root, found))
+
+
+def _look(index: CheckpointIndex, *, threads: int) -> Statistics:
+    if not index.tensors:
+        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to look at.")
+    total = sum(entry.nbytes for entry in index.tensors)
+    with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
+        return stats(index, files, threads=threads, on_bytes=on_bytes)
+
+
+def _nonfinite(root: str, found: Statistics) -> str:
+    hurt = [tensor.fqn for tensor in found.tensors if tensor.nan or tensor.inf]
+    shown = ", ".join(hurt[:5]) + (f" and {len(hurt) - 5} more" if len(hurt) > 5 else "")
+    return f"{root}: {found.nonfinite:,} values are NaN or infinite, in {shown}."
+
+
+def _lines(found: Statistics) -> Iterator[str]:
+    rows = [_row(tensor) for tensor in found.tensors]
+    width = render.terminal_width()
+    yield from render.columns(_HEADER, rows, align="lllrrrrrrrr", width=width)
+    yield from _anomaly_lines(found)
+
+
+def _row(tensor: TensorStats) -> tuple[str, ...]:
+    values = (tensor.mean, tensor.std, tensor.min, tensor.max, tensor.l2)
+    return (
+        render.printable(tensor.fqn),
+        tensor.dtype,
+        short_shape(tensor.shape),
+        *map(proving.number, values),
+        *(f"{count:,}" for count in (tensor.nan, tensor.inf, tensor.zeros)),
+    )
+
+
+def _anomaly_lines(found: Statistics) -> Iterator[str]:
+    if not found.anomalies:
+        return
+    yield ""
+    yield render.heading("Look at these: their edges are shard edges")
+    for odd in found.anomalies:
+        rank = "" if odd.rank is None else f", rank {odd.rank}"
+        where = f"{render.printable(odd.fqn)} {odd.box}{rank}, {render.printable(odd.path)}"
+        yield f"  {odd.kind}: {where}: {odd.detail}"
+
+
+def _json(root: str, found: Statistics) -> render.Json:
+    return {
+        "schema": "ckpt-tools/stats/1",
+        "path": root,
+        "nonfinite": found.nonfinite,
+        "tensors": {tensor.fqn: _tensor_json(tensor) for tensor in found.tensors},
+        "anomalies": [_anomaly_json(odd) for odd in found.anomalies],
+    }
+
+
+def _tensor_json(tensor: TensorStats) -> render.Json:
+    mean: render.Json = None
+    if isinstance(tensor.mean, complex):
+        mean = [tensor.mean.real, tensor.mean.imag]
+    elif tensor.mean is not None:
+        mean = tensor.mean
+    return {
+        "section": tensor.section,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "numel": tensor.numel,
+        "mean": mean,
+        "std": tensor.std,
+        "min": tensor.min,
+        "max": tensor.max,
+        "l2": tensor.l2,
+        "nan": tensor.nan,
+        "inf": tensor.inf,
+        "zeros": tensor.zeros,
+    }
+
+
+def _anomaly_json(odd: Anomaly) -> render.Json:
+    return {
+        "fqn": odd.fqn,
+        "kind": odd.kind,
+        "offsets": list(odd.box.offsets),
+        "sizes": list(odd.box.sizes),
+        "rank": odd.rank,
+        "path": odd.path,
+        "detail": odd.detail,
+    }
+
+
+def _csv_row(tensor: TensorStats) -> tuple[str | int | None, ...]:
+    values = (tensor.mean, tensor.std, tensor.min, tensor.max, tensor.l2)
+    return (
+        tensor.fqn,
+        tensor.section,
+        tensor.dtype,
+        short_shape(tensor.shape),
+        tensor.numel,
+        *("" if value is None else repr(value) for value in values),
+        tensor.nan,
+        tensor.inf,
+        tensor.zeros,
+    )

@@ -1,0 +1,215 @@
+"""The report of `verify`, as lines for a person and as JSON for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckpt_tools.cli import render
+from ckpt_tools.cli.entries import rank_spans
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.proof import Comparison, Difference, HurtTensor, Report
+from ckpt_tools.proof.holes import describe
+from ckpt_tools.sizes import format_size
+
+_SHOWN = 10
+
+
+def lines(report: Report, compared: Comparison | None, *, against: str | None) -> Iterator[str]:
+    """The report for a person."""
+    verdict = "whole" if report.whole else "NOT WHOLE"
+    how = "" if report.reading is not None else ", by its headers"
+    yield render.heading(f"{render.printable(report.root)}: {verdict}{how}")
+    yield from render.facts(_facts(report))
+    if against is not None:
+        yield from render.facts(_comparison(compared, against))
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    for problem in report.problems[:_SHOWN]:
+        yield "problem", _problem(problem)
+    if len(report.problems) > _SHOWN:
+        yield "", f"and {len(report.problems) - _SHOWN:,} more problems; --json has all"
+    yield "tensors", _tensors(report)
+    lost = [hurt for hurt in report.hurt if hurt.lost]
+    if lost:
+        yield "lost", "\n".join(_some([_lost(hurt) for hurt in lost]))
+    if report.rescued:
+        saved = [
+            f"{render.printable(r.fqn)} {r.box} of {r.lost} is also in {r.replica}"
+            for r in report.rescued
+        ]
+        yield "in replicas", "\n".join(_some(saved))
+    if report.hurt_objects:
+        shown = ", ".join(_some([render.printable(name) for name in report.hurt_objects]))
+        yield "objects", f"{len(report.hurt_objects)} of {report.objects} hurt: {shown}"
+    if report.ranks:
+        yield "ranks", _ranks(report)
+    yield "proven", _proven(report)
+    unproven = _unproven(report)
+    if unproven:
+        yield "not proven", unproven
+    if report.notes:
+        yield "notes", "\n".join(map(render.printable, report.notes))
+
+
+def _problem(problem: CheckpointError) -> str:
+    hint = f"\n{problem.hint}" if problem.hint else ""
+    return "\n".join(map(render.printable, f"{problem.message}{hint}".splitlines()))
+
+
+def _tensors(report: Report) -> str:
+    if not report.hurt:
+        return f"all {report.tensors:,} are whole"
+    return f"{len(report.hurt):,} of {report.tensors:,} are hurt; {_whole(report):,} are whole"
+
+
+def _whole(report: Report) -> int:
+    return report.tensors - len(report.hurt)
+
+
+def _lost(hurt: HurtTensor) -> str:
+    where = ", ".join(_some([describe(box, hurt.shape) for box in hurt.lost]))
+    ranks = f" (rank {rank_spans(hurt.ranks)})" if hurt.ranks else ""
+    return f"{render.printable(hurt.fqn)}: {where}{ranks}"
+
+
+def _ranks(report: Report) -> str:
+    intact = [state.rank for state in report.ranks if state.whole]
+    hurt = [state.rank for state in report.ranks if not state.whole]
+    told = f"{rank_spans(intact)} intact" if intact else "none is intact"
+    return f"{told}; {rank_spans(hurt)} hurt" if hurt else told
+
+
+def _proven(report: Report) -> str:
+    reading = report.reading
+    if reading is None:
+        return (
+            "what headers say fits: files, lengths, coverage, shapes" if report.whole else "nothing"
+        )
+    checked = f"{format_size(reading.checked_bytes)} by {render.counted(reading.crcs, 'CRC-32')}"
+    return f"{checked}; {format_size(reading.plain_bytes)} more can be read"
+
+
+def _unproven(report: Report) -> str:
+    """What this run cannot know."""
+    if report.reading is None:
+        return "the values: nothing but headers was read"
+    if report.reading.plain_bytes:
+        return (
+            f"{format_size(report.reading.plain_bytes)} have no checksum; only a fingerprint "
+            "proves them (--against)"
+        )
+    return ""
+
+
+def _comparison(compared: Comparison | None, against: str) -> Iterator[tuple[str, str]]:
+    name = render.printable(against)
+    if compared is None:
+        yield "against", f"{name}: not compared, since tensors are hurt"
+        return
+    if not compared.compared:
+        yield "against", f"{name}: it has no tensors to compare with"
+        return
+    sections = ", ".join(compared.compared)
+    if compared.same:
+        yield "against", f"{name}: the same, bit for bit ({sections})"
+    else:
+        differing = [_difference(one) for one in compared.differences]
+        count = render.counted(len(differing), "difference")
+        yield "against", "\n".join([f"{name}: {count} ({sections})", *_some(differing)])
+    if compared.extra:
+        yield "", f"not compared, since the other side has none: {', '.join(compared.extra)}"
+
+
+def _difference(one: Difference) -> str:
+    name = f"{one.section}: {render.printable(one.name)}"
+    if one.kind == "missing":
+        return f"{name} is missing"
+    if one.kind == "extra":
+        return f"{name} is only here"
+    if one.kind == "values":
+        return f"{name} has other values"
+    return f"{name} is {one.found}, not {one.expected}"
+
+
+def _some(words: Sequence[str]) -> list[str]:
+    more = len(words) - _SHOWN
+    return [*words[:_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
+
+
+def as_json(report: Report, compared: Comparison | None, *, against: str | None) -> render.Json:
+    """The object of schema ckpt-tools/verify/1."""
+    reading = report.reading
+    return {
+        "schema": "ckpt-tools/verify/1",
+        "path": report.root,
+        "format": report.format,
+        "mode": "quick" if reading is None else "full",
+        "whole": report.whole,
+        "problems": [_problem_json(problem) for problem in report.problems],
+        "tensors": {
+            "total": report.tensors,
+            "whole": _whole(report),
+            "hurt": [_hurt_json(hurt) for hurt in report.hurt],
+        },
+        "objects": {"total": report.objects, "hurt": list(report.hurt_objects)},
+        "replicas": [
+            {
+                "fqn": rescue.fqn,
+                "offsets": list(rescue.box.offsets),
+                "sizes": list(rescue.box.sizes),
+                "lost": rescue.lost,
+                "held_by": rescue.replica,
+            }
+            for rescue in report.rescued
+        ],
+        "ranks": [
+            {"rank": state.rank, "whole": state.whole, "files": list(state.paths)}
+            for state in report.ranks
+        ],
+        "crcs": None if reading is None else reading.crcs,
+        "checked_bytes": None if reading is None else reading.checked_bytes,
+        "unchecked_bytes": None if reading is None else reading.plain_bytes,
+        "notes": list(report.notes),
+        "against": None if against is None else _comparison_json(compared, against),
+    }
+
+
+def _problem_json(problem: CheckpointError) -> render.Json:
+    return {
+        "kind": type(problem).__name__,
+        "message": problem.message,
+        "hint": problem.hint,
+        "about": sorted(problem.about),
+    }
+
+
+def _hurt_json(hurt: HurtTensor) -> render.Json:
+    return {
+        "fqn": hurt.fqn,
+        "shape": list(hurt.shape),
+        "lost_elements": hurt.lost_numel,
+        "lost": [{"offsets": list(b.offsets), "sizes": list(b.sizes)} for b in hurt.lost],
+        "ranks": list(hurt.ranks),
+    }
+
+
+def _comparison_json(compared: Comparison | None, against: str) -> render.Json:
+    if compared is None:
+        return {"path": against, "compared": [], "same": False, "differences": []}
+    return {
+        "path": against,
+        "compared": list(compared.compared),
+        "not_compared": list(compared.extra),
+        "same": compared.same,
+        "differences": [
+            {
+                "section": one.section,
+                "name": one.name,
+                "what": one.kind,
+                "found": one.found or None,
+                "expected": one.expected or None,
+            }
+            for one in compared.differences
+        ],
+    }

@@ -322,7 +322,10 @@ def as_counts(value: object, what: str) -> tuple[int, ...]:
         value = (value,)
     if not isinstance(value, tuple | list) or len(value) > _MAX_NDIM:
         raise UnreadableError(f"{what} is no list of counts: {shown(value)}.")
-    return tuple(as_count(item, what) for item in value)
+    for item in value:
+        if type(item) is not int or not 0 <= item < 1 << 63:  # inline: shapes are most of the work
+            as_count(item, what)
+    return tuple(value)
 
 
 def shown(value: object) -> str:

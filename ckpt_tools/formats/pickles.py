@@ -7,14 +7,10 @@ It knows what torch puts into a pickle, not what a checkpoint format means by it
 
 from __future__ import annotations
 
-import gc
-import pickle
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from io import BufferedReader, BytesIO
+from collections.abc import Collection
 from typing import BinaryIO
 
-from ckpt_tools.errors import CheckpointError, UnreadableError, UnsafePickleError, UnsupportedError
+from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.containers import Containers, plain_value, settled
 from ckpt_tools.formats.dcp_metadata import (
     METADATA_GLOBALS,
@@ -33,6 +29,7 @@ from ckpt_tools.formats.stand_ins import (
     TorchDType,
     opaque_class,
 )
+from ckpt_tools.formats.unpickler import collector_paused, pickle_at, placed, unpickle
 from ckpt_tools.formats.vocabulary import (
     SHARDED_TENSOR_MODULES,
     TENSOR_GLOBALS,
@@ -50,6 +47,7 @@ __all__ = [
     "StoredDTensor",
     "StoredTensor",
     "TensorMeta",
+    "collector_paused",
     "load_metadata",
     "load_plain",
     "load_stream",
@@ -57,23 +55,8 @@ __all__ = [
 ]
 
 Plain = PlainValue
-Resolve = Callable[[str], object]
 
-# Everything that the C unpickler raises for bytes that are no good pickle.
-_DAMAGE = (
-    pickle.UnpicklingError,
-    EOFError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    MemoryError,
-    RecursionError,
-)
 _MAX_OPAQUE_CLASSES = 1000
-_MAX_SHOWN = 160
-_SEARCHED = 64 * 1024 * 1024
 
 
 def load_metadata(data: bytes, *, where: str) -> Metadata:
@@ -93,8 +76,8 @@ def load_metadata(data: bytes, *, where: str) -> Metadata:
             )
         return found
 
-    with _placed(where), collector_paused():
-        return metadata_of(_unpickle(BytesIO(data), resolve, _no_storage))
+    with placed(where), collector_paused():
+        return metadata_of(unpickle(data, resolve=resolve, storage=_no_storage))
 
 
 def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> object:
@@ -106,8 +89,8 @@ def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> obj
     Raises UnsupportedError for ShardedTensor and for tensors that cannot be read right,
     UnsafePickleError for a global that is not known, UnreadableError for damaged bytes.
     """
-    stream = BufferedReader(BytesIO(data))
-    return load_stream(stream, where=where, allow=allow)
+    with placed(where), collector_paused():
+        return _tensors(data, allow, {})
 
 
 def load_stream(
@@ -121,23 +104,24 @@ def load_stream(
 
     ``storages`` is filled with every storage that the pickle names, also where no tensor is kept.
     """
-    start = file.tell()
-    vocabulary = _Tensors(allow)
-    named: dict[str, StoredStorage] = {} if storages is None else storages
+    with placed(where), collector_paused():
+        return _tensors(pickle_at(file), allow, {} if storages is None else storages)
+
+
+def _tensors(data: bytes, allow: Collection[str], storages: dict[str, StoredStorage]) -> object:
+    """The state dict of a pickle; ``storages`` is filled with all that it names."""
 
     def storage(pid: object) -> StoredStorage:
         found = storage_from_id(pid)
-        named[found.key] = found
+        storages[found.key] = found
         return found
 
-    with _placed(where), collector_paused():
-        try:
-            value = _unpickle(file, vocabulary, storage)
-            return settled(value, max_nodes=_max_nodes(file.tell() - start))
-        except UnsafePickleError:
-            file.seek(start)
-            _refuse_sharded_tensor(file.read(_SEARCHED))
-            raise
+    try:
+        value = unpickle(data, resolve=_Tensors(allow), storage=storage)
+    except UnsafePickleError:
+        _refuse_sharded_tensor(data)
+        raise
+    return settled(value, max_nodes=_max_nodes(len(data)))
 
 
 def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
@@ -149,9 +133,9 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     a ShardedTensor.
     """
     vocabulary = _Names()
-    with _placed(where), collector_paused():
+    with placed(where), collector_paused():
         try:
-            value = _unpickle(BytesIO(data), vocabulary, vocabulary.storage)
+            value = unpickle(data, resolve=vocabulary, storage=vocabulary.storage)
         except UnsafePickleError:
             _refuse_sharded_tensor(data)
             raise
@@ -162,37 +146,6 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
 def _max_nodes(length: int) -> int:
     """How many values a pickle of this length may unfold to; one per byte, were none shared."""
     return 10_000 + 16 * length
-
-
-class _Unpickler(pickle.Unpickler):
-    """The C unpickler, with the two ways out of it closed."""
-
-    def __init__(self, stream: BinaryIO, resolve: Resolve, storage: Callable[[object], object]):
-        # As torch.load decodes the byte strings of Python 2; only names and plain texts are used.
-        super().__init__(stream, encoding="utf-8", errors="backslashreplace")
-        self._resolve = resolve
-        self._storage = storage
-
-    def find_class(self, module_name: str, global_name: str, /) -> object:
-        """The stand-in for a global."""
-        module = _PYTHON_2.get(module_name, module_name)
-        return self._resolve(_printable(f"{module}.{global_name}"))
-
-    def persistent_load(self, pid: object) -> object:
-        """The stand-in for a storage."""
-        return self._storage(pid)
-
-
-_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-
-
-def _unpickle(stream: BinaryIO, resolve: Resolve, storage: Callable[[object], object]) -> object:
-    """What the pickle makes of the stand-ins; any damage is an UnreadableError."""
-    try:
-        return _Unpickler(stream, resolve, storage).load()
-    except _DAMAGE as error:
-        reason = _printable(str(error)) or type(error).__name__
-        raise UnreadableError(f"is damaged: its pickle cannot be read ({reason}).") from error
 
 
 class _Tensors:
@@ -289,35 +242,3 @@ def _refuse_sharded_tensor(data: bytes) -> None:
 
 def _no_storage(_pid: object) -> object:
     raise UnreadableError("is no DCP metadata: it holds a tensor.")
-
-
-def _printable(text: str) -> str:
-    """One short line, whatever the text is."""
-    text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
-
-
-@contextmanager
-def _placed(where: str) -> Iterator[None]:
-    """Begin the message of every error with the name of the file."""
-    try:
-        yield
-    except CheckpointError as error:
-        message = error.message
-        link = " " if message.startswith(_VERBS) else ": "
-        raise type(error)(f"{where}{link}{message}", hint=error.hint) from error
-
-
-_VERBS = ("asks ", "describes ", "does ", "gives ", "has ", "holds ", "is ", "lists ", "places ")
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep the collector from looking through millions of new objects again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

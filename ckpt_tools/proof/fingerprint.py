@@ -19,11 +19,12 @@ Objects (numbers, pickled state) take no part: formats keep them differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
+from ckpt_tools import names
 from ckpt_tools.files import Files
 from ckpt_tools.geometry import Box
 from ckpt_tools.index import SECTIONS, CheckpointIndex, Section, TensorEntry
@@ -52,6 +53,17 @@ class Fingerprint:
     def digest(self) -> str | None:
         """The digest of the model, None when there is none."""
         return self.sections.get("model")
+
+    def select(
+        self, include: Sequence[str], exclude: Sequence[str], only: Section | None
+    ) -> Fingerprint:
+        """The fingerprint of those tensors that name patterns and a section choose."""
+        chosen = names.selector(include, exclude)
+        return of_tensors(
+            tensor
+            for tensor in self.tensors
+            if chosen(tensor.fqn) and only in (None, tensor.inside.section)
+        )
 
 
 def fingerprint(

@@ -112,12 +112,15 @@ class _Canvas:
         self._start = self.at
 
 
-def lay_out(pickle: bytes, storages: Sequence[int], *, archive: str = "archive") -> ArchiveLayout:
+def lay_out(
+    pickle: bytes, storages: Sequence[int | bytes], *, archive: str = "archive"
+) -> ArchiveLayout:
     """The layout of one torch.save archive.
 
-    ``pickle`` is its ``data.pkl``, ``storages`` the bytes of ``data/0``, ``data/1``…, ``archive``
-    the folder that all its records are named under: torch takes the file's name without its ending,
-    and ``archive`` when it saves to a stream.
+    ``pickle`` is its ``data.pkl``, ``storages`` are ``data/0``, ``data/1``…, each its number of
+    bytes, which makes a slot, or the bytes themselves; ``archive`` is the folder that all its
+    records are named under: torch takes the file's name without its ending, and ``archive`` when it
+    saves to a stream.
     """
     records = _records(pickle, storages)
     canvas = _Canvas()
@@ -140,7 +143,7 @@ def lay_out(pickle: bytes, storages: Sequence[int], *, archive: str = "archive")
     return ArchiveLayout(canvas.at, tuple(canvas.literals), slots)
 
 
-def _records(pickle: bytes, storages: Sequence[int]) -> list[_Record]:
+def _records(pickle: bytes, storages: Sequence[int | bytes]) -> list[_Record]:
     """All records in the order in which torch writes them."""
     known = [
         ("data.pkl", pickle),
@@ -149,7 +152,12 @@ def _records(pickle: bytes, storages: Sequence[int]) -> list[_Record]:
         ("byteorder", b"little"),
     ]
     head = [_Record(name, len(data), data) for name, data in known]
-    slots = [_Record(f"data/{key}", length, None) for key, length in enumerate(storages)]
+    slots = [
+        _Record(f"data/{key}", len(storage), storage)
+        if isinstance(storage, bytes)
+        else _Record(f"data/{key}", storage, None)
+        for key, storage in enumerate(storages)
+    ]
     identity = _serialization_id(pickle, storages)
     return [
         *head,
@@ -159,7 +167,7 @@ def _records(pickle: bytes, storages: Sequence[int]) -> list[_Record]:
     ]
 
 
-def _serialization_id(pickle: bytes, storages: Sequence[int]) -> bytes:
+def _serialization_id(pickle: bytes, storages: Sequence[int | bytes]) -> bytes:
     """Forty decimal digits, like torch's."""
     digest = hashlib.sha256(pickle)
     digest.update(repr(list(storages)).encode())

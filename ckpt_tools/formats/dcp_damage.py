@@ -92,7 +92,8 @@ def _hurt(index: CheckpointIndex, bad: Mapping[str, int | None]) -> dict[str, se
     for entry in index.tensors:
         for chunk in entry.chunks:
             path, offset, length = chunk.data
-            if path in bad and offset + length > (bad[path] or 0):
+            is_lost = path in bad and offset + length > (bad[path] or 0)
+            if is_lost and 0 not in chunk.box.sizes:
                 hurt[path].add(entry.fqn)
     for item in index.objects:
         path, offset, length = item.data

@@ -7,7 +7,7 @@ the two disagree (FSDP2 over a tensor-parallel dimension that does not divide).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
@@ -38,7 +38,7 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     Items that cannot be used become problems of the index, so that one damaged item does not hide
     the others.
     """
-    opener = _Opener(files)
+    opener = _Opener(files, missing=index.missing)
     tensors, problems = [], list(index.problems)
     hurt = {fqn for problem in problems for fqn in problem.about}
     for entry in index.tensors:
@@ -57,14 +57,17 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
 class _Opener:
     """Opens items, remembering pickles: chunks of one shape have the same one, byte for byte."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, *, missing: Collection[str]) -> None:
         self._files = files
+        self._missing = missing
         self._seen: dict[bytes, StoredTensor] = {}
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
         if chunk.codec is None:
             return chunk
+        if 0 in chunk.box.sizes and chunk.data.path in self._missing:
+            return chunk._replace(data=chunk.data._replace(length=0), codec=None)
         if chunk.codec in math_bits.CODECS:
             return math_bits.resolved(chunk, entry.dtype, self._files)
         item = unpacked(self._files, chunk.data, chunk.codec)

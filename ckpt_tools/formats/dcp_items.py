@@ -7,7 +7,7 @@ the two disagree (FSDP2 over a tensor-parallel dimension that does not divide).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
@@ -38,7 +38,8 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     Items that cannot be used become problems of the index, so that one damaged item does not hide
     the others.
     """
-    opener = _Opener(files, missing=index.missing)
+    lengths = {file.path: file.length or 0 for file in index.files}
+    opener = _Opener(files, lengths)
     tensors, problems = [], list(index.problems)
     hurt = {fqn for problem in problems for fqn in problem.about}
     for entry in index.tensors:
@@ -57,16 +58,16 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
 class _Opener:
     """Opens items, remembering pickles: chunks of one shape have the same one, byte for byte."""
 
-    def __init__(self, files: Files, *, missing: Collection[str]) -> None:
+    def __init__(self, files: Files, lengths: Mapping[str, int]) -> None:
         self._files = files
-        self._missing = missing
+        self._lengths = lengths
         self._seen: dict[bytes, StoredTensor] = {}
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
         if chunk.codec is None:
             return chunk
-        if 0 in chunk.box.sizes and chunk.data.path in self._missing:
+        if 0 in chunk.box.sizes and not self._is_there(chunk.data):
             return chunk._replace(data=chunk.data._replace(length=0), codec=None)
         if chunk.codec in math_bits.CODECS:
             return math_bits.resolved(chunk, entry.dtype, self._files)
@@ -84,6 +85,9 @@ class _Opener:
         if stored.sign is None:
             return raw
         return math_bits.resolved(raw._replace(codec=stored.sign), entry.dtype, self._files)
+
+    def _is_there(self, data: ByteRange) -> bool:
+        return data.offset + data.length <= self._lengths.get(data.path, 0)
 
     def _stored(self, data: bytes, where: str) -> StoredTensor:
         stored = self._seen.get(data)

@@ -17,6 +17,7 @@ from ckpt_tools.formats.rank_parts import Comparison, Joined, ObjectPart, Part, 
 from ckpt_tools.index import Chunk, ObjectEntry, Path, Section, TensorEntry
 
 _SHOWN = 5
+_LEAVE_OUT = "Leave them out with -x, or save again from a job in which all ranks agree."
 _FLAT_SHARDS = (
     "Leave them out with -x, or save again: FSDP1's optimizer.state_dict() has flat pieces without "
     "a layout, FSDP.optim_state_dict() has whole tensors or DTensors."
@@ -55,7 +56,7 @@ def entries_of(gathered: Gathered, files: Files) -> Entries:
             continue
         entry = _tensor(path, parts[0], joined, section)
         tensors.append(entry)
-        report.see(entry.fqn, joined)
+        report.see(entry, joined)
     objects: list[ObjectEntry] = []
     for path, held in gathered.objects.items():
         if len(held) > 1 and not _all_equal(held):
@@ -131,17 +132,19 @@ class _Report:
     unlike: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     per_rank: list[str] = field(default_factory=list)
+    optim_differs: bool = False
 
-    def see(self, fqn: str, joined: Joined) -> None:
+    def see(self, entry: TensorEntry, joined: Joined) -> None:
         """Take in what was found when a tensor was joined."""
         if joined.complaint is not None:
-            self.complaints.setdefault(joined.complaint, []).append(fqn)
+            self.complaints.setdefault(joined.complaint, []).append(entry.fqn)
         elif joined.differing:
-            self.differing[fqn] = joined.differing[0]
+            self.differing[entry.fqn] = joined.differing[0]
+            self.optim_differs = self.optim_differs or entry.section == "optim"
         if joined.unlike:
-            self.unlike.append(f"{fqn} {joined.unlike[0]}")
+            self.unlike.append(f"{entry.fqn} {joined.unlike[0]}")
         if joined.unseen:
-            self.unseen.append(fqn)
+            self.unseen.append(entry.fqn)
 
     def problems(self) -> Iterator[CheckpointError]:
         """What keeps tensors from being used."""
@@ -157,7 +160,7 @@ class _Report:
                 f"{some(fqns)}: plain tensors (no DTensors) that differ between ranks, so that "
                 "none is known to be right; "
                 f"rank {self.differing[fqns[0]]} is the first that differs.",
-                hint=_FLAT_SHARDS,
+                hint=_FLAT_SHARDS if self.optim_differs else _LEAVE_OUT,
                 about=fqns,
             )
 

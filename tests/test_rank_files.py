@@ -383,6 +383,12 @@ def test_a_list_of_files_chooses_a_family() -> None:
     assert (len(index.tensors), index.root) == (15, str(folder))
 
 
+def test_files_without_a_rank_in_their_names_are_no_rank_files(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.pt", "b.pt")]
+    with pytest.raises(UsageError, match="none of these files has a rank in its name"):
+        rank_files.read_index(paths)
+
+
 def test_a_family_alone_keeps_the_names_of_its_files() -> None:
     folder = REAL / "verl_fsdp2_4r/ckpt/global_step_1/actor"
     index = rank_files.read_index(glob(folder, "model_world_size_4_rank_*.pt"))

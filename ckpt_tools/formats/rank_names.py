@@ -112,6 +112,11 @@ def joined(found: Sequence[Family], *, where: str) -> tuple[Family, ...]:
 
     Raises UsageError when they are not, and UnsupportedError when they are of two world sizes.
     """
+    if not found:
+        raise UsageError(
+            f"{where}: none of these files has a rank in its name.",
+            hint="Names such as model_world_size_8_rank_3.pt or rank3.pt tell the rank.",
+        )
     sizes = sorted({family.world_size for family in found if family.world_size is not None})
     parts = [_part(family.name) for family in found]
     if len(found) == 1 or (None not in parts and len(set(parts)) == len(found) and len(sizes) < 2):

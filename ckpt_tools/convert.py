@@ -19,6 +19,7 @@ from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.files import Files
 from ckpt_tools.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.plan import FilePlan, Target
+from ckpt_tools.selection import select
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +60,6 @@ class ExportPlan:
     def tensors(self) -> int:
         """Number of tensors."""
         return len(self.names)
-
-
-def select(
-    index: CheckpointIndex, *, include: Sequence[str], exclude: Sequence[str], only: Section | None
-) -> CheckpointIndex:
-    """The part of a checkpoint that a section and name patterns choose.
-
-    Raises AnswerNo when nothing is left.
-    """
-    chosen = names.selector(include, exclude)
-    entries = (*index.tensors, *index.objects)
-    fqns = {e.fqn for e in entries if (only is None or e.section == only) and chosen(e.fqn)}
-    if not fqns:
-        counts = Counter(entry.section for entry in entries)
-        there = ", ".join(f"{count} {section}" for section, count in counts.items()) or "nothing"
-        raise AnswerNo(
-            f"{index.root}: no entry is chosen by these filters; it holds {there}.",
-            hint="`ckpt-tools ls` lists the names; --only chooses a section.",
-        )
-    return index.select(fqns)
 
 
 def plan_export(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_tools import inference, names, output
-from ckpt_tools.convert import WriteOptions, cast_dtype, select
+from ckpt_tools.convert import WriteOptions, cast_dtype
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.files import Files
@@ -21,6 +21,7 @@ from ckpt_tools.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard
 from ckpt_tools.mesh_spec import PlaceRule, default_placements, fsdp_order, in_words
 from ckpt_tools.plan import FilePlan, Target
+from ckpt_tools.selection import select
 
 CarryOut = Callable[[Sequence[FilePlan], str], None]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from ckpt_tools import convert
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.options import Filters
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.files import Files
 from ckpt_tools.formats import ReadOptions, open_objects, read_index
 from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.selection import select
 
 _MAX_SHOWN = 5
 # difflib is slow: of more names than these, only those with the same last part are compared.
@@ -30,9 +30,7 @@ def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
     if chosen.wants_all:
         return index
     try:
-        return convert.select(
-            index, include=chosen.include, exclude=chosen.exclude, only=chosen.only
-        )
+        return select(index, include=chosen.include, exclude=chosen.exclude, only=chosen.only)
     except AnswerNo as error:
         names = [name for text in chosen.include for name in near_names(index, text.strip("*"))]
         if not names:

@@ -12,8 +12,8 @@ import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ckpt_tools.cast import Caster
 from ckpt_tools.errors import WriteError
 from ckpt_tools.files import Files
 from ckpt_tools.gather import SLAB_BYTES, Gatherer, Sieve
@@ -21,6 +21,9 @@ from ckpt_tools.geometry import slabs
 from ckpt_tools.moves import Job, add_jobs
 from ckpt_tools.plan import WriteItem
 from ckpt_tools.tasks import SLOT_BYTES, Literal, Piece, Task, contents_of, nbytes_of
+
+if TYPE_CHECKING:
+    from ckpt_tools.cast import Caster
 
 SLOT = struct.Struct("<I")
 _WIDEST = 16  # bytes of the largest element
@@ -229,6 +232,8 @@ class Carrier:
         return self._raw
 
     def _caster(self, item: WriteItem) -> Caster:
+        from ckpt_tools.cast import Caster  # late: numpy comes with it, most copies need none
+
         key = item.source.name, item.target.name
         if key not in self._casters:
             self._casters[key] = Caster(item.source, item.target)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     Words = np.ndarray[tuple[int, ...], np.dtype[np.generic[object]]]
     Step = Callable[[Words, Words], None]
 
-_BLOCK = 32 << 10  # elements: 128 KiB of float32, so that a block and its scratch stay in the L2
+# Elements in one step. Smaller blocks would lie in the L2, but threads then spend their time on
+# handing the interpreter to one another between the short steps.
+_BLOCK = 128 << 10
 
 # How each type lies in memory, for numpy.
 _WORDS = {

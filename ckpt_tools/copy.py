@@ -188,21 +188,20 @@ class _Work:
         self._tasks = tasks
         self._outputs, self._journal, self._on_bytes = outputs, journal, on_bytes
         self._checksums = _Checksums(tasks)
-        self._left: list[Task] = []
+        self._left: list[list[Task]] = [[]]
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
     @property
     def left(self) -> int:
         """How many tasks nobody has taken yet."""
-        return len(self._left)
+        return sum(map(len, self._left))
 
     def begin(self) -> None:
-        """Leave out what the journal knows; the rest is done from the first to the last."""
+        """Leave out what the journal knows."""
         known = [(task, self._journal.done(task.file.path, task.number)) for task in self._tasks]
-        self._left = [task for task, value in known if value is None]
-        self._left.reverse()
-        self._outputs.expect(self._left)
+        self._left = [[task for task, value in known if value is None]]
+        self._outputs.expect(self._left[0])
         for task, value in known:
             if value is not None:
                 self._on_bytes(task.nbytes)
@@ -211,8 +210,11 @@ class _Work:
 
     def run(self, files: Files, *, threads: int, memory: int) -> None:
         """Do all that is left; the first error of any thread stops the others and is raised."""
+        # Threads begin far apart: two that write one file wait for each other's writes.
+        parts = [share_of(self._left[0], Share(number, threads)) for number in range(threads)]
+        self._left = [part[::-1] for part in parts]
         with ThreadPoolExecutor(threads, thread_name_prefix="copy") as pool:
-            futures = [pool.submit(self._work, files, memory) for _ in range(threads)]
+            futures = [pool.submit(self._work, files, memory, part) for part in self._left]
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             finally:
@@ -220,11 +222,11 @@ class _Work:
         for future in done:
             future.result()
 
-    def _work(self, files: Files, memory: int) -> None:
-        """Do tasks until there are none: what each thread does."""
+    def _work(self, files: Files, memory: int, part: list[Task]) -> None:
+        """Do one part of the tasks, then what the others have left: what each thread does."""
         carrier = Carrier(files, memory=memory, moved=self._moved, stop=self._stop)
         try:
-            while (task := self._next()) is not None:
+            while (task := self._next(part)) is not None:
                 with self._lock:
                     output = self._outputs.open(task.file)
                 value = carrier.carry_out(task, output)
@@ -235,9 +237,12 @@ class _Work:
         except Stopped:
             return
 
-    def _next(self) -> Task | None:
+    def _next(self, part: list[Task]) -> Task | None:
         with self._lock:
-            return self._left.pop() if self._left else None
+            if part:
+                return part.pop()
+            longest = max(self._left, key=len)
+            return longest.pop(0) if longest else None
 
     def _moved(self, nbytes: int) -> None:
         with self._lock:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-import numpy as np  # noqa: TID253 - whoever gathers bytes copies strides; inspect and ls never do
-
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.files import Files
 from ckpt_tools.geometry import Box, slabs
@@ -18,7 +16,7 @@ from ckpt_tools.index import TensorEntry
 from ckpt_tools.moves import Dim, Job, Move, blocks_of, is_packed, move_of, span_of, steps
 from ckpt_tools.plan import Finder, Nearby, ReadItem
 
-SLAB_BYTES = 1 << 20
+SLAB_BYTES = 2 << 20
 # Rows shorter than this are read together and spread by numpy: one iovec costs more than they do.
 _LONG_ROW = 1 << 10
 _MAX_IOVECS = 1024
@@ -113,6 +111,9 @@ class Gatherer:
                 self._spread(fd, block, out)
 
     def _spread(self, fd: int, block: Move, out: memoryview) -> None:
+        """Read a block into the staging buffer, and copy it from there to its places."""
+        import numpy as np  # late: it costs more than a small copy, and most copies have no strides
+
         stage = self._stage[: span_of(block)]
         self._read_full(fd, block.path, stage, block.source)
         width = block.itemsize if block.unit == block.itemsize else 1

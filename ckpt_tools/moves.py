@@ -45,13 +45,9 @@ class Move(NamedTuple):
     dims: tuple[Dim, ...]
 
 
-class Job(NamedTuple):
-    """Copy ``nbytes`` from byte ``source`` of a file to byte ``target`` of the buffer."""
-
-    path: str
-    source: int
-    nbytes: int
-    target: int
+# Copy from a file (path, first byte, number of bytes) to this byte of the buffer. Plain tuples: there
+# is one for every chunk of every small tensor.
+Job = tuple[str, int, int, int]
 
 
 def move_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> Move:
@@ -192,7 +188,7 @@ def add_jobs(item: WriteItem, target: int, jobs: list[Job]) -> bool:
             and chunk.codec is None
         ):
             place = (part.offsets[0] - box.offsets[0]) * row if part.sizes else 0
-            jobs.append(Job(data.path, data.offset, length, target + place))
+            jobs.append((data.path, data.offset, length, target + place))
             nbytes += length
             continue
         move = move_of(read, part, within=box, itemsize=itemsize)

@@ -60,7 +60,9 @@ def layouts(draw: st.DrawFn, ndim: int) -> Layout:
     placements: list[Placement] = [
         draw(st.sampled_from([Replicate(), *(Cut(dim) for dim in range(ndim))])) for _ in shape
     ]
-    return Layout(Mesh(tuple(shape)), tuple(placements), tuple(draw(st.permutations(range(len(shape))))))
+    return Layout(
+        Mesh(tuple(shape)), tuple(placements), tuple(draw(st.permutations(range(len(shape)))))
+    )
 
 
 class Source:
@@ -112,7 +114,9 @@ def test_any_layout_to_any_layout_equals_numpy_slicing(data: st.DataObject) -> N
                 ends[path] = offset + len(raw)
         plans = [FilePlan(path, ends[path], (), tuple(items[path])) for path in items]
         threads = data.draw(st.integers(1, 4))
-        write(plans, folder, files, threads=threads, slab=data.draw(st.sampled_from([16, 64, 4096])))
+        write(
+            plans, folder, files, threads=threads, slab=data.draw(st.sampled_from([16, 64, 4096]))
+        )
         for path, offset, raw in expected:
             assert Path(folder, path).read_bytes()[offset : offset + len(raw)] == raw
 

@@ -45,8 +45,8 @@ class Move(NamedTuple):
     dims: tuple[Dim, ...]
 
 
-# Copy from a file (path, first byte, number of bytes) to this byte of the buffer. Plain tuples: there
-# is one for every chunk of every small tensor.
+# Copy from a file (path, first byte, number of bytes) to this byte of the buffer. A plain tuple:
+# there is one for every chunk of every small tensor.
 Job = tuple[str, int, int, int]
 
 

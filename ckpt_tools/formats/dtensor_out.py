@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ckpt_tools.dtypes import DType, dtype_named
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.pickle_out import Call, Global, Instance, Node, tensor_node
+from ckpt_tools.formats.pickle_out import Blank, Call, Global, Instance, Node, tensor_node
 from ckpt_tools.geometry import row_major_strides
 from ckpt_tools.layout import Layout, Mesh, Replicate
 
@@ -53,19 +53,26 @@ class RankMesh(NamedTuple):
     torch_version: TorchVersion
 
 
+class MeshPlace(NamedTuple):
+    """Where a process is on its mesh, as blanks of a pickle: all ranks share the rest of it."""
+
+    rank: Blank
+    coordinate: tuple[Blank, ...]
+
+
 def mesh_ranks(mesh: Mesh) -> bytes:
     """What the storage of a pickled mesh holds: its ranks, as 32-bit integers."""
     return struct.pack(f"<{mesh.size}i", *range(mesh.size))
 
 
 def rank_mesh(
-    mesh: Mesh, *, rank: int, device_type: str, key: int, torch_version: TorchVersion = NEWEST
+    mesh: Mesh, place: MeshPlace, *, device_type: str, key: int, torch_version: TorchVersion
 ) -> RankMesh:
-    """The DeviceMesh as the process ``rank`` has it; ``key`` is that of its storage of ranks."""
+    """The DeviceMesh as one process has it; ``key`` is that of its storage of ranks."""
     old = torch_version < _FIRST_LAYOUT
     ranks = tensor_node(_INT32, mesh.shape if old else (mesh.size,), key=key)
     state = (
-        _old_state(mesh, ranks, rank=rank, device_type=device_type)
+        _old_state(mesh, place, ranks, device_type=device_type)
         if old
         else {
             "_device_type": device_type,
@@ -77,15 +84,15 @@ def rank_mesh(
             "_thread_id": None,
             "_flatten_mapping": {},
             **_groups(mesh),
-            "_rank": rank,
-            "_coordinate_on_dim": mesh.coordinate(rank),
+            "_rank": place.rank,
+            "_coordinate_on_dim": place.coordinate,
             "_hash": None,
         }
     )
     return RankMesh(Instance(_DEVICE_MESH, state=state), device_type, torch_version)
 
 
-def _old_state(mesh: Mesh, ranks: Call, *, rank: int, device_type: str) -> dict[str, Node]:
+def _old_state(mesh: Mesh, place: MeshPlace, ranks: Call, *, device_type: str) -> dict[str, Node]:
     """The inside of a DeviceMesh up to torch 2.9."""
     return {
         "device_type": device_type,
@@ -94,7 +101,7 @@ def _old_state(mesh: Mesh, ranks: Call, *, rank: int, device_type: str) -> dict[
         "_flatten_mesh_list": tuple(range(mesh.size)),
         "_thread_id": None,
         **_groups(mesh),
-        "_coordinate_on_dim": list(mesh.coordinate(rank)),
+        "_coordinate_on_dim": list(place.coordinate),
         "_hash": None,
     }
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TypeAlias
+from itertools import chain, islice, zip_longest
+from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UnsupportedError
@@ -22,7 +22,7 @@ from ckpt_tools.geometry import row_major_strides
 from ckpt_tools.index import ObjectEntry
 
 Node: TypeAlias = (
-    "bool | int | float | str | bytes | Global | Call | Instance | Persistent"
+    "bool | int | float | str | bytes | Global | Call | Instance | Persistent | Blank"
     " | Sequence[Node] | Mapping[str, Node] | Mapping[str | int, Node] | None"
 )
 
@@ -57,6 +57,25 @@ class Persistent:
     """Something outside of the pickle: in torch.save, a storage."""
 
     value: Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blank:
+    """An integer not known yet: the value of this number among those that fill a `Draft`."""
+
+    number: int
+
+
+class Draft(NamedTuple):
+    """A pickle with blanks: ``parts[0]``, value ``blanks[0]``, ``parts[1]``… to the last part."""
+
+    parts: tuple[bytes, ...]
+    blanks: tuple[int, ...]
+
+    def filled(self, values: Sequence[int]) -> bytes:
+        """The pickle with these integers in its blanks."""
+        codes = [encode_int(values[number]) for number in self.blanks]
+        return b"".join(chain.from_iterable(zip_longest(self.parts, codes, fillvalue=b"")))
 
 
 _BATCH = 1000  # how many items pickle puts between a MARK and a SETITEMS or APPENDS
@@ -117,19 +136,30 @@ def object_node(entry: ObjectEntry) -> Node:
 
 
 def dumps(node: Node) -> bytes:
-    """The pickle of a node, protocol 2."""
+    """The pickle of a node without blanks, protocol 2."""
+    return draft(node).filled(())
+
+
+def draft(node: Node) -> Draft:
+    """The pickle of a node, protocol 2, to be filled with what its blanks stand for."""
     writer = _Writer()
+    writer.parts.append(b"\x80\x02")
     writer.save(node)
-    return b"\x80\x02" + b"".join(writer.parts) + b"."
+    writer.parts.append(b".")
+    ends = [*(place for place, _ in writer.blanks), len(writer.parts)]
+    starts = [0, *ends]
+    parts = tuple(b"".join(writer.parts[a:b]) for a, b in zip(starts, ends, strict=False))
+    return Draft(parts, tuple(number for _, number in writer.blanks))
 
 
 class _Writer:
     """Emits opcodes; ``_memo`` maps what was written before to its number."""
 
-    __slots__ = ("_alive", "_memo", "parts")
+    __slots__ = ("_alive", "_memo", "blanks", "parts")
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
+        self.blanks: list[tuple[int, int]] = []  # how many parts lie before it, and its number
         self._memo: dict[int | str | Global, int] = {}
         self._alive: list[Node] = []  # an id stays taken for as long as its object lives
 
@@ -137,6 +167,9 @@ class _Writer:
         atom = _atom(node)
         if atom is not None:
             self.parts.append(atom)
+            return
+        if isinstance(node, Blank):
+            self.blanks.append((len(self.parts), node.number))
             return
         key = node if isinstance(node, (str, Global)) else id(node)
         place = self._memo.get(key)

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import rank_names
 from ckpt_tools.formats.dtensor_out import (
     NEWEST,
+    MeshPlace,
     RankMesh,
     TorchVersion,
     check_version,
@@ -28,12 +31,12 @@ from ckpt_tools.formats.dtensor_out import (
     rank_mesh,
 )
 from ckpt_tools.formats.nesting import nested
-from ckpt_tools.formats.pickle_out import Node, dumps, object_node, tensor_node
+from ckpt_tools.formats.pickle_out import Blank, Draft, Node, draft, object_node, tensor_node
 from ckpt_tools.formats.torch_write import archive_name
 from ckpt_tools.formats.zip_layout import lay_out
 from ckpt_tools.geometry import Box
 from ckpt_tools.index import ObjectEntry, Path
-from ckpt_tools.layout import Mesh
+from ckpt_tools.layout import Layout, Mesh
 from ckpt_tools.plan import FilePlan, Finder, Target, WriteItem
 
 
@@ -61,14 +64,6 @@ class _Family(NamedTuple):
     objects: list[ObjectEntry]
 
 
-class _Job(NamedTuple):
-    """What all ranks have in common."""
-
-    mesh: Mesh
-    device_type: str
-    torch_version: TorchVersion
-
-
 def plan_files(
     targets: Sequence[Target],
     objects: Sequence[ObjectEntry],
@@ -84,15 +79,14 @@ def plan_files(
     object that was not opened and for paths that exclude each other.
     """
     check_version(style.torch_version)
-    job = _Job(mesh, device_type, style.torch_version)
     for target in targets:
         _check(target, mesh)
-    finders = {target.fqn: Finder(target.entry) for target in targets}
     plans: list[FilePlan] = []
     for family in _families(targets, objects, naming=style.naming):
+        planner = _Planner(family, device_type=device_type, torch_version=style.torch_version)
         for rank in range(mesh.size):
             path = _filename(style.naming, family=family.name, world=mesh.size, rank=rank)
-            plans.append(_plan(family, job, rank=rank, path=path, finders=finders))
+            plans.append(planner.plan(path, rank=rank))
     return plans
 
 
@@ -138,68 +132,112 @@ def _are_parts(paths: Iterable[Path]) -> bool:
     )
 
 
-def _plan(
-    family: _Family, job: _Job, *, rank: int, path: str, finders: dict[str, Finder]
-) -> FilePlan:
-    """The file of one rank."""
-    shards = _Shards(job, rank=rank)
-    leaves = [(t.path[family.depth :], shards.add(t)) for t in family.targets]
-    leaves += [(entry.path[family.depth :], object_node(entry)) for entry in family.objects]
-    archive = lay_out(dumps(nested(leaves)), shards.storages, archive=archive_name(path))
-    items = tuple(
-        WriteItem(
-            target.fqn,
-            path,
-            slot.offset,
-            box,
-            target.entry.dtype,
-            target.dtype,
-            finders[target.fqn].reads(box),
-            slot.crc_at,
+class _Contents(NamedTuple):
+    """What a rank's file holds but for the bytes of tensors: a pickle, storages, and its meshes.
+
+    The first blank of the pickle is the rank; its coordinates on each of the meshes follow.
+    """
+
+    pickle: Draft
+    storages: tuple[int | bytes, ...]
+    meshes: tuple[Mesh, ...]
+
+
+class _Planner:
+    """Plans the files of one family; ranks whose shards have the same sizes share a pickle."""
+
+    def __init__(self, family: _Family, *, device_type: str, torch_version: TorchVersion) -> None:
+        self._family = family
+        self._device_type = device_type
+        self._torch_version = torch_version
+        self._finders = [Finder(target.entry) for target in family.targets]
+        self._boxes: dict[tuple[Layout, tuple[int, ...]], list[Box]] = {}
+        self._contents: dict[tuple[tuple[int, ...], ...], _Contents] = {}
+
+    def plan(self, path: str, *, rank: int) -> FilePlan:
+        """The file of one rank."""
+        boxes = [self._box(target, rank) for target in self._family.targets]
+        contents = self._of(tuple(box.sizes for box in boxes))
+        values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
+        pickle = contents.pickle.filled(values)
+        archive = lay_out(pickle, contents.storages, archive=archive_name(path))
+        items = tuple(
+            WriteItem(
+                target.fqn,
+                path,
+                slot.offset,
+                box,
+                target.entry.dtype,
+                target.dtype,
+                finder.reads(box),
+                slot.crc_at,
+            )
+            for target, box, finder, slot in zip(
+                self._family.targets, boxes, self._finders, archive.slots, strict=True
+            )
+            if slot.length
         )
-        for (target, box), slot in zip(shards.held, archive.slots, strict=True)
-        if slot.length
-    )
-    return FilePlan(path, archive.length, archive.literals, items)
+        return FilePlan(path, archive.length, archive.literals, items)
+
+    def _box(self, target: Target, rank: int) -> Box:
+        shape = target.entry.shape
+        if target.layout is None:
+            return Box.whole(shape)
+        key = (target.layout, shape)
+        known = self._boxes.get(key)
+        if known is None:
+            known = self._boxes[key] = target.layout.boxes(shape)
+        return known[rank]
+
+    def _of(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
+        known = self._contents.get(sizes)
+        if known is None:
+            known = self._contents[sizes] = self._new(sizes)
+        return known
+
+    def _new(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
+        shards = _Shards(self._device_type, self._torch_version)
+        depth = self._family.depth
+        leaves: list[tuple[Path, Node]] = [
+            (target.path[depth:], shards.add(target, local))
+            for target, local in zip(self._family.targets, sizes, strict=True)
+        ]
+        leaves += [(entry.path[depth:], object_node(entry)) for entry in self._family.objects]
+        return _Contents(draft(nested(leaves)), tuple(shards.storages), tuple(shards.meshes))
 
 
 class _Shards:
-    """The tensors of one file: ``storages`` by their keys, ``held`` what fills those to come."""
+    """Adds the tensors of one file, with ``storages`` by their keys, and the meshes they are on."""
 
-    def __init__(self, job: _Job, *, rank: int) -> None:
+    def __init__(self, device_type: str, torch_version: TorchVersion) -> None:
         self.storages: list[int | bytes] = []
-        self.held: list[tuple[Target, Box]] = []
-        self._job = job
-        self._rank = rank
-        self._meshes: dict[Mesh, RankMesh] = {}
+        self.meshes: dict[Mesh, RankMesh] = {}
+        self._device_type = device_type
+        self._torch_version = torch_version
+        self._blanks = 1  # the first one is the rank
 
-    def add(self, target: Target) -> Node:
-        """The node of a tensor, for whose elements a storage is added."""
+    def add(self, target: Target, sizes: tuple[int, ...]) -> Node:
+        """The node of a tensor whose shard has these sizes; a storage is added for it."""
+        dtype = target.dtype
+        key = len(self.storages)
+        self.storages.append(prod(sizes) * dtype.itemsize)
         if target.layout is None:
-            box = Box.whole(target.entry.shape)
-            return tensor_node(target.dtype, box.sizes, key=self._hold(target, box))
-        layout = target.layout
-        box = layout.box(target.entry.shape, layout.mesh.coordinate(self._rank))
-        key = self._hold(target, box)
-        place = self._job.device_type
-        local = tensor_node(target.dtype, box.sizes, key=key, location=place)
-        mesh = self._mesh(layout.mesh)
-        return dtensor_node(target.dtype, target.entry.shape, local=local, layout=layout, mesh=mesh)
-
-    def _hold(self, target: Target, box: Box) -> int:
-        self.storages.append(box.numel * target.dtype.itemsize)
-        self.held.append((target, box))
-        return len(self.storages) - 1
+            return tensor_node(dtype, sizes, key=key)
+        local = tensor_node(dtype, sizes, key=key, location=self._device_type)
+        mesh = self._mesh(target.layout.mesh)
+        return dtensor_node(dtype, target.entry.shape, local=local, layout=target.layout, mesh=mesh)
 
     def _mesh(self, mesh: Mesh) -> RankMesh:
-        known = self._meshes.get(mesh)
+        known = self.meshes.get(mesh)
         if known is None:
-            known = self._meshes[mesh] = rank_mesh(
+            first = self._blanks
+            self._blanks += len(mesh.shape)
+            known = self.meshes[mesh] = rank_mesh(
                 mesh,
-                rank=self._rank,
-                device_type=self._job.device_type,
+                MeshPlace(Blank(0), tuple(map(Blank, range(first, self._blanks)))),
+                device_type=self._device_type,
                 key=len(self.storages),
-                torch_version=self._job.torch_version,
+                torch_version=self._torch_version,
             )
             self.storages.append(mesh_ranks(mesh))
         return known

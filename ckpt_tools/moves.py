@@ -199,7 +199,7 @@ def add_jobs(item: WriteItem, target: int, jobs: list[Job]) -> bool:
         nbytes += count * move.unit
         for source, place in steps(move.dims):
             start = target + move.target + place
-            jobs.append(Job(data.path, move.source + source, move.unit, start))
+            jobs.append((data.path, move.source + source, move.unit, start))
     if nbytes != box.numel * itemsize:
         raise CheckpointError(f"{item.fqn}: {nbytes:,} bytes are to be read for {box}.")
     return True

@@ -22,6 +22,7 @@ from ckpt_tools.index import PlainValue
 _MAX_DEPTH = 200
 _MAX_INT_BITS = 1024
 _MAX_COPIED = 64 * 1024 * 1024
+_BYTES_OF_ITEM = 32
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _STORED = frozenset({StoredTensor, StoredDTensor, Opaque})
 
@@ -85,7 +86,7 @@ class Containers:
         items = args[0] if args else ()
         if not isinstance(items, list | tuple):
             return Opaque("builtins.set")
-        self._copy(len(items))
+        self._copy(_BYTES_OF_ITEM * len(items))
         return set(items) if all(type(item) in _ATOMS for item in items) else Opaque("builtins.set")
 
     def _counter(self, args: tuple[object, ...]) -> object:
@@ -100,7 +101,7 @@ class Containers:
         pairs = args[0] if args else ()
         if not isinstance(pairs, list | tuple):
             raise UnreadableError(f"has an OrderedDict made of {shown(pairs)}.")
-        self._copy(len(pairs))
+        self._copy(_BYTES_OF_ITEM * len(pairs))
         for pair in pairs:
             if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in _ATOMS:
                 raise UnreadableError("has an OrderedDict that is no list of pairs.")

@@ -26,10 +26,10 @@ _MAX_MEMO_GAP = 1 << 16
 _MAX_TUPLE_KEYS = 5000
 _MAX_LONG_KEY = 8
 # Empty containers cost one byte each, and 60 to 220 in memory.
-_FREE_OBJECTS = 1_000_000
+_FREE_OBJECTS = 200_000
 # Compiling a shape takes as long as walking about 20 KB without it.
 _SHAPES_FROM = 1 << 20
-_BYTES_PER_OBJECT = 8
+_BYTES_PER_OBJECT = 4
 
 Step = Callable[["Walk", int], int]
 

@@ -108,7 +108,18 @@ def placed(where: str) -> Iterator[None]:
         raise type(error)(f"{where}{link}{message}", hint=error.hint) from error
 
 
-_VERBS = ("asks ", "describes ", "does ", "gives ", "has ", "holds ", "is ", "lists ", "places ")
+_VERBS: tuple[str, ...] = (
+    "asks ",
+    "describes ",
+    "does ",
+    "gives ",
+    "has ",
+    "holds ",
+    "is ",
+    "lists ",
+    "places ",
+    "unfolds ",
+)
 
 
 @contextmanager

@@ -175,8 +175,7 @@ class _Checker:
         found = Reading()
         try:
             if task.codec is None:
-                self._crc(task.data)
-                found.plain_bytes = task.data.length
+                found.plain_bytes = sum(map(len, self._blocks(task.data)))
             else:
                 self._check_archive(task, found)
         except CheckpointError as error:
@@ -203,19 +202,24 @@ class _Checker:
             where = task.data if task.codec == dcp_items.ZSTD else data
             found.damages.append(Damage(where, _wrong_crc(where, name, crc, record.crc)))
 
-    def _crc(self, data: ByteRange, opened: _Opened | None = None) -> int:
-        """The CRC-32 of a byte range, read block by block."""
-        if data.length <= _BLOCK and opened is not None:
+    def _crc(self, data: ByteRange, opened: _Opened) -> int:
+        """The CRC-32 of a record, read block by block."""
+        if data.length <= _BLOCK:
             self._tally.add(data.length)
             return crc32(opened.read(data.offset, data.length))
-        buffer = self._buffer()
         crc = 0
+        for block in self._blocks(data):
+            crc = crc32(block, crc)
+        return crc
+
+    def _blocks(self, data: ByteRange) -> Iterator[memoryview]:
+        """The bytes of a range in blocks, which share one buffer."""
+        buffer = self._buffer()
         for start in range(0, data.length, _BLOCK):
             block = buffer[: min(_BLOCK, data.length - start)]
             self._fill(data.path, data.offset + start, block)
-            crc = crc32(block, crc)
             self._tally.add(len(block))
-        return crc
+            yield block
 
     def _fill(self, path: str, offset: int, block: memoryview) -> None:
         try:

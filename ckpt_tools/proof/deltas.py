@@ -13,6 +13,7 @@ from ckpt_tools.copy import read_box
 from ckpt_tools.files import Files
 from ckpt_tools.geometry import Box, slabs
 from ckpt_tools.index import TensorEntry
+from ckpt_tools.proof.moments import sum_of_squares
 from ckpt_tools.proof.numbers import has_numbers, numbers
 from ckpt_tools.proof.tolerance import Tolerance
 
@@ -107,10 +108,10 @@ def _add(  # noqa: PLR0913 - two sides of everything
     place = int(away.argmax())
     if float(away[place]) > found.max_abs:
         found.max_abs, found.at = float(away[place]), _coordinates(place, box)
-    found.squares += float(away @ away)
+    found.squares += sum_of_squares(away)
     sizes = np.abs(x)
     sizes[~np.isfinite(sizes)] = 0.0
-    found.reference += float(sizes @ sizes)
+    found.reference += sum_of_squares(sizes)
 
 
 def _count(found: Delta, beyond: Flags, box: Box) -> None:

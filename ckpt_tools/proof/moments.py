@@ -101,8 +101,17 @@ def _block(values: Numbers) -> Moments:
     mean = finite.mean()
     away = finite - mean
     found.mean = complex(mean) if np.iscomplexobj(finite) else float(mean.real)
-    found.m2 = float(np.vdot(away, away).real)
-    found.squares = float(np.vdot(finite, finite).real)
+    found.m2 = sum_of_squares(away)
+    found.squares = sum_of_squares(finite)
     sizes = np.abs(finite) if np.iscomplexobj(finite) else finite.real
     found.least, found.greatest = float(sizes.min()), float(sizes.max())
     return found
+
+
+def sum_of_squares(values: Numbers) -> float:
+    """The sum of the squared magnitudes.
+
+    Not by BLAS, which starts threads of its own for it: with ours they are several times slower.
+    """
+    flat = values.view(np.float64)
+    return float(np.einsum("i,i->", flat, flat))

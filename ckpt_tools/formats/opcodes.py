@@ -24,7 +24,7 @@ _CALLED = 8
 # torch numbers the memo without gaps; pickletools.optimize and old writers leave small ones.
 _MAX_MEMO_GAP = 1 << 16
 _MAX_TUPLE_KEYS = 5000
-_MAX_LONG_KEY = 8
+_MAX_LONG_KEY = 64
 # Empty containers cost one byte each, and 60 to 220 in memory.
 _FREE_OBJECTS = 200_000
 # Compiling a shape takes as long as walking about 20 KB without it.
@@ -232,7 +232,8 @@ def _past_counted(walk: Walk, at: int, width: int) -> int:
 def _pushing_long(width: int) -> Step:
     def step(walk: Walk, at: int) -> int:
         end = _past_counted(walk, at, width)
-        walk.stack.append(0 if end - at - width <= _MAX_LONG_KEY else _HEAVY)
+        size = end - at - width
+        walk.stack.append(0 if size <= 8 else _CALLED if size <= _MAX_LONG_KEY else _HEAVY)
         return end
 
     return step

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt_tools import formats
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.dtensor_out import parse_version
 from ckpt_tools.formats.ranks_write import RankFileStyle, plan_files
 from ckpt_tools.layout import Layout, Mesh, Replicate, Shard
 from ckpt_tools.plan import Target
@@ -342,6 +343,10 @@ def test_a_torch_without_a_public_dtensor_is_refused() -> None:
         plan_files(
             [], [], mesh=Mesh((1,)), device_type="cpu", style=RankFileStyle(torch_version=(2, 4))
         )
+
+
+def test_the_version_of_a_torch_is_its_first_two_numbers() -> None:
+    assert parse_version("2.11.0+cu130") == (2, 11)
 
 
 def test_a_naming_without_a_rank_is_refused() -> None:

@@ -2,14 +2,15 @@
 
 A pickled DeviceMesh is the inside of a class that torch changes: up to 2.9 an int tensor of ranks,
 then a layout with one shape and one stride, from 2.13 on a layout of axes. Each torch reads its own
-only, so a pickle is made for one. What 2.5 to 2.9 and 2.11 read is taken from files that 2.9.1 and
-2.11 wrote.
+only, so a pickle is made for one. What 2.5 to 2.9 and 2.10 to 2.12 read is taken from files that
+2.9.1 and 2.11 wrote.
 
 This room makes nodes for `pickle_out`; it knows nothing of files.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from math import prod
 from typing import NamedTuple
@@ -36,6 +37,17 @@ NEWEST: TorchVersion = (2, 13)
 _OLDEST: TorchVersion = (2, 5)  # the first that has DTensor under its public name
 _FIRST_LAYOUT: TorchVersion = (2, 10)
 _FIRST_AXES: TorchVersion = (2, 13)
+
+
+def parse_version(text: str) -> TorchVersion:
+    """The two numbers that a torch version starts with: ``2.11.0+cu130`` gives (2, 11).
+
+    Raises UsageError for a text that does not start so.
+    """
+    found = re.match(r"(\d+)\.(\d+)", text)
+    if found is None:
+        raise UsageError(f"{text!r} is no version of torch, which looks like 2.13.")
+    return int(found[1]), int(found[2])
 
 
 def check_version(version: TorchVersion) -> None:

@@ -41,13 +41,18 @@ def refuse_existing(out: str, *, force: bool) -> None:
 def check_space(out: str, plans: Sequence[FilePlan]) -> None:
     """Raise WriteError when the output's file system has fewer bytes free than the plans need."""
     needed = sum(plan.length for plan in plans)
-    free = shutil.disk_usage(_existing_parent(out)).free
+    free = free_space(out)
     if needed > free:
         raise WriteError(
             f"{out} needs {needed:,} bytes, and its file system has {free:,} free; "
             "nothing was written.",
             hint="Free some space, or name an output on another file system.",
         )
+
+
+def free_space(out: str) -> int:
+    """Bytes that are free on the file system where ``out`` is, or will be."""
+    return shutil.disk_usage(_existing_parent(out)).free
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from ckpt_tools.cli.group import CommandGroup, report_crash
+from ckpt_tools.distributed import environment
 
 GROUPS = {
     "Look": {
@@ -24,6 +25,7 @@ GROUPS = {
     },
     "Write": {
         "export": "Whole tensors, as safetensors or as one torch file.",
+        "reshard": "Shards for training on another mesh.",
     },
 }
 
@@ -44,6 +46,7 @@ cli = CommandGroup(
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
     sys.excepthook = report_crash
+    environment.let_rank_0_speak(sys.argv[1:])
     # A name in the checkpoint may hold characters that the terminal's encoding lacks.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

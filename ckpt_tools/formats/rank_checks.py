@@ -49,6 +49,16 @@ class Ranks:
         if self.mesh is None or mesh.size > self.mesh.size:
             self.mesh = mesh
 
+    def add(self, other: Ranks) -> None:
+        """Take in what another process has seen of other files."""
+        self._stated.update(other._stated)
+        for mesh, files in other._sizes.items():
+            self._sizes.setdefault(mesh, []).extend(files)
+        for seat, files in other._seats.items():
+            self._seats.setdefault(seat, []).extend(files)
+        if other.mesh is not None and (self.mesh is None or other.mesh.size > self.mesh.size):
+            self.mesh = other.mesh
+
     def world_size(self, families: Sequence[Family]) -> int:
         """The number of ranks: as the names say, else as the meshes and the numbers have it."""
         stated = [family.world_size for family in families if family.world_size is not None]

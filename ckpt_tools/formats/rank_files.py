@@ -68,7 +68,7 @@ def read_index(
     root = path if isinstance(path, str) else os.path.dirname(paths[0]) or "."
     families = rank_names.joined(rank_names.families(paths), where=escape(root))
     with Files(max_open=_MAX_OPEN) as files, pickles.collector_paused():
-        reading = _Reading(files, options)
+        reading = Reading(files, options)
         for family in families:
             reading.read(family, contained=len(families) > 1)
         return reading.index(root, families)
@@ -80,7 +80,7 @@ def _files_in(folder: str) -> list[str]:
 
 
 @dataclass(slots=True)
-class _Reading:
+class Reading:
     """What the files read so far hold."""
 
     files: Files

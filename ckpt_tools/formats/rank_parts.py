@@ -24,7 +24,7 @@ from ckpt_tools.index import ByteRange, Chunk, PlainValue
 from ckpt_tools.layout import Layout
 
 # Buffers and step counters are small; what is larger is compared by the CRCs of its records.
-_MAX_COMPARED = 1 << 20
+MAX_COMPARED = 1 << 20
 _MAX_COMPARED_IN_ALL = 512 << 20
 
 
@@ -233,7 +233,7 @@ class Comparison:
         whole = one.fills_record and other.fills_record and one.strides == other.strides
         if whole and one.crc is not None and other.crc is not None:
             return one.crc == other.crc
-        if max(one.data.length, other.data.length) > _MAX_COMPARED or self.left <= 0:
+        if max(one.data.length, other.data.length) > MAX_COMPARED or self.left <= 0:
             return None
         self.left -= one.data.length
         return self._elements(one) == self._elements(other, keep=False)
@@ -241,12 +241,16 @@ class Comparison:
     def _elements(self, part: Part, *, keep: bool = True) -> bytes:
         if self._kept is not None and self._kept[0] == part.data:
             return self._kept[1]
-        data = self.files.read(*part.data)
-        if part.strides is not None:
-            data = b"".join(_gathered(data, part))
+        data = elements(part, self.files)
         if keep:
             self._kept = (part.data, data)
         return data
+
+
+def elements(part: Part, files: Files) -> bytes:
+    """The elements of a small part, row-major, as they are stored."""
+    data = files.read(*part.data)
+    return data if part.strides is None else b"".join(_gathered(data, part))
 
 
 def _gathered(data: bytes, part: Part) -> Iterator[bytes]:

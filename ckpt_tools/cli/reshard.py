@@ -1,0 +1,183 @@
+"""`ckpt-tools reshard`: shards for training on another mesh."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+import click
+
+from ckpt_tools.cli import options, progress, render, reshard_report
+from ckpt_tools.cli.group import say
+from ckpt_tools.convert import WriteOptions
+from ckpt_tools.distributed import environment
+from ckpt_tools.distributed.engines import ENGINES, Engine, Request, rehearse, reshard_by
+from ckpt_tools.distributed.job import Job
+from ckpt_tools.dtypes import DType
+from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.mesh_spec import (
+    default_placements,
+    in_words,
+    parse_mesh,
+    parse_placements,
+    parse_rule,
+)
+from ckpt_tools.reshard import ReshardOptions
+
+_HELP = """Write a checkpoint as the shards of another mesh, for a training job to load.
+
+--to-mesh 32 is one dimension that cuts; 4x8 is HSDP, 4 replicas of 8 shards. Names
+(dp_replicate=4,dp_shard=8) with --placements, --place or --like say anything else; what tensor
+parallelism cuts is never guessed. The number of processes has nothing to do with the mesh: one can
+write 4x8, and the bytes are always the same.
+
+Engines: copy moves byte ranges and needs no torch. dcp loads and saves with torch's own DCP, under
+torchrun with one rank for each of the mesh. gather is for rank files on the nodes' own disks, under
+torchrun with one rank for each of the source.
+
+""" + options.examples(
+    "ckpt-tools reshard run7/step-1000 -o run7-4x8 --to-mesh 4x8",
+    "ckpt-tools reshard run7/step-1000 -o run7-tp --to-mesh dp=4,tp=2 --place '*.wq.*=S(0),S(0)'",
+    "ckpt-tools reshard run7/step-1000 -o run7-16 --to-mesh 16 --only model -j 8",
+    "ckpt-tools reshard run7/step-1000 -o run7-16 --to-mesh 16 --dry-run",
+    "torchrun --nproc-per-node 8 -m ckpt_tools reshard run7/step-1000 -o run7-16 --to-mesh 16",
+)
+
+_PARAMS = [
+    options.checkpoint(),
+    options.output(),
+    click.Option(
+        ["--to-mesh"],
+        metavar="MESH",
+        required=True,
+        help="The target: 32, 4x8, or names: dp_replicate=4,dp_shard=8.",
+    ),
+    click.Option(["--placements"], metavar="LIST", help="One for each mesh dimension: 'R,S(0)'."),
+    click.Option(
+        ["--place"],
+        metavar="GLOB=LIST",
+        multiple=True,
+        help="Placements of names that match. Repeatable; the last match wins.",
+    ),
+    click.Option(
+        ["--like"],
+        metavar="CKPT",
+        help="Lay tensors out as this other checkpoint of the mesh does.",
+    ),
+    click.Option(
+        ["--format", "form"],
+        type=click.Choice(["dcp", "ranks"]),
+        default="dcp",
+        show_default=True,
+        help="A DCP directory, or one torch file of DTensors for each rank.",
+    ),
+    click.Option(
+        ["--device-type"],
+        metavar="TYPE",
+        default="cuda",
+        show_default=True,
+        help="What the mesh of --format ranks is made of.",
+    ),
+    click.Option(
+        ["--engine"],
+        type=click.Choice(ENGINES),
+        default="copy",
+        show_default=True,
+        help="Who moves the tensors.",
+    ),
+    options.dtype(),
+    click.Option(
+        ["-j", "--jobs"],
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help="Worker processes on this machine.",
+    ),
+    click.Option(
+        ["--threads"],
+        type=click.IntRange(min=1),
+        default=2,
+        show_default=True,
+        help="Threads of each process.",
+    ),
+    *(param for param in options.writing() if param.name != "threads"),
+    options.as_json(),
+    *options.filters(),
+    *options.reading(),
+    *options.talk(),
+]
+
+
+@click.command("reshard", help=_HELP, params=_PARAMS)
+def command(
+    *,
+    ckpt: str,
+    out: str,
+    to_mesh: str,
+    placements: str | None,
+    place: tuple[str, ...],
+    like: str | None,
+    form: Literal["dcp", "ranks"],
+    device_type: str,
+    engine: Engine,
+    dtype: DType | None,
+    jobs: int,
+    threads: int,
+    dry_run: bool,
+    force: bool,
+    max_memory: int,
+    json: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    only: str,
+    allow_global: tuple[str, ...],
+) -> None:
+    """Plan and write the output, then say on stdout what it is."""
+    mesh = parse_mesh(to_mesh)
+    read = ReadOptions(allow_global)
+    chosen = options.Filters.of(include, exclude, only)
+    asked = ReshardOptions(
+        mesh=mesh,
+        placements=None if placements is None else parse_placements(placements, mesh),
+        rules=tuple(parse_rule(text, mesh) for text in place),
+        like=None if like is None else read_index(like, options=read),
+        format=form,
+        device_type=device_type,
+        dtype=dtype,
+        include=chosen.include,
+        exclude=chosen.exclude,
+        only=chosen.only,
+    )
+    write = WriteOptions(force=force, threads=threads, max_memory=max_memory)
+    request = Request(ckpt, engine, jobs, read)
+    if dry_run and _is_silent(engine):
+        return
+    job = Job(out, asked, write, _ignore)
+    words = f"{to_mesh} = {in_words(mesh, asked.placements or default_placements(mesh))}"
+    say(words)
+    started = time.monotonic()
+    if dry_run:
+        plan = rehearse(request, job)
+    else:
+        with progress.byte_bar(None, label="reshard") as on_bytes:
+            plan = reshard_by(request, job._replace(on_bytes=on_bytes))
+    for note in plan.notes:
+        if note not in words:
+            say(note)
+    report = reshard_report.Report(request, job)
+    if json:
+        render.emit_json(report.json(plan, dry_run=dry_run))
+    elif dry_run:
+        render.emit(report.rehearsal(plan))
+    else:
+        click.echo(report.summary(plan, seconds=time.monotonic() - started))
+
+
+def _is_silent(engine: Engine) -> bool:
+    """Whether this rank has no part in a rehearsal: rank 0 plans alone, except to gather."""
+    here = environment.place()
+    return here is not None and here.rank > 0 and engine != "gather"
+
+
+def _ignore(nbytes: int) -> None:
+    """Take the news and do nothing."""

@@ -1,0 +1,115 @@
+"""What `reshard` says on stdout: one line when it is done, a forecast before, or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ckpt_tools import output
+from ckpt_tools.cli import render
+from ckpt_tools.distributed import environment, forecast
+from ckpt_tools.distributed.engines import Request
+from ckpt_tools.distributed.job import Job
+from ckpt_tools.mesh_spec import default_placements
+from ckpt_tools.reshard import ReshardPlan
+from ckpt_tools.sizes import format_size
+
+_HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
+
+
+class Report(NamedTuple):
+    """What was asked for; a plan says the rest."""
+
+    request: Request
+    job: Job
+
+    def summary(self, plan: ReshardPlan, *, seconds: float) -> str:
+        """One line: what was written."""
+        rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""
+        return f"{self._what(plan)}, in {seconds:.1f} s{rate}"
+
+    def _what(self, plan: ReshardPlan) -> str:
+        tensors = render.counted(len(plan.targets), "tensor")
+        files = render.counted(len(plan.files), "file")
+        out = render.printable(self.job.out)
+        return f"{out}: {tensors}, {format_size(plan.nbytes)} in {files} for mesh {plan.mesh}"
+
+    def rehearsal(self, plan: ReshardPlan) -> Iterator[str]:
+        """What will be read, written and held in memory, in all and for each file."""
+        files = list(forecast.files(plan))
+        sources = render.counted(len(forecast.sources(plan)), "file")
+        yield f"{self._what(plan)}; not written (--dry-run)"
+        yield from render.facts(
+            (
+                ("Mesh", f"{plan.mesh} ({plan.mesh.size} ranks): {self._placements()}"),
+                ("Engine", f"{self.request.engine}, {self._processes()}"),
+                ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
+                ("Writes", format_size(plan.nbytes)),
+                ("Memory", f"about {format_size(self._memory(plan))} a process"),
+                ("Free", f"{format_size(output.free_space(self.job.out))} where OUT will be"),
+            )
+        )
+        yield ""
+        yield from render.columns(
+            _HEADER,
+            [
+                (
+                    render.printable(file.path),
+                    format_size(file.nbytes),
+                    f"{file.boxes:,}",
+                    format_size(file.read),
+                    render.counted(file.sources, "file"),
+                )
+                for file in files
+            ],
+            align="lrrrr",
+            width=render.terminal_width(),
+        )
+
+    def _placements(self) -> str:
+        options = self.job.options
+        placements = options.placements or default_placements(options.mesh)
+        return ", ".join(map(str, placements))
+
+    def _processes(self) -> str:
+        threads = render.counted(self.job.write.threads, "thread")
+        here = environment.place()
+        if here is not None:
+            return f"{render.counted(here.world_size, 'rank')} with {threads} each"
+        if self.request.workers > 1:
+            return f"{self.request.workers} workers with {threads} each"
+        return f"one process with {threads}"
+
+    def _memory(self, plan: ReshardPlan) -> int:
+        engine, workers = self.request.engine, self.request.workers
+        return forecast.peak_memory(plan, self.job, engine=engine, workers=workers)
+
+    def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
+        """All of it as one JSON object."""
+        names = plan.mesh.dim_names
+        return {
+            "schema": "ckpt-tools/reshard/1",
+            "output": self.job.out,
+            "written": not dry_run,
+            "engine": self.request.engine,
+            "format": self.job.options.format,
+            "mesh": {
+                "shape": list(plan.mesh.shape),
+                "dim_names": None if names is None else list(names),
+                "placements": self._placements(),
+            },
+            "tensors": len(plan.targets),
+            "nbytes": plan.nbytes,
+            "peak_memory": self._memory(plan),
+            "files": [
+                {
+                    "path": file.path,
+                    "nbytes": file.nbytes,
+                    "boxes": file.boxes,
+                    "read": file.read,
+                    "sources": file.sources,
+                }
+                for file in forecast.files(plan)
+            ],
+            "notes": list(plan.notes),
+        }

@@ -1,0 +1,101 @@
+"""The engine `copy`: byte ranges to byte ranges, in this process, in workers, or in a job's ranks.
+
+However many processes take part, the bytes are the same: the plan alone says what they are. The
+ranks of a job need a file system that all of them see, and talk only to start and to end together.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+from ckpt_tools.distributed.group import Group
+from ckpt_tools.distributed.job import Job
+from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.plan import FilePlan
+from ckpt_tools.reshard import CarryOut, ReshardPlan, plan_reshard, reshard
+
+
+def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPlan:
+    """`reshard` with the threads of this process, or with several workers on this machine.
+
+    Raises what `reshard` raises, and WriteError when a worker dies.
+    """
+
+    def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
+        order = _order(job, plans, folder, count=workers)
+        if workers == 1:
+            write_share(order, 0, on_bytes=job.on_bytes)
+        else:
+            write_with_workers(order, on_bytes=job.on_bytes)
+
+    return reshard(index, job.out, options=job.options, write=job.write, carry_out=carry_out)
+
+
+def reshard_as_group(group: Group, index: CheckpointIndex, job: Job) -> ReshardPlan:
+    """`reshard` by all ranks of a job: rank 0 makes and renames the folder, all fill it.
+
+    Raises what `reshard` raises, on all ranks the same.
+    """
+
+    def share(plans: Sequence[FilePlan], folder: str) -> None:
+        require_same_plan(group, plans)
+        order = _order(job, plans, folder, count=group.size)
+        write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
+        group.meet()
+
+    with group.together():
+        return lead_or_follow(group, index, job, share=share)
+
+
+def lead_or_follow(
+    group: Group, index: CheckpointIndex, job: Job, *, share: CarryOut
+) -> ReshardPlan:
+    """Plan on every rank, and do its ``share`` in the folder that rank 0 makes and renames."""
+    if group.rank == 0:
+        return reshard(index, job.out, options=job.options, write=job.write, carry_out=share)
+    plan = plan_reshard(index, job.options)
+    share(plan.files, job.partial)
+    return plan
+
+
+def _order(job: Job, plans: Sequence[FilePlan], folder: str, *, count: int) -> Order:
+    return Order(tuple(plans), folder, count, job.write.threads, job.write.max_memory)
+
+
+def require_same_plan(group: Group, plans: Sequence[FilePlan]) -> None:
+    """Raise UnreadableError when a rank has planned other files than rank 0.
+
+    The ranks have then not seen the same checkpoint: one is out of date, or a disk is not shared.
+    """
+    mine = digest(plans)
+    error = None
+    if group.tell(mine) != mine:
+        error = UnreadableError(
+            "This rank finds another checkpoint than rank 0 does.",
+            hint="All nodes must see the same files. Is the path on a node's own disk?",
+        )
+    group.meet(error)
+
+
+def digest(plans: Sequence[FilePlan]) -> str:
+    """A short text that differs when plans of different files, lengths, boxes or literals do."""
+    crc = 0
+    for plan in plans:
+        facts = (plan.path, plan.length, [item.offset for item in plan.items])
+        crc = zlib.crc32(repr(facts).encode(), crc)
+        for offset, data in plan.literals:
+            crc = zlib.crc32(data, zlib.crc32(str(offset).encode(), crc))
+    return f"{crc:08x} of {len(plans)}"
+
+
+def watchful(group: Group, on_bytes: Callable[[int], None]) -> Callable[[int], None]:
+    """The same, and stops this rank soon after another has failed."""
+
+    def moved(nbytes: int) -> None:
+        group.look_around()
+        on_bytes(nbytes)
+
+    return moved

@@ -1,0 +1,151 @@
+"""The engine `dcp`: torch's own distributed checkpoint, with one rank for each of the target's.
+
+Every rank makes empty DTensors in the new placement, `dcp.load` fills them, `dcp.save` writes them:
+what a training job would do, without its model. Each rank holds its own shards, all at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ckpt_tools.distributed import devices
+from ckpt_tools.distributed.copy_engine import lead_or_follow, require_same_plan
+from ckpt_tools.distributed.group import Group
+from ckpt_tools.distributed.job import Job
+from ckpt_tools.errors import UnreadableError, UnsupportedError, UsageError, WriteError
+from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.layout import Mesh
+from ckpt_tools.plan import FilePlan, Target
+from ckpt_tools.reshard import ReshardPlan, plan_reshard
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+_COPY_DOES_IT = "--engine copy does it: it reads every format, and needs no torchrun."
+
+
+def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPlan:
+    """`reshard` by torch's own `dcp.load` and `dcp.save`.
+
+    Raises what `reshard` raises; UsageError when the job has not one rank for each of the target
+    mesh, UnsupportedError when torch cannot load the source or would place a shard wrong.
+    """
+    mesh = job.options.mesh
+    with group.together():
+        refuse(index, job, world_size=group.size)
+        plan = plan_reshard(index, job.options)
+        with devices.process_group(group) as device_type:
+
+            def load_and_save(plans: Sequence[FilePlan], folder: str) -> None:
+                require_same_plan(group, plans)
+                placed = _Placed(mesh, device_type, group)
+                state = placed.empty(plan.targets)
+                _load_and_save(state, index, plan, folder)
+                job.on_bytes(sum(p.length for p in plans[group.rank :: group.size]))
+                group.meet()
+
+            return lead_or_follow(group, index, job, share=load_and_save)
+
+
+def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
+    """Raise UnsupportedError or UsageError for what torch's own functions cannot do."""
+    devices.require_world(world_size, job.options.mesh, engine="dcp", whose="the target mesh")
+    if job.options.format != "dcp":
+        raise UsageError(
+            f"--engine dcp writes --format dcp, not {job.options.format}.", hint=_COPY_DOES_IT
+        )
+    if index.format != "dcp" or not os.path.exists(os.path.join(index.root, ".metadata")):
+        raise UnsupportedError(
+            f"{index.root} is no DCP directory with a .metadata, so dcp.load cannot read it.",
+            hint=_COPY_DOES_IT,
+        )
+    codecs = {chunk.codec for entry in index.tensors for chunk in entry.chunks[:1]}
+    foreign = sorted(codec for codec in codecs if codec not in (None, "torch.save"))
+    if foreign:
+        raise UnsupportedError(
+            f"{index.root} holds {', '.join(foreign)} items, which dcp.load may not read.",
+            hint=_COPY_DOES_IT,
+        )
+
+
+class _Placed:
+    """Makes empty tensors in their new placement on torch's own mesh."""
+
+    def __init__(self, mesh: Mesh, device_type: str, group: Group) -> None:
+        self._mesh = devices.device_mesh(mesh, device_type)
+        self._device_type = device_type
+        self._rank = group.rank
+
+    def empty(self, targets: Sequence[Target]) -> dict[str, torch.Tensor]:
+        """One tensor for each target, by name: a DTensor, or a plain one where all hold all."""
+        return {target.fqn: self._empty(target) for target in targets}
+
+    def _empty(self, target: Target) -> torch.Tensor:
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        from ckpt_tools.geometry import row_major_strides
+
+        shape, layout = target.entry.shape, target.layout
+        dtype = devices.torch_dtype(target.dtype.name)
+        if layout is None:
+            return torch.empty(shape, dtype=dtype, device=self._device_type)
+        mesh = self._mesh_of(layout.mesh, target.fqn)
+        sizes = devices.check_box(layout, shape, mesh, fqn=target.fqn, rank=self._rank)
+        local = torch.empty(sizes, dtype=dtype, device=self._device_type)
+        return DTensor.from_local(
+            local,
+            mesh,
+            devices.placements_of(layout),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=row_major_strides(shape),
+        )
+
+    def _mesh_of(self, mesh: Mesh, fqn: str) -> DeviceMesh:
+        if mesh.shape != tuple(self._mesh.shape):
+            raise UnsupportedError(
+                f"{fqn} lies on a mesh of its own, {mesh}, and not on the target's.",
+                hint=_COPY_DOES_IT,
+            )
+        return self._mesh
+
+
+def _load_and_save(
+    state: dict[str, torch.Tensor], index: CheckpointIndex, plan: ReshardPlan, folder: str
+) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from ckpt_tools.distributed.dcp_planners import LoadPlanner, Opaque, SavePlanner, Writer
+
+    chosen = {item.fqn for file in plan.files for item in file.items}
+    objects = [entry for entry in index.objects if entry.fqn in chosen]
+    whole: dict[str, object] = {**state, **{entry.fqn: Opaque() for entry in objects}}
+    with _told(UnreadableError, f"dcp.load of {index.root}"):
+        load(whole, storage_reader=FileSystemReader(index.root), planner=LoadPlanner())
+    paths = {target.fqn: target.path for target in plan.targets}
+    paths |= {entry.fqn: entry.path for entry in objects}
+    with _told(WriteError, f"dcp.save to {folder}"):
+        save(whole, storage_writer=Writer(folder), planner=SavePlanner(paths))
+
+
+@contextmanager
+def _told(kind: type[UnreadableError | WriteError], what: str) -> Iterator[None]:
+    """Tell in one line what torch raises for all ranks together, with a traceback of each."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (failure, _) = min(error.failures.items())
+        lines = str(failure).splitlines() or [""]
+        raise kind(
+            f"{what} failed on rank {rank}: {type(failure).__name__}: {lines[0]}",
+            hint="--engine copy does the same without torch, and says more of what is wrong.",
+        ) from error

@@ -1,0 +1,135 @@
+"""torch's own process group and device mesh, on the devices that are there: NCCL or gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ckpt_tools.distributed.group import Group
+from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.layout import Layout, Mesh, Replicate, Shard
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@contextmanager
+def process_group(group: Group) -> Iterator[str]:
+    """Torch's default process group for as long as the block lasts; gives the device type.
+
+    NCCL on GPUs when this machine has one for each of its ranks, else gloo on CPUs. All ranks must
+    find the same. Collectives of objects go through gloo in both cases.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    place = group.place
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
+    found = "cuda" if enough and dist.is_nccl_available() else "cpu"
+    device_type = group.tell(found)
+    error = None
+    if device_type != found:
+        error = UsageError(f"This rank has {found} devices, and rank 0 has {device_type}.")
+    group.meet(error)
+    if device_type == "cuda":
+        torch.cuda.set_device(place.local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        store=PrefixStore("torch", group.store),  # type: ignore[arg-type]
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    try:
+        yield device_type
+    finally:
+        dist.destroy_process_group()
+
+
+def require_world(world_size: int, mesh: Mesh, *, engine: str, whose: str) -> None:
+    """Raise UsageError unless the job has exactly as many ranks as a mesh.
+
+    ``whose`` says what mesh it is, for a person.
+    """
+    if world_size == mesh.size:
+        return
+    raise UsageError(
+        f"--engine {engine} needs one rank for each of {whose}'s {mesh.size} ({mesh}); "
+        f"this job has {world_size}.",
+        hint=f"torchrun --nproc-per-node {mesh.size} -m ckpt_tools reshard … --engine {engine}, "
+        "or --engine copy, which any number of ranks can do.",
+    )
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """Torch's mesh of all ranks of the job, numbered row-major."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = mesh.dim_names or tuple(f"dim{i}" for i in range(len(mesh.shape)))
+    return init_device_mesh(device_type, mesh.shape, mesh_dim_names=names)
+
+
+def placements_of(layout: Layout) -> list[Placement]:
+    """Torch's placements for a layout; a cut that comes after one to its right is strided.
+
+    Raises UnsupportedError for an order of cuts that torch has no placement for.
+    """
+    from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
+    from torch.distributed.tensor.placement_types import Shard as TorchShard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    found: list[Placement] = []
+    for mesh_dim, placement in enumerate(layout.placements):
+        if isinstance(placement, Replicate):
+            found.append(TorchReplicate())
+            continue
+        factor = _split_factor(layout, mesh_dim, placement)
+        if factor == 1:
+            found.append(TorchShard(placement.dim))
+        else:
+            found.append(_StridedShard(placement.dim, split_factor=factor))
+    return found
+
+
+def _split_factor(layout: Layout, mesh_dim: int, placement: Shard) -> int:
+    """Into how many parts mesh dimensions to the right have cut before this one does."""
+    factor = 1
+    for other in layout.order[: layout.order.index(mesh_dim)]:
+        if layout.placements[other] == placement and other > mesh_dim:
+            factor *= layout.mesh.shape[other]
+    return factor
+
+
+def check_box(
+    layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh, *, fqn: str, rank: int
+) -> tuple[int, ...]:
+    """The sizes of this rank's shard, when torch computes the same box as the layout does.
+
+    Raises UnsupportedError when it does not: its own loader would then be wrong.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements = placements_of(layout)
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    box = layout.box(shape, layout.mesh.coordinate(rank))
+    same = tuple(sizes) == box.sizes and (0 in box.sizes or tuple(offsets) == box.offsets)
+    if not same:
+        raise UnsupportedError(
+            f"{fqn}: torch places {tuple(sizes)} at {tuple(offsets)} on rank {rank} for "
+            f"({layout}) of {list(shape)}, where {box} is right.",
+            hint="--engine copy, which needs no DTensors.",
+        )
+    return box.sizes
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Torch's element type of this name. Raises UnsupportedError when this torch has none."""
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedError(f"torch {torch.__version__} has no element type {name}.")
+    return found

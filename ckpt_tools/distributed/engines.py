@@ -1,0 +1,101 @@
+"""The three engines of `reshard`, and who carries them out: this process, workers, or ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckpt_tools import output
+from ckpt_tools.distributed import copy_engine, environment
+from ckpt_tools.distributed.environment import Place
+from ckpt_tools.distributed.group import Group
+from ckpt_tools.distributed.job import Job
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.reshard import ReshardPlan, plan_reshard
+
+Engine = Literal["copy", "dcp", "gather"]
+ENGINES: tuple[Engine, ...] = ("copy", "dcp", "gather")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Which checkpoint, by which engine; ``workers`` are processes started here, 1 for none."""
+
+    ckpt: str
+    engine: Engine = "copy"
+    workers: int = 1
+    read: ReadOptions = field(default_factory=ReadOptions)
+
+
+def reshard_by(request: Request, job: Job) -> ReshardPlan:
+    """Do the job, with all ranks when this process is one of a torchrun job's.
+
+    Raises what `reshard` raises, and UsageError when the engine and the processes do not fit. On
+    every rank of a job the same error is raised.
+    """
+    place = environment.place()
+    if place is None:
+        _refuse_alone(request, job)
+        index = read_index(request.ckpt, options=request.read)
+        return copy_engine.reshard_here(index, job, workers=request.workers)
+    group = _group(place, request)
+    if request.engine == "gather":
+        from ckpt_tools.distributed import gather_engine  # numpy comes with it
+
+        return gather_engine.reshard_by_gather(group, request.ckpt, job, read=request.read)
+    with group.together():
+        index = read_index(request.ckpt, options=request.read)
+    if request.engine == "copy":
+        return copy_engine.reshard_as_group(group, index, job)
+    from ckpt_tools.distributed import dcp_engine
+
+    return dcp_engine.reshard_by_dcp(group, index, job)
+
+
+def rehearse(request: Request, job: Job) -> ReshardPlan:
+    """Plan the job and refuse what it would refuse, but write nothing.
+
+    Without the engine `gather`, rank 0 of a torchrun job does so for all: no rank waits for it.
+    """
+    output.refuse_existing(job.out, force=job.write.force)
+    place = environment.place()
+    if place is None:
+        _refuse_alone(request, job)
+    if place is not None and request.engine == "gather":
+        from ckpt_tools.distributed import gather_engine
+
+        group = _group(place, request)
+        plan = gather_engine.plan_by_gather(group, request.ckpt, job, read=request.read)
+    else:
+        index = read_index(request.ckpt, options=request.read)
+        if place is not None and request.engine == "dcp":
+            from ckpt_tools.distributed import dcp_engine
+
+            dcp_engine.refuse(index, job, world_size=place.world_size)
+        plan = plan_reshard(index, job.options)
+    output.check_space(job.out, plan.files)
+    return plan
+
+
+def _group(place: Place, request: Request) -> Group:
+    if request.workers > 1:
+        raise UsageError(
+            f"-j {request.workers} starts workers of its own, but this is a torchrun job, whose "
+            f"{place.world_size} ranks are the workers.",
+            hint="Leave -j out, or run without torchrun.",
+        )
+    return Group.join(place)
+
+
+def _refuse_alone(request: Request, job: Job) -> None:
+    """Raise UsageError for an engine that needs a torchrun job."""
+    if request.engine == "copy":
+        return
+    ranks = job.options.mesh.size if request.engine == "dcp" else "N"
+    whose = "the target mesh" if request.engine == "dcp" else "the source: N is their number"
+    raise UsageError(
+        f"--engine {request.engine} needs a torchrun job with one rank for each of {whose}.",
+        hint=f"torchrun --nproc-per-node {ranks} -m ckpt_tools reshard … --engine {request.engine}"
+        ", or --engine copy, which needs none.",
+    )

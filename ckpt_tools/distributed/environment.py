@@ -1,0 +1,75 @@
+"""Where this process stands in a torchrun job, told by its environment alone. It needs no torch.
+
+Rank 0 speaks for all ranks. The others are silent, since ten thousand ranks would say the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# What torchrun (and any launcher that does as it does) gives to each of its processes.
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# Commands whose work is shared between the ranks; any other is done by rank 0 alone.
+SHARED_COMMANDS = frozenset({"reshard"})
+
+
+class Place(NamedTuple):
+    """Which of the job's ranks this process is, and which of those on its own machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def place() -> Place | None:
+    """Where this process stands in a torchrun job, or None when it is in none."""
+    if any(name not in os.environ for name in _NEEDED):
+        return None
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ["LOCAL_RANK"])
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    except ValueError:
+        return None
+    return Place(rank, world_size, local_rank, local_world_size)
+
+
+def let_rank_0_speak(arguments: Sequence[str]) -> None:
+    """End or silence this process when it is a rank above 0 of a torchrun job.
+
+    ``arguments`` are those of the command line. A command that the ranks do not share ends here
+    with exit code 0: rank 0 does it, and its exit code is the job's.
+    """
+    here = place()
+    if here is None or here.rank == 0:
+        return
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    if command not in SHARED_COMMANDS:
+        raise SystemExit(0)
+    _silence()
+    atexit.register(let_it_finish)
+
+
+def let_it_finish() -> None:
+    """Wait a second: rank 0 has found the same fault, and torchrun ends it when another rank ends.
+
+    A rank that has joined the others waits for rank 0 itself, and takes this off.
+    """
+    time.sleep(1)
+
+
+def _silence() -> None:
+    """Send stdout and stderr nowhere, whoever writes to them (torch's own C++ code does, too)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)

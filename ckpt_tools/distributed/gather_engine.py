@@ -1,0 +1,134 @@
+"""The engine `gather`: one rank for each of the source's, and each opens its own files alone.
+
+The files may lie on disks of the ranks' own nodes. Headers are exchanged, so that every rank plans
+the same; then one tensor at a time is put together by torch from DTensors on the source's mesh,
+and each rank writes its part of the output. Memory is that of one tensor, whatever the model.
+
+What torch puts together is checked: each rank finds its own shard, bit for bit, in the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from ckpt_tools.distributed import devices
+from ckpt_tools.distributed.copy_engine import lead_or_follow, require_same_plan
+from ckpt_tools.distributed.gathering import Gathering, Source
+from ckpt_tools.distributed.group import Group
+from ckpt_tools.distributed.job import Job
+from ckpt_tools.distributed.pieces import PieceWriter
+from ckpt_tools.distributed.workers import Order, write_share
+from ckpt_tools.errors import CkptError, UnsupportedError
+from ckpt_tools.files import Files
+from ckpt_tools.formats import rank_exchange
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.rank_exchange import RankHeaders
+from ckpt_tools.formats.rank_names import Family
+from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.layout import Mesh
+from ckpt_tools.plan import FilePlan, WriteItem
+from ckpt_tools.reshard import ReshardPlan, plan_reshard
+
+T = TypeVar("T")
+
+
+def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:
+    """`reshard` from rank files that only their own ranks can open.
+
+    Raises what `reshard` raises; UsageError when the job has not one rank for each of the source,
+    IncompleteError when a rank does not find its files.
+    """
+    with group.together(), devices.process_group(group) as device_type:
+        index, headers = _exchange(group, ckpt, read)
+
+        def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
+            require_same_plan(group, plans)
+            cut = frozenset(entry.fqn for entry in index.tensors if entry.layout is not None)
+            _begin(group, plans, folder)
+            mine = _uncut(plans, cut, headers=headers, rank=group.rank)
+            order = Order(mine, folder, 1, job.write.threads, job.write.max_memory)
+            write_share(order, 0, on_bytes=job.on_bytes)
+            with Files() as files:
+                parts = headers[group.rank].parts()
+                gathering = Gathering(group, Source(index, parts, files), device_type)
+                gathering.run(plans, cut, PieceWriter(folder, on_bytes=job.on_bytes))
+
+        return lead_or_follow(group, index, job, share=carry_out)
+
+
+def plan_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:
+    """What `reshard_by_gather` would do, and refuse; nothing is written."""
+    with group.together(), devices.process_group(group):
+        index, _ = _exchange(group, ckpt, read)
+        return plan_reshard(index, job.options)
+
+
+def _exchange(
+    group: Group, ckpt: str, read: ReadOptions
+) -> tuple[CheckpointIndex, list[RankHeaders]]:
+    """The index of all ranks' files, and the headers of each rank, from own files alone."""
+    families = rank_exchange.families_of(_exchanged(rank_exchange.listing(ckpt)), where=ckpt)
+    source = Mesh((rank_exchange.world_size(families),))
+    devices.require_world(group.size, source, engine="gather", whose="the source")
+    headers = _exchanged(_own_headers(group, families, ckpt, read))
+    return rank_exchange.joined_index(ckpt, headers, families), headers
+
+
+def _exchanged(mine: T) -> list[T]:
+    """What each rank has, in the order of the ranks."""
+    import torch.distributed as dist
+
+    found: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return [one for one in found if one is not None]
+
+
+def _own_headers(
+    group: Group, families: Sequence[Family], ckpt: str, read: ReadOptions
+) -> RankHeaders:
+    """This rank's headers, when every rank has read its own."""
+    try:
+        headers = rank_exchange.read_headers(families, rank=group.rank, where=ckpt, options=read)
+    except CkptError as error:
+        group.meet(error)
+        raise
+    group.meet()
+    return headers
+
+
+def _begin(group: Group, plans: Sequence[FilePlan], folder: str) -> None:
+    """Rank 0 makes every file with its length, and all that is known of it already."""
+    if group.rank == 0:
+        bare = tuple(plan._replace(items=()) for plan in plans)
+        write_share(Order(bare, folder, 1, 1, 1 << 20), 0, on_bytes=_ignore)
+    group.meet()
+
+
+def _ignore(nbytes: int) -> None:
+    """Take the news and do nothing."""
+
+
+def _uncut(
+    plans: Sequence[FilePlan], cut: frozenset[str], *, headers: Sequence[RankHeaders], rank: int
+) -> tuple[FilePlan, ...]:
+    """What a rank is to copy of plain tensors and objects: that which was found in its files."""
+    owners = {path: one.rank for one in headers for path in one.sizes}
+    mine = []
+    for plan in plans:
+        items = [i for i in plan.items if i.fqn not in cut and _owner(i, owners) == rank]
+        if items:
+            mine.append(plan._replace(literals=(), items=tuple(items)))
+    return tuple(mine)
+
+
+def _owner(item: WriteItem, owners: Mapping[str, int]) -> int:
+    """The rank that can read what an item needs."""
+    ranks = {owners.get(read.chunk.data.path) for read in item.reads}
+    if len(ranks) > 1 or None in ranks:
+        raise UnsupportedError(
+            f"{item.fqn}: no rank alone has all of it, and it is no DTensor.",
+            hint="Bring all rank files into one folder, and use --engine copy.",
+        )
+    rank = next(iter(ranks), 0)
+    return 0 if rank is None else rank

@@ -1,0 +1,196 @@
+"""Puts DTensors together, one at a time, out of the shards that the ranks hold.
+
+Shards travel as bytes (a last dimension holds those of one element), so that every element type
+does, to the bit. What torch gives is compared with the rank's own shard before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np  # noqa: TID253 - only the engine `gather` comes here
+
+from ckpt_tools import formats
+from ckpt_tools.distributed import devices
+from ckpt_tools.distributed.group import Group
+from ckpt_tools.distributed.pieces import PieceWriter, packed
+from ckpt_tools.errors import CheckpointError, CkptError, UnreadableError, UnsupportedError
+from ckpt_tools.files import Files
+from ckpt_tools.formats.rank_parts import Part
+from ckpt_tools.gather import read_array
+from ckpt_tools.geometry import Box, row_major_strides
+from ckpt_tools.index import CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.layout import Layout, Mesh, Placement, Replicate
+from ckpt_tools.plan import FilePlan, WriteItem
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ckpt_tools.distributed.pieces import Bytes
+
+# Ranks ask each other for errors after so many bytes: a rank that fails goes on until then, so that
+# no other waits for it in a collective.
+_MEET_EVERY = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The whole checkpoint as an index, and this rank's own part of each tensor."""
+
+    index: CheckpointIndex
+    parts: dict[str, Part]
+    files: Files
+
+    def layout(self, entry: TensorEntry) -> Layout:
+        """The layout of a tensor on the mesh of all ranks. Raises UnsupportedError."""
+        mesh = self.index.mesh
+        found = None
+        if mesh is not None and entry.layout is not None:
+            found = on_mesh(entry.layout, mesh)
+        if found is None:
+            raise UnsupportedError(
+                f"{entry.fqn}: its mesh is not that of all ranks, nor a named part of it.",
+                hint="Bring all rank files into one folder, and use --engine copy.",
+            )
+        return found
+
+    def shard(self, entry: TensorEntry, box: Box) -> bytearray:
+        """The bytes of this rank's shard, row-major, which must be those of ``box``.
+
+        Raises CheckpointError when the file holds another box, and what reading raises.
+        """
+        part = self.parts.get(entry.fqn)
+        if part is None or (part.box != box and part.box.numel + box.numel > 0):
+            raise UnreadableError(f"{entry.fqn}: this rank's file does not hold {box}.")
+        chunk = Chunk(part.box, part.data, strides=part.strides, codec=part.codec)
+        alone = TensorEntry(
+            entry.fqn, entry.path, entry.section, entry.dtype, entry.shape, (chunk,)
+        )
+        lone = CheckpointIndex(self.index.root, self.index.format, (alone,))
+        located = formats.locate(lone, self.files)
+        located.require_whole()
+        return read_array(located.tensors[0], part.box, files=self.files)
+
+
+def on_mesh(layout: Layout, mesh: Mesh) -> Layout | None:
+    """The same layout on a mesh that has more dimensions: along those, every rank holds the same.
+
+    None when the names of the dimensions do not say which they are.
+    """
+    if layout.mesh.shape == mesh.shape:
+        return Layout(mesh, layout.placements, layout.order)
+    few, many = layout.mesh.dim_names, mesh.dim_names
+    if few is None or many is None or not set(few) <= set(many):
+        return None
+    at = {name: dim for dim, name in enumerate(many)}
+    placements: list[Placement] = [Replicate() for _ in many]
+    for name, size, placement in zip(few, layout.mesh.shape, layout.placements, strict=True):
+        if mesh.shape[at[name]] != size:
+            return None
+        placements[at[name]] = placement
+    order = [at[few[dim]] for dim in layout.order]
+    rest = [dim for dim in range(len(many)) if dim not in order]
+    return Layout(mesh, tuple(placements), (*order, *rest))
+
+
+class Gathering:
+    """Puts tensors together and has this rank's part of them written; all ranks do it in step."""
+
+    def __init__(self, group: Group, source: Source, device_type: str) -> None:
+        self._group = group
+        self._source = source
+        self._device_type = device_type
+        self._mesh: DeviceMesh | None = None
+
+    def run(self, plans: Sequence[FilePlan], cut: frozenset[str], writer: PieceWriter) -> None:
+        """Write every item of the tensors in ``cut``: rank r those of files r, r + size, ….
+
+        Raises the error of the first rank that has one.
+        """
+        wanted: dict[str, list[WriteItem]] = {}
+        for number, plan in enumerate(plans):
+            for item in plan.items:
+                if item.fqn in cut:
+                    mine = wanted.setdefault(item.fqn, [])
+                    mine += [item] if number % self._group.size == self._group.rank else []
+        error: CkptError | None = None
+        untold = 0
+        for fqn in sorted(wanted):
+            entry = self._source.index.tensor(fqn)
+            if entry is None:
+                continue
+            error = self._do(entry, wanted[fqn], writer, error)
+            untold += entry.nbytes
+            if untold >= _MEET_EVERY:
+                self._group.meet(error)
+                untold = 0
+        self._group.meet(error)
+
+    def _do(
+        self,
+        entry: TensorEntry,
+        items: Sequence[WriteItem],
+        writer: PieceWriter,
+        error: CkptError | None,
+    ) -> CkptError | None:
+        """Put one tensor together and write items of it; gives the first error so far."""
+        layout = self._source.layout(entry)  # all ranks find the same, so all raise or none does
+        box = layout.box(entry.shape, layout.mesh.coordinate(self._group.rank))
+        shard = bytearray(box.numel * entry.dtype.itemsize)
+        try:
+            shard = self._source.shard(entry, box)
+        except CkptError as failure:
+            error = error or failure
+        whole = self._whole(entry, layout, box, shard)
+        if error is not None:
+            return error
+        try:
+            _check(entry, whole, box, shard)
+            for item in items:
+                writer.write(item, whole)
+        except CkptError as failure:
+            return failure
+        return None
+
+    def _whole(self, entry: TensorEntry, layout: Layout, box: Box, shard: bytearray) -> Bytes:
+        """The bytes of the whole tensor, of shape (…, itemsize)."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        size = entry.dtype.itemsize
+        local = torch.empty((*box.sizes, size), dtype=torch.uint8)
+        if shard:
+            local = torch.frombuffer(shard, dtype=torch.uint8).view(*box.sizes, size)
+        shape = (*entry.shape, size)
+        tensor = DTensor.from_local(
+            local.to(self._device_type),
+            self._mesh_of(layout.mesh),
+            devices.placements_of(layout),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=row_major_strides(shape),
+        )
+        whole: torch.Tensor = tensor.full_tensor()
+        return np.asarray(whole.cpu().numpy(), dtype=np.uint8)
+
+    def _mesh_of(self, mesh: Mesh) -> DeviceMesh:
+        if mesh.size != self._group.size:
+            raise UnsupportedError(
+                f"The files' mesh {mesh} has {mesh.size} ranks, but {self._group.size} saved them.",
+                hint="Bring all rank files into one folder, and use --engine copy.",
+            )
+        if self._mesh is None:
+            self._mesh = devices.device_mesh(mesh, self._device_type)
+        return self._mesh
+
+
+def _check(entry: TensorEntry, whole: Bytes, box: Box, shard: bytearray) -> None:
+    """Raise CheckpointError unless the whole tensor holds this rank's shard where it belongs."""
+    if whole.shape[:-1] != entry.shape or packed(whole, box) != shard:
+        raise CheckpointError(
+            f"{entry.fqn}: torch's full_tensor does not hold this rank's shard at {box}.",
+            hint="Bring all rank files into one folder, and use --engine copy.",
+        )

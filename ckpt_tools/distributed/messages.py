@@ -1,0 +1,33 @@
+"""Errors as text, for other processes: what failed in one of them is told by another."""
+
+from __future__ import annotations
+
+import json
+
+from ckpt_tools import errors
+from ckpt_tools.errors import CkptError
+
+
+def encode(error: BaseException) -> str:
+    """An error as one line of JSON; one that is not ours is told as a fault of ckpt-tools."""
+    if not isinstance(error, CkptError):
+        error = _told(error)
+    facts = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+    return json.dumps(facts)
+
+
+def decode(text: str) -> CkptError:
+    """The error that `encode` told of, of the same class where the tree of errors has it."""
+    facts = json.loads(text)
+    kind = getattr(errors, facts["kind"], CkptError)
+    error = kind(facts["message"], hint=facts["hint"])
+    return error if isinstance(error, CkptError) else CkptError(facts["message"])
+
+
+def _told(error: BaseException) -> CkptError:
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return CkptError(f"{where}{error.strerror or error}.")
+    if isinstance(error, KeyboardInterrupt):
+        return CkptError("Stopped.")
+    return CkptError(f"ckpt-tools itself failed: {type(error).__name__}: {error}")

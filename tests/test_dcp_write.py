@@ -255,6 +255,16 @@ def test_the_bytes_of_an_archive_are_kept_though_its_value_is_known(tmp_path: Pa
     assert (tmp_path / "out" / "__0_0.distcp").read_bytes() == stream.getvalue()
 
 
+def test_an_optimizers_numbers_are_text_in_the_paths_as_torch_flattens_them(tmp_path: Path) -> None:
+    paths = {"state.0.step": ("state", 0, "step"), "param_groups.0.lr": ("param_groups", 0, "lr")}
+    objects = [value_object(fqn, 1, path=path) for fqn, path in paths.items()]
+    write_plans(plan([], objects, world_size=1), tmp_path)
+    assert metadata(tmp_path).planner_data == {
+        "state.0.step": ("state", "0", "step"),
+        "param_groups.0.lr": ("param_groups", 0, "lr"),
+    }
+
+
 def test_an_object_without_bytes_and_value_is_refused() -> None:
     opaque = ObjectEntry("args", ("args",), "other", ByteRange("x", 0, 9), type_name="a.B")
     with pytest.raises(UnsupportedError, match=r"args: an object of type a\.B"):

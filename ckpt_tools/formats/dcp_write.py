@@ -78,10 +78,21 @@ def plan_files(
         for piece in share.pieces:
             file.add_tensor(piece, sources)
     stored = [item for file in files for item in file.stored]
-    paths = {entry.fqn: planner_data.get(entry.fqn, entry.path) for entry in entries}
+    paths = {e.fqn: _flattened(planner_data.get(e.fqn, e.path)) for e in entries}
     metadata = encode_metadata(records, stored, planner_data=paths)
     plans = [file.plan() for file in files]
     return [*plans, FilePlan(".metadata", len(metadata), ((0, metadata),), ())]
+
+
+def _flattened(path: Path) -> Path:
+    """The path as torch flattens it: keys are text, only places in a list stay numbers.
+
+    Numbers right under ``state`` are keys, those of an optimizer's parameters.
+    """
+    above = ("", *path)
+    return tuple(
+        str(part) if over == "state" else part for over, part in zip(above, path, strict=False)
+    )
 
 
 def _in_order(

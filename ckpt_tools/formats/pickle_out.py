@@ -128,9 +128,9 @@ def object_node(entry: ObjectEntry) -> Node:
     """
     if not entry.opened:
         raise UnsupportedError(
-            f"{entry.fqn}: an object of type {entry.type_name or 'unknown'} cannot be moved into "
-            "one pickle with others without running its code.",
-            hint=f"Leave it out with --exclude '{entry.fqn}', or write DCP: it copies the bytes.",
+            f"{entry.fqn}: an object of type {entry.type_name or 'unknown'} was not opened, and its "
+            "bytes cannot go into this output as they are.",
+            hint=f"Leave it out with --exclude '{entry.fqn}'.",
         )
     return entry.value
 

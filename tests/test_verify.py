@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from damages import Victim, Zip, zips
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckpt_tools import formats
 from ckpt_tools.dtypes import BY_NAME
@@ -20,6 +22,7 @@ from ckpt_tools.proof import Report, bytes_to_read, verify, verify_quick
 from ckpt_tools.proof.halves import compare_halves
 from ckpt_tools.proof.holes import describe, holes
 from ckpt_tools.proof.inside import Inside, names_inside
+from ckpt_tools.proof.spans import Spans
 
 DATA = Path(__file__).parent / "data"
 CHECKPOINTS = DATA / "checkpoints"
@@ -368,3 +371,21 @@ def test_two_names_that_become_one_do_not_keep_verify_from_its_work() -> None:
         report = verify_quick(replace(index, tensors=(first, twin)), files)
     assert report.whole
     assert "are both" in report.notes[0]
+
+
+# ------------------------------------------------------------------------------------------- spans
+
+ranges = st.builds(ByteRange, st.sampled_from("ab"), st.integers(0, 30), st.integers(1, 9))
+
+
+@given(st.lists(ranges, max_size=12), ranges)
+def test_spans_find_every_range_that_meets_another(held: list[ByteRange], asked: ByteRange) -> None:
+    def bytes_of(data: ByteRange) -> set[tuple[str, int]]:
+        return {(data.path, data.offset + i) for i in range(data.length)}
+
+    expected = [i for i, data in enumerate(held) if bytes_of(data) & bytes_of(asked)]
+    assert sorted(Spans(held).meeting(asked)) == expected
+
+
+def test_nothing_meets_no_bytes() -> None:
+    assert Spans([ByteRange("a", 0, 9)]).meeting(ByteRange("a", 4, 0)) == []

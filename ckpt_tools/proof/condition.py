@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.geometry import Box
 from ckpt_tools.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
-from ckpt_tools.proof.damage import is_hit
 from ckpt_tools.proof.holes import holes
+from ckpt_tools.proof.spans import Spans
 
 
 class HurtTensor(NamedTuple):
@@ -51,12 +51,11 @@ def _owners(entry: TensorEntry, lost: Sequence[Box]) -> Iterator[int]:
 class Condition:
     """Answers what is good; ``damaged`` are ranges beyond missing and short files."""
 
-    def __init__(self, index: CheckpointIndex, damaged: Iterable[ByteRange]) -> None:
+    def __init__(self, index: CheckpointIndex, damaged: Sequence[ByteRange]) -> None:
         self._index = index
         self._lengths = {file.path: file.length for file in index.files}
-        self._damaged: dict[str, list[ByteRange]] = defaultdict(list)
-        for data in damaged:
-            self._damaged[data.path].append(data)
+        self._damaged = Spans(damaged)
+        self._damaged_files = self._damaged.files()
         self._needed: dict[str, int] = defaultdict(int)
         for entry in index.tensors:
             for chunk in entry.chunks:
@@ -68,12 +67,12 @@ class Condition:
         length = self._lengths.get(data.path, data.offset + data.length)
         if length is None or data.offset + data.length > length:
             return False
-        return not is_hit(data, self._damaged.get(data.path, ()))
+        return not self._damaged.meeting(data)
 
     def is_hurt_file(self, path: str) -> bool:
         """Whether anything that a file should hold is not good."""
         length = self._lengths.get(path, self._needed[path])
-        return length is None or length < self._needed[path] or bool(self._damaged.get(path))
+        return length is None or length < self._needed[path] or path in self._damaged_files
 
     def hurt_tensors(self, problems: Sequence[CheckpointError]) -> tuple[HurtTensor, ...]:
         """The tensors that have lost rows, and those that any problem names."""

@@ -7,8 +7,7 @@ that the bytes can be read.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import local
 from typing import NamedTuple
@@ -243,37 +242,4 @@ def _wrong_crc(data: ByteRange, name: str, found: int, told: int) -> UnreadableE
         f"{data.path}: record {name!r} (bytes {data.offset:,} to {end:,}) is damaged: "
         f"its CRC-32 is {found:08x}, the archive says {told:08x}.",
         hint="Take the file from another copy; what is in it cannot be mended.",
-    )
-
-
-class Holders:
-    """Which entries have bytes in a range of a file."""
-
-    def __init__(self, index: CheckpointIndex) -> None:
-        self._held: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-        for entry in index.tensors:
-            for chunk in entry.chunks:
-                for data in (chunk.data, *chunk.replicas):
-                    self._add(data, entry.fqn)
-        for item in index.objects:
-            self._add(item.data, item.fqn)
-
-    def _add(self, data: ByteRange, fqn: str) -> None:
-        self._held[data.path].append((data.offset, data.offset + data.length, fqn))
-
-    def of(self, data: ByteRange) -> frozenset[str]:
-        """The names of the entries that have bytes there."""
-        start, end = data.offset, data.offset + data.length
-        return frozenset(
-            fqn for a, b, fqn in self._held.get(data.path, ()) if a < end and start < b
-        )
-
-
-def is_hit(data: ByteRange, damages: Sequence[ByteRange]) -> bool:
-    """Whether any of these damaged ranges meets the data."""
-    return any(
-        data.path == other.path
-        and data.offset < other.offset + other.length
-        and other.offset < data.offset + data.length
-        for other in damages
     )

@@ -8,7 +8,7 @@ a file of this save from the same file of an older one. That is what fingerprint
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,12 +17,13 @@ from ckpt_tools.errors import CheckpointError
 from ckpt_tools.files import Files
 from ckpt_tools.formats import dcp_damage, rank_names
 from ckpt_tools.geometry import Box
-from ckpt_tools.index import CheckpointIndex, check_coverage
+from ckpt_tools.index import ByteRange, CheckpointIndex, check_coverage
 from ckpt_tools.proof.condition import Condition, HurtTensor, Rescue
-from ckpt_tools.proof.damage import Damage, Holders, Reading, is_hit, read_everything
+from ckpt_tools.proof.damage import Damage, Reading, read_everything
 from ckpt_tools.proof.halves import Halves, compare_halves
 from ckpt_tools.proof.inside import names_inside
 from ckpt_tools.proof.replicas import differing_replicas
+from ckpt_tools.proof.spans import Spans
 from ckpt_tools.proof.threads import Tally, ignore_bytes
 
 
@@ -168,9 +169,9 @@ def _told_once(
 ) -> list[CheckpointError]:
     """Problems that locating found, without those that a damage tells better."""
     known = {id(problem) for problem in index.problems}
-    ranges = [damage.data for damage in damages]
+    spans = Spans([damage.data for damage in damages])
     told = {
-        fqn for damage in bad_items for fqn in damage.error.about if not is_hit(damage.data, ranges)
+        fqn for damage in bad_items for fqn in damage.error.about if not spans.meeting(damage.data)
     }
     return [
         problem
@@ -197,11 +198,24 @@ def _about(damages: Sequence[Damage], located: CheckpointIndex) -> list[Checkpoi
     """The damages' errors, with the names of what they hurt."""
     if not damages:
         return []
-    holders = Holders(located)
+    spans = Spans([damage.data for damage in damages])
+    about: list[set[str]] = [set() for _ in damages]
+    for fqn, data in _held(located):
+        for place in spans.meeting(data):
+            about[place].add(fqn)
     return [
-        type(error)(error.message, hint=error.hint, about=sorted(holders.of(data)))
-        for data, error in damages
+        type(error)(error.message, hint=error.hint, about=sorted(fqns))
+        for (_, error), fqns in zip(damages, about, strict=True)
     ]
+
+
+def _held(index: CheckpointIndex) -> Iterator[tuple[str, ByteRange]]:
+    """Every byte range of every entry, replicas included."""
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            yield entry.fqn, chunk.data
+            yield from ((entry.fqn, data) for data in chunk.replicas)
+    yield from ((item.fqn, item.data) for item in index.objects)
 
 
 def _halves(index: CheckpointIndex) -> Halves:

@@ -128,8 +128,8 @@ def object_node(entry: ObjectEntry) -> Node:
     """
     if not entry.opened:
         raise UnsupportedError(
-            f"{entry.fqn}: an object of type {entry.type_name or 'unknown'} was not opened, and its "
-            "bytes cannot go into this output as they are.",
+            f"{entry.fqn}: an object of type {entry.type_name or 'unknown'} was not opened, and "
+            "its bytes cannot go into this output as they are.",
             hint=f"Leave it out with --exclude '{entry.fqn}'.",
         )
     return entry.value

@@ -8,6 +8,7 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from damages import Victim, Zip, zips
 from hypothesis import given
@@ -389,3 +390,27 @@ def test_spans_find_every_range_that_meets_another(held: list[ByteRange], asked:
 
 def test_nothing_meets_no_bytes() -> None:
     assert Spans([ByteRange("a", 0, 9)]).meeting(ByteRange("a", 4, 0)) == []
+
+
+boxes_in_4x5 = st.builds(
+    lambda a, b, c, d: Box((min(a, b), min(c, d)), (abs(a - b), abs(c - d))),
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.integers(0, 5),
+    st.integers(0, 5),
+)
+
+
+@given(st.lists(boxes_in_4x5, max_size=6))
+def test_holes_are_held_once_and_boxes_never(boxes: list[Box]) -> None:
+    times = np.zeros((4, 5), int)
+    covered = np.zeros((4, 5), bool)
+    for box in holes((4, 5), boxes):
+        times[_slices(box)] += 1
+    for box in boxes:
+        covered[_slices(box)] = True
+    assert (times == ~covered).all()
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))

@@ -21,12 +21,27 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
     if not shape:
         return []
     found: list[Box] = []
-    ends = {end for box in solid for end in (box.offsets[0], box.ends[0]) if 0 <= end <= shape[0]}
-    for start, end in pairwise(sorted({0, shape[0], *ends})):
-        here = {_below(box) for box in solid if box.offsets[0] <= start and box.ends[0] >= end}
-        for hole in holes(shape[1:], here):
+    waiting = sorted(solid, key=_start, reverse=True)
+    active: list[Box] = []
+    for start, end in pairwise(sorted({0, shape[0], *_edges(solid, shape[0])})):
+        active = [box for box in active if box.ends[0] > start]
+        while waiting and waiting[-1].offsets[0] <= start:
+            active.append(waiting.pop())
+        if any(box.sizes[1:] == tuple(shape[1:]) for box in active):
+            continue
+        for hole in holes(shape[1:], {_below(box) for box in active}):
             _add(found, Box((start, *hole.offsets), (end - start, *hole.sizes)))
     return found
+
+
+def _start(box: Box) -> int:
+    return box.offsets[0]
+
+
+def _edges(boxes: Sequence[Box], size: int) -> set[int]:
+    """Where boxes begin and end along the first dimension, inside of it."""
+    edges = {edge for box in boxes for edge in (box.offsets[0], box.ends[0])}
+    return {edge for edge in edges if 0 < edge < size}
 
 
 def _below(box: Box) -> Box:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SLOT = struct.Struct("<I")
 _WIDEST = 16  # bytes of the largest element
+_CAST_SCRATCH = 16  # bytes of a slab for each element that is cast in one step
 
 
 class Stopped(Exception):
@@ -236,7 +237,8 @@ class Carrier:
 
         key = item.source.name, item.target.name
         if key not in self._casters:
-            self._casters[key] = Caster(item.source, item.target)
+            block = max(1, len(self._out) // _CAST_SCRATCH)
+            self._casters[key] = Caster(item.source, item.target, block=block)
         return self._casters[key]
 
     def _sieve_of(self, item: WriteItem) -> Sieve:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Elements in one step. Smaller blocks would lie in the L2, but threads then spend their time on
 # handing the interpreter to one another between the short steps.
-_BLOCK = 128 << 10
+BLOCK = 128 << 10
 
 # How each type lies in memory, for numpy.
 _WORDS = {
@@ -43,21 +43,23 @@ _QUIET = {
 class Caster:
     """Casts buffers of one type to another; it has scratch memory, so each thread needs its own.
 
-    Raises UnsupportedError when there is no such cast.
+    It works through ``block`` elements at a time, with up to 40 bytes of scratch for each. Raises
+    UnsupportedError when there is no such cast.
     """
 
-    def __init__(self, source: DType, target: DType) -> None:
+    def __init__(self, source: DType, target: DType, *, block: int = BLOCK) -> None:
         refuse_cast(source, target)
-        self._source, self._target = source, target
-        self._step = _step(source.name, target.name)
+        self._source, self._target, self._block = source, target, block
+        self._step = _step(source.name, target.name, block)
 
     def cast(self, source: memoryview, target: memoryview) -> None:
         """Cast all elements of ``source`` (raw bytes) to the start of ``target``."""
         words = np.frombuffer(source, _WORDS[self._source.name])
         out = np.frombuffer(target, _WORDS[self._target.name], count=len(words))
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            for start in range(0, len(words), _BLOCK):
-                self._step(words[start : start + _BLOCK], out[start : start + _BLOCK])
+            for start in range(0, len(words), self._block):
+                end = start + self._block
+                self._step(words[start:end], out[start:end])
 
 
 def refuse_cast(source: DType, target: DType) -> None:
@@ -69,15 +71,15 @@ def refuse_cast(source: DType, target: DType) -> None:
         )
 
 
-def _step(source: str, target: str) -> Step:
+def _step(source: str, target: str, block: int) -> Step:
     """The cast of one block, which uses scratch memory of its own."""
     if source == "float32":
-        return _encoder(target, nan=0xFFFF)
+        return _encoder(target, block, nan=0xFFFF)
     if target == "float32":
         return _decoder(source)
     decode = _decoder(source)
-    encode = _encoder(target, nan=0xFFFF if source == "float64" else 0x7FC0)
-    middle = np.empty(_BLOCK, np.float32)
+    encode = _encoder(target, block, nan=0xFFFF if source == "float64" else 0x7FC0)
+    middle = np.empty(block, np.float32)
 
     def through_float32(words: Words, out: Words) -> None:
         part = middle[: len(words)]
@@ -138,14 +140,14 @@ def _float8_values(name: str) -> Words:
 # ------------------------------------------------------------------------------ float32 → another
 
 
-def _encoder(target: str, *, nan: int) -> Step:
+def _encoder(target: str, block: int, *, nan: int) -> Step:
     """``nan`` is what every NaN becomes in bfloat16."""
     if target == "float64":
         return _by_numpy
     if target == "float16":
         return _narrow
     if target == "bfloat16":
-        return _bfloat16_encoder(nan)
+        return _bfloat16_encoder(block, nan)
     return _Float8(target).encode
 
 
@@ -158,9 +160,9 @@ def _narrow(words: Words, out: Words) -> None:
         out.view(np.uint16)[where] = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x1FF
 
 
-def _bfloat16_encoder(nan: int) -> Step:
+def _bfloat16_encoder(block: int, nan: int) -> Step:
     """Add half of the last bit kept, a hair less when that bit is 0, and keep the upper half."""
-    scratch = np.empty(_BLOCK, np.uint32)
+    scratch = np.empty(block, np.uint32)
 
     def encode(words: Words, out: Words) -> None:
         bits, sums = words.view(np.uint32), scratch[: len(words)]

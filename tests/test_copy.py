@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import tracemalloc
 import zlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,86 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sources import DTYPES, Source, layouts, region, values
 
-from ckpt_tools import copy, tasks
-from ckpt_tools.copy import NO_JOURNAL, Journal, Share, read_array, read_box, write_files
-from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.copy import ALL, NO_JOURNAL, Journal, Share, write_files
+from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import CheckpointError, UnreadableError, UsageError, WriteError
 from ckpt_tools.files import Files
 from ckpt_tools.geometry import Box
 from ckpt_tools.index import ByteRange, Chunk, TensorEntry
-from ckpt_tools.layout import Layout, Mesh, Placement, Replicate
-from ckpt_tools.layout import Shard as Cut
 from ckpt_tools.plan import FilePlan, Finder, WriteItem
 
-DTYPES = {1: "uint8", 2: "int16", 4: "float32", 8: "int64", 16: "complex128"}
-WORDS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
-
-def values(shape: tuple[int, ...], itemsize: int, seed: int = 0) -> np.ndarray:
-    raw = np.random.default_rng(seed).bytes(int(np.prod(shape)) * itemsize)
-    return np.frombuffer(raw, WORDS[itemsize]).reshape(shape)
-
-
-def region(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
-
-
-def stored(part: np.ndarray, order: tuple[int, ...], pad: int) -> tuple[bytes, tuple[int, ...]]:
-    """The bytes of an array laid out with its dimensions in this order, rows padded; its strides."""
-    sizes = [part.shape[dim] for dim in order]
-    strides = [0] * part.ndim
-    step = 1
-    for place in reversed(range(part.ndim)):
-        strides[order[place]] = step
-        step *= sizes[place] + (pad if place else 0)
-    extent = sum((n - 1) * s for n, s in zip(part.shape, strides, strict=True)) + 1
-    memory = np.zeros(extent if part.size else 0, part.dtype)
-    if part.size:
-        steps = tuple(stride * part.itemsize for stride in strides)
-        np.ndarray(part.shape, part.dtype, memory, strides=steps)[...] = part
-    return memory.tobytes(), tuple(strides)
-
-
-@st.composite
-def layouts(draw: st.DrawFn, ndim: int) -> Layout:
-    shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    placements: list[Placement] = [
-        draw(st.sampled_from([Replicate(), *(Cut(dim) for dim in range(ndim))])) for _ in shape
-    ]
-    return Layout(
-        Mesh(tuple(shape)), tuple(placements), tuple(draw(st.permutations(range(len(shape)))))
-    )
-
-
-class Source:
-    """An entry whose chunks lie in real files, strided as drawn."""
-
-    def __init__(self, folder: str, draw: st.DrawFn, *, dtype: DType, name: str) -> None:
-        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
-        self.values = values(shape, dtype.itemsize, seed=draw(st.integers(0, 99)))
-        chunks = []
-        for rank, box in enumerate(draw(layouts(len(shape))).boxes(shape)):
-            path = os.path.join(folder, f"source-{rank % 3}")
-            order = tuple(draw(st.permutations(range(len(shape)))))
-            packed = draw(st.booleans())
-            part = self.values[region(box)]
-            data, strides = (
-                (part.tobytes(), None) if packed else stored(part, order, draw(st.integers(0, 2)))
-            )
-            with open(path, "ab") as file:
-                file.write(b"?" * draw(st.integers(0, 9)))
-                chunks.append(Chunk(box, ByteRange(path, file.tell(), len(data)), strides))
-                file.write(data)
-        self.entry = TensorEntry(name, (name,), "model", dtype, shape, tuple(chunks))
-
-
-@st.composite
-def shuffled(draw: st.DrawFn) -> object:
-    return draw
-
-
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_layout_to_any_layout_equals_numpy_slicing(data: st.DataObject) -> None:
     with TemporaryDirectory() as folder, Files() as files:
@@ -128,7 +61,7 @@ def write(
     *,
     threads: int = 2,
     slab: int = 1 << 20,
-    share: Share = copy.ALL,
+    share: Share = ALL,
     journal: Journal = NO_JOURNAL,
 ) -> int:
     """Write with slabs and tasks of this size; gives the number of bytes that were reported."""
@@ -147,3 +80,223 @@ def write(
             journal=journal,
         )
     return sum(told)
+
+
+class Notes:
+    """A journal in memory; `KeyboardInterrupt` comes after ``last`` tasks, if that is given."""
+
+    def __init__(self, known: dict[tuple[str, int], int], *, last: int | None = None) -> None:
+        self.known = known
+        self.written: list[tuple[str, int]] = []
+        self._last = last
+
+    def done(self, path: str, number: int) -> int | None:
+        return self.known.get((path, number))
+
+    def finished(self, path: str, number: int, crc: int) -> None:
+        self.known[path, number] = crc
+        self.written.append((path, number))
+        if self._last is not None and len(self.written) >= self._last:
+            raise KeyboardInterrupt
+
+
+def checked_plan(folder: Path, *, sizes: tuple[int, ...] = (5000, 0, 3, 700, 40)) -> FilePlan:
+    """Items with a literal before and after each, both with room for the item's CRC-32."""
+    items, literals, end = [], [], 0
+    for number, size in enumerate(sizes):
+        path = folder / f"source-{number}"
+        path.write_bytes(values((size,), 1, seed=number).tobytes())
+        chunk = Chunk(Box((0,), (size,)), ByteRange(str(path), 0, size))
+        entry = TensorEntry(f"t{number}", (), "model", BY_NAME["uint8"], (size,), (chunk,))
+        box = Box.whole((size,))
+        literals += [(end, b"head0000"), (end + 8 + size, b"0000foot")]
+        item = WriteItem(
+            entry.fqn, "out", end + 8, box, entry.dtype, entry.dtype, Finder(entry).reads(box)
+        )
+        items.append(item._replace(crc_at=(end + 4, end + 8 + size)))
+        end += 16 + size
+    return FilePlan("out", end, tuple(literals), tuple(items))
+
+
+def checked_bytes(plan: FilePlan) -> bytes:
+    parts = []
+    for item in plan.items:
+        raw = b"".join(Path(read.chunk.data.path).read_bytes() for read in item.reads)
+        crc = zlib.crc32(raw).to_bytes(4, "little")
+        parts += [b"head", crc, raw, crc, b"foot"]
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("slab", [16, 64, 1024, 1 << 20])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_crc_of_an_item_goes_to_its_slots(tmp_path: Path, slab: int, threads: int) -> None:
+    plan = checked_plan(tmp_path)
+    with Files() as files:
+        write([plan], str(tmp_path), files, threads=threads, slab=slab)
+    assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 20])
+def test_shares_together_write_every_byte(tmp_path: Path, count: int) -> None:
+    plan = checked_plan(tmp_path)
+    with Files() as files:
+        for index in reversed(range(count)):
+            write([plan], str(tmp_path), files, slab=64, share=Share(index, count))
+    assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
+
+
+@pytest.mark.parametrize("last", [1, 5, 19, 22])
+def test_an_interrupted_run_goes_on_from_its_journal(tmp_path: Path, last: int) -> None:
+    plan, known = checked_plan(tmp_path), {}
+    with Files() as files:
+        with pytest.raises(KeyboardInterrupt):
+            write([plan], str(tmp_path), files, slab=64, journal=Notes(known, last=last))
+        before = set(known)
+        rest = Notes(known)
+        write([plan], str(tmp_path), files, slab=64, threads=1, journal=rest)
+    assert before.isdisjoint(rest.written)
+    assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
+
+
+def test_a_run_with_nothing_left_still_puts_the_crcs(tmp_path: Path) -> None:
+    plan, known = checked_plan(tmp_path), {}
+    with Files() as files:
+        write([plan], str(tmp_path), files, slab=64, journal=Notes(known))
+        with open(tmp_path / "out", "r+b") as file:
+            file.seek(4)
+            file.write(b"????")
+        write([plan], str(tmp_path), files, slab=64, journal=Notes(known))
+    assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
+
+
+def test_every_byte_is_reported_even_when_it_was_done_before(tmp_path: Path) -> None:
+    plan, known = checked_plan(tmp_path), {}
+    plan = plan._replace(items=tuple(item._replace(crc_at=()) for item in plan.items))
+    with Files() as files, pytest.raises(KeyboardInterrupt):
+        write([plan], str(tmp_path), files, slab=64, journal=Notes(known, last=7))
+    with Files() as files:
+        told = write([plan], str(tmp_path), files, slab=64, journal=Notes(known))
+    assert told == plan.length
+
+
+@pytest.mark.parametrize("slab", [64, 1 << 20])
+def test_casts_happen_on_the_way(tmp_path: Path, slab: int) -> None:
+    numbers = [np.arange(n, dtype="<f4") / 7 for n in (1000, 3, 0, 5)]
+    path, items, at, end = tmp_path / "source", [], 0, 0
+    path.write_bytes(b"".join(part.tobytes() for part in numbers))
+    for part, name in zip(numbers, ("float64", "float16", "float32", "float16"), strict=True):
+        box = Box.whole(part.shape)
+        chunk = Chunk(box, ByteRange(str(path), at, part.nbytes))
+        entry = TensorEntry(name, (), "model", BY_NAME["float32"], part.shape, (chunk,))
+        reads = Finder(entry).reads(box)
+        items.append(WriteItem(name, "out", end, box, entry.dtype, BY_NAME[name], reads))
+        at, end = at + part.nbytes, end + part.size * BY_NAME[name].itemsize
+    with Files() as files:
+        write([FilePlan("out", end, (), tuple(items))], str(tmp_path), files, slab=slab)
+    wanted = zip(numbers, ("<f8", "<f2", "<f4", "<f2"), strict=True)
+    assert (tmp_path / "out").read_bytes() == b"".join(x.astype(y).tobytes() for x, y in wanted)
+
+
+def test_a_file_without_contents_is_made(tmp_path: Path) -> None:
+    with Files() as files:
+        write(
+            [FilePlan("sub/empty", 0, (), ()), FilePlan("zeros", 7, (), ())], str(tmp_path), files
+        )
+    assert (tmp_path / "sub/empty").read_bytes() == b""
+    assert (tmp_path / "zeros").read_bytes() == bytes(7)
+
+
+def test_a_source_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    plan = checked_plan(tmp_path)
+    (tmp_path / "source-3").write_bytes(b"?" * 9)
+    with Files() as files, pytest.raises(UnreadableError, match="source-3 is cut short"):
+        write([plan], str(tmp_path), files)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_an_output_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    plan = checked_plan(tmp_path)
+    monkeypatch.setattr(os, "pwrite", fail)
+    with Files() as files, pytest.raises(WriteError, match=f"out cannot .*{os.strerror(number)}"):
+        write([plan], str(tmp_path), files)
+
+
+def test_a_read_error_is_not_taken_for_a_write_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    plan = checked_plan(tmp_path)
+    monkeypatch.setattr(os, "preadv", fail)
+    with Files() as files, pytest.raises(UnreadableError, match=r"source-. cannot be read: Input"):
+        write([plan], str(tmp_path), files)
+
+
+def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
+    plan = checked_plan(tmp_path)
+    with Files() as files:
+        write([plan], str(tmp_path), files)
+    assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
+
+
+def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, some, offset: preadv(fd, [some[0][:7]], offset))
+    plan = checked_plan(tmp_path)
+    with Files() as files:
+        write([plan], str(tmp_path), files)
+    assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
+
+
+def test_an_error_stops_the_other_threads(tmp_path: Path) -> None:
+    plan = checked_plan(tmp_path, sizes=(1 << 20,))
+    notes = Notes({}, last=1)
+    with Files() as files, pytest.raises(KeyboardInterrupt):
+        write([plan], str(tmp_path), files, threads=4, slab=1024, journal=notes)
+    assert len(notes.written) <= 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("copy")]
+
+
+def test_a_read_that_is_missing_is_no_output(tmp_path: Path) -> None:
+    plan = checked_plan(tmp_path)
+    hole = plan.items[3]._replace(reads=())
+    items = (*plan.items[:3], hole, *plan.items[4:])
+    for slab in (64, 1 << 20):
+        with Files() as files, pytest.raises(CheckpointError, match=r"0 .*are to be read"):
+            write([plan._replace(items=items)], str(tmp_path), files, slab=slab)
+
+
+def test_too_little_memory_is_refused(tmp_path: Path) -> None:
+    with Files() as files, pytest.raises(UsageError, match="1,048,576 bytes are the least"):
+        write_files([], root=str(tmp_path), files=files, threads=1, max_memory=9, on_bytes=print)
+
+
+def test_memory_stays_small_however_large_the_tensor(tmp_path: Path) -> None:
+    size = 96 << 20
+    with open(tmp_path / "source", "wb") as file:
+        file.truncate(size)
+    chunk = Chunk(Box((0,), (size // 4,)), ByteRange(str(tmp_path / "source"), 0, size))
+    entry = TensorEntry("t", (), "model", BY_NAME["float32"], (size // 4,), (chunk,))
+    box = Box.whole(entry.shape)
+    item = WriteItem("t", "out", 0, box, entry.dtype, BY_NAME["bfloat16"], Finder(entry).reads(box))
+    plan = FilePlan("out", size // 2, (), (item,))
+    tracemalloc.start()
+    with Files() as files:
+        write_files(
+            [plan], root=str(tmp_path), files=files, threads=2, max_memory=4 << 20, on_bytes=nothing
+        )
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20  # the buffers, the casts' own blocks, and what importing numpy costs
+
+
+def nothing(nbytes: int) -> None:
+    pass

@@ -23,6 +23,10 @@ from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard
 _SAMPLES = 4
 
 
+# A shape, and each box with who saved it.
+Held = tuple[tuple[int, ...], tuple[tuple[Box, int | None], ...]]
+
+
 class Cut(NamedTuple):
     """How a tensor is cut: its shape, the boxes that hold elements, and the cut dimensions.
 
@@ -47,14 +51,44 @@ def cut_of(entry: TensorEntry) -> Cut | None:
     return Cut(shape, solid, dims) if dims and solid else None
 
 
-class Inferred(NamedTuple):
-    """A mesh, and the layouts on it that tensors speak of without a doubt, most frequent first."""
+class Inference:
+    """A mesh that boxes speak of, and the layout on it of any of its tensors.
 
-    mesh: Mesh
-    usual: tuple[Layout, ...]
+    ``usual`` are the layouts that some tensors speak of without a doubt, most frequent first.
+    """
+
+    __slots__ = ("_known", "mesh", "usual")
+
+    def __init__(self, mesh: Mesh, usual: Sequence[Layout] = ()) -> None:
+        self.mesh = mesh
+        self.usual = tuple(usual)
+        # Thousands of tensors are cut alike, and looking costs more than finding that again.
+        self._known: dict[Held, Layout | None] = {}
+
+    def layout_of(self, entry: TensorEntry) -> Layout | None:
+        """The layout on this mesh, or on all its ranks in one line, that gives the tensor's boxes.
+
+        Among several, those that give each box to the rank that saved it come first, then those
+        that other tensors have. None when the tensor is in one piece, or cut as no layout cuts.
+        """
+        held = entry.shape, tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
+        if held not in self._known:
+            self._known[held] = self._search(entry)
+        return self._known[held]
+
+    def _search(self, entry: TensorEntry) -> Layout | None:
+        cut = cut_of(entry)
+        if cut is None:
+            return None
+        layouts = _layouts_on(cut, self.mesh)
+        fitting = [layout for layout in layouts if _saved_by_owners(entry, layout)] or layouts
+        if len(fitting) > 1:
+            usual = [layout for layout in self.usual if layout in fitting]
+            fitting = usual or fitting
+        return fitting[0] if fitting else None
 
 
-def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inferred | None:
+def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inference | None:
     """The mesh that explains most of these tensors with the fewest dimensions, or None.
 
     Without a world size, the most pieces that a tensor is cut into stand for it.
@@ -68,24 +102,7 @@ def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inferred
     if ranks < 2:
         return None
     mesh = _best(kinds, ranks, by_rank=True) or _best(kinds, ranks, by_rank=False)
-    return None if mesh is None else Inferred(mesh, _usual(kinds, mesh))
-
-
-def infer_layout(entry: TensorEntry, inferred: Inferred) -> Layout | None:
-    """The layout on this mesh, or on all its ranks in one line, that gives the tensor's boxes.
-
-    Among several, those that give each box to the rank that saved it come first, then those that
-    other tensors have. None when the tensor is stored in one piece, or cut as no layout cuts.
-    """
-    cut = cut_of(entry)
-    if cut is None:
-        return None
-    layouts = _layouts_on(cut, inferred.mesh)
-    fitting = [layout for layout in layouts if _saved_by_owners(entry, layout)] or layouts
-    if len(fitting) > 1:
-        usual = [layout for layout in inferred.usual if layout in fitting]
-        fitting = usual or fitting
-    return fitting[0] if fitting else None
+    return None if mesh is None else Inference(mesh, _usual(kinds, mesh))
 
 
 def _usual(kinds: dict[Cut, list[TensorEntry]], mesh: Mesh) -> tuple[Layout, ...]:

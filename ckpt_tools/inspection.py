@@ -19,7 +19,7 @@ from ckpt_tools.index import (
     Section,
     TensorEntry,
 )
-from ckpt_tools.inference import Inferred, infer, infer_layout
+from ckpt_tools.inference import Inference, infer
 from ckpt_tools.layout import Layout, Mesh, Shard
 
 Status = Literal["confirmed", "inferred"]
@@ -44,12 +44,12 @@ _MAX_NAMED = 5
 class FoundMesh(NamedTuple):
     """A mesh, and whether the checkpoint states it or only its boxes tell it.
 
-    ``usual`` are the layouts that an inferred mesh's tensors speak of, most frequent first.
+    ``inference`` tells the layout of each tensor where the mesh is inferred.
     """
 
     mesh: Mesh
     status: Status
-    usual: tuple[Layout, ...] = ()
+    inference: Inference | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +100,16 @@ def mesh_of(index: CheckpointIndex) -> FoundMesh | None:
         mesh = max(stated, key=lambda mesh: (len(mesh.shape), mesh.size, stated[mesh]))
         return FoundMesh(mesh, "confirmed")
     inferred = infer(index.tensors, world_size=index.world_size)
-    return None if inferred is None else FoundMesh(inferred.mesh, "inferred", inferred.usual)
+    return None if inferred is None else FoundMesh(inferred.mesh, "inferred", inferred)
 
 
 def layout_of(entry: TensorEntry, found: FoundMesh | None) -> tuple[Layout, Status] | None:
     """The layout of one tensor, stated or inferred on this mesh; None when nothing tells it."""
     if entry.layout is not None:
         return entry.layout, "confirmed"
-    if found is None or found.status == "confirmed":
+    if found is None or found.inference is None:
         return None
-    layout = infer_layout(entry, Inferred(found.mesh, found.usual))
+    layout = found.inference.layout_of(entry)
     return None if layout is None else (layout, "inferred")
 
 
@@ -143,8 +143,10 @@ def placement_names(layout: Layout) -> list[str]:
     names = []
     for mesh_dim, placement in enumerate(layout.placements):
         factor = _split_factor(layout, mesh_dim)
-        strided = isinstance(placement, Shard) and factor > 1
-        names.append(f"_StridedShard({placement.dim}, {factor})" if strided else str(placement))
+        if isinstance(placement, Shard) and factor > 1:
+            names.append(f"_StridedShard({placement.dim}, {factor})")
+        else:
+            names.append(str(placement))
     return names
 
 
@@ -225,15 +227,6 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
         reason = "there is no optimizer state; the weights can start a new run"
         return Verdict(yes=False, reason=reason)
     return Verdict(yes=True, reason="model and optimizer state are there, and nothing is missing")
-
-
-def warnings_of(index: CheckpointIndex) -> list[str]:
-    """What a reader of the index should be wary of, one line each."""
-    empty = [entry.fqn for entry in index.tensors if entry.section == "model" and entry.numel == 0]
-    if not empty:
-        return []
-    text = f"{len(empty)} of the model's tensors hold no elements: {name_some(empty)}. "
-    return [text + "A full state dict taken on a rank that held none of them looks so."]
 
 
 def name_some(names: Sequence[str]) -> str:

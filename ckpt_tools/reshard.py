@@ -157,12 +157,12 @@ def _is_cut(entry: TensorEntry, sharded: frozenset[str]) -> bool:
 
 def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
     """Each tensor's layout in another checkpoint: stated, or inferred from its boxes."""
-    mesh = like.mesh or inference.infer_mesh(like.tensors, world_size=like.world_size)
-    if mesh is None:
+    if like.mesh is not None or any(entry.layout is not None for entry in like.tensors):
+        return {entry.fqn: entry.layout for entry in like.tensors}
+    inferred = inference.infer(like.tensors, world_size=like.world_size)
+    if inferred is None:
         raise UsageError(f"{like.root}: it tells no mesh, so nothing can be laid out like it.")
-    return {
-        entry.fqn: entry.layout or inference.infer_layout(entry, mesh) for entry in like.tensors
-    }
+    return {entry.fqn: inferred.layout_of(entry) for entry in like.tensors}
 
 
 def _checked(entry: TensorEntry, layout: Layout | None) -> Layout | None:

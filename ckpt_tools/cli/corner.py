@@ -34,7 +34,7 @@ def read_corner(entry: TensorEntry, part: str | None) -> Corner:
 
     Raises UsageError for a slice that cannot be meant or that is too large to print.
     """
-    from ckpt_tools import copy  # late: it needs numpy, and only values do
+    from ckpt_tools.copy import read_array  # late: it needs numpy, and only values do
 
     box = first_corner(entry.shape) if part is None else parse_slice(part, entry.shape)
     if box.numel > _MAX_VALUES:
@@ -43,8 +43,8 @@ def read_corner(entry: TensorEntry, part: str | None) -> Corner:
             hint="`ckpt-tools export --format torch` writes whole tensors.",
         )
     with Files() as files:
-        data = b"".join(copy.read_box(entry, box, files=files)) if box.numel else b""
-    return Corner(entry.fqn, box, decode(data, entry.dtype))
+        data = read_array(entry, box, files=files)
+    return Corner(entry.fqn, box, decode(bytes(data), entry.dtype))
 
 
 def first_corner(shape: Sequence[int]) -> Box:

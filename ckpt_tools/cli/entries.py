@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from ckpt_tools.cli.render import Json, columns, printable, terminal_width
 from ckpt_tools.index import CheckpointIndex, ObjectEntry, PlainValue, TensorEntry
@@ -12,11 +13,10 @@ from ckpt_tools.layout import Layout, Mesh
 from ckpt_tools.sizes import format_size
 
 HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "PLACEMENTS")
-LONG_HEADER = (*HEADER, "SECTION", "MESH", "CHUNKS", "RANKS")
-ALIGN, LONG_ALIGN = "lllrl", "lllrlllrl"
+LONG_HEADER = (*HEADER[:-1], "SECTION", "MESH", "CHUNKS", "RANKS", HEADER[-1])
+ALIGN, LONG_ALIGN = "lllrc", "lllrllrlc"
 _ENTRY = ("fqn", "kind", "section", "dtype", "shape", "nbytes")
 CSV_HEADER = (*_ENTRY, "placements", "mesh", "chunks", "value")
-_LONGEST_VALUE = 60
 
 Known = tuple[Layout, Status] | None
 
@@ -27,6 +27,7 @@ def sorted_entries(index: CheckpointIndex) -> list[TensorEntry | ObjectEntry]:
     return sorted(entries, key=lambda entry: entry.fqn)
 
 
+@lru_cache(maxsize=256)
 def short_placements(layout: Layout) -> str:
     """Placements as the command line takes them: ``R,S(0)``; a strided shard is ``_S(0)``."""
     return ",".join(map(_short, placement_names(layout)))
@@ -51,40 +52,40 @@ def value_text(entry: ObjectEntry) -> str:
     return json.dumps(entry.value, default=str)
 
 
-def row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None, *, cut: bool) -> tuple[str, ...]:
-    """The cells of `HEADER`; ``cut`` shortens the values of objects, never a name."""
+def row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[str, ...]:
+    """The cells of `HEADER`; an object has its value where a tensor has its placements."""
     if isinstance(entry, ObjectEntry):
-        value = value_text(entry)
-        if cut and len(value) > _LONGEST_VALUE:
-            value = value[: _LONGEST_VALUE - 1] + "…"
-        size = format_size(entry.data.length)
-        return printable(entry.fqn), "object", "-", size, f"= {printable(value)}"
+        return (*_facts(entry), _value(entry))
     known = layout_of(entry, found)
-    return (
-        printable(entry.fqn),
-        entry.dtype.name,
-        short_shape(entry.shape),
-        format_size(entry.nbytes),
-        "-" if known is None else short_placements(known[0]),
-    )
+    return (*_facts(entry), "-" if known is None else short_placements(known[0]))
 
 
-def long_row(
-    entry: TensorEntry | ObjectEntry, found: FoundMesh | None, *, cut: bool
-) -> tuple[str, ...]:
+def long_row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[str, ...]:
     """The cells of `LONG_HEADER`."""
-    cells = row(entry, found, cut=cut)
     if isinstance(entry, ObjectEntry):
-        return (*cells, entry.section, "-", "-", "-")
+        return (*_facts(entry), entry.section, "-", "-", "-", _value(entry))
     known = layout_of(entry, found)
     ranks = {chunk.rank for chunk in entry.chunks if chunk.rank is not None}
     return (
-        *cells,
+        *_facts(entry),
         entry.section,
         "-" if known is None else str(known[0].mesh),
         str(len(entry.chunks)),
         rank_spans(sorted(ranks)) or "-",
+        "-" if known is None else short_placements(known[0]),
     )
+
+
+def _facts(entry: TensorEntry | ObjectEntry) -> tuple[str, str, str, str]:
+    """Name, type, shape, and size in bytes."""
+    if isinstance(entry, ObjectEntry):
+        return printable(entry.fqn), "object", "-", format_size(entry.data.length)
+    size = format_size(entry.nbytes)
+    return printable(entry.fqn), entry.dtype.name, short_shape(entry.shape), size
+
+
+def _value(entry: ObjectEntry) -> str:
+    return f"= {printable(value_text(entry))}"
 
 
 def rank_spans(ranks: Sequence[int]) -> str:
@@ -171,8 +172,7 @@ def lines(
     listed: Sequence[TensorEntry | ObjectEntry], found: FoundMesh | None, *, long: bool
 ) -> Iterator[str]:
     """A table of entries; on a terminal long names are folded and long values cut."""
-    width = terminal_width()
     cells = long_row if long else row
-    rows = [cells(entry, found, cut=width is not None) for entry in listed]
+    rows = [cells(entry, found) for entry in listed]
     header, align = (LONG_HEADER, LONG_ALIGN) if long else (HEADER, ALIGN)
-    yield from columns(header, rows, align=align, width=width)
+    yield from columns(header, rows, align=align, width=terminal_width())

@@ -10,10 +10,11 @@ from ckpt_tools.cli.group import is_quiet
 
 
 @contextmanager
-def byte_bar(total: int, *, label: str) -> Iterator[Callable[[int], None]]:
+def byte_bar(total: int | None, *, label: str) -> Iterator[Callable[[int], None]]:
     """Yield a function that is told how many bytes were done since it was last called.
 
-    Nothing is drawn with --quiet, or when stderr is no terminal.
+    Without a total, no end is foretold. Nothing is drawn with --quiet, or when stderr is no
+    terminal.
     """
     if is_quiet() or not sys.stderr.isatty():
         yield _ignore
@@ -21,7 +22,12 @@ def byte_bar(total: int, *, label: str) -> Iterator[Callable[[int], None]]:
     from tqdm import tqdm  # late: looking commands draw no bar
 
     with tqdm(
-        total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024, leave=False
+        total=total,
+        desc=label,
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        delay=0.5,  # what is refused or done at once draws nothing
     ) as bar:
 
         def advance(nbytes: int) -> None:

@@ -18,6 +18,8 @@ Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 
 _LINES_AT_ONCE = 2_000
 _GAP = "  "
+# What is left to the first and the last column of a long table on a narrow terminal.
+_FIRST, _LAST = 8, 14
 
 
 def printable(text: str) -> str:
@@ -100,23 +102,34 @@ def columns(
     align: str,
     width: int | None,
 ) -> Iterator[str]:
-    """A long table, line by line; a first column too wide for ``width`` stands on its own line.
+    """A long table, line by line, for a terminal of ``width`` columns, or for a pipe if None.
 
-    tabulate takes 3 s for 100,000 rows, for which this takes 0.3 s, and it cannot fold.
+    ``align`` has one letter a column, ``l`` or ``r``, and ``c`` for a last one that may be cut. On
+    a terminal, names too long for the first column stand on a line of their own. tabulate cannot
+    fold, and it takes 3 s for 100,000 rows, for which this takes 0.3 s.
     """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    rest = sum(widths[1:]) + len(_GAP) * (len(widths) - 1)
-    first = widths[0] if width is None else min(widths[0], max(width - rest, len(header[0]), 8))
-    widths[0] = first
+    if width is not None:
+        middle = sum(widths[1:-1]) + len(_GAP) * (len(widths) - 1)
+        last = min(widths[-1], _LAST) if align[-1] == "c" else widths[-1]
+        widths[0] = min(widths[0], max(width - middle - last, _FIRST))
+        if align[-1] == "c":
+            widths[-1] = min(widths[-1], max(width - middle - widths[0], _LAST))
     for row in (header, *rows):
-        cells = list(row)
-        if len(cells[0]) > first:
-            yield cells[0]
-            cells[0] = ""
+        first, *others = row
+        if len(first) > widths[0]:
+            yield first
+            first = ""
+        cells = [first, *others[:-1], cut_to(others[-1], widths[-1])]
         yield _GAP.join(
             cell.rjust(size) if letter == "r" else cell.ljust(size)
             for cell, size, letter in zip(cells, widths, align, strict=True)
         ).rstrip()
+
+
+def cut_to(text: str, size: int) -> str:
+    """The text, cut to ``size`` characters and marked so when it is longer."""
+    return text if len(text) <= size else text[: size - 1] + "…"
 
 
 def heading(text: str) -> str:

@@ -40,7 +40,7 @@ def as_json(whole: CheckpointIndex, index: CheckpointIndex) -> render.Json:
             "missing": list(whole.missing),
         },
         "complete": not whole.problems,
-        "notes": [*whole.notes, *inspection.warnings_of(whole)],
+        "notes": list(whole.notes),
     }
 
 
@@ -148,9 +148,8 @@ def _state(whole: CheckpointIndex) -> Iterator[tuple[str, str]]:
     if whole.ties:
         tied = [" = ".join(group) for group in whole.ties]
         yield "tied", "\n".join(render.printable(text) for text in _some(tied))
-    notes = [*whole.notes, *inspection.warnings_of(whole)]
-    if notes:
-        yield "notes", "\n".join(map(render.printable, notes))
+    if whole.notes:
+        yield "notes", "\n".join(map(render.printable, whole.notes))
 
 
 def _missing(whole: CheckpointIndex) -> str:

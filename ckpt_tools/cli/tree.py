@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.cli.entries import row
-from ckpt_tools.cli.render import counted, printable
+from ckpt_tools.cli.render import counted, cut_to, printable
 from ckpt_tools.index import ObjectEntry, TensorEntry
 from ckpt_tools.inspection import FoundMesh
 from ckpt_tools.sizes import format_size
+
+# Of a long value, a tree shows only the start: what comes after it is seen in the other forms.
+_LONGEST = 100
 
 Entry = TensorEntry | ObjectEntry
 
@@ -21,6 +24,7 @@ class _Branch:
     entries: list[Entry] = field(default_factory=list)
     below: dict[str, _Branch] = field(default_factory=dict)
     tensors: int = 0
+    objects: int = 0
     nbytes: int = 0
 
 
@@ -45,6 +49,8 @@ def _count(branch: _Branch, entry: Entry) -> None:
     if isinstance(entry, TensorEntry):
         branch.tensors += 1
         branch.nbytes += entry.nbytes
+    else:
+        branch.objects += 1
 
 
 def _lines(branch: _Branch, found: FoundMesh | None, *, indent: str) -> Iterator[str]:
@@ -71,7 +77,16 @@ def _joined(name: str, branch: _Branch) -> tuple[str, _Branch]:
 
 def _told(branch: _Branch, found: FoundMesh | None) -> str:
     """What stands behind a name: the entry that ends here, or the sum of those below."""
-    told = ["  ".join(row(entry, found, cut=True)[1:]) for entry in branch.entries]
+    told = [cut_to("  ".join(row(entry, found)[1:]), _LONGEST) for entry in branch.entries]
     if branch.below:
-        told.append(f"{counted(branch.tensors, 'tensor')}, {format_size(branch.nbytes)}")
+        told.append(_sum(branch))
     return "".join(f"  {text}" for text in told)
+
+
+def _sum(branch: _Branch) -> str:
+    parts = []
+    if branch.tensors:
+        parts.append(f"{counted(branch.tensors, 'tensor')} of {format_size(branch.nbytes)}")
+    if branch.objects:
+        parts.append(counted(branch.objects, "object"))
+    return ", ".join(parts)

@@ -106,8 +106,9 @@ class FileEntry(NamedTuple):
 class CheckpointIndex:
     """Everything that is known of a checkpoint without reading its values.
 
-    ``tensors`` and ``objects`` are sorted by name. ``problems`` are what keeps it from being whole;
-    ``ties`` groups of names that share one storage.
+    ``tensors`` and ``objects`` are sorted by name; ``order`` has names as the state dict had them,
+    where the format tells. ``problems`` are what keeps it from being whole, ``ties`` groups of
+    names that share one storage.
     """
 
     root: str
@@ -122,6 +123,7 @@ class CheckpointIndex:
     ties: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
+    order: tuple[str, ...] = ()
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Literal
 
 from ckpt_tools import inference, names, output
@@ -17,11 +18,14 @@ from ckpt_tools.convert import WriteOptions, cast_dtype
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.files import Files
-from ckpt_tools.index import CheckpointIndex, Section, TensorEntry
+from ckpt_tools.index import CheckpointIndex, Path, Section, TensorEntry
 from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard
 from ckpt_tools.mesh_spec import PlaceRule, default_placements, fsdp_order, in_words
 from ckpt_tools.plan import FilePlan, Target
 from ckpt_tools.selection import select
+
+# The codec of objects that DCP keeps as they are; see `formats.dcp_items`.
+TORCH_SAVE = "torch.save"
 
 CarryOut = Callable[[Sequence[FilePlan], str], None]
 
@@ -68,7 +72,10 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     with Files() as files:
         located = formats.locate(chosen, files)
-    located.require_whole()
+        located.require_whole()
+        if options.format == "ranks" or any(e.codec != TORCH_SAVE for e in located.objects):
+            located = formats.open_objects(located, files)
+    located, left_out = _without_unopened(located, options)
     layouts = _layouts(index, located.tensors, options)
     targets = tuple(
         Target(e.fqn, e.path, e, cast_dtype(e, options.dtype), layouts[e.fqn])
@@ -76,11 +83,12 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     )
     plans = _plan_files(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
+    notes = [*_notes(layouts, options), *left_out]
     return ReshardPlan(
         files=tuple(plans),
         targets=targets,
         mesh=options.mesh,
-        notes=(*index.notes, in_words(options.mesh, placements), *_notes(layouts, options)),
+        notes=(*index.notes, in_words(options.mesh, placements), *notes),
         nbytes=sum(plan.length for plan in plans),
     )
 
@@ -207,21 +215,56 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
     return notes
 
 
+def _without_unopened(
+    index: CheckpointIndex, options: ReshardOptions
+) -> tuple[CheckpointIndex, list[str]]:
+    """The index without objects that the target cannot take, and a note that names them.
+
+    DCP takes an item of another DCP directory byte for byte. Everything else is written from its
+    value, and what is not plain (random states of NumPy, say) has none that was read.
+    """
+    as_bytes = options.format == "dcp"
+    lost = [
+        entry
+        for entry in index.objects
+        if not entry.opened and not (as_bytes and entry.codec == TORCH_SAVE)
+    ]
+    if not lost:
+        return index, []
+    shown = ", ".join(f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost[:5])
+    more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+    note = f"Left out {len(lost)} objects that are no plain values: {shown}{more}."
+    kept = tuple(entry for entry in index.objects if entry not in lost)
+    return replace(index, objects=kept), [note]
+
+
+def _planner_data(index: CheckpointIndex) -> dict[str, Path]:
+    """The path of each name, in the order of the source's state dict where that is known."""
+    paths = {entry.fqn: entry.path for entry in index.tensors}
+    paths |= {entry.fqn: entry.path for entry in index.objects}
+    first = {fqn: paths[fqn] for fqn in index.order if fqn in paths}
+    return first | paths
+
+
 def _plan_files(
     targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
 ) -> list[FilePlan]:
     if options.format == "ranks":
         from ckpt_tools.formats import ranks_write
+        from ckpt_tools.formats.dtensor_out import parse_version
 
         return ranks_write.plan_files(
-            targets, located.objects, mesh=options.mesh, device_type=options.device_type
+            targets,
+            located.objects,
+            mesh=options.mesh,
+            device_type=options.device_type,
+            style=ranks_write.RankFileStyle(torch_version=parse_version(version("torch"))),
         )
     from ckpt_tools.formats import dcp_write
 
-    entries = (*located.tensors, *located.objects)
     return dcp_write.plan_files(
         targets,
         located.objects,
         world_size=options.mesh.size,
-        planner_data={entry.fqn: entry.path for entry in entries},
+        planner_data=_planner_data(located),
     )

@@ -91,9 +91,9 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     if not os.path.lexists(path):
         return _read_glob(path, options)
     place = places.member(path)
+    places.refuse_foreign(place)
     form = detect(place)
     if form is None:
-        places.refuse_foreign(place)
         place = _only_one_inside(place)
         form = detect(place)
     if form is None:

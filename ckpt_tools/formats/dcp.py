@@ -40,6 +40,7 @@ from ckpt_tools.index import (
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _FLAT_PARAM = ("_flat_param", "flat_param")
 
+
 def matches(path: str) -> bool:
     """Whether this is a directory that DCP wrote, or began to write."""
     if not os.path.isdir(path):
@@ -92,6 +93,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         world_size=_world_size((*sizes, *needed)),
         torch_version=None,
         notes=tuple(_notes(sizes, needed, objects)),
+        order=tuple(metadata.planner_data or ()),
     )
     with Files() as files:
         index = dcp_safetensors.resolve(index, files)

@@ -122,6 +122,12 @@ def refuse_foreign(path: str) -> None:
     if not os.path.isdir(path):
         return
     names = os.listdir(path)
+    if "metadata.json" in names and _megatron_backend(os.path.join(path, "metadata.json")):
+        raise UnsupportedError(
+            f"{path} is a Megatron checkpoint (its metadata.json names a sharded_backend): its "
+            "tensors are flattened and renamed by Megatron's own rules.",
+            hint="Use Megatron-LM's or Megatron-Bridge's own converter.",
+        )
     for tool, pattern, reader in _FOREIGN:
         seen = next((name for name in names if pattern.fullmatch(name)), None)
         if seen is not None:
@@ -129,6 +135,13 @@ def refuse_foreign(path: str) -> None:
                 f"{path} is a {tool} checkpoint (it holds {seen}), which is not read here.",
                 hint=f"Use {reader}.",
             )
+
+
+def _megatron_backend(path: str) -> bool:
+    """Whether this JSON file is one of Megatron's dist_checkpointing."""
+    with open(path, "rb") as file:
+        text = file.read(_MAX_LINK)
+    return re.search(rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"', text) is not None
 
 
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
@@ -180,7 +193,7 @@ def _by_folder_names(index: CheckpointIndex, name: str, parent: str) -> tuple[st
 
 
 def _by_entries(index: CheckpointIndex) -> tuple[str, str] | None:
-    tops = {str(entry.path[0]) for entry in index.objects}
+    tops = {str(entry.path[0]) for entry in (*index.tensors, *index.objects)}
     if "pytorch-lightning_version" in tops:
         return "lightning", "the entry pytorch-lightning_version"
     if {"train_state", "dataloader"} <= tops or {"train_state", "lr_scheduler"} <= tops:

@@ -1,0 +1,73 @@
+"""The README's examples run as they are written, and print what it shows."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+REAL = ROOT / "tests" / "data" / "checkpoints"
+
+
+class Example(NamedTuple):
+    """A command of the README and the lines that it shows below it."""
+
+    command: str
+    output: tuple[str, ...]
+
+
+def _blocks() -> list[list[Example]]:
+    """The commands of each console block, in order: one block's commands share a folder."""
+    text = (ROOT / "README.md").read_text()
+    return [
+        list(_examples(block))
+        for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def _examples(block: str) -> list[Example]:
+    found: list[Example] = []
+    for line in block.splitlines():
+        if line.startswith("$ "):
+            found.append(Example(line[2:], ()))
+        else:
+            found[-1] = found[-1]._replace(output=(*found[-1].output, line))
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder as the README's author had it."""
+    shutil.copytree(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt", tmp_path / "run7" / "step-1000")
+    shutil.copytree(REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt", tmp_path / "run7" / "ranks")
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", _blocks(), ids=lambda block: block[0].command)
+def test_the_examples_run_as_written(block: list[Example], folder: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for example in block:
+        if not example.command.startswith("ckpt-tools "):
+            continue
+        done = subprocess.run(
+            shlex.split(example.command),
+            cwd=folder, capture_output=True, text=True, check=False,
+            env={**os.environ, "PATH": path, "NO_COLOR": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, f"{example.command}: {done.stderr}"
+        if example.output:
+            shown = [line.rstrip() for line in done.stdout.rstrip().splitlines()]
+            assert shown == [line.rstrip() for line in example.output]
+
+
+def test_every_command_is_in_the_readme() -> None:
+    from ckpt_tools.cli import cli
+
+    text = (ROOT / "README.md").read_text()
+    assert all(f"ckpt-tools {name}" in text for name in cli.list_commands(None))

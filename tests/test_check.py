@@ -11,10 +11,10 @@ import pytest
 
 from ckpt_tools import formats
 from ckpt_tools.dtypes import BY_NAME, DType
-from ckpt_tools.errors import IncompleteError, WriteError
+from ckpt_tools.errors import IncompleteError, UsageError, WriteError
 from ckpt_tools.files import Files
 from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.proof import same_tensors
+from ckpt_tools.proof import are_equal, same_tensors
 
 DATA = Path(__file__).parent / "data"
 CHECKPOINTS = DATA / "checkpoints"
@@ -120,3 +120,25 @@ def test_a_cast_is_compared_with_the_cast_source(tmp_path: Path) -> None:
 def test_no_tensor_at_all_is_no_fault() -> None:
     empty = CheckpointIndex("a", "torch", ())
     assert "the 0 tensors" in checked(empty, replace(empty, root="b"), {})
+
+
+# -------------------------------------------------------------------------------------------- ties
+
+
+@pytest.mark.parametrize(
+    ("name", "fqns", "same"),
+    [
+        ("fsdp2_tied_torchsave_4r/ckpt", ("emb.weight", "lm.weight"), True),
+        ("fsdp2_tied_dcp_4r/ckpt", ("model.emb.weight", "model.lm.weight"), True),
+        ("fsdp2_dcp_hsdp_2x4/ckpt", ("model.emb.weight", "model.lm.weight"), False),
+        ("fsdp2_dcp_hsdp_2x4/ckpt", ("model.emb.weight", "model.scale"), False),
+    ],
+)
+def test_ties_are_proven_by_values(name: str, fqns: tuple[str, ...], *, same: bool) -> None:
+    with Files() as files:
+        assert are_equal(real(name), fqns, files) is same
+
+
+def test_a_tie_to_nothing_is_refused() -> None:
+    with Files() as files, pytest.raises(UsageError, match="no tensor 'nope'"):
+        are_equal(real(RESULT), ("scale", "nope"), files)

@@ -139,6 +139,15 @@ def test_hurt_tensors_are_not_compared(damaged: str) -> None:
     assert "not compared, since tensors are hurt" in result.stdout
 
 
+def test_a_lost_file_of_replicas_keeps_nothing_from_being_compared(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    shutil.copytree(RANKS, path)
+    (path / "model_rank5.pt").unlink()
+    result = run("verify", str(path), "--against", RANKS)
+    assert result.exit_code == 1
+    assert "the same, bit for bit (model)" in result.stdout
+
+
 # -------------------------------------------------------------------------------------- fingerprint
 
 

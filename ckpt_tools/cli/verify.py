@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from ckpt_tools.cli import options, progress, proving, reading, render, verdict
@@ -81,8 +83,10 @@ def command(
     index = reading.read(ckpt, read)
     report = _report(index, quick=quick, threads=threads)
     compared: Comparison | None = None
-    if against is not None and not report.hurt:
-        compared = _compare(index, against, chosen, read=read, threads=threads)
+    if against is not None and not report.hurt and not report.rescued:
+        # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
+        readable = replace(index, problems=())
+        compared = _compare(readable, against, chosen, read=read, threads=threads)
     if json:
         render.emit_json(verdict.as_json(report, compared, against=against))
     else:

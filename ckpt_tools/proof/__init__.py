@@ -16,6 +16,7 @@ from ckpt_tools.proof.condition import HurtTensor, Rescue
 from ckpt_tools.proof.diff import Diff, DiffOptions, EntryDiff, diff, diff_headers
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, fingerprint
 from ckpt_tools.proof.pairs import Naming, Rename, parse_rename
+from ckpt_tools.proof.ties import are_equal
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.proof.verify import RankState, Report, bytes_to_read, verify, verify_quick
 
@@ -35,6 +36,7 @@ __all__ = [
     "Rescue",
     "TensorDigest",
     "Tolerance",
+    "are_equal",
     "bytes_to_read",
     "compare",
     "diff",

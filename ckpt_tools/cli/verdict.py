@@ -60,7 +60,7 @@ def _problem(problem: CheckpointError) -> str:
 def _tensors(report: Report) -> str:
     if not report.hurt:
         return f"all {report.tensors:,} are whole"
-    return f"{len(report.hurt):,} of {report.tensors:,} are hurt; {_whole(report):,} are whole"
+    return f"{len(report.hurt):,} of {report.tensors:,} hurt, {_whole(report):,} whole"
 
 
 def _whole(report: Report) -> int:
@@ -69,7 +69,8 @@ def _whole(report: Report) -> int:
 
 def _lost(hurt: HurtTensor) -> str:
     where = ", ".join(_some([describe(box, hurt.shape) for box in hurt.lost]))
-    ranks = f" (rank {rank_spans(hurt.ranks)})" if hurt.ranks else ""
+    word = "rank" if len(hurt.ranks) == 1 else "ranks"
+    ranks = f" ({word} {rank_spans(hurt.ranks)})" if hurt.ranks else ""
     return f"{render.printable(hurt.fqn)}: {where}{ranks}"
 
 

@@ -13,6 +13,7 @@ from ckpt_tools.cli import options, progress, reading, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.dtypes import DType
 from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.sizes import format_size
 
 _HELP = """Write whole tensors out of a sharded checkpoint, for loading elsewhere.
@@ -84,14 +85,13 @@ def command(
         max_shard_size=max_shard_size,
     )
     index = read_index(ckpt, options=ReadOptions(allow_global))
-    reading.choose(index, chosen)  # for its answer when nothing is chosen: names that are near
+    wanted = reading.choose(index, chosen)
     started = time.monotonic()
     write = convert.WriteOptions(force=force, threads=threads, max_memory=max_memory)
     if dry_run:
         plan = convert.plan_export(index, asked, single_file=_single_file(out, form))
     else:
-        total = sum(entry.nbytes for entry in reading.choose(index, chosen).tensors)
-        with progress.byte_bar(total, label="export") as on_bytes:
+        with progress.byte_bar(_output_bytes(wanted, dtype), label="export") as on_bytes:
             plan = convert.export(index, out, options=asked, write=write, on_bytes=on_bytes)
     for note in plan.notes:
         say(note)
@@ -99,6 +99,14 @@ def command(
         render.emit_json(_json(plan, out, dry_run=dry_run))
     else:
         click.echo(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
+
+
+def _output_bytes(wanted: CheckpointIndex, dtype: DType | None) -> int:
+    """Tensor bytes of the output."""
+    return sum(
+        entry.numel * (dtype if dtype and entry.dtype.kind == "float" else entry.dtype).itemsize
+        for entry in wanted.tensors
+    )
 
 
 def _single_file(out: str, form: str) -> str | None:

@@ -27,6 +27,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.dcp_metadata import METADATA_GLOBALS
+from ckpt_tools.formats.opcodes import end_of_pickle
 from ckpt_tools.formats.pickles import (
     Opaque,
     StoredDTensor,
@@ -332,6 +333,8 @@ def test_plain_values_come_back(value: object, protocol: int) -> None:
     ("data", "qualname"),
     [
         (calls("mine.State"), "mine.State"),
+        (calls("numpy.core.multiarray._reconstruct"), "numpy.ndarray"),
+        (END + tensor() + b".", "torch.Tensor"),
         (plain(b"bytes", 4), "builtins.bytes"),
         (plain({1, 2}, 4), "builtins.set"),
         (plain(1j, 4), "builtins.complex"),
@@ -399,6 +402,25 @@ def test_hostile_pickles_end_in_our_error_and_little_memory(load_one: object, da
     finally:
         tracemalloc.stop()
     assert peak < 400_000_000
+
+
+def many_objects(last_key: bytes) -> bytes:
+    """A pickle of more than 1 MB: objects of one shape, of which the last has another key."""
+    numbers = b"(" + b"K\x00" * 300 + b"t\x94"
+    one = b"h\x02)\x81}(h\x01" + b"J\x00\x00\x00\x01" * 8 + b"ub"
+    objects = one * 30_000 + one.replace(b"h\x01", last_key)
+    kind = name("torch.distributed.device_mesh.DeviceMesh") + b"\x94"
+    return b"\x80\x04(" + numbers + text("key") + b"\x94" + kind + b"](" + objects + b"el."
+
+
+def test_a_large_pickle_of_entries_of_one_shape_is_walked_to_its_end() -> None:
+    data = many_objects(b"h\x01")
+    assert end_of_pickle(data) == len(data)
+
+
+def test_one_costly_key_among_many_entries_of_one_shape_is_found() -> None:
+    with pytest.raises(UnreadableError, match="hostile"):
+        end_of_pickle(many_objects(b"h\x00"))
 
 
 def test_an_old_class_that_is_called_by_name_is_named() -> None:

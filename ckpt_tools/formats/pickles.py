@@ -36,6 +36,7 @@ from ckpt_tools.formats.vocabulary import (
     is_harmless,
     is_runner,
     is_torch_dtype,
+    made_by,
 )
 from ckpt_tools.index import PlainValue
 
@@ -215,7 +216,7 @@ def _opaque(name: str, made: dict[str, type[OpaqueObject]]) -> type[OpaqueObject
     if name not in made:
         if len(made) >= _MAX_OPAQUE_CLASSES:
             raise UnreadableError(f"asks for more than {_MAX_OPAQUE_CLASSES:,} classes.")
-        made[name] = opaque_class(name)
+        made[name] = opaque_class(made_by(name))
     return made[name]
 
 

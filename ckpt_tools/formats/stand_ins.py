@@ -10,7 +10,7 @@ reach refuse to be changed (`__setstate__`), and everything is checked when a te
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from ckpt_tools.errors import UnreadableError
@@ -187,7 +187,8 @@ class StoredMesh:
     coordinate: tuple[int, ...] | None
     rank: int | None
     device_type: str
-    rank_map: tuple[object, ...] | None
+    # Equal meshes share it, and it can be long: a hash without it tells meshes apart as well.
+    rank_map: tuple[object, ...] | None = field(hash=False)
     strides: tuple[int, ...] | None
 
     def ranks(self) -> tuple[int, ...] | None:

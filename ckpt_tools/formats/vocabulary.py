@@ -164,6 +164,8 @@ _OPAQUE_NAMES = frozenset(
         "copyreg._reconstructor",
         "torch.Generator",
         "torch._C.Generator",
+        "torch._C._distributed_c10d.RedOpType",
+        "torch._C._distributed_c10d.ReduceOp",
         "torch.device",
         "torch.serialization._get_layout",
         "torch.torch_version.TorchVersion",
@@ -234,9 +236,27 @@ _TORCH_RUNNERS = (
     "torch.serialization.load",
     "torch.storage._load_from_bytes",
     "torch.utils.cpp_extension",
-    "torch.utils.data",
+    "torch.utils.data.datapipes",
 )
 _NUMPY_RUNNERS = ("numpy.testing", "numpy.load", "numpy.f2py", "numpy.distutils")
+
+
+# What an object is, where a pickle asks for the function that makes it.
+_MADE_BY = {
+    "numpy._core.multiarray._reconstruct": "numpy.ndarray",
+    "numpy._core.multiarray.scalar": "numpy.generic",
+    "numpy.core.multiarray._reconstruct": "numpy.ndarray",
+    "numpy.core.multiarray.scalar": "numpy.generic",
+    "torch._tensor._rebuild_from_type": "torch.Tensor",
+    "torch._tensor._rebuild_from_type_v2": "torch.Tensor",
+}
+
+
+def made_by(name: str) -> str:
+    """The class of what a global makes, as far as it is known; else the global itself."""
+    if name.startswith("torch._utils._rebuild"):
+        return "torch.Tensor"
+    return _MADE_BY.get(name, name)
 
 
 def is_harmless(name: str) -> bool:

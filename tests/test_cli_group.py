@@ -58,6 +58,13 @@ def test_a_traceback_is_shown_with_vv_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert "Traceback" in ending(monkeypatch, UnreadableError("x"), "-vv").stderr
 
 
+def test_v_says_what_an_error_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = UnreadableError("It is odd.")
+    error.__cause__ = ValueError("bad digit")
+    assert "bad digit" not in ending(monkeypatch, error).stderr
+    assert "  Because of ValueError: bad digit\n" in ending(monkeypatch, error, "-v").stderr
+
+
 def test_an_error_of_the_system_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = ending(monkeypatch, PermissionError(13, "Permission denied", "/x"))
     assert shown.stderr == "Error: /x: Permission denied.\n"

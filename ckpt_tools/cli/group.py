@@ -106,8 +106,16 @@ def say_error(error: CkptError) -> None:
     first, *more = error.message.splitlines() or [""]
     hint = error.hint.splitlines() if error.hint else []
     click.echo(f"{click.style('Error:', fg='red', bold=True)} {first}", err=True)
-    for line in (*map(str.strip, more), *hint):
+    for line in (*map(str.strip, more), *hint, *_causes(error)):
         click.echo(f"  {line}", err=True)
+
+
+def _causes(error: BaseException) -> list[str]:
+    """What led to an error, with -v: the exceptions that it was raised from."""
+    if error.__cause__ is None or not verbosity(click.get_current_context()):
+        return []
+    cause = error.__cause__
+    return [f"Because of {type(cause).__name__}: {cause}", *_causes(cause)]
 
 
 def say(text: str) -> None:

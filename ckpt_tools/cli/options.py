@@ -82,7 +82,7 @@ def talk() -> list[click.Parameter]:
             count=True,
             expose_value=False,
             callback=_remember_verbosity,
-            help="Say more; -vv shows tracebacks.",
+            help="Say what led to an error; -vv shows tracebacks.",
         ),
         click.Option(
             ["-q", "--quiet"],
@@ -123,6 +123,7 @@ def writing() -> list[click.Parameter]:
         click.Option(["--force"], is_flag=True, help="Replace an output that is there already."),
         click.Option(
             ["-j", "--threads"],
+            metavar="N",
             type=click.IntRange(min=1),
             default=2,
             show_default=True,

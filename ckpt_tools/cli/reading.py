@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.options import Filters
 from ckpt_tools.errors import AnswerNo
@@ -55,6 +53,8 @@ def no_such_name(index: CheckpointIndex, fqn: str) -> AnswerNo:
 
 def near_names(index: CheckpointIndex, fqn: str) -> list[str]:
     """A few names that a person may have meant: those that contain it, else those spelled alike."""
+    from difflib import get_close_matches  # late: it is for errors only
+
     names = [entry.fqn for entry in index.tensors] + [entry.fqn for entry in index.objects]
     within = [name for name in names if fqn and fqn in name]
     if within:

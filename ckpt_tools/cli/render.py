@@ -5,9 +5,7 @@ Whatever comes out of a checkpoint goes through `printable` first: a name must n
 
 from __future__ import annotations
 
-import csv
 import json
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -57,6 +55,8 @@ def emit_csv(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]) 
 
 
 def _csv_lines(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -> Iterator[str]:
+    import csv  # late: one form of one command needs it
+
     lines: list[str] = []
     writer = csv.writer(_Collector(lines), lineterminator="")
     for row in (header, *rows):
@@ -77,7 +77,11 @@ class _Collector:
 
 def terminal_width() -> int | None:
     """Columns of the terminal that stdout is, or None when it is none: nothing is folded then."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    if not sys.stdout.isatty():
+        return None
+    from shutil import get_terminal_size  # late: it loads every kind of compression
+
+    return get_terminal_size().columns
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align: str) -> Iterator[str]:

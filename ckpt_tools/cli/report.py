@@ -115,7 +115,9 @@ def _sections(index: CheckpointIndex) -> Iterator[str]:
         if one.tensors or one.objects
     ]
     header = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES")
-    return render.table(header, rows, align="lrrrrl")
+    # Not `table`: importing tabulate takes longer than all the rest of this report.
+    shown = render.columns(header, rows, align="lrrrrl", width=None)
+    return (f"  {line}" for line in shown)
 
 
 def _dtype_words(one: SectionSum) -> str:

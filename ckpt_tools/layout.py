@@ -125,6 +125,27 @@ class Layout:
         return ", ".join(map(str, self.placements))
 
 
+def on_mesh(layout: Layout, mesh: Mesh) -> Layout | None:
+    """The same layout on a mesh that has more dimensions: along those, every rank holds the same.
+
+    None when the names of the dimensions do not say which they are.
+    """
+    if layout.mesh.shape == mesh.shape:
+        return Layout(mesh, layout.placements, layout.order)
+    few, many = layout.mesh.dim_names, mesh.dim_names
+    if few is None or many is None or not set(few) <= set(many):
+        return None
+    at = {name: dim for dim, name in enumerate(many)}
+    placements: list[Placement] = [Replicate() for _ in many]
+    for name, size, placement in zip(few, layout.mesh.shape, layout.placements, strict=True):
+        if mesh.shape[at[name]] != size:
+            return None
+        placements[at[name]] = placement
+    order = [at[few[dim]] for dim in layout.order]
+    rest = [dim for dim in range(len(many)) if dim not in order]
+    return Layout(mesh, tuple(placements), (*order, *rest))
+
+
 def split(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and size of piece ``index`` when ``size`` elements are cut into ``parts``.
 

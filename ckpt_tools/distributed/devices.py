@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ def process_group(group: Group) -> Iterator[str]:
     if device_type != found:
         error = UsageError(f"This rank has {found} devices, and rank 0 has {device_type}.")
     group.meet(error)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     if device_type == "cuda":
         torch.cuda.set_device(place.local_rank)
     dist.init_process_group(

@@ -22,7 +22,7 @@ from ckpt_tools.formats.rank_parts import Part
 from ckpt_tools.gather import read_array
 from ckpt_tools.geometry import Box, row_major_strides
 from ckpt_tools.index import CheckpointIndex, Chunk, TensorEntry
-from ckpt_tools.layout import Layout, Mesh, Placement, Replicate
+from ckpt_tools.layout import Layout, Mesh, on_mesh
 from ckpt_tools.plan import FilePlan, WriteItem
 
 if TYPE_CHECKING:
@@ -73,27 +73,6 @@ class Source:
         located = formats.locate(lone, self.files)
         located.require_whole()
         return read_array(located.tensors[0], part.box, files=self.files)
-
-
-def on_mesh(layout: Layout, mesh: Mesh) -> Layout | None:
-    """The same layout on a mesh that has more dimensions: along those, every rank holds the same.
-
-    None when the names of the dimensions do not say which they are.
-    """
-    if layout.mesh.shape == mesh.shape:
-        return Layout(mesh, layout.placements, layout.order)
-    few, many = layout.mesh.dim_names, mesh.dim_names
-    if few is None or many is None or not set(few) <= set(many):
-        return None
-    at = {name: dim for dim, name in enumerate(many)}
-    placements: list[Placement] = [Replicate() for _ in many]
-    for name, size, placement in zip(few, layout.mesh.shape, layout.placements, strict=True):
-        if mesh.shape[at[name]] != size:
-            return None
-        placements[at[name]] = placement
-    order = [at[few[dim]] for dim in layout.order]
-    rest = [dim for dim in range(len(many)) if dim not in order]
-    return Layout(mesh, tuple(placements), (*order, *rest))
 
 
 class Gathering:

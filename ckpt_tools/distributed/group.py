@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Protocol
 
 from ckpt_tools.distributed import messages
@@ -23,6 +24,9 @@ _LAST_WORD = 60.0
 _LONGEST_PAUSE = 0.05
 _RANKS_A_MILLISECOND = 20  # what one store answers without being flooded
 _LOOK_EVERY = 0.5
+
+# A process may join its job again and again, and must not find what was said the last time.
+_groups = count()
 
 
 class Store(Protocol):
@@ -60,7 +64,7 @@ class Group:
             store, _, _ = next(rendezvous("env://", timeout=limit))
         except (RuntimeError, OSError) as error:
             raise _nobody_came(place, str(error).partition("\n")[0]) from error
-        group = cls(PrefixStore("ckpt-tools", store), place)
+        group = cls(PrefixStore(f"ckpt-tools/{next(_groups)}", store), place)
         atexit.unregister(let_it_finish)
         atexit.register(group._leave)
         return group

@@ -1,0 +1,40 @@
+"""Many reshards in one torchrun job, since a job costs seconds to start.
+
+    torchrun … tests/jobs/engines.py TASKS.json
+
+TASKS is a list of {"ckpt", "out", "engine", "mesh", "place"}; `{rank}` in a checkpoint's path is
+the rank's own number, as where each node has its own disk. An error is written to OUT.error.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from ckpt_tools.convert import WriteOptions
+from ckpt_tools.distributed import environment
+from ckpt_tools.distributed.engines import Request, reshard_by
+from ckpt_tools.distributed.job import Job
+from ckpt_tools.errors import CkptError
+from ckpt_tools.mesh_spec import parse_mesh, parse_rule
+from ckpt_tools.reshard import ReshardOptions
+
+
+def _ignore(_: int) -> None:
+    """Take the news and do nothing."""
+
+
+def run(task: dict[str, object], rank: int) -> None:
+    mesh = parse_mesh(str(task["mesh"]))
+    rules = tuple(parse_rule(text, mesh) for text in task.get("place", ()))
+    job = Job(str(task["out"]), ReshardOptions(mesh, rules=rules), WriteOptions(), _ignore)
+    request = Request(str(task["ckpt"]).replace("{rank}", str(rank)), str(task["engine"]))
+    try:
+        reshard_by(request, job)
+    except CkptError as error:
+        Path(f"{task['out']}.error.{rank}").write_text(f"{type(error).__name__}: {error.message}")
+
+
+if __name__ == "__main__":
+    here = environment.place()
+    for one in json.loads(Path(sys.argv[1]).read_text()):
+        run(one, here.rank if here is not None else 0)

@@ -1,0 +1,58 @@
+"""Starts torchrun jobs, with one thread a rank and a port of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+JOBS = Path(__file__).parent / "jobs"
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{BIN}:{os.environ['PATH']}",
+}
+
+
+def torchrun(
+    ranks: int, *arguments: str | Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a job to its end, whatever that is."""
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        env={**ENVIRONMENT, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def job(ranks: int, name: str, *arguments: str | Path) -> None:
+    """Run a job of `tests/jobs`, which must end well."""
+    done = torchrun(ranks, JOBS / name, *arguments)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def ckpt_tools(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command line in one process, which must end well."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", *map(str, arguments)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path in it."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -1,6 +1,7 @@
 """How commands end: exit codes, one error in one line, and no traceback unless asked for."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,15 @@ def test_an_answer_that_cannot_be_written_is_no_success() -> None:
 @pytest.mark.parametrize("args", [["ls"], ["ls", CKPT, "--only", "x"], ["nosuch"], []])
 def test_what_cannot_be_meant_is_exit_code_2(args: list[str]) -> None:
     assert CliRunner().invoke(cli, args).exit_code == 2
+
+
+def test_values_of_a_hurt_tensor_are_refused_and_whole_ones_shown(tmp_path: Path) -> None:
+    hurt = shutil.copytree(CKPT, tmp_path / "hurt")
+    os.truncate(hurt / "__2_0.distcp", 1000)
+    result = CliRunner().invoke(cli, ["show", str(hurt), "app.model.emb.weight"])
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "__2_0.distcp is cut short" in result.stderr
+    assert CliRunner().invoke(cli, ["show", "--raw", str(hurt), "app.model.seen"]).exit_code == 0
 
 
 def test_forms_exclude_one_another() -> None:

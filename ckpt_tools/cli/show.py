@@ -69,13 +69,14 @@ def command(
 
 
 def _located(one: CheckpointIndex) -> TensorEntry:
-    """The only tensor of this index with raw chunks. Raises what is wrong with its bytes."""
-    before = len(one.problems)
+    """The only tensor of this index with raw chunks. Raises what is wrong with it."""
     with Files() as files:
         located = locate(one, files)
-    for problem in located.problems[before:]:
-        raise problem
-    return located.tensors[0]
+    entry = located.tensors[0]
+    for problem in located.problems:
+        if entry.fqn in problem.about:
+            raise problem
+    return entry
 
 
 def _print_bare(values: corner.Corner) -> None:

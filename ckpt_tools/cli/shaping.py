@@ -1,0 +1,184 @@
+"""Options that say what the output's names and tensors are to be, and the steps that they mean.
+
+Their values are kept with click's context, so that a command takes none of them as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from ckpt_tools import hf_folder, maps
+from ckpt_tools.dtypes import DType, parse_dtype
+from ckpt_tools.errors import UsageError
+from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.steps import Step
+
+_KEY = "ckpt_tools.shaping"
+
+
+def for_export() -> list[click.Parameter]:
+    """The options of `export`."""
+    return [
+        *_names(),
+        _kept(
+            click.Option(
+                ["--vocab-size"],
+                type=click.IntRange(min=1),
+                metavar="N",
+                help="Keep N rows of embeddings and output layers: takes Megatron's padding off.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--dtype-for"],
+                multiple=True,
+                metavar="GLOB=TYPE",
+                help="Another --dtype for names that match: '*norm*=fp32', '*.gate.*=keep'.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--hf-assets"],
+                metavar="DIR",
+                help="Copy config, tokenizer and chat template from this folder, and refuse "
+                "tensors that are not what its config's model needs.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--allow-mismatch"],
+                is_flag=True,
+                help="With --hf-assets, write the folder whatever is missing or unexpected.",
+            )
+        ),
+    ]
+
+
+def for_reshard() -> list[click.Parameter]:
+    """The options of `reshard`."""
+    return [
+        *_names(),
+        _kept(
+            click.Option(
+                ["--under"],
+                metavar="NAME",
+                help="Put the names into this container, for a job that loads {NAME: …}.",
+            )
+        ),
+    ]
+
+
+def _names() -> list[click.Parameter]:
+    return [
+        _kept(
+            click.Option(
+                ["--map"],
+                multiple=True,
+                metavar="NAME|FILE",
+                help="Names and tensors of another framework, by a built-in map or a TOML file; "
+                f"auto, or one of {', '.join(maps.builtin_names())}. back:FILE reads it backwards.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--map-value"],
+                multiple=True,
+                metavar="NAME=N",
+                help="A size that a map asks for, such as head_dim; else config.json tells it.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--rename"],
+                multiple=True,
+                metavar="RE=REPL",
+                help="Replace what matches in every name, after --map. Repeatable, in order.",
+            )
+        ),
+    ]
+
+
+def _kept(option: click.Option) -> click.Parameter:
+    """The option, its value kept with the context."""
+    option.expose_value = False
+    option.callback = _remember
+    return option
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:
+    ctx.meta.setdefault(_KEY, {})[param.name] = value
+
+
+def _texts(name: str) -> tuple[str, ...]:
+    value = click.get_current_context().meta.get(_KEY, {}).get(name)
+    return tuple(map(str, value)) if isinstance(value, tuple) else ()
+
+
+def _text(name: str) -> str | None:
+    value = click.get_current_context().meta.get(_KEY, {}).get(name)
+    return value if isinstance(value, str) else None
+
+
+def _flag(name: str) -> bool:
+    return click.get_current_context().meta.get(_KEY, {}).get(name) is True
+
+
+def _number(name: str) -> int | None:
+    value = click.get_current_context().meta.get(_KEY, {}).get(name)
+    return value if isinstance(value, int) else None
+
+
+def export_steps(
+    index: CheckpointIndex, *, dtype: DType | None, is_folder: bool
+) -> tuple[Step, ...]:
+    """The steps of an export, in their order. Raises UsageError for what cannot be meant."""
+    folder = _text("hf_assets")
+    if folder is not None and not is_folder:
+        raise UsageError("--hf-assets completes a folder of safetensors; OUT is one file.")
+    if folder is None and _flag("allow_mismatch"):
+        raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
+    assets = None if folder is None else hf_folder.read_assets(folder)
+    steps = list(_name_steps(index, assets))
+    size = _number("vocab_size")
+    if size is not None:
+        steps.append(maps.VocabularyStep(size))
+    if assets is not None:
+        steps.append(
+            hf_folder.AssetsStep(assets, allow_mismatch=_flag("allow_mismatch"), dtype=dtype)
+        )
+    return tuple(steps)
+
+
+def reshard_steps(index: CheckpointIndex) -> tuple[Step, ...]:
+    """The steps of a reshard, in their order. Raises UsageError for what cannot be meant."""
+    container = _text("under")
+    under = () if container is None else (maps.UnderStep(container),)
+    return (*_name_steps(index, None), *under)
+
+
+def _name_steps(index: CheckpointIndex, assets: hf_folder.Assets | None) -> Sequence[Step]:
+    config = assets.config if assets is not None else hf_folder.read_config(index.root)
+    values = hf_folder.values_of(config or {}) | maps.parse_values(_texts("map_value"))
+    steps: list[Step] = []
+    for text in _texts("map"):
+        if text == "auto":
+            steps.append(maps.AutoMapStep(values))
+        else:
+            steps.append(maps.MapStep(maps.find(text), values))
+    renames = tuple(map(maps.parse_rename, _texts("rename")))
+    return [*steps, maps.RenameStep(renames)] if renames else steps
+
+
+def dtype_rules() -> tuple[tuple[str, DType | None], ...]:
+    """The exceptions from --dtype: patterns and types. Raises UsageError."""
+    return tuple(map(_dtype_rule, _texts("dtype_for")))
+
+
+def _dtype_rule(text: str) -> tuple[str, DType | None]:
+    pattern, found, name = text.rpartition("=")
+    dtype = parse_dtype(name)
+    if not found or not pattern or (name != "keep" and (dtype is None or dtype.kind != "float")):
+        raise UsageError(f"--dtype-for is written GLOB=TYPE with a floating type, not {text!r}.")
+    return pattern, dtype

@@ -1,0 +1,36 @@
+"""Maps: other names and other cuts of the same tensors, told by small TOML files.
+
+`toml` reads them, `model` is what they say, `views` are the tensors they make, `apply` does it;
+`auto` chooses one, `renaming` is for what needs no map.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.maps.apply import MapStep, apply, knows_all
+from ckpt_tools.maps.auto import AutoMapStep
+from ckpt_tools.maps.model import TensorMap
+from ckpt_tools.maps.renaming import (
+    RenameStep,
+    UnderStep,
+    VocabularyStep,
+    parse_rename,
+    parse_values,
+)
+from ckpt_tools.maps.toml import builtin_names, builtins_to_hf, find, parse
+
+__all__ = [
+    "AutoMapStep",
+    "MapStep",
+    "RenameStep",
+    "TensorMap",
+    "UnderStep",
+    "VocabularyStep",
+    "apply",
+    "builtin_names",
+    "builtins_to_hf",
+    "find",
+    "knows_all",
+    "parse",
+    "parse_rename",
+    "parse_values",
+]

@@ -1,0 +1,158 @@
+"""What a map says: which names become which, and what happens to the tensors on the way.
+
+A rule has one tensor on one side and its parts on the other (or one on each). Nothing here knows of
+checkpoints or of the text that a map is written in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from ckpt_tools.errors import UsageError
+
+Rotary = Literal["", "pairs-to-halves", "halves-to-pairs"]
+ROTARY: tuple[Rotary, ...] = ("", "pairs-to-halves", "halves-to-pairs")
+_OPPOSITE: dict[Rotary, Rotary] = {
+    "": "",
+    "pairs-to-halves": "halves-to-pairs",
+    "halves-to-pairs": "pairs-to-halves",
+}
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)(\*?)\}")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Names on both sides, and how the one tensor is made of the parts, or falls into them.
+
+    A part's rows are reordered by ``rotary`` (one for each part) in heads of ``head_dim`` rows and
+    it is transposed or not; parts lie side by side along ``dim``, with ``sizes`` there (none:
+    equal ones), in each of ``groups`` again; ``stack`` names the placeholder that numbers the
+    layers of a new first dimension. Sizes are products of numbers and named values: ``2*head_dim``.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    rotary: tuple[Rotary, ...] = ()
+    head_dim: str = "head_dim"
+    transpose: bool = False
+    dim: int = 0
+    sizes: tuple[str, ...] = ()
+    groups: str = "1"
+    stack: str | None = None
+    source_shape: tuple[str, ...] = ()
+    target_shape: tuple[str, ...] = ()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parts become one tensor; else one tensor falls into parts."""
+        if len(self.sources) != len(self.targets):
+            return len(self.sources) > len(self.targets)
+        return self.stack is None or self.stack in placeholders(self.sources[0])
+
+    @property
+    def parts(self) -> int:
+        """How many parts lie side by side in the one tensor."""
+        return max(len(self.sources), len(self.targets))
+
+    @property
+    def back(self) -> Rule:
+        """The rule that undoes this one."""
+        return replace(
+            self,
+            sources=self.targets,
+            targets=self.sources,
+            rotary=tuple(_OPPOSITE[one] for one in self.rotary),
+            source_shape=self.target_shape,
+            target_shape=self.source_shape,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A named list of rules; ``drop`` are names that have no place on the other side.
+
+    ``requires`` are patterns of which each must match a name before the map is chosen unasked.
+    Names without a rule are refused, or stay as they are where the map ``keeps_rest``.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    drop: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    keeps_rest: bool = False
+
+    @property
+    def back(self) -> TensorMap:
+        """The map that undoes this one: what it drops cannot come back."""
+        rules = tuple(rule.back for rule in self.rules)
+        return TensorMap(f"{self.name}, back", rules, keeps_rest=self.keeps_rest)
+
+    @property
+    def values(self) -> frozenset[str]:
+        """The named values that the map needs to be told."""
+        texts = [rule.groups for rule in self.rules]
+        texts += [text for rule in self.rules for text in rule.sizes]
+        texts += [rule.head_dim for rule in self.rules if any(rule.rotary)]
+        return frozenset(word for text in texts for word in _WORD.findall(text))
+
+
+@cache
+def pattern(text: str) -> re.Pattern[str]:
+    """A regular expression for a name with placeholders: ``{n}`` a number, ``{m*}`` any text."""
+    seen: set[str] = set()
+    parts: list[str] = []
+    place = 0
+    for found in _PLACEHOLDER.finditer(text):
+        parts.append(re.escape(text[place : found.start()]))
+        name, any_text = found.groups()
+        number_or_text = ".+" if any_text else r"\d+"
+        parts.append(f"(?P={name})" if name in seen else f"(?P<{name}>{number_or_text})")
+        seen.add(name)
+        place = found.end()
+    parts.append(re.escape(text[place:]))
+    return re.compile("".join(parts))
+
+
+@cache
+def placeholders(text: str) -> frozenset[str]:
+    """The names of the placeholders in a name."""
+    return frozenset(name for name, _ in _PLACEHOLDER.findall(text))
+
+
+def filled(text: str, bound: Mapping[str, str]) -> str:
+    """The name with its placeholders filled in."""
+    return _PLACEHOLDER.sub(lambda found: bound[found.group(1)], text)
+
+
+def evaluate(text: str, values: Mapping[str, int]) -> int:
+    """The number that a product such as ``2*head_dim`` means.
+
+    Raises UsageError for a value that is not known.
+    """
+    product = 1
+    for factor in _factors(text):
+        if factor.isdecimal():
+            product *= int(factor)
+        elif factor in values:
+            product *= values[factor]
+        else:
+            raise UsageError(
+                f"The map needs the value of {factor!r}, and nothing tells it.",
+                hint=f"Give it with --map-value {factor}=N, or name a folder that has the model's "
+                "config.json with --hf-assets.",
+            )
+    return product
+
+
+def is_known(text: str, values: Mapping[str, int]) -> bool:
+    """Whether a product can be evaluated."""
+    return all(factor.isdecimal() or factor in values for factor in _factors(text))
+
+
+def _factors(text: str) -> list[str]:
+    return [part.strip() for part in text.split("*")]

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from tempfile import NamedTemporaryFile, mkdtemp
 from types import TracebackType
 
 from ckpt_tools.errors import IncompleteError, UnreadableError
@@ -65,7 +63,10 @@ class Files:
 
     @contextmanager
     def descriptor(self, path: str) -> Iterator[int]:
-        """A descriptor of this file, open for reading for as long as the block lasts."""
+        """A descriptor of this file, open for reading for as long as the block lasts.
+
+        What the system refuses inside of the block is raised as UnreadableError of this file.
+        """
         with self._lock:
             handle = self._open.get(path)
             if handle is None:
@@ -75,6 +76,8 @@ class Files:
             self._evict()
         try:
             yield handle.fd
+        except OSError as error:
+            raise _unreadable(path, error) from error
         finally:
             with self._lock:
                 handle.users -= 1
@@ -104,6 +107,8 @@ class Files:
             self.read(path, start, min(_BLOCK, offset + length - start))
             for start in range(offset, offset + length, _BLOCK)
         )
+        from tempfile import NamedTemporaryFile  # late: few unpack, and it loads much
+
         with NamedTemporaryFile(dir=_spill_folder(), delete=False) as file:
             unpack(blocks, file.write, path)
             return file.name, 0, file.tell()
@@ -144,12 +149,15 @@ class Files:
 @cache
 def _spill_folder() -> str:
     """A folder for temporary files that is removed when this process ends, and by no other one."""
+    from shutil import rmtree
+    from tempfile import mkdtemp
+
     folder = mkdtemp(prefix="ckpt-tools-")
     owner = os.getpid()
 
     def remove() -> None:
         if os.getpid() == owner:
-            shutil.rmtree(folder, ignore_errors=True)
+            rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
     return folder
@@ -162,6 +170,10 @@ def _open_file(path: str) -> int:
         raise IncompleteError(f"{path} is not there.") from error
     except OSError as error:
         raise UnreadableError(f"{path} cannot be opened: {error.strerror}.") from error
+
+
+def _unreadable(path: str, error: OSError) -> UnreadableError:
+    return UnreadableError(f"{path} cannot be read: {error.strerror or error}.")
 
 
 def _too_short(path: str, *, found: int, needed: int) -> UnreadableError:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckpt_tools import names
 from ckpt_tools.dtypes import dtype_named
@@ -195,46 +196,56 @@ def _sections(metadata: Metadata, paths: Mapping[str, Path]) -> dict[str, Sectio
     return {fqn: section for fqn, (section, _) in zip(paths, found, strict=True)}
 
 
+class _Place(NamedTuple):
+    """What a relative path and its transforms mean: file, packing of items, and who wrote it."""
+
+    path: str
+    codec: str
+    rank: int | None
+
+
+# The constructors that NamedTuple generates would take two seconds of a million chunks.
+_make = tuple.__new__
+
+
 class _Stored:
     """Where the items of each name are."""
 
     def __init__(self, root: str, metadata: Metadata) -> None:
         self._storage = metadata.storage
-        self._paths: dict[str, str] = {}
-        self._kinds: dict[tuple[str, tuple[str, ...]], tuple[str, int | None]] = {}
+        self._places: dict[tuple[str, tuple[str, ...]], _Place] = {}
         self._root = root
 
-    def _range(self, info: StorageInfo) -> ByteRange:
-        path = self._paths.get(info.relative_path)
-        if path is None:
+    def _place(self, info: StorageInfo) -> _Place:
+        key = info.relative_path, info.transforms
+        place = self._places.get(key)
+        if place is None:
             path = os.path.join(self._root, info.relative_path)
-            self._paths[info.relative_path] = path
-        return ByteRange(path, info.offset, info.length)
+            place = _Place(path, _codec(info, self._root), rank_of(info.relative_path))
+            self._places[key] = place
+        return place
 
     def chunks(self, fqn: str, meta: TensorMeta) -> list[Chunk]:
         """The chunks that have an item; one without is a hole, which the coverage check names."""
-        chunks: dict[Box, Chunk] = {}
-        for offsets, sizes in meta.chunks:
-            info = self._storage.get((fqn, offsets))
+        boxes = meta.chunks
+        if len({offsets for offsets, _ in boxes}) < len(boxes):
+            boxes = list(dict.fromkeys(boxes))
+        storage, chunks = self._storage, []
+        for box in boxes:
+            info = storage.get((fqn, box[0]))
             if info is not None:
-                codec, rank = self._kind(info)
-                box = Box(offsets, sizes)
-                chunks[box] = Chunk(box, self._range(info), None, codec, (), rank)
-        return list(chunks.values())
-
-    def _kind(self, info: StorageInfo) -> tuple[str, int | None]:
-        """Codec and rank of an item."""
-        kind = self._kinds.get((info.relative_path, info.transforms))
-        if kind is None:
-            kind = _codec(info, self._root), rank_of(info.relative_path)
-            self._kinds[info.relative_path, info.transforms] = kind
-        return kind
+                path, codec, rank = self._place(info)
+                data = _make(ByteRange, (path, info.offset, info.length))
+                chunks.append(_make(Chunk, (_make(Box, box), data, None, codec, (), rank)))
+        return chunks
 
     def object(self, fqn: str, path: Path, section: Section) -> ObjectEntry | None:
         info = self._storage.get((fqn, None))
         if info is None:
             return None
-        return ObjectEntry(fqn, path, section, self._range(info), codec=_codec(info, self._root))
+        place = self._place(info)
+        data = ByteRange(place.path, info.offset, info.length)
+        return ObjectEntry(fqn, path, section, data, codec=place.codec)
 
 
 def _codec(info: StorageInfo, root: str) -> str:

@@ -34,15 +34,16 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     Raises UnreadableError when a header is damaged. A shard that differs from what `.metadata`
     says of it becomes a problem.
     """
+    lengths = {file.path: file.length or 0 for file in index.files}
+    first = _first_place(index, lengths)
+    if first is None or torch_zip.sniff(files.read(*first, 9)) != "safetensors":
+        return index
     starts = {
         chunk.data.path: chunk.data.offset
         for entry in index.tensors
         for chunk in entry.chunks
-        if _reaches(files, chunk.data.path, chunk.data.offset + 9)
+        if chunk.data.offset + 9 <= lengths.get(chunk.data.path, 0)
     }
-    first = next(iter(starts.items()), None)
-    if first is None or torch_zip.sniff(files.read(*first, 9)) != "safetensors":
-        return index
     found = {
         shard: stored
         for path, start in starts.items()
@@ -61,9 +62,13 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     )
 
 
-def _reaches(files: Files, path: str, end: int) -> bool:
-    """Whether a file is there and has this many bytes; what it lacks is told elsewhere."""
-    return os.path.exists(path) and files.size(path) >= end
+def _first_place(index: CheckpointIndex, lengths: Mapping[str, int]) -> tuple[str, int] | None:
+    """The first byte of some tensor data that is there; what is lacking is told elsewhere."""
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            if chunk.data.offset + 9 <= lengths.get(chunk.data.path, 0):
+                return chunk.data.path, chunk.data.offset
+    return None
 
 
 def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:

@@ -9,26 +9,36 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import ckpt_tools
-from ckpt_tools import names, output
+from ckpt_tools import casts, journal, names, output, steps
+from ckpt_tools.claim import Origin, digest_of_reads, in_words
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.files import Files
 from ckpt_tools.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.plan import FilePlan, Target
 from ckpt_tools.selection import select
+from ckpt_tools.steps import Made, Outcome, Step
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to export and how it is to look; ``max_shard_size`` in bytes, ``dtype`` None to keep."""
+    """What to export and how it is to look; ``max_shard_size`` in bytes, ``dtype`` None to keep.
+
+    ``dtypes`` are exceptions from ``dtype`` by name patterns, the last match wins. ``steps`` change
+    the entries after containers and wrappers are off their names. ``basename`` begins the name of
+    each safetensors file.
+    """
 
     format: Literal["safetensors", "torch"] = "safetensors"
     dtype: DType | None = None
+    dtypes: tuple[tuple[str, DType | None], ...] = ()
     keep_names: bool = False
+    steps: tuple[Step, ...] = ()
+    basename: str = "model"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     only: Section | None = "model"
@@ -48,18 +58,35 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """Files to write, what each source name is called in them, and what a person should know."""
+    """Files to write, the tensors in them and where each comes from, and what a person should know.
+
+    A target's entry is what is written, under its new name, as boxes over the source's bytes;
+    ``origins`` are the names in the source that it comes from. ``works`` must be done once before
+    the files are written.
+    """
 
     files: tuple[FilePlan, ...]
-    names: Mapping[str, str]
+    targets: tuple[Target, ...]
+    origins: Mapping[str, tuple[str, ...]]
     notes: tuple[str, ...]
     nbytes: int
     single_file: str | None = None
+    works: tuple[Callable[[Files], None], ...] = ()
 
     @property
     def tensors(self) -> int:
         """Number of tensors."""
-        return len(self.names)
+        return len(self.targets)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """What each source name is called in the output, where it is all of one tensor there."""
+        used = Counter(origin for origins in self.origins.values() for origin in origins)
+        return {
+            origins[0]: fqn
+            for fqn, origins in self.origins.items()
+            if len(origins) == 1 and used[origins[0]] == 1
+        }
 
 
 def plan_export(
@@ -78,19 +105,34 @@ def plan_export(
     renamed, notes = rename(index, chosen.tensors, keep_names=options.keep_names)
     with Files() as files:
         located = formats.locate(chosen, files)
-    located.require_whole()
-    targets = [
-        Target(renamed[e.fqn], (renamed[e.fqn],), e, cast_dtype(e, options.dtype))
-        for e in located.tensors
-    ]
+        located.require_whole()
+        outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)
+    targets, kept = _targets(outcome, options)
     plans = _plan_files(targets, options, index=index, single_file=single_file)
     return ExportPlan(
-        files=tuple(plans),
-        names=renamed,
-        notes=(*index.notes, *notes, *_left_out(index, chosen)),
+        files=(*plans, *outcome.files),
+        targets=targets,
+        origins={one.entry.fqn: one.origins for one in outcome.made},
+        notes=(*index.notes, *notes, *outcome.notes, *kept, *_left_out(index, chosen)),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
         single_file=single_file,
+        works=outcome.works,
     )
+
+
+def _made(tensors: Sequence[TensorEntry], renamed: Mapping[str, str]) -> tuple[Made, ...]:
+    """The entries under their output names, as the steps begin with them."""
+    return tuple(
+        Made(replace(entry, fqn=renamed[entry.fqn], path=(renamed[entry.fqn],)), (entry.fqn,))
+        for entry in tensors
+    )
+
+
+def _targets(outcome: Outcome, options: ExportOptions) -> tuple[tuple[Target, ...], list[str]]:
+    """What is written in which type, and a note on what keeps its own against --dtype."""
+    entries = [one.entry for one in outcome.made]
+    chosen, notes = casts.chosen_dtypes(entries, options.dtype, options.dtypes)
+    return tuple(Target(e.fqn, e.path, e, chosen[e.fqn]) for e in entries), notes
 
 
 def export(
@@ -104,27 +146,53 @@ def export(
     """Write the chosen tensors whole, in the asked format, to the folder or file ``out``.
 
     ``on_bytes`` is told how many bytes were written since it was last called. Raises what
-    `plan_export` raises, OutputExistsError, and WriteError; in every case ``out`` is as it was.
+    `plan_export` and `output.appearing` raise; in every case ``out`` is as it was.
     """
-    from ckpt_tools import copy  # numpy comes with it: only those who write pay for it
-
-    output.refuse_existing(out, force=write.force)
+    output.refuse_existing(out, force=write.force, resume=write.resume)
     single_file = os.path.basename(out) if is_single_file(out, options.format) else None
     plan = plan_export(index, options, single_file=single_file)
-    output.check_space(out, plan.files)
-    with (
-        output.appearing(out, single_file=single_file) as folder,
-        Files() as files,
-    ):
+    words = in_words(options)
+    if options.steps:  # functions, of which only what they gave can be compared
+        words["what the names map does"] = digest_of_reads(plan.files)
+    order = output.Order(
+        out,
+        plan.files,
+        Origin.of(index, plan.files, words),
+        single_file=single_file,
+        resume=write.resume,
+    )
+    with output.appearing(order) as started:
+        if not started.is_written:
+            _do(plan.works)
+            _write_files(plan.files, started.place, write=write, on_bytes=on_bytes)
+    return replace(plan, notes=(*plan.notes, *started.notes))
+
+
+def _do(works: Sequence[Callable[[Files], None]]) -> None:
+    with Files() as files:
+        for work in works:
+            work(files)
+
+
+def _write_files(
+    plans: Sequence[FilePlan],
+    place: journal.Place,
+    *,
+    write: WriteOptions,
+    on_bytes: Callable[[int], None],
+) -> None:
+    from ckpt_tools import copy  # numpy comes with it: only those who write pay for it
+
+    with Files() as files, journal.opened(place, plans, index=0) as kept:
         copy.write_files(
-            plan.files,
-            root=folder,
+            plans,
+            root=place.folder,
             files=files,
             threads=write.threads,
             max_memory=write.max_memory,
             on_bytes=on_bytes,
+            journal=kept,
         )
-    return plan
 
 
 def is_single_file(out: str, form: str) -> bool:
@@ -171,13 +239,6 @@ def _refuse_collisions(renamed: Mapping[str, str]) -> None:
             )
 
 
-def cast_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
-    """The output type of a tensor: floating tensors follow ``dtype``, all others stay."""
-    if dtype is None or entry.dtype.kind != "float":
-        return entry.dtype
-    return dtype
-
-
 def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
     """What of the checkpoint does not go into an export of tensors."""
     notes = []
@@ -211,6 +272,7 @@ def _plan_files(
         targets,
         max_shard_size=largest if single_file else options.max_shard_size,
         metadata=_provenance(index),
+        basename=options.basename,
     )
     return [p._replace(path=single_file) for p in plans] if single_file else plans
 

@@ -1,7 +1,9 @@
-"""An output that appears whole or not at all.
+"""An output that appears whole or not at all, and can be gone on with.
 
-Everything is written to a sibling ``OUT.partial``, made durable, and renamed once. What was at OUT
-before stays untouched until that moment. This room knows files and folders, never what is in them.
+Everything is written to ``OUT.partial/new``, made durable, and renamed once. What was at OUT before
+stays untouched until that moment; then it is ``OUT.replaced`` for an instant. Whoever is killed at
+any point leaves a state that the next run puts right. This room knows files and folders, never what
+is in them.
 """
 
 from __future__ import annotations
@@ -10,10 +12,16 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from ckpt_tools.errors import OutputExistsError, WriteError
+from ckpt_tools import journal
+from ckpt_tools.claim import Claim, Origin, claimed, folder_in
+from ckpt_tools.errors import CheckpointError, CkptError, OutputExistsError, UsageError, WriteError
+from ckpt_tools.journal import Place
 from ckpt_tools.plan import FilePlan
+from ckpt_tools.sizes import format_size
+from ckpt_tools.tasks import cut
 
 # What --force may replace in a folder that is there already: files that a loader would take for
 # part of a checkpoint. Anything else in the folder is the user's and survives.
@@ -29,8 +37,64 @@ CHECKPOINT_FILES = (
 )
 
 
-def refuse_existing(out: str, *, force: bool) -> None:
-    """Raise OutputExistsError when something is at ``out`` and may not be replaced."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An output to make at ``out`` from ``origin``; ``single_file`` of the plans is all of it.
+
+    ``resume`` goes on with what an earlier run of the same order has finished.
+    """
+
+    out: str
+    plans: Sequence[FilePlan]
+    origin: Origin
+    single_file: str | None = None
+    resume: bool = False
+
+    @property
+    def partial(self) -> str:
+        """The folder in which the output is made."""
+        return partial_of(self.out)
+
+    @property
+    def place(self) -> Place:
+        """Where its files and its journals are."""
+        return place_of(self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An output that is being made in ``place``; ``notes`` say what an earlier run has done of it.
+
+    With ``is_written`` nothing is left to write.
+    """
+
+    place: Place
+    notes: tuple[str, ...] = ()
+    is_written: bool = False
+
+
+def partial_of(out: str) -> str:
+    """The folder in which an output is made before it appears."""
+    return f"{os.path.normpath(out)}.partial"
+
+
+def place_of(out: str) -> Place:
+    """Where the files of an output, and its journals, are before it appears."""
+    return Place(folder_in(partial_of(out)), partial_of(out))
+
+
+def _replaced(out: str) -> str:
+    return f"{os.path.normpath(out)}.replaced"
+
+
+def refuse_existing(out: str, *, force: bool, resume: bool = False) -> None:
+    """Raise OutputExistsError when something is at ``out`` and may not be replaced.
+
+    What a killed run left half renamed is put right first. With ``resume``, its result may be there
+    when that run was killed just before it would have ended.
+    """
+    if os.path.lexists(partial_of(out)) and _settle(out, resume=resume):
+        return
     if os.path.lexists(out) and not force:
         raise OutputExistsError(
             f"{out} is there already; nothing was read or written.",
@@ -38,9 +102,39 @@ def refuse_existing(out: str, *, force: bool) -> None:
         )
 
 
+def _settle(out: str, *, resume: bool) -> bool:
+    """End what a killed run left between its last steps, or give back the old OUT.
+
+    Gives whether the new OUT is in place and the rest is left to the run that resumes.
+    """
+    replaced = _replaced(out)
+    with claimed(partial_of(out)) as claim:
+        is_placed = claim.has("complete") and not os.path.lexists(claim.result)
+        if is_placed and os.path.lexists(out):
+            if not resume:
+                _tidy(claim, out)
+            return resume
+        if claim.has("replacing") and os.path.lexists(replaced) and not os.path.lexists(out):
+            os.rename(replaced, out)
+        if is_placed or claim.origin is None:
+            claim.remove()
+        return False
+
+
+def _tidy(claim: Claim, out: str) -> None:
+    """Remove all but the new OUT."""
+    if claim.has("replacing"):
+        _remove(_replaced(out))
+    claim.remove()
+
+
 def check_space(out: str, plans: Sequence[FilePlan]) -> None:
-    """Raise WriteError when the output's file system has fewer bytes free than the plans need."""
-    needed = sum(plan.length for plan in plans)
+    """Raise WriteError when the output's file system has fewer bytes free than are to be written.
+
+    What an unfinished output holds already counts as written.
+    """
+    folder = place_of(out).folder
+    needed = sum(max(0, p.length - _allocated(os.path.join(folder, p.path))) for p in plans)
     free = free_space(out)
     if needed > free:
         raise WriteError(
@@ -51,35 +145,168 @@ def check_space(out: str, plans: Sequence[FilePlan]) -> None:
 
 
 def free_space(out: str) -> int:
-    """Bytes that are free on the file system where ``out`` is, or will be."""
+    """Bytes that are free on the file system on which ``out`` will be."""
     return shutil.disk_usage(_existing_parent(out)).free
 
 
-@contextmanager
-def appearing(out: str, *, single_file: str | None = None) -> Iterator[str]:
-    """A folder to write into, which becomes ``out`` when the block ends without an error.
-
-    With ``single_file`` the file of that name in the folder becomes ``out``. On any error the
-    folder is removed, and what was at ``out`` before is as it was.
-    """
-    partial = f"{out}.partial"
-    _remove(partial)
+def _allocated(path: str) -> int:
     try:
-        os.makedirs(partial)
-        yield partial
-        _sync_tree(partial)
-        if single_file is None:
-            _put_folder(partial, out)
-        else:
-            os.replace(os.path.join(partial, single_file), out)
-            _remove(partial)
-        _sync_folder(_existing_parent(out))
-    except OSError as error:
-        _remove(partial)
-        raise WriteError(f"{out} could not be written: {error.strerror or error}.") from error
-    except BaseException:
-        _remove(partial)
+        return os.stat(path).st_blocks * 512
+    except OSError:
+        return 0
+
+
+@contextmanager
+def appearing(order: Order) -> Iterator[Started]:
+    """A place to write into, whose files become ``order.out`` when the block ends without an error.
+
+    Raises WriteError for what the system does not allow, and UsageError when another process writes
+    there, when ``order.resume`` cannot go on, or when something is in the way. After a failure the
+    finished tasks are kept, if there are any and the checkpoint is not at fault, and the error says
+    so; what was at ``out`` before is as it was.
+    """
+    _refuse_obstacles(order)
+    with claimed(order.partial) as claim:
+        with _beginning(claim, order):
+            started = _start(claim, order)
+        with _kept_on_failure(claim, order):
+            check_space(order.out, order.plans)
+            yield started
+            _appear(claim, order)
+
+
+@contextmanager
+def _beginning(claim: Claim, order: Order) -> Iterator[None]:
+    """Leave all as it is when nothing is begun."""
+    try:
+        yield
+    except BaseException as error:
+        if claim.origin is None:
+            claim.remove()
+        if isinstance(error, OSError):
+            raise _unwritten(order, error) from error
         raise
+
+
+@contextmanager
+def _kept_on_failure(claim: Claim, order: Order) -> Iterator[None]:
+    """Keep or remove what a failed run has written, and let its error say so."""
+    try:
+        yield
+    except OSError as error:
+        told = _unwritten(order, error)
+        told.hint = _kept(claim, order)
+        raise told from error
+    except KeyboardInterrupt as error:
+        kept = _kept(claim, order)
+        raise KeyboardInterrupt(*filter(None, [kept])) from error
+    except CkptError as error:
+        if _is_about_source(error):
+            claim.remove()
+        else:
+            error.hint = " ".join(filter(None, [error.hint, _kept(claim, order)])) or None
+        raise
+    except BaseException:
+        _kept(claim, order)
+        raise
+
+
+def _unwritten(order: Order, error: OSError) -> WriteError:
+    return WriteError(f"{order.out} could not be written: {error.strerror or error}.")
+
+
+def _refuse_obstacles(order: Order) -> None:
+    """Raise OutputExistsError for what would only be in the way at the end."""
+    if order.single_file is not None and os.path.isdir(order.out):
+        raise OutputExistsError(
+            f"{order.out} is a folder, and one file is to be written.",
+            hint="Name a file in it, or another output.",
+        )
+
+
+def _start(claim: Claim, order: Order) -> Started:
+    """Go on with what is there, or begin anew."""
+    notes: tuple[str, ...] = ()
+    if order.resume:
+        going_on = _resumed(claim, order)
+        if going_on is not None:
+            return going_on
+        notes = ("Nothing to resume: began anew.",)
+    if os.path.lexists(_replaced(order.out)):
+        raise OutputExistsError(
+            f"{_replaced(order.out)} is there; nothing may be lost in it.", hint="Move it away."
+        )
+    claim.begin(order.origin, single_file=order.single_file)
+    return Started(order.place, notes)
+
+
+def _resumed(claim: Claim, order: Order) -> Started | None:
+    """What an earlier run has done of this order; None when it has done nothing."""
+    if claim.origin is None:
+        return None
+    is_written = claim.has("complete")
+    if not is_written and not order.place.shares():
+        return None
+    different = claim.origin.differences(order.origin)
+    if different:
+        raise UsageError(
+            f"{order.partial} was begun otherwise, so it cannot be gone on with. "
+            + " ".join(different[:3]),
+            hint="Without --resume it is removed, and the output is made anew.",
+        )
+    if is_written:
+        return Started(order.place, ("An earlier run had written everything.",), is_written=True)
+    tasks = journal.gather_up(order.place, order.plans)
+    if not tasks:
+        return None
+    return Started(order.place, (f"Going on: {_progress(tasks, order)} were finished before.",))
+
+
+def _progress(tasks: dict[journal.TaskId, int], order: Order) -> str:
+    """How much of an order these tasks are."""
+    done = total = 0
+    for plan in order.plans:
+        for task in cut(plan):
+            total += task.nbytes
+            done += task.nbytes if (plan.path, task.number) in tasks else 0
+    return f"{format_size(done)} of {format_size(total)}"
+
+
+def _is_about_source(error: BaseException) -> bool:
+    """Whether going on is of no use; what the system refused may go well the next time."""
+    return isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError)
+
+
+def _kept(claim: Claim, order: Order) -> str | None:
+    """How to go on with what is finished; None when nothing is, and it is removed."""
+    tasks = journal.finished_tasks(order.place, order.plans)
+    if not tasks and not claim.has("complete"):
+        claim.remove()
+        return None
+    if claim.has("complete"):
+        return f"All is written in {order.partial}: the same command with --resume ends it."
+    return (
+        f"{_progress(tasks, order)} are finished and kept in {order.partial}: the same command "
+        "with --resume goes on; delete that folder to give it up."
+    )
+
+
+def _appear(claim: Claim, order: Order) -> None:
+    """Make all durable, and put it in place."""
+    if not claim.has("complete"):
+        try:
+            _sync_tree(claim.folder)
+        except OSError:
+            journal.distrust(order.place)
+            raise
+        claim.mark("complete")
+    if os.path.lexists(claim.result):
+        if order.single_file is None:
+            _put_folder(claim, order)
+        else:
+            os.replace(claim.result, order.out)
+        journal.sync_files([os.path.abspath(order.out)])
+    _tidy(claim, order.out)
 
 
 def _existing_parent(path: str) -> str:
@@ -96,25 +323,30 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _put_folder(partial: str, out: str) -> None:
+def _put_folder(claim: Claim, order: Order) -> None:
     """Rename the new folder into place, taking along what is the user's in the old one."""
-    if not os.path.isdir(out):
-        os.rename(partial, out)
+    out = order.out
+    if not os.path.lexists(out):
+        os.rename(claim.folder, out)
         return
-    _link_survivors(out, partial)
-    replaced = f"{out}.replaced"
-    _remove(replaced)
-    os.rename(out, replaced)
-    os.rename(partial, out)
-    _remove(replaced)
+    if os.path.isdir(out):
+        _link_survivors(out, claim.folder, planned={plan.path for plan in order.plans})
+    claim.mark("replacing")
+    os.rename(out, _replaced(out))
+    try:
+        os.rename(claim.folder, out)
+    except BaseException:
+        os.rename(_replaced(out), out)
+        raise
 
 
-def _link_survivors(old: str, new: str) -> None:
+def _link_survivors(old: str, new: str, *, planned: set[str]) -> None:
     """Give the new folder every file of the old one that is no part of a checkpoint."""
     for name in sorted(os.listdir(old)):
         source, target = os.path.join(old, name), os.path.join(new, name)
-        if os.path.lexists(target) or any(fnmatch(name, glob) for glob in CHECKPOINT_FILES):
+        if name in planned or any(fnmatch(name, glob) for glob in CHECKPOINT_FILES):
             continue
+        _remove(target)  # an earlier try has linked it
         if os.path.isdir(source) and not os.path.islink(source):
             shutil.copytree(source, target, symlinks=True, copy_function=os.link)
         else:
@@ -124,18 +356,4 @@ def _link_survivors(old: str, new: str) -> None:
 def _sync_tree(folder: str) -> None:
     """Make every file below the folder durable, one fsync a file, after all is written."""
     for parent, _, names in os.walk(folder):
-        for name in names:
-            _sync_file(os.path.join(parent, name))
-        _sync_folder(parent)
-
-
-def _sync_file(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_folder(path: str) -> None:
-    _sync_file(path)
+        journal.sync_files([os.path.join(parent, name) for name in names] or [parent])

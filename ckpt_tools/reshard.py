@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Literal
 
-from ckpt_tools import inference, names, output
-from ckpt_tools.convert import WriteOptions, cast_dtype
+from ckpt_tools import claim, inference, names, output, steps
+from ckpt_tools.casts import cast_dtype
+from ckpt_tools.convert import WriteOptions, rename
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.files import Files
 from ckpt_tools.index import CheckpointIndex, Path, Section, TensorEntry
-from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard
+from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard, on_mesh
 from ckpt_tools.mesh_spec import PlaceRule, default_placements, fsdp_order, in_words
 from ckpt_tools.plan import FilePlan, Target
 from ckpt_tools.selection import select
+from ckpt_tools.steps import Made, Outcome, Step
 
 # The codec of objects that DCP keeps as they are; see `formats.dcp_items`.
 TORCH_SAVE = "torch.save"
@@ -35,7 +37,8 @@ class ReshardOptions:
     """The target: a mesh, how tensors lie on it, the format, and which tensors go along.
 
     ``placements`` None means FSDP2's own; ``rules`` overrule them by name, the last match wins;
-    ``like`` takes each tensor's layout from another checkpoint where that has one.
+    ``like`` takes each tensor's layout from another checkpoint where that has one. ``steps`` change
+    the tensors after containers and wrappers are off their names.
     """
 
     mesh: Mesh
@@ -48,6 +51,7 @@ class ReshardOptions:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     only: Section | None = None
+    steps: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +80,22 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         if options.format == "ranks" or any(e.codec != TORCH_SAVE for e in located.objects):
             located = formats.open_objects(located, files)
     located, left_out = _without_unopened(located, options)
-    layouts = _layouts(index, located.tensors, options)
+    sharded = _sharded(index)
+    stepped: list[str] = []
+    if options.steps:
+        outcome, stepped = _stepped(index, located, options)
+        located = replace(located, tensors=tuple(one.entry for one in outcome.made))
+        sharded = frozenset(
+            one.entry.fqn for one in outcome.made if not sharded.isdisjoint(one.origins)
+        )
+    layouts = _layouts(located.tensors, options, sharded=sharded)
     targets = tuple(
         Target(e.fqn, e.path, e, cast_dtype(e, options.dtype), layouts[e.fqn])
         for e in located.tensors
     )
     plans = _plan_files(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
-    notes = [*_notes(layouts, options), *left_out]
+    notes = [*stepped, *_notes(layouts, options), *left_out]
     return ReshardPlan(
         files=tuple(plans),
         targets=targets,
@@ -91,6 +103,21 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
         nbytes=sum(plan.length for plan in plans),
     )
+
+
+def _stepped(
+    index: CheckpointIndex, located: CheckpointIndex, options: ReshardOptions
+) -> tuple[Outcome, list[str]]:
+    """What the steps make of the tensors, in the order of their new names, and what to tell."""
+    renamed, notes = rename(index, located.tensors, keep_names=False)
+    made = tuple(
+        Made(replace(e, fqn=renamed[e.fqn], path=(renamed[e.fqn],)), (e.fqn,))
+        for e in located.tensors
+    )
+    with Files() as files:
+        outcome = steps.carry_out(options.steps, made, files)
+    ordered = tuple(sorted(outcome.made, key=lambda one: one.entry.fqn))
+    return outcome._replace(made=ordered), [*notes, *outcome.notes]
 
 
 def reshard(
@@ -103,31 +130,33 @@ def reshard(
 ) -> ReshardPlan:
     """Write the chosen tensors and objects as shards of the target mesh to the folder ``out``.
 
-    ``carry_out(plans, folder)`` writes the files of the plan. Raises what `plan_reshard` raises,
-    OutputExistsError, and WriteError; in every case ``out`` is as it was.
+    ``carry_out(plans, folder)`` writes the files of the plan: none, when a run that is gone on with
+    had written all. Raises what `plan_reshard` and `output.appearing` raise; in every case ``out``
+    is as it was.
     """
-    output.refuse_existing(out, force=write.force)
+    output.refuse_existing(out, force=write.force, resume=write.resume)
     plan = plan_reshard(index, options)
-    output.check_space(out, plan.files)
-    with output.appearing(out) as folder:
-        carry_out(plan.files, folder)
-    return plan
+    origin = claim.Origin.of(index, plan.files, claim.in_words(options))
+    with output.appearing(output.Order(out, plan.files, origin, resume=write.resume)) as started:
+        carry_out(() if started.is_written else plan.files, started.place.folder)
+    return replace(plan, notes=(*plan.notes, *started.notes))
 
 
 def _layouts(
-    index: CheckpointIndex, tensors: Sequence[TensorEntry], options: ReshardOptions
+    tensors: Sequence[TensorEntry], options: ReshardOptions, *, sharded: frozenset[str]
 ) -> dict[str, Layout | None]:
     """The layout of each tensor on the target mesh; None for one that each rank holds whole."""
     rules = [(names.selector((rule.pattern,), ()), rule.placements) for rule in options.rules]
     like = _layouts_of(options.like) if options.like is not None else {}
-    sharded = _sharded(index)
     found: dict[str, Layout | None] = {}
     for entry in tensors:
         ruled = [placements for matches, placements in rules if matches(entry.fqn)]
-        if ruled:
+        if not entry.shape:  # a glob for a weight also matches the step counter of its optimizer
+            found[entry.fqn] = None
+        elif ruled:
             found[entry.fqn] = _checked(entry, _layout(options.mesh, ruled[-1]))
         elif entry.fqn in like:
-            found[entry.fqn] = _checked(entry, like[entry.fqn])
+            found[entry.fqn] = _checked(entry, _alike(entry, like[entry.fqn], options.mesh))
         elif _is_cut(entry, sharded):
             placements = options.placements or default_placements(options.mesh)
             found[entry.fqn] = _checked(entry, _layout(options.mesh, placements))
@@ -173,14 +202,34 @@ def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
     return {entry.fqn: inferred.layout_of(entry) for entry in like.tensors}
 
 
+def _alike(entry: TensorEntry, layout: Layout | None, mesh: Mesh) -> Layout | None:
+    """Another checkpoint's layout on the target mesh, of which its own mesh may be a named part."""
+    if layout is None:
+        return None
+    found = on_mesh(layout, mesh)
+    if found is None:
+        raise UsageError(
+            f"{entry.fqn}: the other checkpoint has it on mesh {layout.mesh}, which is no part of "
+            f"{mesh}.",
+            hint=f"Give --to-mesh that checkpoint's mesh, or --place '{entry.fqn}=…'.",
+        )
+    return found
+
+
 def _checked(entry: TensorEntry, layout: Layout | None) -> Layout | None:
-    """The layout, when torch's own loader gets it right.
+    """The layout, when the tensor can have it and torch's own loader gets it right.
 
     Where two mesh dimensions cut the same tensor dimension in strided order, torch computes wrong
     offsets unless the dimension divides by the parts of the first cut (measured on torch 2.13).
     """
     if layout is None or all(isinstance(p, Replicate) for p in layout.placements):
         return layout
+    beyond = [p for p in layout.placements if isinstance(p, Shard) and p.dim >= len(entry.shape)]
+    if beyond:
+        raise UnsupportedError(
+            f"{entry.fqn}: {beyond[0]} of a tensor of shape {list(entry.shape)}.",
+            hint=f"Place it by its name: --place '{entry.fqn}=…'.",
+        )
     if layout.order == tuple(range(len(layout.order))):
         return layout
     first = layout.order[0]

@@ -9,7 +9,7 @@ from typing import Literal
 import click
 
 from ckpt_tools import convert
-from ckpt_tools.cli import options, progress, reading, render
+from ckpt_tools.cli import options, progress, reading, render, shaping
 from ckpt_tools.cli.group import say
 from ckpt_tools.dtypes import DType
 from ckpt_tools.formats import ReadOptions, read_index
@@ -27,6 +27,7 @@ leading module); stderr says what was done.
     "ckpt-tools export run7/step-1000 -o run7-hf",
     "ckpt-tools export run7/step-1000 -o model.safetensors --dtype bf16",
     "ckpt-tools export run7/step-1000 -o optim.pt --format torch --only optim --keep-names",
+    "ckpt-tools export run7/step-1000 -o run7-hf --map auto --hf-assets Llama-3.1-8B",
     "ckpt-tools export run7/step-1000 -o run7-hf --dry-run",
 )
 
@@ -46,6 +47,7 @@ _PARAMS = [
         "--max-shard-size", default="5GB", text="Tensor bytes of one safetensors file, at most."
     ),
     click.Option(["--keep-names"], is_flag=True, help="Leave every name as the checkpoint has it."),
+    *shaping.for_export(),
     *options.writing(),
     options.as_json(),
     *options.filters(only="model"),
@@ -65,6 +67,7 @@ def command(
     keep_names: bool,
     dry_run: bool,
     force: bool,
+    resume: bool,
     threads: int,
     max_memory: int,
     json: bool,
@@ -75,19 +78,21 @@ def command(
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
     chosen = options.Filters.of(include, exclude, only)
+    index = read_index(ckpt, options=ReadOptions(allow_global))
     asked = convert.ExportOptions(
         format=form,
         dtype=dtype,
+        dtypes=shaping.dtype_rules(),
         keep_names=keep_names,
+        steps=shaping.export_steps(index, dtype=dtype, is_folder=_is_hf_folder(out, form)),
         include=chosen.include,
         exclude=chosen.exclude,
         only=chosen.only,
         max_shard_size=max_shard_size,
     )
-    index = read_index(ckpt, options=ReadOptions(allow_global))
     wanted = reading.choose(index, chosen)
     started = time.monotonic()
-    write = convert.WriteOptions(force=force, threads=threads, max_memory=max_memory)
+    write = convert.WriteOptions(force=force, threads=threads, max_memory=max_memory, resume=resume)
     if dry_run:
         plan = convert.plan_export(index, asked, single_file=_single_file(out, form))
     else:
@@ -107,6 +112,10 @@ def _output_bytes(wanted: CheckpointIndex, dtype: DType | None) -> int:
         entry.numel * (dtype if dtype and entry.dtype.kind == "float" else entry.dtype).itemsize
         for entry in wanted.tensors
     )
+
+
+def _is_hf_folder(out: str, form: str) -> bool:
+    return form == "safetensors" and not convert.is_single_file(out, form)
 
 
 def _single_file(out: str, form: str) -> str | None:
@@ -133,5 +142,6 @@ def _json(plan: convert.ExportPlan, out: str, *, dry_run: bool) -> render.Json:
         "nbytes": plan.nbytes,
         "files": [{"path": file.path, "nbytes": file.length} for file in plan.files],
         "names": dict(plan.names),
+        "origins": {fqn: list(origins) for fqn, origins in plan.origins.items()},
         "notes": list(plan.notes),
     }

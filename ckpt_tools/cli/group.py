@@ -80,8 +80,8 @@ def _ending(ctx: click.Context, run: Callable[[], object]) -> object:
     except OSError as error:
         say_error(_from_system(error))
         ctx.exit(_WRITE_FAILED if error.errno in _WRITE_ERRNOS else _UNREADABLE)
-    except KeyboardInterrupt:
-        click.echo("Stopped.", err=True)
+    except KeyboardInterrupt as error:
+        click.echo(" ".join(["Stopped.", *map(str, error.args)]), err=True)
         ctx.exit(_INTERRUPTED)
     return answer
 

@@ -115,12 +115,17 @@ def output() -> click.Parameter:
 
 
 def writing() -> list[click.Parameter]:
-    """--dry-run, --force, --threads and --max-memory."""
+    """--dry-run, --force, --resume, --threads and --max-memory."""
     return [
         click.Option(
             ["--dry-run"], is_flag=True, help="Plan and check everything, but write nothing."
         ),
         click.Option(["--force"], is_flag=True, help="Replace an output that is there already."),
+        click.Option(
+            ["--resume"],
+            is_flag=True,
+            help="Go on where the same command was stopped; begin when it never ran.",
+        ),
         click.Option(
             ["-j", "--threads"],
             metavar="N",

@@ -7,7 +7,7 @@ from typing import Literal
 
 import click
 
-from ckpt_tools.cli import options, progress, render, reshard_report
+from ckpt_tools.cli import options, progress, render, reshard_report, shaping
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert import WriteOptions
 from ckpt_tools.distributed import environment
@@ -40,6 +40,7 @@ torchrun with one rank for each of the source.
     "ckpt-tools reshard run7/step-1000 -o run7-tp --to-mesh dp=4,tp=2 --place '*.wq.*=S(0),S(0)'",
     "ckpt-tools reshard run7/step-1000 -o run7-16 --to-mesh 16 --only model -j 8",
     "ckpt-tools reshard run7/step-1000 -o run7-16 --to-mesh 16 --dry-run",
+    "ckpt-tools reshard Llama-3.1-8B -o seed --to-mesh 64 --map hf-to-torchtitan-llama3",
     "torchrun --nproc-per-node 8 -m ckpt_tools reshard run7/step-1000 -o run7-16 --to-mesh 16",
 )
 
@@ -86,6 +87,7 @@ _PARAMS = [
         help="Who moves the tensors.",
     ),
     options.dtype(),
+    *shaping.for_reshard(),
     click.Option(
         ["-j", "--jobs"],
         type=click.IntRange(min=1),
@@ -125,6 +127,7 @@ def command(
     threads: int,
     dry_run: bool,
     force: bool,
+    resume: bool,
     max_memory: int,
     json: bool,
     include: tuple[str, ...],
@@ -147,8 +150,9 @@ def command(
         include=chosen.include,
         exclude=chosen.exclude,
         only=chosen.only,
+        steps=shaping.reshard_steps(ckpt, engine=engine),
     )
-    write = WriteOptions(force=force, threads=threads, max_memory=max_memory)
+    write = WriteOptions(force=force, threads=threads, max_memory=max_memory, resume=resume)
     request = Request(ckpt, engine, jobs, read)
     if dry_run and _is_silent(engine):
         return

@@ -26,7 +26,7 @@ def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPl
 
     def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
         order = _order(job, plans, folder, count=workers)
-        if workers == 1:
+        if workers == 1 or not plans:
             write_share(order, 0, on_bytes=job.on_bytes)
         else:
             write_with_workers(order, on_bytes=job.on_bytes)
@@ -41,6 +41,8 @@ def reshard_as_group(group: Group, index: CheckpointIndex, job: Job) -> ReshardP
     """
 
     def share(plans: Sequence[FilePlan], folder: str) -> None:
+        if group.tell(str(len(plans))) == "0":
+            return  # rank 0 goes on with a run that had written all
         require_same_plan(group, plans)
         order = _order(job, plans, folder, count=group.size)
         write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
@@ -57,12 +59,13 @@ def lead_or_follow(
     if group.rank == 0:
         return reshard(index, job.out, options=job.options, write=job.write, carry_out=share)
     plan = plan_reshard(index, job.options)
-    share(plan.files, job.partial)
+    share(plan.files, job.place.folder)
     return plan
 
 
 def _order(job: Job, plans: Sequence[FilePlan], folder: str, *, count: int) -> Order:
-    return Order(tuple(plans), folder, count, job.write.threads, job.write.max_memory)
+    write = job.write
+    return Order(tuple(plans), folder, count, write.threads, write.max_memory, job.place.journals)
 
 
 def require_same_plan(group: Group, plans: Sequence[FilePlan]) -> None:

@@ -54,7 +54,7 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
                 gathering = Gathering(group, Source(index, parts, files), device_type)
                 gathering.run(plans, cut, PieceWriter(folder, on_bytes=job.on_bytes))
 
-        return lead_or_follow(group, index, job, share=carry_out)
+        return lead_or_follow(group, index, job.anew(), share=carry_out)
 
 
 def plan_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:

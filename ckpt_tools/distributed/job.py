@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.convert import WriteOptions
+from ckpt_tools.journal import Place
+from ckpt_tools.output import place_of
 from ckpt_tools.reshard import ReshardOptions
 
 
@@ -17,7 +20,11 @@ class Job(NamedTuple):
     write: WriteOptions
     on_bytes: Callable[[int], None]
 
+    def anew(self) -> Job:
+        """The same for an engine that keeps no journal: it cannot go on with what is there."""
+        return self._replace(write=replace(self.write, resume=False))
+
     @property
-    def partial(self) -> str:
+    def place(self) -> Place:
         """The folder that one process makes, in which all write, and which becomes ``out``."""
-        return f"{self.out}.partial"
+        return place_of(self.out)

@@ -26,8 +26,9 @@ class _News:
         self._untold = 0
 
     def add(self, nbytes: int) -> None:
+        """Also of none: a worker whose parent is gone then ends before it writes anything."""
         self._untold += nbytes
-        if self._untold >= _TELL_EVERY:
+        if self._untold >= _TELL_EVERY or nbytes == 0:
             self.tell()
 
     def tell(self) -> None:

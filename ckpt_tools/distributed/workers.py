@@ -12,14 +12,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from tempfile import TemporaryFile
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import CkptError, WriteError
 from ckpt_tools.files import Files
+from ckpt_tools.journal import Place, opened
 from ckpt_tools.plan import FilePlan
+
+if TYPE_CHECKING:
+    from ckpt_tools import copy
 
 _MODULE = "ckpt_tools.distributed.worker"
 _LEAST_MEMORY = 1 << 20
@@ -28,13 +33,14 @@ DONE = "done"
 
 
 class Order(NamedTuple):
-    """What all workers are told: the plan, and what each of them may use."""
+    """What all workers are told: the plan, what each may use, and where journals are, if any."""
 
     plans: tuple[FilePlan, ...]
     root: str
     workers: int
     threads: int
     max_memory: int
+    journals: str | None = None
 
 
 def write_with_workers(order: Order, *, on_bytes: Callable[[int], None]) -> None:
@@ -56,10 +62,14 @@ def write_with_workers(order: Order, *, on_bytes: Callable[[int], None]) -> None
 
 
 def write_share(order: Order, index: int, *, on_bytes: Callable[[int], None]) -> None:
-    """Do the part of worker ``index`` in this process. Raises what `copy.write_files` raises."""
+    """Do the part of worker ``index`` in this process. Raises what `copy.write_files` raises.
+
+    ``on_bytes`` hears of no bytes first, as soon as nobody else can take over this share.
+    """
     from ckpt_tools import copy  # numpy comes with it: only those who write pay for it
 
-    with Files() as files:
+    with Files() as files, _journal(order, index) as kept:
+        on_bytes(0)
         copy.write_files(
             order.plans,
             root=order.root,
@@ -68,7 +78,20 @@ def write_share(order: Order, index: int, *, on_bytes: Callable[[int], None]) ->
             max_memory=order.max_memory,
             on_bytes=on_bytes,
             share=copy.Share(index, order.workers),
+            journal=kept,
         )
+
+
+@contextmanager
+def _journal(order: Order, index: int) -> Iterator[copy.Journal]:
+    from ckpt_tools import copy
+
+    if order.journals is None:
+        yield copy.NO_JOURNAL
+        return
+    place = Place(order.root, order.journals)
+    with opened(place, order.plans, index=index) as kept:
+        yield kept
 
 
 class _Workers:
@@ -111,6 +134,9 @@ class _Workers:
             process.wait()
         for listener in self._listeners:
             listener.join()
+        for process in self._processes:
+            if process.stdout is not None:
+                process.stdout.close()
 
     def _raise_first(self) -> None:
         if self._errors:

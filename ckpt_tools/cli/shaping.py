@@ -5,7 +5,7 @@ Their values are kept with click's context, so that a command takes none of them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
 
@@ -140,7 +140,8 @@ def export_steps(
     if folder is None and _flag("allow_mismatch"):
         raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
     assets = None if folder is None else hf_folder.read_assets(folder)
-    steps = list(_name_steps(index, assets))
+    config = assets.config if assets is not None else hf_folder.read_config(index.root)
+    steps = list(_name_steps(config or {}))
     size = _number("vocab_size")
     if size is not None:
         steps.append(maps.VocabularyStep(size))
@@ -151,16 +152,18 @@ def export_steps(
     return tuple(steps)
 
 
-def reshard_steps(index: CheckpointIndex) -> tuple[Step, ...]:
+def reshard_steps(ckpt: str, *, engine: str) -> tuple[Step, ...]:
     """The steps of a reshard, in their order. Raises UsageError for what cannot be meant."""
     container = _text("under")
     under = () if container is None else (maps.UnderStep(container),)
-    return (*_name_steps(index, None), *under)
+    steps = (*_name_steps(hf_folder.read_config(ckpt) or {}), *under)
+    if steps and engine != "copy":
+        raise UsageError(f"--map, --rename and --under need --engine copy, not {engine}.")
+    return steps
 
 
-def _name_steps(index: CheckpointIndex, assets: hf_folder.Assets | None) -> Sequence[Step]:
-    config = assets.config if assets is not None else hf_folder.read_config(index.root)
-    values = hf_folder.values_of(config or {}) | maps.parse_values(_texts("map_value"))
+def _name_steps(config: Mapping[str, object]) -> Sequence[Step]:
+    values = hf_folder.values_of(config) | maps.parse_values(_texts("map_value"))
     steps: list[Step] = []
     for text in _texts("map"):
         if text == "auto":

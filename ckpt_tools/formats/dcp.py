@@ -26,6 +26,7 @@ from ckpt_tools.formats import dcp_items, dcp_safetensors, pickles
 from ckpt_tools.formats.dcp_damage import DATA_FILE, problems_of, rank_of, some
 from ckpt_tools.formats.dcp_metadata import Metadata, StorageInfo, StorageKey, TensorMeta
 from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.unpickler import collector_paused
 from ckpt_tools.geometry import Box
 from ckpt_tools.index import (
     ByteRange,
@@ -61,6 +62,11 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     foreign class, UnsupportedError for transforms and flat parameters. Missing or short files,
     holes and overlaps become problems of the index.
     """
+    with collector_paused():  # it would look through millions of new chunks again and again
+        return _read_index(path)
+
+
+def _read_index(path: str) -> CheckpointIndex:
     sizes = _file_sizes(path)
     metadata = _read_metadata(path, sizes)
     _refuse_flat_parameters(path, metadata.tensors)
@@ -230,13 +236,13 @@ class _Stored:
         boxes = meta.chunks
         if len({offsets for offsets, _ in boxes}) < len(boxes):
             boxes = list(dict.fromkeys(boxes))
-        storage, chunks = self._storage, []
+        storage, places, chunks = self._storage, self._places, []
         for box in boxes:
             info = storage.get((fqn, box[0]))
             if info is not None:
-                path, codec, rank = self._place(info)
-                data = _make(ByteRange, (path, info.offset, info.length))
-                chunks.append(_make(Chunk, (_make(Box, box), data, None, codec, (), rank)))
+                place = places.get((info.relative_path, info.transforms)) or self._place(info)
+                data = _make(ByteRange, (place[0], info.offset, info.length))
+                chunks.append(_make(Chunk, (_make(Box, box), data, None, place[1], (), place[2])))
         return chunks
 
     def object(self, fqn: str, path: Path, section: Section) -> ObjectEntry | None:

@@ -7,10 +7,12 @@ bytes are made is `tasks`' and `carrier`'s; this room knows threads, open output
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Protocol
 
 from ckpt_tools import crc
@@ -214,8 +216,9 @@ class _Work:
         parts = [share_of(self._left[0], Share(number, threads)) for number in range(threads)]
         self._left = [part[::-1] for part in parts]
         with ThreadPoolExecutor(threads, thread_name_prefix="copy") as pool:
-            futures = [pool.submit(self._work, files, memory, part) for part in self._left]
             try:
+                with _interrupts_held():
+                    futures = [pool.submit(self._work, files, memory, part) for part in self._left]
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 self._stop.set()  # all is done, or something failed, or the user has had enough
@@ -230,6 +233,7 @@ class _Work:
                 with self._lock:
                     output = self._outputs.open(task.file)
                 value = carrier.carry_out(task, output)
+                output.send(*task.span)
                 with self._lock:
                     self._check(task, value)
                     self._journal.finished(task.file.path, task.number, value)
@@ -257,3 +261,15 @@ class _Work:
             output = self._outputs.open(task.file)
             for slot in task.checked.crc_at:
                 output.write(slot, SLOT.pack(whole))
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C comes after the block: an executor that is interrupted while it starts a thread does
+    not know that thread, and nobody would wait for it before the files are closed.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -55,6 +55,11 @@ class Task(NamedTuple):
         """Whether the task is one of several that write one large item."""
         return bool(self.pieces) and self.pieces[0].box != self.pieces[0].item.box
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte of the file that the task writes, and the byte after the last."""
+        return _span(self.literals, self.pieces)
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -78,12 +83,12 @@ class _Range(NamedTuple):
     def nbytes(self) -> int:
         return sum(map(nbytes_of, self.literals)) + sum(map(nbytes_of, self.pieces))
 
-    @property
-    def span(self) -> tuple[int, int]:
-        """The first byte, and the byte after the last."""
-        ends: list[Literal | Piece] = [*self.literals[:1], *self.literals[-1:]]
-        ends += [*self.pieces[:1], *self.pieces[-1:]]
-        return min(x.offset for x in ends), max(x.offset + nbytes_of(x) for x in ends)
+
+def _span(literals: Sequence[Literal], pieces: Sequence[Piece]) -> tuple[int, int]:
+    """The first byte, and the byte after the last, of contents that are each in order."""
+    ends: list[Literal | Piece] = [*literals[:1], *literals[-1:], *pieces[:1], *pieces[-1:]]
+    first = min((content.offset for content in ends), default=0)
+    return first, max((content.offset + nbytes_of(content) for content in ends), default=0)
 
 
 def contents_of(task: Task) -> list[Literal | Piece]:
@@ -177,7 +182,7 @@ def _foreign_slots(part: _Range) -> Iterator[int]:
     slots = [slot for piece in part.pieces for slot in piece.item.crc_at]
     if not slots:
         return
-    start, end = part.span
+    start, end = _span(part.literals, part.pieces)
     for slot in slots:
         if part.checked is not None or slot < start or slot + SLOT_BYTES > end:
             yield slot

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
+import time
 import tracemalloc
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -54,6 +58,15 @@ def test_any_layout_to_any_layout_equals_numpy_slicing(data: st.DataObject) -> N
             assert Path(folder, path).read_bytes()[offset : offset + len(raw)] == raw
 
 
+@contextmanager
+def small_steps(slab: int) -> Iterator[None]:
+    """Slabs of this many bytes, and tasks of four."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_tools.carrier.SLAB_BYTES", slab)
+        patch.setattr("ckpt_tools.tasks.TASK_BYTES", 4 * slab)
+        yield
+
+
 def write(
     plans: list[FilePlan],
     folder: str,
@@ -66,9 +79,7 @@ def write(
 ) -> int:
     """Write with slabs and tasks of this size; gives the number of bytes that were reported."""
     told: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_tools.carrier.SLAB_BYTES", slab)
-        patch.setattr("ckpt_tools.tasks.TASK_BYTES", 4 * slab)
+    with small_steps(slab):
         write_files(
             plans,
             root=folder,
@@ -262,6 +273,29 @@ def test_an_error_stops_the_other_threads(tmp_path: Path) -> None:
     with Files() as files, pytest.raises(KeyboardInterrupt):
         write([plan], str(tmp_path), files, threads=4, slab=1024, journal=notes)
     assert len(notes.written) <= 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("copy")]
+
+
+def test_ctrl_c_stops_all_threads_at_once(tmp_path: Path) -> None:
+    plan = checked_plan(tmp_path, sizes=(1 << 20,))
+    told: list[int] = []
+
+    def interrupt(nbytes: int) -> None:
+        told.append(nbytes)
+        if len(told) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # let the main thread take it
+
+    with Files() as files, pytest.raises(KeyboardInterrupt), small_steps(1024):
+        write_files(
+            [plan],
+            root=str(tmp_path),
+            files=files,
+            threads=2,
+            max_memory=2 << 20,
+            on_bytes=interrupt,
+        )
+    assert sum(told) < 20 << 10
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("copy")]
 
 

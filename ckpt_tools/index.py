@@ -131,6 +131,11 @@ class CheckpointIndex:
         """Paths of the files that are needed and not there."""
         return tuple(file.path for file in self.files if file.length is None)
 
+    @property
+    def entries(self) -> list[TensorEntry | ObjectEntry]:
+        """Every tensor, then every object."""
+        return [*self.tensors, *self.objects]
+
     def tensor(self, fqn: str) -> TensorEntry | None:
         """The tensor of this name, or None."""
         place = bisect_left(self.tensors, fqn, key=_fqn)

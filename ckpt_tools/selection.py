@@ -18,7 +18,7 @@ def select(
     Raises AnswerNo when nothing is left.
     """
     chosen = names.selector(include, exclude)
-    entries = (*index.tensors, *index.objects)
+    entries = index.entries
     fqns = {e.fqn for e in entries if (only is None or e.section == only) and chosen(e.fqn)}
     if not fqns:
         counts = Counter(entry.section for entry in entries)

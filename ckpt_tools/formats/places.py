@@ -193,14 +193,14 @@ def _by_folder_names(index: CheckpointIndex, name: str, parent: str) -> tuple[st
 
 
 def _by_entries(index: CheckpointIndex) -> tuple[str, str] | None:
-    tops = {str(entry.path[0]) for entry in (*index.tensors, *index.objects)}
+    tops = {str(entry.path[0]) for entry in index.entries}
     if "pytorch-lightning_version" in tops:
         return "lightning", "the entry pytorch-lightning_version"
     if {"train_state", "dataloader"} <= tops or {"train_state", "lr_scheduler"} <= tops:
         return "torchtitan", "the entries train_state, dataloader and lr_scheduler"
     if any(top == "state" for top in tops) and index.tensor("state.model") is None:
-        paths = {entry.path[:2] for entry in index.objects}
-        if ("state", "timestamp") in paths:
+        beginnings = {entry.path[:2] for entry in index.objects}
+        if ("state", "timestamp") in beginnings:
             return "composer", "the entry state.timestamp"
     return None
 

@@ -211,7 +211,7 @@ def rename(
     """
     if keep_names:
         return {entry.fqn: entry.fqn for entry in chosen}, []
-    paths = [entry.path for entry in (*index.tensors, *index.objects)]
+    paths = [entry.path for entry in index.entries]
     objects = {entry.path for entry in index.objects}
     prefixes = dict(zip(paths, names.classify(paths, objects=objects), strict=True))
     used = {prefixes[entry.path][1] for entry in chosen}

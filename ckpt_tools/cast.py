@@ -7,7 +7,7 @@ in torch. Works in blocks that stay in the processor's cache. It knows nothing o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np  # noqa: TID253 - only whoever writes casts; inspect and ls never come here
 
@@ -40,10 +40,13 @@ _QUIET = {
 }
 
 
+_TO_HALF = np.float32(2.0**112)
+
+
 class Caster:
     """Casts buffers of one type to another; it has scratch memory, so each thread needs its own.
 
-    It works through ``block`` elements at a time, with up to 40 bytes of scratch for each. Raises
+    It works through ``block`` elements at a time, with up to 16 bytes of scratch for each. Raises
     UnsupportedError when there is no such cast.
     """
 
@@ -106,8 +109,10 @@ def _quieted(values: Words) -> Words:
 
 
 def _decoder(source: str) -> Step:
-    if source in ("float64", "float16"):
+    if source == "float64":
         return _by_numpy
+    if source == "float16":
+        return _widen_half
     if source == "bfloat16":
         return _widen
     table = _float8_values(source)
@@ -121,6 +126,17 @@ def _decoder(source: str) -> Step:
 def _widen(words: Words, out: Words) -> None:
     """A bfloat16 is the upper half of a float32."""
     np.left_shift(words, 16, out=out.view(np.uint32), dtype=np.uint32)
+
+
+def _widen_half(words: Words, out: Words) -> None:
+    """The bits of a float16 moved to their places mean 2^112 times less as a float32."""
+    halves, bits = words.view(np.uint16), out.view(np.uint32)
+    np.left_shift(halves & 0x7FFF, 13, out=bits, dtype=np.uint32)
+    np.multiply(out, _TO_HALF, out=out)
+    np.bitwise_or(bits, np.left_shift(halves & 0x8000, 16, dtype=np.uint32), out=bits)
+    special = (halves & 0x7C00) == 0x7C00
+    if special.any():
+        out[special] = _quieted(words[special].astype(np.float32))
 
 
 def _float8_values(name: str) -> Words:
@@ -144,20 +160,9 @@ def _encoder(target: str, block: int, *, nan: int) -> Step:
     """``nan`` is what every NaN becomes in bfloat16."""
     if target == "float64":
         return _by_numpy
-    if target == "float16":
-        return _narrow
     if target == "bfloat16":
         return _bfloat16_encoder(block, nan)
-    return _Float8(target).encode
-
-
-def _narrow(words: Words, out: Words) -> None:
-    """To float16 as the processor does it; a NaN keeps its sign and upper bits, and is quiet."""
-    out[...] = words
-    if np.isnan(np.maximum.reduce(words)):
-        where = np.isnan(words)
-        bits = words.view(np.uint32)[where]
-        out.view(np.uint16)[where] = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x1FF
+    return _small_encoder(_SMALL[target], block)
 
 
 def _bfloat16_encoder(block: int, nan: int) -> Step:
@@ -177,29 +182,59 @@ def _bfloat16_encoder(block: int, nan: int) -> Step:
     return encode
 
 
-class _Float8:
-    """Casts float32 to one of the float8 types."""
+class _Small(NamedTuple):
+    """A float of 16 bits or fewer: bits of its mantissa, bias of its exponent, and odd codes.
 
-    def __init__(self, name: str) -> None:
-        self._mantissa, bias = (3, 7) if name == "float8_e4m3fn" else (2, 15)
-        self._saturates = name == "float8_e4m3fn"
-        self._largest = 0x7E if self._saturates else 0x7C
-        self._rebias = (127 - bias) << 23
-        # Added to a number below the smallest normal one, it leaves the rounding to the processor.
-        self._magic = np.float32(2.0 ** (1 - bias + 23 - self._mantissa))
-        self._smallest = np.float32(2.0 ** (1 - bias))
+    What is too large becomes ``largest``; a NaN becomes ``nan`` and those upper bits of its own
+    mantissa that ``payload`` lets through.
+    """
 
-    def encode(self, words: Words, out: Words) -> None:
-        """Cast a block: subnormal and normal numbers, then what is too large, NaN, the sign."""
-        bits = words.view(np.uint32)
-        size = bits & 0x7FFFFFFF
-        magnitude = size.view(np.float32)
-        shift = 23 - self._mantissa
-        half = (1 << (shift - 1)) - 1
-        code = (size - self._rebias + half + ((size >> shift) & 1)) >> shift
-        tiny = (magnitude + self._magic).view(np.uint32) - self._magic.view(np.uint32)
-        code = np.where(magnitude < self._smallest, tiny, code)
-        over = (code > self._largest) & (magnitude >= self._smallest)
-        code[over] = self._largest
-        code[np.isnan(magnitude)] = 0x7F
-        out[...] = code | ((bits >> 24) & 0x80)
+    bits: int
+    mantissa: int
+    bias: int
+    largest: int
+    nan: int
+    payload: int = 0
+
+
+_SMALL = {
+    "float16": _Small(16, 10, 15, 0x7C00, 0x7E00, 0x1FF),
+    "float8_e4m3fn": _Small(8, 3, 7, 0x7E, 0x7F),
+    "float8_e5m2": _Small(8, 2, 15, 0x7C, 0x7F),
+}
+
+
+def _small_encoder(small: _Small, block: int) -> Step:
+    """Rebias the exponent and round the mantissa, all in integers; subnormal numbers apart."""
+    sizes, codes = np.empty(block, np.uint32), np.empty(block, np.uint32)
+    tiny = np.empty(block, np.bool_)
+    shift, to_sign = 23 - small.mantissa, 32 - small.bits
+    add = np.uint32(((1 << (shift - 1)) - 1 - ((127 - small.bias) << 23)) & 0xFFFFFFFF)
+    smallest = (128 - small.bias) << 23
+    # Added to what is below the smallest normal number, it leaves the rounding to the processor.
+    magic = np.float32(2.0 ** (1 - small.bias + shift))
+
+    def encode(words: Words, out: Words) -> None:
+        count = len(words)
+        bits, size, code = words.view(np.uint32), sizes[:count], codes[:count]
+        np.bitwise_and(bits, 0x7FFFFFFF, out=size)
+        np.right_shift(size, shift, out=code)
+        np.bitwise_and(code, 1, out=code)
+        np.add(code, size, out=code)
+        np.add(code, add, out=code)
+        np.right_shift(code, shift, out=code)
+        np.minimum(code, small.largest, out=code)
+        if np.less(size, smallest, out=tiny[:count]).any():
+            np.add(size.view(np.float32), magic, out=size.view(np.float32))
+            np.subtract(size, magic.view(np.uint32), out=size)
+            np.copyto(code, size, where=tiny[:count])
+        np.right_shift(bits, to_sign, out=size)
+        np.bitwise_and(size, 1 << (small.bits - 1), out=size)
+        out = out.view(f"u{small.bits // 8}")
+        np.bitwise_or(code, size, out=out, casting="unsafe")
+        if np.isnan(np.maximum.reduce(words)):
+            where = np.isnan(words)
+            payload = (bits[where] >> 13) & small.payload
+            out[where] = size[where] | small.nan | payload
+
+    return encode

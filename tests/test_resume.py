@@ -1,0 +1,176 @@
+"""Whole commands that are killed at random moments, and what they may take of memory.
+
+``CKPT_TOOLS_KILLS`` says how often each command is killed; `scripts/kill_test` sets it.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launching import ENVIRONMENT, ckpt_tools, contents
+from safetensors.numpy import save_file
+
+KILLS = int(os.environ.get("CKPT_TOOLS_KILLS", "5"))
+TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node"]
+HERE = [sys.executable, "-m", "ckpt_tools"]
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DCP directory of four ranks, 96 MiB, with a few large tensors and many small ones."""
+    folder = tmp_path_factory.mktemp("source")
+    values = np.random.default_rng(0)
+    shapes = [(1024, 3 * 1024)] * 7 + [(512, 1024)] * 5 + [(33,)] * 200
+    tensors = {
+        f"model.{n}.weight": values.standard_normal(shape, np.float32)
+        for n, shape in enumerate(shapes)
+    }
+    save_file(tensors, folder / "whole.safetensors")
+    ckpt_tools("reshard", folder / "whole.safetensors", "-o", folder / "dcp", "--to-mesh", "4")
+    (folder / "whole.safetensors").unlink()
+    return folder / "dcp"
+
+
+EXPORT = ["export", "--max-shard-size", "20MB", "--threads", "1"]
+RESHARD = ["reshard", "--to-mesh", "8", "--threads", "1"]
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        pytest.param(HERE, EXPORT, id="export"),
+        pytest.param(HERE, RESHARD, id="reshard"),
+        pytest.param(HERE, [*RESHARD, "-j", "2"], id="workers"),
+    ],
+)
+def test_a_killed_command_is_gone_on_with(
+    tmp_path: Path, source: Path, start: list[str], words: list[str]
+) -> None:
+    kill_and_resume(tmp_path, [*start, *words, str(source)], kills=KILLS)
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_a_killed_job_is_gone_on_with(tmp_path: Path, source: Path) -> None:
+    command = [*TORCHRUN, "2", "-m", "ckpt_tools", *RESHARD, str(source)]
+    kill_and_resume(tmp_path, command, kills=max(1, KILLS // 5))
+
+
+def kill_and_resume(folder: Path, command: list[str], *, kills: int) -> None:
+    """Kill it at random moments of its writing, go on with it, and compare with a quiet run."""
+    span = undisturbed([*command, "-o", str(folder / "quiet")], folder / "quiet")
+    want = contents(folder / "quiet")
+    moments = random.Random(command[-1])  # noqa: S311 - moments, no secrets
+    gone_on = 0
+    for number in range(kills):
+        out = folder / f"out{number}"
+        told = killed([*command, "-o", str(out)], out, after=moments.uniform(0, span))
+        ended = subprocess.run(
+            [*command, "-o", str(out), "--resume"],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        was_done = "is there already" in ended.stderr  # it was killed between its work and its exit
+        assert ended.returncode == 0 or was_done, f"{told} {ended.stderr}"
+        gone_on += "Going on" in ended.stderr
+        assert contents(out) == want
+        assert not [path for path in folder.iterdir() if path.name.startswith(f"{out.name}.")]
+        for path in [*out.iterdir()]:
+            path.unlink()
+    sys.stdout.write(f"\n{kills} of {kills}: the same bytes; {gone_on} had tasks to go on from.\n")
+
+
+def undisturbed(command: list[str], out: Path) -> float:
+    """Seconds from when it begins to write until its output is there."""
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_for(Path(f"{out}.partial"), process)
+    started = time.monotonic()
+    while Path(f"{out}.partial").exists():
+        time.sleep(0.002)
+    span = time.monotonic() - started
+    assert process.wait() == 0
+    return span
+
+
+def killed(command: list[str], out: Path, *, after: float) -> str:
+    """Kill a command and all that it started so long after it began to write."""
+    process = subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_for(Path(f"{out}.partial"), process)
+    time.sleep(after)
+    # The workers of `-j` are left to find out by themselves; torchrun's ranks would never.
+    if command[0] == TORCHRUN[0]:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    return f"killed after {after:.3f} s"
+
+
+def wait_for(partial: Path, process: subprocess.Popen[bytes]) -> None:
+    """Wait until it writes, or is at its end."""
+    while not partial.exists() and process.poll() is None:
+        time.sleep(0.002)
+
+
+def peak(words: list[str]) -> int:
+    """Peak memory in bytes of a command line that ends well."""
+    code = (
+        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
+        "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL); "
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *HERE, *words],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return int(done.stdout) * 1024
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with one tensor of 256 MiB, and next to it one of 64 KiB."""
+    folder = tmp_path_factory.mktemp("large")
+    for name, rows in (("large", 8192), ("small", 2)):
+        tensors = {"weight": np.ones((rows, 8192), np.float32)}
+        save_file(tensors, folder / f"{name}.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["export"], id="export"),
+        pytest.param(["export", "--dtype", "bf16"], id="cast"),
+        pytest.param(["reshard", "--to-mesh", "4"], id="rows"),
+        pytest.param(["reshard", "--to-mesh", "4", "--placements", "S(1)"], id="columns"),
+        pytest.param(["reshard", "--to-mesh", "4", "--dtype", "bf16"], id="reshard and cast"),
+    ],
+)
+def test_memory_stays_under_the_limit_whatever_the_tensor(
+    tmp_path: Path, large: Path, words: list[str]
+) -> None:
+    limit = ["--max-memory", "16MiB"]
+    base = peak([*words, str(large / "small.safetensors"), "-o", str(tmp_path / "base"), *limit])
+    most = peak([*words, str(large / "large.safetensors"), "-o", str(tmp_path / "out"), *limit])
+    assert most <= base + 16 * MIB, f"{base / MIB:.1f} and {most / MIB:.1f} MiB"

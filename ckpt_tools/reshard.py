@@ -19,6 +19,7 @@ from ckpt_tools.convert import WriteOptions, rename
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.files import Files
+from ckpt_tools.framework_layouts import FrameworkLayout
 from ckpt_tools.index import CheckpointIndex, Path, Section, TensorEntry
 from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard, on_mesh
 from ckpt_tools.mesh_spec import PlaceRule, default_placements, fsdp_order, in_words
@@ -38,7 +39,9 @@ class ReshardOptions:
 
     ``placements`` None means FSDP2's own; ``rules`` overrule them by name, the last match wins;
     ``like`` takes each tensor's layout from another checkpoint where that has one. ``steps`` change
-    the tensors after containers and wrappers are off their names.
+    the tensors after containers and wrappers are off their names. ``layout`` is the framework whose
+    loader the output is for. ``param_names`` name a numbered optimizer's parameters in its order;
+    empty, they are those that its groups store.
     """
 
     mesh: Mesh
@@ -52,6 +55,8 @@ class ReshardOptions:
     exclude: tuple[str, ...] = ()
     only: Section | None = None
     steps: tuple[Step, ...] = ()
+    layout: FrameworkLayout | None = None
+    param_names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +78,14 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     """
     from ckpt_tools import formats  # the readers: not needed to name the options
 
+    if options.param_names is not None:
+        index = _with_names(index, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
-        if options.format == "ranks" or any(e.codec != TORCH_SAVE for e in located.objects):
+        foreign = any(e.codec != TORCH_SAVE for e in located.objects)
+        if options.format == "ranks" or options.layout is not None or foreign:
             located = formats.open_objects(located, files)
     located, left_out = _without_unopened(located, options)
     sharded = _sharded(index)
@@ -93,9 +101,9 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         Target(e.fqn, e.path, e, cast_dtype(e, options.dtype), layouts[e.fqn])
         for e in located.tensors
     )
-    plans = _plan_files(targets, located, options)
+    plans, arranged = _plan_layout(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
-    notes = [*stepped, *_notes(layouts, options), *left_out]
+    notes = [*stepped, *_notes(layouts, options), *left_out, *arranged]
     return ReshardPlan(
         files=tuple(plans),
         targets=targets,
@@ -103,6 +111,38 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
         nbytes=sum(plan.length for plan in plans),
     )
+
+
+def _with_names(index: CheckpointIndex, options: ReshardOptions) -> CheckpointIndex:
+    """The index with its numbered optimizer's state by name, before anything is chosen by name."""
+    from ckpt_tools import formats, optim_names
+
+    groups = [entry for entry in index.objects if "param_groups" in entry.path]
+    with Files() as files:
+        opened = formats.open_objects(replace(index, objects=tuple(groups)), files).objects
+    known = {entry.fqn: entry for entry in opened}
+    index = replace(index, objects=tuple(known.get(e.fqn, e) for e in index.objects))
+    if options.layout == "verl" and not optim_names.numbered(index):
+        return index  # they are then the order in which to number
+    return optim_names.with_names(index, options.param_names or None)
+
+
+def _plan_layout(
+    targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
+) -> tuple[list[FilePlan], tuple[str, ...]]:
+    """The files of the output as its framework wants them, and what is to be told of it."""
+    if options.layout is None:
+        return _plan_files(targets, located, options), ()
+    from ckpt_tools import framework_files, framework_layouts
+
+    arranged = framework_layouts.arrange(
+        located, options.layout, world_size=options.mesh.size, order=options.param_names or None
+    )
+
+    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> list[FilePlan]:
+        return _plan_files(part, moved, options)
+
+    return framework_files.plan_files(arranged, located, targets, plan_folder), arranged.notes
 
 
 def _stepped(
@@ -135,11 +175,28 @@ def reshard(
     is as it was.
     """
     output.refuse_existing(out, force=write.force, resume=write.resume)
+    if write.check and options.layout not in (None, "plain"):
+        raise UsageError(
+            f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
+            hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
+        )
     plan = plan_reshard(index, options)
     origin = claim.Origin.of(index, plan.files, claim.in_words(options))
     with output.appearing(output.Order(out, plan.files, origin, resume=write.resume)) as started:
         carry_out(() if started.is_written else plan.files, started.place.folder)
-    return replace(plan, notes=(*plan.notes, *started.notes))
+        proven = _check(plan, started.place.folder, index, write) if write.check else ()
+    return replace(plan, notes=(*plan.notes, *started.notes, *proven))
+
+
+def _check(
+    plan: ReshardPlan, folder: str, index: CheckpointIndex, write: WriteOptions
+) -> tuple[str, ...]:
+    """Read the output back, and record the proof beside it."""
+    from ckpt_tools import checking  # the proofs: only --check pays for them
+
+    words = checking.check(folder, plan.targets, source=index, threads=write.threads)
+    checking.record_beside(folder, words, source=index)
+    return (words,)
 
 
 def _layouts(
@@ -289,8 +346,7 @@ def _without_unopened(
 
 def _planner_data(index: CheckpointIndex) -> dict[str, Path]:
     """The path of each name, in the order of the source's state dict where that is known."""
-    paths = {entry.fqn: entry.path for entry in index.tensors}
-    paths |= {entry.fqn: entry.path for entry in index.objects}
+    paths = {entry.fqn: entry.path for entry in index.entries}
     first = {fqn: paths[fqn] for fqn in index.order if fqn in paths}
     return first | paths
 

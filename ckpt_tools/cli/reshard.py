@@ -7,14 +7,16 @@ from typing import Literal
 
 import click
 
-from ckpt_tools.cli import options, progress, render, reshard_report, shaping
+from ckpt_tools.cli import options, param_order, progress, render, reshard_report, shaping
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert import WriteOptions
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import ENGINES, Engine, Request, rehearse, reshard_by
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.framework_layouts import LAYOUTS, FrameworkLayout
 from ckpt_tools.mesh_spec import (
     default_placements,
     in_words,
@@ -73,6 +75,17 @@ _PARAMS = [
         help="A DCP directory, or one torch file of DTensors for each rank.",
     ),
     click.Option(
+        ["--layout"],
+        type=click.Choice(LAYOUTS),
+        help="Folders, containers and side files that this framework's loader expects.",
+    ),
+    click.Option(
+        ["--param-names"],
+        metavar="FILE",
+        help="Names for a numbered optimizer state: a list, one a line, in the optimizer's own "
+        "order; a checkpoint that has them; or 'stored', those in its own param_groups.",
+    ),
+    click.Option(
         ["--device-type"],
         metavar="TYPE",
         default="cuda",
@@ -120,6 +133,8 @@ def command(
     place: tuple[str, ...],
     like: str | None,
     form: Literal["dcp", "ranks"],
+    layout: FrameworkLayout | None,
+    param_names: str | None,
     device_type: str,
     engine: Engine,
     dtype: DType | None,
@@ -128,6 +143,7 @@ def command(
     dry_run: bool,
     force: bool,
     resume: bool,
+    check: bool,
     max_memory: int,
     json: bool,
     include: tuple[str, ...],
@@ -144,7 +160,9 @@ def command(
         placements=None if placements is None else parse_placements(placements, mesh),
         rules=tuple(parse_rule(text, mesh) for text in place),
         like=None if like is None else read_index(like, options=read),
-        format=form,
+        format=_format(form, layout),
+        layout=layout,
+        param_names=None if param_names is None else param_order.read(param_names, read),
         device_type=device_type,
         dtype=dtype,
         include=chosen.include,
@@ -152,8 +170,16 @@ def command(
         only=chosen.only,
         steps=shaping.reshard_steps(ckpt, engine=engine),
     )
-    write = WriteOptions(force=force, threads=threads, max_memory=max_memory, resume=resume)
+    write = WriteOptions(
+        force=force, threads=threads, max_memory=max_memory, resume=resume, check=check
+    )
     request = Request(ckpt, engine, jobs, read)
+    if engine != "copy" and (layout is not None or param_names is not None):
+        raise UsageError(
+            f"--engine {engine} keeps every name and place, and so has no --layout and no "
+            "--param-names.",
+            hint="--engine copy has both.",
+        )
     if dry_run and _is_silent(engine):
         return
     job = Job(out, asked, write, _ignore)
@@ -175,6 +201,17 @@ def command(
         render.emit(report.rehearsal(plan))
     else:
         click.echo(report.summary(plan, seconds=time.monotonic() - started))
+
+
+def _format(
+    form: Literal["dcp", "ranks"], layout: FrameworkLayout | None
+) -> Literal["dcp", "ranks"]:
+    """The format that a framework's loader reads. Raises UsageError where that is not ``form``."""
+    if layout == "verl":
+        return "ranks"
+    if form == "ranks" and layout not in (None, "plain"):
+        raise UsageError(f"--layout {layout} is of DCP directories; it has no --format ranks.")
+    return form
 
 
 def _is_silent(engine: Engine) -> bool:

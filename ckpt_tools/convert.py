@@ -90,9 +90,13 @@ class ExportPlan:
 
 
 def plan_export(
-    index: CheckpointIndex, options: ExportOptions, *, single_file: str | None = None
+    index: CheckpointIndex,
+    options: ExportOptions,
+    *,
+    single_file: str | None = None,
+    check: bool = False,
 ) -> ExportPlan:
-    """Plan an export from headers alone; nothing is written.
+    """Plan an export from headers alone; nothing is written. ``check`` leaves room for the proof.
 
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     names and element types that the output cannot hold.
@@ -108,7 +112,9 @@ def plan_export(
         located.require_whole()
         outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)
     targets, kept = _targets(outcome, options)
-    plans = _plan_files(targets, options, index=index, single_file=single_file)
+    plans = _plan_files(
+        targets, options, facts=_provenance(index, check=check), single_file=single_file
+    )
     return ExportPlan(
         files=(*plans, *outcome.files),
         targets=targets,
@@ -150,7 +156,7 @@ def export(
     """
     output.refuse_existing(out, force=write.force, resume=write.resume)
     single_file = os.path.basename(out) if is_single_file(out, options.format) else None
-    plan = plan_export(index, options, single_file=single_file)
+    plan = plan_export(index, options, single_file=single_file, check=write.check)
     words = in_words(options)
     if options.steps:  # functions, of which only what they gave can be compared
         words["what the names map does"] = digest_of_reads(plan.files)
@@ -165,7 +171,20 @@ def export(
         if not started.is_written:
             _do(plan.works)
             _write_files(plan.files, started.place, write=write, on_bytes=on_bytes)
-    return replace(plan, notes=(*plan.notes, *started.notes))
+        proven = _check(plan, started.place.folder, index, write) if write.check else ()
+    return replace(plan, notes=(*plan.notes, *started.notes, *proven))
+
+
+def _check(
+    plan: ExportPlan, folder: str, index: CheckpointIndex, write: WriteOptions
+) -> tuple[str, ...]:
+    """Read the output back, and record the proof in it where it has room."""
+    from ckpt_tools import checking  # the proofs: only --check pays for them
+
+    written = os.path.join(folder, plan.single_file) if plan.single_file else folder
+    words = checking.check(written, plan.targets, source=index, threads=write.threads)
+    checking.record_in_headers(folder, words)
+    return (words,)
 
 
 def _do(works: Sequence[Callable[[Files], None]]) -> None:
@@ -258,7 +277,7 @@ def _plan_files(
     targets: Sequence[Target],
     options: ExportOptions,
     *,
-    index: CheckpointIndex,
+    facts: Mapping[str, str],
     single_file: str | None,
 ) -> list[FilePlan]:
     if options.format == "torch":
@@ -271,15 +290,19 @@ def _plan_files(
     plans = safetensors_write.plan_files(
         targets,
         max_shard_size=largest if single_file else options.max_shard_size,
-        metadata=_provenance(index),
+        metadata=facts,
         basename=options.basename,
     )
     return [p._replace(path=single_file) for p in plans] if single_file else plans
 
 
-def _provenance(index: CheckpointIndex) -> dict[str, str]:
+def _provenance(index: CheckpointIndex, *, check: bool) -> dict[str, str]:
     """What the output says of its source: no path and no time, so that equal inputs stay equal."""
     facts = {"format": "pt", "ckpt_tools": ckpt_tools.__version__, "source_format": index.format}
     if index.world_size is not None:
         facts["source_world_size"] = str(index.world_size)
+    if check:
+        from ckpt_tools.checking import PROOF_FIELD, UNPROVEN
+
+        facts[PROOF_FIELD] = UNPROVEN
     return facts

@@ -32,6 +32,9 @@ leading module); stderr says what was done.
 )
 
 
+# PEFT reads one file.
+_ONE_FILE = 1 << 62
+
 _PARAMS = [
     options.checkpoint(),
     options.output(),
@@ -68,6 +71,7 @@ def command(
     dry_run: bool,
     force: bool,
     resume: bool,
+    check: bool,
     threads: int,
     max_memory: int,
     json: bool,
@@ -88,11 +92,14 @@ def command(
         include=chosen.include,
         exclude=chosen.exclude,
         only=chosen.only,
-        max_shard_size=max_shard_size,
+        max_shard_size=_ONE_FILE if shaping.is_adapter() else max_shard_size,
+        basename="adapter_model" if shaping.is_adapter() else "model",
     )
     wanted = reading.choose(index, chosen)
     started = time.monotonic()
-    write = convert.WriteOptions(force=force, threads=threads, max_memory=max_memory, resume=resume)
+    write = convert.WriteOptions(
+        force=force, threads=threads, max_memory=max_memory, resume=resume, check=check
+    )
     if dry_run:
         plan = convert.plan_export(index, asked, single_file=_single_file(out, form))
     else:

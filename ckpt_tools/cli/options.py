@@ -115,7 +115,7 @@ def output() -> click.Parameter:
 
 
 def writing() -> list[click.Parameter]:
-    """--dry-run, --force, --resume, --threads and --max-memory."""
+    """--dry-run, --force, --resume, --check, --threads and --max-memory."""
     return [
         click.Option(
             ["--dry-run"], is_flag=True, help="Plan and check everything, but write nothing."
@@ -125,6 +125,11 @@ def writing() -> list[click.Parameter]:
             ["--resume"],
             is_flag=True,
             help="Go on where the same command was stopped; begin when it never ran.",
+        ),
+        click.Option(
+            ["--check"],
+            is_flag=True,
+            help="Read the result back and compare it with the source before it gets its name.",
         ),
         click.Option(
             ["-j", "--threads"],

@@ -39,6 +39,11 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
         _refuse_alone(request, job)
         index = read_index(request.ckpt, options=request.read)
         return copy_engine.reshard_here(index, job, workers=request.workers)
+    if job.write.check and request.engine != "copy":
+        raise UsageError(
+            f"--check goes with --engine copy, not with {request.engine}.",
+            hint=f"Compare afterwards: ckpt-tools diff {request.ckpt} {job.out}",
+        )
     group = _group(place, request)
     if request.engine == "gather":
         from ckpt_tools.distributed import gather_engine  # numpy comes with it

@@ -109,7 +109,7 @@ class Files:
         )
         from tempfile import NamedTemporaryFile  # late: few unpack, and it loads much
 
-        with NamedTemporaryFile(dir=_spill_folder(), delete=False) as file:
+        with NamedTemporaryFile(dir=temporary_folder(), delete=False) as file:
             unpack(blocks, file.write, path)
             return file.name, 0, file.tell()
 
@@ -147,7 +147,7 @@ class Files:
 
 
 @cache
-def _spill_folder() -> str:
+def temporary_folder() -> str:
     """A folder for temporary files that is removed when this process ends, and by no other one."""
     from shutil import rmtree
     from tempfile import mkdtemp

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-from ckpt_tools import hf_folder, maps
+from ckpt_tools import hf_folder, lora, maps
 from ckpt_tools.dtypes import DType, parse_dtype
 from ckpt_tools.errors import UsageError
 from ckpt_tools.index import CheckpointIndex
@@ -51,6 +51,48 @@ def for_export() -> list[click.Parameter]:
                 ["--allow-mismatch"],
                 is_flag=True,
                 help="With --hf-assets, write the folder whatever is missing or unexpected.",
+            )
+        ),
+        *_adapters(),
+    ]
+
+
+def _adapters() -> list[click.Parameter]:
+    return [
+        _kept(
+            click.Option(
+                ["--adapter"],
+                is_flag=True,
+                help="Write only the LoRA weights, as the folder that PEFT loads an adapter from.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--merge-lora"],
+                is_flag=True,
+                help="Write the base weights with LoRA merged into them, in float32, then cast.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--lora-alpha"],
+                type=float,
+                metavar="ALPHA",
+                help="LoRA's alpha; the rank is seen from the tensors.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--adapter-config"],
+                metavar="FILE",
+                help="The adapter_config.json (or verl's lora_train_meta.json) that says alpha.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--adapter-name"],
+                metavar="NAME",
+                help="Which adapter, where there are several.",
             )
         ),
     ]
@@ -125,6 +167,11 @@ def _flag(name: str) -> bool:
     return click.get_current_context().meta.get(_KEY, {}).get(name) is True
 
 
+def _real(name: str) -> float | None:
+    value = click.get_current_context().meta.get(_KEY, {}).get(name)
+    return value if isinstance(value, float) else None
+
+
 def _number(name: str) -> int | None:
     value = click.get_current_context().meta.get(_KEY, {}).get(name)
     return value if isinstance(value, int) else None
@@ -137,11 +184,13 @@ def export_steps(
     folder = _text("hf_assets")
     if folder is not None and not is_folder:
         raise UsageError("--hf-assets completes a folder of safetensors; OUT is one file.")
+    if is_adapter() and (folder is not None or not is_folder):
+        raise UsageError("--adapter makes a folder of its own kind: no file, and no --hf-assets.")
     if folder is None and _flag("allow_mismatch"):
         raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
     assets = None if folder is None else hf_folder.read_assets(folder)
     config = assets.config if assets is not None else hf_folder.read_config(index.root)
-    steps = list(_name_steps(config or {}))
+    steps = [*_lora_steps(dtype), *_name_steps(config or {})]
     size = _number("vocab_size")
     if size is not None:
         steps.append(maps.VocabularyStep(size))
@@ -150,6 +199,33 @@ def export_steps(
             hf_folder.AssetsStep(assets, allow_mismatch=_flag("allow_mismatch"), dtype=dtype)
         )
     return tuple(steps)
+
+
+def _lora_steps(dtype: DType | None) -> list[Step]:
+    """The step of --adapter or --merge-lora, if one is asked for. Raises UsageError."""
+    alone, merged = _flag("adapter"), _flag("merge_lora")
+    file, alpha, name = _text("adapter_config"), _real("lora_alpha"), _text("adapter_name")
+    if not alone and not merged:
+        if file or name or alpha is not None:
+            raise UsageError("LoRA options need --adapter or --merge-lora.")
+        return []
+    if alone and merged:
+        raise UsageError("--adapter and --merge-lora cannot both be meant.")
+    if (file is None) == (alpha is None):
+        raise UsageError(
+            "LoRA's alpha is in no tensor: give it with --lora-alpha or with --adapter-config, one "
+            "of the two.",
+            hint="The job's adapter_config.json has it; verl writes lora_train_meta.json.",
+        )
+    config = lora.LoraConfig(alpha or 0.0) if file is None else lora.read_config(file)
+    if alone:
+        return [lora.AdapterStep(config, name)]
+    return [lora.MergeStep(config, name, dtype, dtype_rules())]
+
+
+def is_adapter() -> bool:
+    """Whether an adapter alone is asked for."""
+    return _flag("adapter")
 
 
 def reshard_steps(ckpt: str, *, engine: str) -> tuple[Step, ...]:

@@ -26,8 +26,9 @@ TP = ("*.up.weight*=S(0),S(0)", "*.down.weight*=S(0),S(1)")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """What each job did next: from the checkpoint that a job of 4 ranks left, and from ours."""
     folder = tmp_path_factory.mktemp("training")
+    job(4, "training.py", "save", folder)
     source = folder / "source"
-    job(4, "training.py", "save", source)
+    (folder / "dcp").rename(source)
     for name, arguments in {
         "1d": ("--to-mesh", "3"),
         "hsdp": ("--to-mesh", "2x2"),

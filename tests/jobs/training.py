@@ -1,15 +1,18 @@
 """The training jobs of the tests: plain torch programs that know nothing of ckpt-tools.
 
-    torchrun … tests/jobs/training.py save OUT            trains on all ranks in one line, and saves
+    torchrun … tests/jobs/training.py save OUT [KIND]     trains, and saves OUT/dcp and OUT/ranks
     torchrun … tests/jobs/training.py step RESULT TASK…   loads each checkpoint and takes a step
 
-A TASK is `KIND:CHECKPOINT`; KIND is 1d, hsdp, tp or fsdp1. The model is built on the meta device,
-so that every number comes from the checkpoint. RESULT is JSON: for each task the next loss and a
-digest of all parameters, moments and steps after it.
+A TASK is `KIND:CHECKPOINT`; KIND is 1d (the one to save, too), hsdp, tp or fsdp1. The model is
+built on the meta device, so that every number comes from the checkpoint. RESULT is JSON: for each
+task the next loss and a digest of all parameters, moments and steps after it.
+
+Runs on CPUs, and on GPUs where TRAINING_DEVICE=cuda says so.
 """
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -20,13 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
 
+DEVICE = os.environ.get("TRAINING_DEVICE", "cpu")
 DIM, HIDDEN, VOCAB = 10, 12, 7  # 10 over 3 ranks and 7 over 4 are uneven; 12 divides by tp = 2
 
 
@@ -65,33 +69,34 @@ def parallel(kind: str) -> nn.Module:
     with torch.device("meta"):
         model = Model()
     if kind == "fsdp1":
-        mesh = init_device_mesh("cpu", (world,))
-        model.to_empty(device="cpu")
+        mesh = init_device_mesh(DEVICE, (world,))
+        model.to_empty(device=DEVICE)
+        here = torch.device(DEVICE) if DEVICE == "cpu" else torch.cuda.current_device()
         return FullyShardedDataParallel(
-            model, device_mesh=mesh, use_orig_params=True, device_id=torch.device("cpu")
+            model, device_mesh=mesh, use_orig_params=True, device_id=here
         )
     if kind == "tp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(DEVICE, (2, world // 2), mesh_dim_names=("dp", "tp"))
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], plan)
         mesh = mesh["dp"]
     elif kind == "hsdp":
         names = ("dp_replicate", "dp_shard")
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+        mesh = init_device_mesh(DEVICE, (2, world // 2), mesh_dim_names=names)
     else:
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+        mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("dp_shard",))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     return model
 
 
 def batch(step: int) -> Tensor:
     """The same tokens on every rank, so that the loss is too."""
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, VOCAB, (2, 6), generator=generator)
+    return torch.randint(0, VOCAB, (2, 6), generator=generator).to(DEVICE)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
@@ -105,28 +110,34 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> floa
     return loss.item()
 
 
-def save(out: str) -> None:
+def save(out: str, kind: str = "1d") -> None:
     """Train two steps from values that are the same on any number of ranks, and save."""
-    model = parallel("1d")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            values = torch.randn(parameter.shape) * 0.3
-            parameter.copy_(_cut_like(values, parameter))
+    model = parallel(kind)
+    fill(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     for step in range(2):
         train(model, optimizer, step)
     model_state, optim_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optim": optim_state, "step": 2, "note": "as it was"}
-    dcp.save(state, checkpoint_id=out)
+    dcp.save(state, checkpoint_id=f"{out}/dcp")
+    Path(out, "ranks").mkdir(exist_ok=True)
+    name = f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    torch.save(model_state, Path(out, "ranks", name))
 
 
-def _cut_like(values: Tensor, parameter: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return values
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(values, parameter.device_mesh, parameter.placements)
+def fill(model: nn.Module) -> None:
+    """Give every parameter values that do not depend on how it is cut."""
+    torch.manual_seed(0)
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape) * 0.3)
+        return
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = (torch.randn(parameter.shape) * 0.3).to(DEVICE)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            parameter.copy_(distribute_tensor(values, mesh, placements))
 
 
 def next_step(kind: str, checkpoint: str) -> dict[str, str]:
@@ -161,13 +172,18 @@ def _leaves(value: object, name: str) -> list[bytes]:
         value = value.full_tensor()
     if not isinstance(value, Tensor):
         return [f"{name}={value!r}".encode()]
-    raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return [f"{name} {value.dtype} {tuple(value.shape)}".encode(), raw]
 
 
 def main(verb: str, *arguments: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.use_deterministic_algorithms(mode=True)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")
     if verb == "save":
         save(*arguments)
     else:

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from glob import escape, glob
@@ -24,10 +24,11 @@ from uuid import uuid4
 
 from ckpt_tools.carrier import unwritable
 from ckpt_tools.claim import hold, line_of, lines_in
+from ckpt_tools.errors import WriteError
 from ckpt_tools.plan import FilePlan
 
 # Seconds between two writes of lines, and between two syncs of what was written.
-BATCH_SECONDS = 0.1
+BATCH_SECONDS = 0.02
 SYNC_SECONDS = 10.0
 
 TaskId = tuple[str, int]
@@ -171,8 +172,11 @@ def opened(place: Place, plans: Sequence[FilePlan], *, index: int) -> Iterator[S
     journal = ShareJournal(place, plans, index=index)
     try:
         yield journal
-    finally:
-        journal.close()
+    except BaseException:
+        with suppress(WriteError):  # what ended the block says more
+            journal.close()
+        raise
+    journal.close()
 
 
 class ShareJournal:
@@ -181,14 +185,19 @@ class ShareJournal:
     def __init__(self, place: Place, plans: Sequence[FilePlan], *, index: int) -> None:
         self._place, self._path = place, place.share(index)
         self._known = finished_tasks(place, plans)
-        told = _read(self._path)
-        is_ours = told.is_from_here or not told.boot
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
-            hold(self._fd, what=place.journals)
-            os.ftruncate(self._fd, told.length if is_ours else 0)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._fd = os.open(self._path, flags, 0o666)
         except OSError as error:
             raise unwritable(self._path, error) from error
+        try:
+            hold(self._fd, what=place.journals)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        told = _read(self._path)
+        is_ours = told.is_from_here or not told.boot
+        os.ftruncate(self._fd, told.length if is_ours else 0)
         self._count = len(told.tasks) if is_ours else 0
         self._lines = [] if is_ours and told.boot else [line_of(f"boot {boot_id()}")]
         self._unsynced = {path for (path, _), _ in told.tasks} if is_ours else set()
@@ -222,17 +231,21 @@ class ShareJournal:
             self._syncer.join()
         try:
             self._flush()
+            self._raise_error()
         finally:
             os.close(self._fd)
 
     def _flush(self) -> None:
+        try:
+            self._write_lines()
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+
+    def _write_lines(self) -> None:
         with self._lock:
             data, self._lines = b"".join(self._lines), []
-            try:
-                while data:
-                    data = data[os.write(self._fd, data) :]
-            except OSError as error:
-                raise unwritable(self._path, error) from error
+            while data:
+                data = data[os.write(self._fd, data) :]
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -245,7 +258,6 @@ class ShareJournal:
             self._syncer.start()
 
     def _sync(self) -> None:
-        self._flush()
         with self._lock:
             paths, self._unsynced, count = self._unsynced, set(), self._count
         word = f"synced {count}"
@@ -255,7 +267,10 @@ class ShareJournal:
             self._error, word = error, "broken"
         with self._lock:
             self._lines.append(line_of(word))
-        self._flush()
+        try:
+            self._write_lines()
+        except OSError as error:
+            self._error = error
 
 
 def sync_files(paths: Collection[str]) -> None:

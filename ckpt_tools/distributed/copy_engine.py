@@ -45,8 +45,8 @@ def reshard_as_group(group: Group, index: CheckpointIndex, job: Job) -> ReshardP
             return  # rank 0 goes on with a run that had written all
         require_same_plan(group, plans)
         order = _order(job, plans, folder, count=group.size)
-        write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
-        group.meet()
+        with group.together():  # nobody writes any more when rank 0 tidies up
+            write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
 
     with group.together():
         return lead_or_follow(group, index, job, share=share)

@@ -43,12 +43,13 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
             def load_and_save(plans: Sequence[FilePlan], folder: str) -> None:
                 require_same_plan(group, plans)
                 placed = _Placed(mesh, device_type, group)
-                state = placed.empty(plan.targets)
+                with group.together():  # a rank that refuses must not be missed in a collective
+                    state = placed.empty(plan.targets)
                 _load_and_save(state, index, plan, folder)
                 job.on_bytes(sum(p.length for p in plans[group.rank :: group.size]))
                 group.meet()
 
-            return lead_or_follow(group, index, job, share=load_and_save)
+            return lead_or_follow(group, index, job.anew(), share=load_and_save)
 
 
 def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
@@ -126,7 +127,10 @@ def _load_and_save(
 
     chosen = {item.fqn for file in plan.files for item in file.items}
     objects = [entry for entry in index.objects if entry.fqn in chosen]
-    whole: dict[str, object] = {**state, **{entry.fqn: Opaque() for entry in objects}}
+    unordered: dict[str, object] = {**state, **{entry.fqn: Opaque() for entry in objects}}
+    places = {fqn: place for place, fqn in enumerate(index.order)}  # torch goes by this order, too
+    names = sorted(unordered, key=lambda fqn: (places.get(fqn, len(places)), fqn))
+    whole = {fqn: unordered[fqn] for fqn in names}
     with _told(UnreadableError, f"dcp.load of {index.root}"):
         load(whole, storage_reader=FileSystemReader(index.root), planner=LoadPlanner())
     paths = {target.fqn: target.path for target in plan.targets}

@@ -48,7 +48,8 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
             _begin(group, plans, folder)
             mine = _uncut(plans, cut, headers=headers, rank=group.rank)
             order = Order(mine, folder, 1, job.write.threads, job.write.max_memory)
-            write_share(order, 0, on_bytes=job.on_bytes)
+            with group.together():  # a rank that fails must not be missed in a collective
+                write_share(order, 0, on_bytes=job.on_bytes)
             with Files() as files:
                 parts = headers[group.rank].parts()
                 gathering = Gathering(group, Source(index, parts, files), device_type)

@@ -85,7 +85,9 @@ def _state(path: str) -> str:
         status = os.stat(path)
     except OSError:
         return "not there"
-    return f"{status.st_size:,} bytes of {status.st_mtime_ns}"
+    seconds, nanoseconds = divmod(status.st_mtime_ns, 10**9)
+    changed = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    return f"{status.st_size:,} bytes of {changed}.{nanoseconds:09d} UTC"
 
 
 def _layout(plans: Sequence[FilePlan]) -> str:
@@ -124,6 +126,8 @@ def _in_words(value: object) -> str:
         return value.root
     if isinstance(value, DType):
         return value.name
+    if value is None or value == ():
+        return "not given"
     if isinstance(value, tuple) and any(callable(one) for one in value):
         return str(len(value))
     return str(value)

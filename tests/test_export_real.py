@@ -232,10 +232,10 @@ def same_config(kind: str, model: nn.Module, **more: object) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def comes_back(model: nn.Module, tmp_path: Path, name: str) -> bool:
+def comes_back(model: nn.Module, tmp_path: Path, name: str, *more: str) -> bool:
     """Whether the exported folder becomes the same TorchTitan checkpoint again, bit for bit."""
     words = ("reshard", tmp_path / "out", "-o", tmp_path / "back", "--to-mesh", 4, "--map", name)
-    ran(*words)
+    ran(*words, *more)
     state = {key: torch.full_like(value, torch.nan) for key, value in model.state_dict().items()}
     dcp.load(state, checkpoint_id=tmp_path / "back", no_dist=True)
     return all(torch.equal(state[key], value) for key, value in model.state_dict().items())
@@ -256,10 +256,26 @@ def test_a_torchtitan_model_has_the_same_logits_in_transformers(tmp_path: Path, 
     assert comes_back(model, tmp_path, f"hf-to-torchtitan-{kind}")
 
 
+def test_a_tied_torchtitan_model_gets_its_head_back(tmp_path: Path) -> None:
+    model = qwen3(**DENSE)
+    model.lm_head.weight = model.tok_embeddings.weight
+    more = {"head_dim": 16, "tie_word_embeddings": True}
+    assets = save_assets(same_config("qwen3", model, **more), tmp_path / "assets")
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    words = ("export", tmp_path / "ckpt", "-o", tmp_path / "out", "--map", "auto")
+    ran(*words, "--hf-assets", assets)
+    assert "lm_head.weight" not in check_strictly(tmp_path / "out")
+    with torch.no_grad():
+        wanted = model(TOKENS)
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), wanted, rtol=1e-4, atol=1e-4)
+    assert comes_back(model, tmp_path, "hf-to-torchtitan-qwen3", "--untie")
+
+
 def test_torchtitans_experts_go_out_as_torchtitan_itself_writes_them(tmp_path: Path) -> None:
     sizes = {key: size for key, size in DENSE.items() if key != "hidden_dim"}
     model = qwen3(**sizes, moe_hidden_dim=24, num_experts=4, top_k=2)
     more = {"head_dim": 16, "num_experts": 4, "tie_word_embeddings": False, **EXPERTS}
+    more |= {"norm_topk_prob": True}
     hub = same_config("moe", model, **more)
     assets = save_assets(hub, tmp_path / "assets")
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
@@ -271,7 +287,9 @@ def test_torchtitans_experts_go_out_as_torchtitan_itself_writes_them(tmp_path: P
     found = tensors_of(tmp_path / "out")
     assert found.keys() == theirs.keys()
     assert all(torch.equal(found[name], theirs[name]) for name in theirs)
-    loaded(tmp_path / "out")
+    with torch.no_grad():
+        wanted = model(TOKENS)  # TorchTitan multiplies by its experts in bfloat16
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")), wanted, rtol=2e-2, atol=5e-2)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

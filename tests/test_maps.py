@@ -16,7 +16,7 @@ from ckpt_tools.gather import read_array
 from ckpt_tools.geometry import Box
 from ckpt_tools.index import ByteRange, Chunk, TensorEntry
 from ckpt_tools.maps import views
-from ckpt_tools.maps.renaming import UnderStep
+from ckpt_tools.maps.renaming import UnderStep, UntieStep
 from ckpt_tools.maps.toml import builtins_to_hf
 from ckpt_tools.maps.views import View
 from ckpt_tools.steps import Made, Step
@@ -323,6 +323,29 @@ def test_a_torchtitan_llama_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert there == plain
 
 
+def test_metas_names_become_the_same_tensors_as_torchtitans(tmp_path: Path) -> None:
+    old = maps.RenameStep(((r"qkv_linear\.", ""), ("^lm_head", "output")))
+    meta = maps.MapStep(maps.find("meta-llama-to-hf"), HEADS)
+    export(TITAN / "checkpoint_full", tmp_path / "meta", old)
+    plan = export(tmp_path / "meta", tmp_path / "hf", maps.AutoMapStep(HEADS))
+    assert any("chose meta-llama-to-hf" in note for note in plan.notes)
+    export(TITAN / "checkpoint_full", tmp_path / "titan", maps.AutoMapStep(HEADS))
+    export(tmp_path / "meta", tmp_path / "named", meta)
+    by_auto, of_titan, by_name = (
+        digests(tmp_path / name / "model.safetensors") for name in ("hf", "titan", "named")
+    )
+    assert by_auto == of_titan == by_name
+
+
+def test_an_adapters_names_become_pefts_own(tmp_path: Path) -> None:
+    step = maps.MapStep(maps.find("peft-adapter-to-hf"), {})
+    source = REAL / "peft_fsdp2_dcp_4r" / "ckpt"
+    export(source, tmp_path / "out", step, include=("*lora_*",))
+    theirs = REAL / "peft_fsdp2_adapter_4r" / "ckpt" / "adapter" / "adapter_model.safetensors"
+    found, wanted = digests(tmp_path / "out" / "model.safetensors"), digests(theirs)
+    assert found == {name: wanted[name] for name in wanted if "lora_" in name}
+
+
 def test_auto_leaves_the_hubs_names_and_refuses_unknown_ones(tmp_path: Path) -> None:
     plan = export(REAL / "hf_sharded_safetensors" / "ckpt", tmp_path / "a", maps.AutoMapStep({}))
     assert any("Hugging Face's already" in note for note in plan.notes)
@@ -385,6 +408,15 @@ def test_the_vocabularys_padding_goes_only_where_it_is(tmp_path: Path) -> None:
 def test_under_puts_names_into_a_container() -> None:
     (one,) = UnderStep("app.model")(made("w"), Files()).made
     assert (one.entry.fqn, one.entry.path) == ("app.model.w", ("app", "model", "w"))
+
+
+def test_untie_gives_the_head_the_embeddings_bytes() -> None:
+    names = ("model.embed_tokens.weight", "model.norm.weight")
+    outcome = UntieStep()(made(*names), Files())
+    assert [one.entry.fqn for one in outcome.made] == [*names, "lm_head.weight"]
+    assert outcome.made[2].origins == (names[0],)
+    with pytest.raises(UsageError, match=r"no model\.embed_tokens\.weight"):
+        UntieStep()(made("norm.weight"), Files())
 
 
 def test_origins_tell_where_each_tensor_comes_from(tmp_path: Path) -> None:

@@ -104,6 +104,14 @@ def for_reshard() -> list[click.Parameter]:
         *_names(),
         _kept(
             click.Option(
+                ["--untie"],
+                is_flag=True,
+                help="Write lm_head too where the source has only the embedding that it is tied "
+                "to, for a job that loads both. Before --map.",
+            )
+        ),
+        _kept(
+            click.Option(
                 ["--under"],
                 metavar="NAME",
                 help="Put the names into this container, for a job that loads {NAME: …}.",
@@ -232,9 +240,10 @@ def reshard_steps(ckpt: str, *, engine: str) -> tuple[Step, ...]:
     """The steps of a reshard, in their order. Raises UsageError for what cannot be meant."""
     container = _text("under")
     under = () if container is None else (maps.UnderStep(container),)
-    steps = (*_name_steps(hf_folder.read_config(ckpt) or {}), *under)
+    untie = (maps.UntieStep(),) if _flag("untie") else ()
+    steps = (*untie, *_name_steps(hf_folder.read_config(ckpt) or {}), *under)
     if steps and engine != "copy":
-        raise UsageError(f"--map, --rename and --under need --engine copy, not {engine}.")
+        raise UsageError(f"Other names and --untie need --engine copy, not {engine}.")
     return steps
 
 

@@ -12,6 +12,7 @@ from ckpt_tools.maps.model import TensorMap
 from ckpt_tools.maps.renaming import (
     RenameStep,
     UnderStep,
+    UntieStep,
     VocabularyStep,
     parse_rename,
     parse_values,
@@ -24,6 +25,7 @@ __all__ = [
     "RenameStep",
     "TensorMap",
     "UnderStep",
+    "UntieStep",
     "VocabularyStep",
     "apply",
     "builtin_names",

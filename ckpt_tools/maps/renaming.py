@@ -116,6 +116,28 @@ def _is_vocabulary(one: Made) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class UntieStep:
+    """Gives a tensor its own entry that the source holds only as the one it is tied to."""
+
+    name: str = "lm_head.weight"
+    source: str = "model.embed_tokens.weight"
+
+    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+        """Add the entry, over the same bytes, unless it is there.
+
+        Raises UsageError when there is nothing that it could be a copy of.
+        """
+        found = {one.entry.fqn: one for one in made}
+        if self.name in found:
+            return Outcome(made, (f"--untie: {self.name} is there already.",))
+        if self.source not in found:
+            raise UsageError(f"--untie: there is no {self.source} that {self.name} could equal.")
+        entry = replace(found[self.source].entry, fqn=self.name, path=(self.name,))
+        note = f"--untie: {self.name} is written too, with the values of {self.source}."
+        return Outcome((*made, Made(entry, found[self.source].origins)), (note,))
+
+
+@dataclass(frozen=True, slots=True)
 class UnderStep:
     """Puts all names into a container, as a job has them that saves ``{"model": …}``."""
 

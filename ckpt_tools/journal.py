@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from glob import escape, glob
 from typing import NamedTuple
-from uuid import uuid4
 
 from ckpt_tools.carrier import unwritable
 from ckpt_tools.claim import hold, line_of, lines_in
@@ -57,7 +56,7 @@ def boot_id() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
     except OSError:
-        return uuid4().hex
+        return os.urandom(16).hex()
 
 
 @dataclass(slots=True)

@@ -178,3 +178,9 @@ def test_memory_stays_under_the_limit_whatever_the_tensor(
     base = peak([*words, str(large / "small.safetensors"), "-o", str(tmp_path / "base"), *limit])
     most = peak([*words, str(large / "large.safetensors"), "-o", str(tmp_path / "out"), *limit])
     assert most <= base + 16 * MIB, f"{base / MIB:.1f} and {most / MIB:.1f} MiB"
+
+
+def test_a_job_script_may_always_say_resume(tmp_path: Path, large: Path) -> None:
+    small = large / "small.safetensors"
+    done = ckpt_tools("export", small, "-o", tmp_path / "out", "--resume")
+    assert "Nothing to resume: began anew." in done.stderr

@@ -300,6 +300,14 @@ def test_an_engine_of_a_job_says_how_to_start_one(tmp_path: Path, engine: str) -
     assert "torchrun --nproc-per-node" in (refused.value.hint or "")
 
 
+@pytest.mark.parametrize("engine", ["dcp", "gather"])
+def test_only_copy_rearranges_what_it_moves(tmp_path: Path, engine: str) -> None:
+    asked = job(tmp_path / "out")
+    asked = asked._replace(options=replace(asked.options, param_names=("w",)))
+    with pytest.raises(UsageError, match="moves tensors as they are"):
+        reshard_by(Request(str(DCP), engine), asked)
+
+
 def test_workers_of_workers_are_refused(
     tmp_path: Path, under_torchrun: Callable[[int], None]
 ) -> None:

@@ -34,6 +34,7 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
     Raises what `reshard` raises, and UsageError when the engine and the processes do not fit. On
     every rank of a job the same error is raised.
     """
+    _refuse_rewriting(request, job)
     place = environment.place()
     if place is None:
         _refuse_alone(request, job)
@@ -63,6 +64,7 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
 
     Without the engine `gather`, rank 0 of a torchrun job does so for all: no rank waits for it.
     """
+    _refuse_rewriting(request, job)
     output.refuse_existing(job.out, force=job.write.force)
     place = environment.place()
     if place is None:
@@ -91,6 +93,19 @@ def _group(place: Place, request: Request) -> Group:
             hint="Leave -j out, or run without torchrun.",
         )
     return Group.join(place)
+
+
+def _refuse_rewriting(request: Request, job: Job) -> None:
+    """Raise UsageError when torch is to move tensors that are not the source's own."""
+    options = job.options
+    if request.engine == "copy":
+        return
+    if options.steps or options.layout is not None or options.param_names is not None:
+        raise UsageError(
+            f"--engine {request.engine} moves tensors as they are: it neither renames nor rearranges "
+            "them.",
+            hint="--engine copy does, with any number of ranks.",
+        )
 
 
 def _refuse_alone(request: Request, job: Job) -> None:

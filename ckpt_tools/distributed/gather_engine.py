@@ -9,6 +9,7 @@ What torch puts together is checked: each rank finds its own shard, bit for bit,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.pieces import PieceWriter
 from ckpt_tools.distributed.workers import Order, write_share
-from ckpt_tools.errors import CkptError, UnsupportedError
+from ckpt_tools.errors import CkptError, UnsupportedError, UsageError
 from ckpt_tools.files import Files
 from ckpt_tools.formats import rank_exchange
 from ckpt_tools.formats.options import ReadOptions
@@ -41,6 +42,8 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
     """
     with group.together(), devices.process_group(group) as device_type:
         index, headers = _exchange(group, ckpt, read)
+        if job.write.check and group.rank == 0:
+            _require_all_here(index)
 
         def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
             require_same_plan(group, plans)
@@ -56,6 +59,16 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
                 gathering.run(plans, cut, PieceWriter(folder, on_bytes=job.on_bytes))
 
         return lead_or_follow(group, index, job.anew(), share=carry_out)
+
+
+def _require_all_here(index: CheckpointIndex) -> None:
+    """Raise UsageError unless this rank, which is to compare at the end, can read all files."""
+    hidden = [file.path for file in index.files if not os.path.exists(file.path)]
+    if hidden:
+        raise UsageError(
+            f"--check compares with the source's files, and rank 0 cannot see {hidden[0]}.",
+            hint="Leave --check out: the engine compares every shard as it goes.",
+        )
 
 
 def plan_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:

@@ -102,8 +102,8 @@ def _refuse_rewriting(request: Request, job: Job) -> None:
         return
     if options.steps or options.layout is not None or options.param_names is not None:
         raise UsageError(
-            f"--engine {request.engine} moves tensors as they are: it neither renames nor rearranges "
-            "them.",
+            f"--engine {request.engine} moves tensors as they are: it neither renames nor "
+            "rearranges them.",
             hint="--engine copy does, with any number of ranks.",
         )
 

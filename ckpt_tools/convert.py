@@ -18,7 +18,7 @@ from ckpt_tools.claim import Origin, digest_of_reads, in_words
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.files import Files
-from ckpt_tools.index import CheckpointIndex, Section, TensorEntry
+from ckpt_tools.index import CheckpointIndex, ObjectEntry, Section, TensorEntry
 from ckpt_tools.plan import FilePlan, Target
 from ckpt_tools.selection import select
 from ckpt_tools.steps import Made, Outcome, Step
@@ -110,11 +110,17 @@ def plan_export(
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
+        if _keeps_nesting(options):
+            located = formats.open_objects(located, files)
         outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)
     targets, kept = _targets(outcome, options)
-    plans = _plan_files(
-        targets, options, facts=_provenance(index, check=check), single_file=single_file
-    )
+    objects: tuple[ObjectEntry, ...] = ()
+    if _keeps_nesting(options):
+        targets = _at_their_paths(targets, located)
+        objects = tuple(entry for entry in located.objects if entry.opened)
+        chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.opened))
+    facts = _provenance(index, check=check)
+    plans = _plan_files(targets, objects, options, facts=facts, single_file=single_file)
     return ExportPlan(
         files=(*plans, *outcome.files),
         targets=targets,
@@ -124,6 +130,19 @@ def plan_export(
         single_file=single_file,
         works=outcome.works,
     )
+
+
+def _keeps_nesting(options: ExportOptions) -> bool:
+    """Whether a torch file gets the source's own nesting and objects: a state dict as it was.
+
+    Only so can an optimizer load it: its state is nested, and its groups are objects.
+    """
+    return options.format == "torch" and options.keep_names and not options.steps
+
+
+def _at_their_paths(targets: Sequence[Target], located: CheckpointIndex) -> tuple[Target, ...]:
+    paths = {entry.fqn: entry.path for entry in located.tensors}
+    return tuple(target._replace(path=paths[target.fqn]) for target in targets)
 
 
 def _made(tensors: Sequence[TensorEntry], renamed: Mapping[str, str]) -> tuple[Made, ...]:
@@ -275,6 +294,7 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
 
 def _plan_files(
     targets: Sequence[Target],
+    objects: Sequence[ObjectEntry],
     options: ExportOptions,
     *,
     facts: Mapping[str, str],
@@ -283,7 +303,7 @@ def _plan_files(
     if options.format == "torch":
         from ckpt_tools.formats import torch_write
 
-        return torch_write.plan_files(targets, (), filename=single_file or "model.pt")
+        return torch_write.plan_files(targets, objects, filename=single_file or "model.pt")
     from ckpt_tools.formats import safetensors_write
 
     largest = sum(t.entry.numel * t.dtype.itemsize for t in targets) + 1

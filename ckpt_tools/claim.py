@@ -207,7 +207,8 @@ class Claim:
 
     def mark(self, mark: Mark) -> None:
         """Note, durably, how far the output has come."""
-        self._write(line_of(mark))
+        os.write(self._fd, line_of(mark))
+        os.fsync(self._fd)
         self._marks.add(mark)
 
     def begin(self, origin: Origin, *, single_file: str | None) -> None:
@@ -216,7 +217,9 @@ class Claim:
         self._marks.clear()
         self._clear()
         os.makedirs(self.folder)
-        self._write(line_of(json.dumps({"origin": asdict(origin), "single_file": single_file})))
+        os.write(
+            self._fd, line_of(json.dumps({"origin": asdict(origin), "single_file": single_file}))
+        )
         self.origin, self._single_file = origin, single_file
 
     def remove(self) -> None:
@@ -247,10 +250,6 @@ class Claim:
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
-
-    def _write(self, data: bytes) -> None:
-        os.write(self._fd, data)
-        os.fsync(self._fd)
 
 
 @contextmanager

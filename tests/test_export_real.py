@@ -13,13 +13,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
+from reader_contract import DATA
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ckpt_tools.cli import cli
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
+REAL = DATA / "checkpoints"
 SMALL = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -78,9 +81,9 @@ def save_dcp(model: nn.Module, folder: Path) -> Path:
     return folder
 
 
-def logits(model: nn.Module) -> Tensor:
+def logits(model: nn.Module, vocab: int = 61) -> Tensor:
     with torch.no_grad():
-        return model(input_ids=TOKENS).logits
+        return model(input_ids=TOKENS % vocab).logits
 
 
 def loaded(folder: Path) -> nn.Module:
@@ -149,6 +152,35 @@ def test_a_model_that_lacks_a_layer_is_refused_with_its_names(tmp_path: Path) ->
     assert result.exit_code == 1
     assert "3 missing: model.layers.1.mlp.down_proj.weight" in result.stderr
     assert not list(tmp_path.glob("out*"))
+
+
+REAL_JOBS = {
+    "accelerate_fsdp2_sharded_llama_tied_4r": ("ckpt/state/pytorch_model_fsdp_0", "ckpt"),
+    "accelerate_fsdp2_sharded_qwen2_untied_4r": ("ckpt/state/pytorch_model_fsdp_0", "ckpt"),
+    "verl_fsdp2_4r": ("ckpt", "ckpt/global_step_1/actor/huggingface"),
+}
+
+
+@pytest.mark.parametrize("job", REAL_JOBS)
+def test_what_four_ranks_trained_under_fsdp2_loads_with_its_logits(
+    tmp_path: Path, job: str
+) -> None:
+    place = REAL / job
+    source, assets = (place / folder for folder in REAL_JOBS[job])
+    words = ("export", source, "-o", tmp_path / "out", "--hf-assets", assets)
+    ran(*words, "--max-shard-size", "2KB")
+    check_strictly(tmp_path / "out")
+    truth = {
+        name.removeprefix("model."): value
+        for name, value in load_file(place / "truth.safetensors").items()
+        if name.startswith("model.")
+    }
+    config = transformers.AutoConfig.from_pretrained(assets)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    dtype = truth["model.embed_tokens.weight"].dtype
+    model.to(dtype).load_state_dict(truth, strict=True)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    assert torch.equal(logits(found.eval(), 37), logits(model.eval(), 37))
 
 
 # ------------------------------------------------------------------------------------- TorchTitan
@@ -293,8 +325,6 @@ def test_torchtitans_experts_go_out_as_torchtitan_itself_writes_them(tmp_path: P
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
     found: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
         found |= load_file(path)

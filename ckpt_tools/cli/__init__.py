@@ -17,6 +17,7 @@ GROUPS = {
         "inspect": "What it is, its sizes and mesh, and whether training can resume from it.",
         "ls": "One line for each tensor and object.",
         "show": "One entry: its chunks, its placements, and values of it.",
+        "layout": "A picture of who holds what; also as SVG or as a page.",
     },
     "Prove": {
         "verify": "Whole? Every file, CRC and row; and is it what it was?",

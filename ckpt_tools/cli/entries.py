@@ -99,7 +99,7 @@ def rank_spans(ranks: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def mesh_json(mesh: Mesh, status: Status) -> Json:
+def mesh_json(mesh: Mesh, status: Status | None) -> Json:
     """A mesh with how it is known."""
     names = None if mesh.dim_names is None else list(mesh.dim_names)
     return {"shape": list(mesh.shape), "dim_names": names, "status": status}

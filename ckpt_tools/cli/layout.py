@@ -1,0 +1,247 @@
+"""`ckpt-tools layout`: a picture of who holds what, in the terminal, as SVG or as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from ckpt_tools.cli import entries, options, reading, render
+from ckpt_tools.cli.group import say
+from ckpt_tools.cli.pictures import fold, text
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats import ReadOptions
+from ckpt_tools.holdings import (
+    Held,
+    Holdings,
+    Moved,
+    Piece,
+    after,
+    bytes_held,
+    holdings_of,
+    moved,
+    skew_of,
+)
+from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.inspection import mesh_of
+from ckpt_tools.sizes import format_size
+
+_HELP = """Draw who holds what: the mesh, the bytes of each rank, and a bar for every tensor.
+
+A bar has one part for each stored piece, as wide as its share, with the ranks that hold it:
+replicas are told by the layout, which for DCP is inferred from the boxes. Tensors that differ only
+by the numbers in their names and are held alike are one bar. With NAME, one tensor is drawn as a
+grid with each of its pieces. Formats without ranks show files instead.
+
+--html writes one page with all tensors, folded by layer, with a search field; it opens without
+network. --svg writes one picture. With --to-mesh both also show the layout after `reshard`, and
+how many bytes a rank gets that the rank of the same number did not have before. --json prints
+schema ckpt-tools/layout/1.
+
+""" + options.examples(
+    "ckpt-tools layout run7/step-1000",
+    "ckpt-tools layout run7/step-1000 model.emb.weight",
+    "ckpt-tools layout run7/step-1000 --html layout.html",
+    "ckpt-tools layout run7/step-1000 --to-mesh 2x2 --svg before-after.svg",
+)
+
+_PARAMS = [
+    options.checkpoint(),
+    click.Argument(["name"], metavar="[NAME]", required=False),
+    click.Option(["--every"], is_flag=True, help="One bar for each tensor; nothing is folded."),
+    click.Option(["--svg"], metavar="FILE", help="Write a picture; - is stdout."),
+    click.Option(["--html"], metavar="FILE", help="Write a page in one file; - is stdout."),
+    click.Option(["--force"], is_flag=True, help="Replace a FILE that is there already."),
+    click.Option(["--to-mesh"], metavar="MESH", help="Also the layout after resharding to this."),
+    click.Option(["--placements"], metavar="LIST", help="As of reshard: 'R,S(0)'."),
+    click.Option(["--place"], metavar="GLOB=LIST", multiple=True, help="As of reshard."),
+    options.as_json(),
+    *options.filters(),
+    *options.reading(),
+    *options.talk(),
+]
+
+
+@click.command("layout", help=_HELP, params=_PARAMS)
+def command(
+    *,
+    ckpt: str,
+    name: str | None,
+    every: bool,
+    svg: str | None,
+    html: str | None,
+    force: bool,
+    to_mesh: str | None,
+    placements: str | None,
+    place: tuple[str, ...],
+    json: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    only: str,
+    allow_global: tuple[str, ...],
+) -> None:
+    """Draw what the filters choose, in the one form that was asked for."""
+    if sum(map(bool, (svg, html, json))) > 1:
+        raise UsageError("--svg, --html and --json cannot be had at once.")
+    if to_mesh is None and (placements or place):
+        raise UsageError("--placements and --place say how tensors lie on --to-mesh.")
+    whole = reading.read(ckpt, ReadOptions(allow_global))
+    chosen = reading.choose(whole, options.Filters.of(include, exclude, only))
+    if name is not None:
+        chosen = _one(whole, name)
+    before = holdings_of(chosen, mesh_of(whole))
+    target = None
+    if to_mesh is not None:
+        target = _target(chosen, before, (to_mesh, placements, place))
+    change = None if target is None else moved(before, target)
+    if json:
+        render.emit_json(_json(whole.root, before, target, change))
+    elif svg is not None or html is not None:
+        _write(svg, html, (whole.root, before, target, change), force=force)
+    elif name is not None:
+        render.emit(_one_lines(before.tensors[0], before, target))
+    else:
+        render.emit(_lines(whole.root, before, target, change, every=every))
+    whole.require_whole()
+
+
+def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
+    if whole.tensor(name) is None:
+        if whole.object(name) is not None:
+            raise UsageError(f"{name} is an object, and only tensors are held in pieces.")
+        raise reading.no_such_name(whole, name)
+    return whole.select({name})
+
+
+def _target(
+    chosen: CheckpointIndex,
+    before: Holdings,
+    asked: tuple[str, str | None, tuple[str, ...]],
+) -> Holdings:
+    """Who will hold what after a reshard. Raises what planning that reshard raises."""
+    from ckpt_tools import mesh_spec  # late: most pictures show what is there
+    from ckpt_tools.reshard import ReshardOptions, plan_reshard
+
+    text_of_mesh, placements, place = asked
+    mesh = mesh_spec.parse_mesh(text_of_mesh)
+    wanted = ReshardOptions(
+        mesh=mesh,
+        placements=None if placements is None else mesh_spec.parse_placements(placements, mesh),
+        rules=tuple(mesh_spec.parse_rule(rule, mesh) for rule in place),
+    )
+    plan = plan_reshard(chosen, wanted)
+    say(mesh_spec.in_words(mesh, wanted.placements or mesh_spec.default_placements(mesh)))
+    return after(before, mesh, {target.fqn: target.layout for target in plan.targets})
+
+
+def _write(
+    svg: str | None,
+    html: str | None,
+    facts: tuple[str, Holdings, Holdings | None, Moved | None],
+    *,
+    force: bool,
+) -> None:
+    """Write one picture, and say so."""
+    from ckpt_tools.cli.pictures import drawing, files
+    from ckpt_tools.cli.pictures.page import layout_page
+
+    if svg is not None:
+        files.write(svg, drawing.svg(*facts), force=force)
+    elif html is not None:
+        files.write(html, layout_page(*facts), force=force)
+
+
+def _paint() -> text.Paint:
+    context = click.get_current_context()
+    return text.painter(color=context.color is not False and render.terminal_width() is not None)
+
+
+def _lines(
+    root: str, before: Holdings, target: Holdings | None, change: Moved | None, *, every: bool
+) -> Iterator[str]:
+    paint = _paint()
+    yield render.heading(render.printable(root))
+    yield from _side(before, paint, every=every)
+    if target is None or change is None:
+        return
+    yield ""
+    yield render.heading(f"After reshard --to-mesh {target.mesh}")
+    yield from _side(target, paint, every=every)
+    yield ""
+    share = change.nbytes / (sum(bytes_held(target)) or 1)
+    yield (
+        f"{format_size(change.nbytes)} move, {share:.0%} of what the new ranks hold, "
+        "if rank n stays where it is."
+    )
+
+
+def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str]:
+    if holdings.mesh is not None:
+        status = {None: "", "confirmed": "confirmed by the files"}
+        how = status.get(holdings.status, "inferred from the boxes")
+        yield f"Mesh {holdings.mesh}" + (f", {how}" if how else "")
+        yield from text.mesh_lines(holdings.mesh, paint)
+        yield ""
+    yield from text.load_lines(holdings, paint)
+    yield ""
+    rows = fold.each(holdings.tensors) if every else fold.rows(holdings.tensors)
+    yield from text.bar_lines(rows, paint, width=render.terminal_width())
+
+
+def _one_lines(held: Held, before: Holdings, target: Holdings | None) -> Iterator[str]:
+    paint = _paint()
+    yield render.heading(render.printable(held.fqn))
+    facts = f"{entries.short_shape(held.shape)} {held.dtype.name}, {format_size(held.nbytes)}"
+    yield f"  {facts}" + (f", {', '.join(held.placements)}" if held.placements else "")
+    yield from text.grid_lines(held, paint)
+    yield from text.piece_lines(held, before)
+    if target is not None and target.tensors:
+        yield render.heading(f"After reshard --to-mesh {target.mesh}")
+        yield from text.grid_lines(target.tensors[0], paint)
+        yield from text.piece_lines(target.tensors[0], target)
+
+
+def _json(
+    root: str, before: Holdings, target: Holdings | None, change: Moved | None
+) -> render.Json:
+    return {
+        "schema": "ckpt-tools/layout/1",
+        "path": root,
+        **_holdings_json(before),
+        "after": None if target is None else _holdings_json(target),
+        "moved": None
+        if change is None
+        else {"nbytes": change.nbytes, "by_rank": list(change.by_rank)},
+    }
+
+
+def _holdings_json(holdings: Holdings) -> dict[str, render.Json]:
+    mesh, status = holdings.mesh, holdings.status
+    totals = bytes_held(holdings)
+    return {
+        "unit": holdings.unit,
+        "mesh": None if mesh is None else entries.mesh_json(mesh, status),
+        "files": list(holdings.files),
+        "bytes_held": totals,
+        "skew": skew_of(totals),
+        "tensors": [_held_json(held) for held in holdings.tensors],
+    }
+
+
+def _held_json(held: Held) -> render.Json:
+    return {
+        "fqn": held.fqn,
+        "dtype": held.dtype.name,
+        "shape": list(held.shape),
+        "placements": list(held.placements),
+        "pieces": [_piece_json(piece) for piece in held.pieces],
+    }
+
+
+def _piece_json(piece: Piece) -> render.Json:
+    return {
+        "offsets": list(piece.box.offsets),
+        "sizes": list(piece.box.sizes),
+        "holders": list(piece.holders),
+        "file": piece.file,
+    }

@@ -1,0 +1,62 @@
+"""Where the pieces of a tensor lie in a rectangle: numbers from 0 to 1, for every kind of picture.
+
+A tensor that is cut along one dimension is a strip from left to right; cut along two, it is a grid,
+the first of them downwards. Those who hold the same piece share it, one band each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ckpt_tools.holdings import Piece
+
+MAX_BANDS = 4
+
+
+class Rect(NamedTuple):
+    """A piece, or one holder's band of it; ``holder`` is None when nobody is known to hold it."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    piece: Piece
+    holder: int | None
+
+
+def cut_dims(pieces: Sequence[Piece], shape: Sequence[int]) -> list[int]:
+    """The dimensions along which some piece is shorter than the tensor."""
+    return [dim for dim, size in enumerate(shape) if any(p.box.sizes[dim] != size for p in pieces)]
+
+
+def rects(pieces: Sequence[Piece], shape: Sequence[int]) -> list[Rect]:
+    """A rectangle for each piece and holder, at most `MAX_BANDS` holders of each."""
+    dims = cut_dims(pieces, shape)
+    if len(dims) > 2:
+        spans = _by_share(pieces)
+    else:
+        down, across = (dims[0], dims[1]) if len(dims) == 2 else (None, dims[0] if dims else None)
+        spans = [(*_span(p, shape, across), *_span(p, shape, down)) for p in pieces]
+    return [
+        Rect(x, y + height * band / len(bands), width, height / len(bands), piece, holder)
+        for piece, (x, width, y, height) in zip(pieces, spans, strict=True)
+        for bands in [piece.holders[:MAX_BANDS] or (None,)]
+        for band, holder in enumerate(bands)
+    ]
+
+
+def _span(piece: Piece, shape: Sequence[int], dim: int | None) -> tuple[float, float]:
+    if dim is None:
+        return 0.0, 1.0
+    return piece.box.offsets[dim] / shape[dim], piece.box.sizes[dim] / shape[dim]
+
+
+def _by_share(pieces: Sequence[Piece]) -> list[tuple[float, float, float, float]]:
+    """Strips in order, each as long as its piece is large."""
+    total = sum(piece.box.numel for piece in pieces)
+    spans, start = [], 0
+    for piece in pieces:
+        spans.append((start / total, piece.box.numel / total, 0.0, 1.0))
+        start += piece.box.numel
+    return spans

@@ -1,0 +1,245 @@
+"""Who holds what, for a terminal: the mesh, bytes per rank, a bar per tensor, a grid for one.
+
+Without colour the edges and numbers say the same. It knows nothing of options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ckpt_tools.cli import render
+from ckpt_tools.cli.entries import rank_spans, short_shape
+from ckpt_tools.cli.pictures import colors
+from ckpt_tools.cli.pictures.fold import Row
+from ckpt_tools.cli.pictures.shapes import cut_dims
+from ckpt_tools.holdings import Held, Holdings, Piece, bytes_held, skew_of
+from ckpt_tools.layout import Mesh
+from ckpt_tools.sizes import format_size
+
+_LOAD = 32
+_BAR = 40
+_GRID_ROWS, _GRID_COLUMNS = 16, 72
+_MAX_HOLDERS = 32
+_MAX_PIECES = 64
+
+Paint = Callable[[str, int], str]
+
+
+def plain(text: str, holder: int) -> str:  # noqa: ARG001 - one of two ways to paint
+    """The text as it is: for pipes and for NO_COLOR."""
+    return text
+
+
+def mesh_lines(mesh: Mesh, paint: Paint) -> Iterator[str]:
+    """The ranks of a mesh as a grid: the last dimension across, the one before it down."""
+    names = mesh.dim_names or tuple(f"dim {dim}" for dim in range(len(mesh.shape)))
+    across = mesh.shape[-1] if mesh.shape else 1
+    cell = len(str(mesh.size - 1)) + 2
+    words = " × ".join(f"{n} {s}" for n, s in zip(names, mesh.shape, strict=True))
+    yield f"  {words}: {names[-1]} from left to right" + _downwards(names)
+    if mesh.size > 512:
+        yield f"  {mesh.size:,} ranks, not drawn"
+        return
+    per_line = min(across, max(1, 72 // cell))
+    deep = mesh.shape[-2] if len(mesh.shape) > 2 else 0
+    for start in range(0, mesh.size, across):
+        if deep and start and (start // across) % deep == 0:
+            yield ""
+        for first in range(start, start + across, per_line):
+            ranks = range(first, min(first + per_line, start + across))
+            yield "  " + "".join(paint(str(rank).center(cell), rank) for rank in ranks)
+
+
+def _downwards(names: Sequence[str]) -> str:
+    return f", {names[-2]} downwards" if len(names) > 1 else ""
+
+
+def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
+    """A bar of bytes for each holder, and how far the fullest is from the average."""
+    totals = bytes_held(holdings)
+    most = max(totals, default=0)
+    yield render.heading(f"Bytes per {holdings.unit}")
+    shown = range(len(totals)) if len(totals) <= _MAX_HOLDERS else _extremes(totals)
+    names = {holder: _holder_name(holdings, holder) for holder in shown}
+    width = max(map(len, names.values()), default=0)
+    for holder in shown:
+        bar = "█" * round(_LOAD * totals[holder] / most) if most else ""
+        size = format_size(totals[holder])
+        drawn = paint(" " * len(bar), holder) if paint is not plain else bar
+        yield f"  {names[holder]:>{width}} {drawn}{' ' * (bool(bar))}{size}"
+    if len(totals) > len(shown):
+        yield f"  the least and the most full of {len(totals):,}; --json has all"
+    skew = skew_of(totals)
+    if skew is not None and len(totals) > 1:
+        yield f"  The fullest holds {skew:.2f} times the average."
+
+
+def _extremes(totals: Sequence[int]) -> list[int]:
+    order = sorted(range(len(totals)), key=lambda holder: (totals[holder], holder))
+    return sorted([*order[:4], *order[-4:]])
+
+
+def _holder_name(holdings: Holdings, holder: int) -> str:
+    return str(holder) if holdings.unit == "rank" else render.printable(holdings.files[holder])
+
+
+def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterator[str]:
+    """A bar for each row, after its name, its shape and its bytes."""
+    labels = [render.printable(row.label) + _times(row.tensors) for row in rows]
+    shapes = [f"{short_shape(row.first.shape)} {row.first.dtype.name}" for row in rows]
+    sizes = [format_size(row.nbytes) for row in rows]
+    name, shape, size = (max(map(len, texts), default=0) for texts in (labels, shapes, sizes))
+    fold = width is not None and name + shape + size + _BAR + 6 > width
+    bar = _BAR if width is None or not fold else max(8, min(_BAR, width - shape - size - 8))
+    for row, label, shaped, sized in zip(rows, labels, shapes, sizes, strict=True):
+        drawn = bar_of(row.first, paint, size=bar)
+        facts = f"{shaped:<{shape}}  {sized:>{size}}  {drawn}".rstrip()
+        if fold:
+            yield label
+            yield f"  {facts}"
+        else:
+            yield f"{label:<{name}}  {facts}"
+
+
+def _times(count: int) -> str:
+    return f"  ×{count:,}" if count > 1 else ""
+
+
+def bar_of(held: Held, paint: Paint, *, size: int) -> str:
+    """The pieces of a tensor side by side, each as wide as its share, with who holds it."""
+    pieces = held.pieces
+    if not pieces:
+        return "no elements"
+    if len(pieces) > size // 2:
+        return _crowded(pieces, paint, size=size)
+    total = sum(piece.box.numel for piece in pieces)
+    text, done, edge = "", 0, 0
+    for piece in pieces:
+        done += piece.box.numel
+        end = max(edge + 1, round(size * done / total))
+        text += _cell(piece, paint, size=end - edge)
+        edge = end
+    return text + ("│" if paint is plain else "") + _more(pieces)
+
+
+def _cell(piece: Piece, paint: Paint, *, size: int) -> str:
+    label = rank_spans(piece.holders) or "?"
+    if len(label) > size - 1:
+        label = str(piece.holders[0]) if piece.holders else "?"
+    text = label if len(label) < size else ""
+    edge = "▏" if paint is not plain else "│"
+    return paint(f"{edge}{text}".ljust(size), piece.holders[0] if piece.holders else 7)
+
+
+def _more(pieces: Sequence[Piece]) -> str:
+    """How often each piece is held, where that is more than once."""
+    counts = {len(piece.holders) for piece in pieces}
+    return f" {max(counts)} replicas" if max(counts) > 1 else ""
+
+
+def _crowded(pieces: Sequence[Piece], paint: Paint, *, size: int) -> str:
+    """More pieces than fit: a stripe of colours, or only a count."""
+    holders = sorted({holder for piece in pieces for holder in piece.holders})
+    spans = rank_spans(holders)
+    words = f"{len(pieces):,} pieces of {spans if len(spans) < 24 else f'{len(holders):,} holders'}"
+    if paint is plain:
+        return f"│{words.center(size - 2)}│"
+    picked = [pieces[place * len(pieces) // size] for place in range(size)]
+    stripe = (paint(" ", piece.holders[0] if piece.holders else 7) for piece in picked)
+    return f"{''.join(stripe)} {words}"
+
+
+def grid_lines(held: Held, paint: Paint) -> Iterator[str]:
+    """One tensor as a rectangle: its first dimension that is cut downwards, the next across."""
+    dims = cut_dims(held.pieces, held.shape)
+    if len(held.pieces) > _MAX_PIECES or len(dims) > 2 or not held.pieces:
+        yield "  " + bar_of(held, paint, size=_GRID_COLUMNS)
+        return
+    down, across = _directions(held, dims)
+    rows = _edges(held, down, _GRID_ROWS, least=2)
+    columns = _edges(held, across, _GRID_COLUMNS, least=4)
+    if down is not None:
+        yield f"  dimension {down} downwards" + ("" if across is None else f", {across} across")
+    elif across is not None:
+        yield f"  dimension {across} across"
+    for line in range(max(rows.values(), default=1)):
+        yield "  " + _grid_line(held, line, (down, across), (rows, columns), paint)
+
+
+def _directions(held: Held, dims: Sequence[int]) -> tuple[int | None, int | None]:
+    """Which dimension goes downwards and which across."""
+    if len(held.shape) < 2:
+        return None, (0 if held.shape else None)
+    if len(dims) == 2:
+        return dims[0], dims[1]
+    last = len(held.shape) - 1
+    if dims and dims[0] == last:
+        return last - 1, last
+    return (dims[0] if dims else last - 1), last
+
+
+def _edges(held: Held, dim: int | None, limit: int, *, least: int) -> dict[int, int]:
+    """At which line or column of the picture each edge of a piece is drawn."""
+    if dim is None:
+        return {0: 0, 1: limit if least == 4 else 3}
+    spots = {0, held.shape[dim]}
+    for piece in held.pieces:
+        spots |= {piece.box.offsets[dim], piece.box.ends[dim]}
+    drawn, at = {}, 0
+    for before, spot in zip([0, *sorted(spots)], sorted(spots), strict=False):
+        at += 0 if spot == 0 else max(least, round(limit * (spot - before) / held.shape[dim]))
+        drawn[spot] = at
+    return drawn
+
+
+def _grid_line(
+    held: Held,
+    line: int,
+    dims: tuple[int | None, int | None],
+    edges: tuple[dict[int, int], dict[int, int]],
+    paint: Paint,
+) -> str:
+    """One line through all the pieces that it crosses, from left to right."""
+    down, across = dims
+    crossed = [(piece, _extent(piece, down, edges[0])) for piece in held.pieces]
+    found = [
+        (*_extent(piece, across, edges[1]), line == top, piece)
+        for piece, (top, bottom) in crossed
+        if top <= line < bottom
+    ]
+    text = ""
+    for left, right, is_first, piece in sorted(found):
+        label = f" {rank_spans(piece.holders) or '?'}" if is_first else ""
+        corner, fill = ("┌", "─") if is_first else ("│", " ")
+        if paint is not plain:
+            corner, fill = "▏", " "
+        body = f"{corner}{label}{' ' if label else ''}"[: right - left].ljust(right - left, fill)
+        text += paint(body, piece.holders[0] if piece.holders else 7)
+    return text
+
+
+def _extent(piece: Piece, dim: int | None, edges: dict[int, int]) -> tuple[int, int]:
+    if dim is None:
+        return edges[0], edges[1]
+    return edges[piece.box.offsets[dim]], edges[piece.box.ends[dim]]
+
+
+def painter(*, color: bool) -> Paint:
+    """The way to paint for a terminal with colours, or for anything else."""
+    return colors.painted if color else plain
+
+
+def piece_lines(held: Held, holdings: Holdings) -> Iterator[str]:
+    """A table of the pieces of one tensor: who holds each, its box, its bytes and its file."""
+    header = (f"{holdings.unit.upper()}S", "BOX", "BYTES", "FILE")
+    rows = [
+        (
+            rank_spans(piece.holders) or "?",
+            str(piece.box),
+            f"{piece.box.numel * held.dtype.itemsize:,}",
+            "-" if piece.file is None else render.printable(holdings.files[piece.file]),
+        )
+        for piece in held.pieces
+    ]
+    yield ""
+    yield from render.columns(header, rows, align="llrl", width=None)

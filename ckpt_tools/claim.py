@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
 
@@ -115,8 +115,8 @@ def digest_of_reads(plans: Sequence[FilePlan]) -> str:
 def in_words(options: DataclassInstance) -> dict[str, str]:
     """Options as words that a person can compare, field by field.
 
-    Of another checkpoint only its place is told, of functions their number: what they change is
-    seen in the plan.
+    Of another checkpoint only its place is told: what it changes is seen in the plan. A step is
+    told by its own fields, and no address of a function gets into the words.
     """
     return {field.name: _in_words(getattr(options, field.name)) for field in fields(options)}
 
@@ -129,7 +129,7 @@ def _in_words(value: object) -> str:
     if value is None or value == ():
         return "not given"
     if isinstance(value, tuple) and any(callable(one) for one in value):
-        return str(len(value))
+        return ", ".join(str(one) if is_dataclass(one) else "a function" for one in value)
     return str(value)
 
 

@@ -9,7 +9,10 @@ from click.testing import CliRunner, Result
 from reader_contract import DATA
 from safetensors.numpy import load_file, save_file
 
+from ckpt_tools.claim import in_words
 from ckpt_tools.cli import cli
+from ckpt_tools.convert import ExportOptions
+from ckpt_tools.lora import LoraConfig, MergeStep
 
 REAL = DATA / "checkpoints"
 PEFT = REAL / "peft_fsdp2_dcp_4r" / "ckpt"
@@ -126,6 +129,13 @@ def test_a_merge_in_small_slabs_is_the_same(
     np.testing.assert_allclose(out["m.q.weight"], merged(tensors, "m.q", 1.0), rtol=1e-6)
 
 
+def test_a_merge_and_a_map_can_be_checked_against_what_was_planned(tmp_path: Path) -> None:
+    folder = source(tmp_path / "in", layer("m.q", 2))
+    words = ("--merge-lora", "--lora-alpha", 2, "--rename", "^m=n", "--check")
+    told = ran("export", folder, "-o", tmp_path / "out", *words).stderr
+    assert "Proven" in told
+
+
 def test_a_merge_is_rounded_once(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file as load_torch
@@ -240,6 +250,14 @@ def test_a_configuration_without_alpha_is_refused(tmp_path: Path, content: str) 
     (tmp_path / "config.json").write_text(content)
     words = ("--adapter", "--adapter-config", tmp_path / "config.json")
     assert run("export", PEFT, "-o", tmp_path / "out", *words).exit_code == 2
+
+
+def test_an_unfinished_merge_with_another_alpha_is_another_order() -> None:
+    one, same, other = (
+        in_words(ExportOptions(steps=(MergeStep(LoraConfig(alpha)),))) for alpha in (8, 8, 16)
+    )
+    assert one == same
+    assert one != other
 
 
 # -------------------------------------------------------------------------------- PEFT as the judge

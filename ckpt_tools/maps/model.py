@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
@@ -81,7 +81,7 @@ class TensorMap:
     """
 
     name: str
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = field(repr=False)
     drop: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     keeps_rest: bool = False

@@ -6,7 +6,7 @@ import click
 
 from ckpt_tools.cli import options, reading, render, report
 from ckpt_tools.cli.group import say_error
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, read_index
 
 _HELP = """Say what a checkpoint is: format, framework, mesh, sizes, optimizer, what is missing.
@@ -15,6 +15,9 @@ Only headers are read. A mesh that the files state is confirmed; DCP states none
 inferred from the boxes that were saved. An incomplete checkpoint is reported, too, and then the
 command ends with exit code 3.
 
+--html writes the report as a page for a colleague, with the layout of every tensor; it opens
+without network. With --stats every value is read, and it has the statistics of each tensor.
+
 --json prints one object of schema ckpt-tools/inspect/1; for several checkpoints, one object of
 schema ckpt-tools/inspect-list/1 with those objects in "checkpoints".
 
@@ -22,6 +25,7 @@ schema ckpt-tools/inspect-list/1 with those objects in "checkpoints".
     "ckpt-tools inspect run7/step-1000",
     "ckpt-tools inspect run7/step-*",
     "ckpt-tools inspect run7/step-1000 --shards",
+    "ckpt-tools inspect run7/step-1000 --html report.html --stats --only model",
     "ckpt-tools inspect run7/step-1000 --json | jq .mesh",
 )
 
@@ -30,6 +34,9 @@ _PARAMS = [
     click.Argument(["ckpts"], metavar="CKPT...", nargs=-1, required=True),
     click.Option(["--all", "every"], is_flag=True, help="Also every tensor and object."),
     click.Option(["--shards"], is_flag=True, help="Also what each file holds, and how evenly."),
+    click.Option(["--html"], metavar="FILE", help="Write a page in one file; - is stdout."),
+    click.Option(["--stats"], is_flag=True, help="Read every value, for the page's histograms."),
+    click.Option(["--force"], is_flag=True, help="Replace a FILE that is there already."),
     options.as_json(),
     *options.filters(),
     *options.reading(),
@@ -43,6 +50,9 @@ def command(
     ckpts: tuple[str, ...],
     every: bool,
     shards: bool,
+    html: str | None,
+    stats: bool,
+    force: bool,
     json: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -51,6 +61,11 @@ def command(
 ) -> None:
     """Report each checkpoint; go on after one that cannot be read, and fail at the end."""
     chosen = options.Filters.of(include, exclude, only)
+    if html is None and (stats or force):
+        raise UsageError("--stats and --force belong to --html; `ckpt-tools stats` prints numbers.")
+    if html is not None:
+        _page(ckpts, html, (chosen, ReadOptions(allow_global)), stats=stats, force=force, json=json)
+        return
     objects: list[render.Json] = []
     codes: list[int] = []
     for ckpt in ckpts:
@@ -71,3 +86,27 @@ def command(
         render.emit_json(objects[0])
     if codes:
         click.get_current_context().exit(max(codes))
+
+
+def _page(
+    ckpts: tuple[str, ...],
+    html: str,
+    asked: tuple[options.Filters, ReadOptions],
+    *,
+    stats: bool,
+    force: bool,
+    json: bool,
+) -> None:
+    """Write the report of one checkpoint as a page."""
+    from ckpt_tools.cli.pictures import files  # late: most reports are for the terminal
+    from ckpt_tools.cli.pictures.report_page import report_page
+    from ckpt_tools.cli.values import look
+
+    if len(ckpts) > 1 or json:
+        raise UsageError("--html reports one checkpoint, and not as --json.")
+    chosen, read = asked
+    whole = reading.read(ckpts[0], read)
+    index = reading.with_values(reading.choose(whole, chosen))
+    seen = look(index) if stats else None
+    files.write(html, report_page(whole, index, seen), force=force)
+    whole.require_whole()

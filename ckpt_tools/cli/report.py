@@ -19,6 +19,7 @@ _FORMATS = {
     "torch": "one torch.save state dict",
 }
 _BAR = 20
+SECTION_HEADER = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES")
 
 
 def as_json(whole: CheckpointIndex, index: CheckpointIndex) -> render.Json:
@@ -60,11 +61,11 @@ def lines(
     """The report for a person, an empty line at its end."""
     found = inspection.mesh_of(whole)
     yield render.heading(render.printable(whole.root))
-    yield from render.facts(_identity(whole, index, found))
+    yield from render.facts(identity(whole, index, found))
     yield ""
     yield from _sections(index)
     yield ""
-    yield from render.facts(_state(whole))
+    yield from render.facts(state(whole))
     if shards:
         yield ""
         yield from _shards(whole)
@@ -74,9 +75,10 @@ def lines(
     yield ""
 
 
-def _identity(
+def identity(
     whole: CheckpointIndex, index: CheckpointIndex, found: FoundMesh | None
 ) -> Iterator[tuple[str, str]]:
+    """What it is: labels and texts."""
     form = _FORMATS.get(whole.format, whole.format)
     version = f", torch {whole.torch_version}" if whole.torch_version else ""
     yield "format", form + version
@@ -101,8 +103,9 @@ def _mesh_words(found: FoundMesh | None) -> str:
     return f"{found.mesh}, inferred from the boxes that each rank saved"
 
 
-def _sections(index: CheckpointIndex) -> Iterator[str]:
-    rows = [
+def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:
+    """The cells of `SECTION_HEADER` for each section that holds anything."""
+    return [
         (
             section,
             f"{one.tensors:,}",
@@ -114,9 +117,11 @@ def _sections(index: CheckpointIndex) -> Iterator[str]:
         for section, one in inspection.sections_of(index).items()
         if one.tensors or one.objects
     ]
-    header = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES")
+
+
+def _sections(index: CheckpointIndex) -> Iterator[str]:
     # Not `table`: importing tabulate takes longer than all the rest of this report.
-    shown = render.columns(header, rows, align="lrrrrl", width=None)
+    shown = render.columns(SECTION_HEADER, section_rows(index), align="lrrrrl", width=None)
     return (f"  {line}" for line in shown)
 
 
@@ -134,7 +139,8 @@ def _percent(part: int, whole: int) -> str:
     return ">99%" if 99 < share < 100 else f"{share:.0f}%"
 
 
-def _state(whole: CheckpointIndex) -> Iterator[tuple[str, str]]:
+def state(whole: CheckpointIndex) -> Iterator[tuple[str, str]]:
+    """What can be done with it, and what is missing: labels and texts."""
     optimizer = inspection.optimizer_of(whole)
     if optimizer is not None:
         yield "optimizer", f"{optimizer.kind}: it keeps {', '.join(optimizer.states)}"

@@ -24,9 +24,15 @@ class _News:
 
     def __init__(self) -> None:
         self._untold = 0
+        self._parent = os.getppid()
 
     def add(self, nbytes: int) -> None:
-        """Also of none: a worker whose parent is gone then ends before it writes anything."""
+        """Also of none: a worker whose parent is gone then ends before it writes anything.
+
+        Raises BrokenPipeError as soon as the parent is gone: another run may go on with its output.
+        """
+        if os.getppid() != self._parent:
+            raise BrokenPipeError
         self._untold += nbytes
         if self._untold >= _TELL_EVERY or nbytes == 0:
             self.tell()

@@ -1,0 +1,155 @@
+"""Checkpoints to measure with: Llama-shaped tensors of any total size, stored in every way.
+
+One safetensors file is written here, byte by byte; ckpt-tools makes the others out of it, in the
+layouts that torch's own loaders read (the test suite loads them). Values are normal random numbers
+from one block that repeats, so that making the data takes no longer than copying it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+RANKS = 8
+_BLOCK = 4 << 20
+_SMALL = 256 << 20
+OURS = (sys.executable, "-m", "ckpt_tools")
+# Every dimension divides by eight; norms have one dimension only, which tp cannot cut.
+_TP = ("--to-mesh", "dp=4,tp=2", "--placements", "S(0),S(1)", "--place", "*norm*=S(0),R")
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def llama(nbytes: int, itemsize: int) -> Shapes:
+    """Names and shapes of a model of about so many bytes."""
+    dim, ffn, vocab = (2048, 5632, 32_000) if nbytes >= _SMALL else (64, 176, 1000)
+    layer = {f"attention.{name}.weight": (dim, dim) for name in ("wq", "wk", "wv", "wo")}
+    layer |= {"feed_forward.w1.weight": (ffn, dim), "feed_forward.w3.weight": (ffn, dim)}
+    layer |= {"feed_forward.w2.weight": (dim, ffn)}
+    layer |= {"attention_norm.weight": (dim,), "ffn_norm.weight": (dim,)}
+    numel = sum(int(np.prod(shape)) for shape in layer.values())
+    layers = max(1, (nbytes // itemsize - 2 * vocab * dim) // numel)
+    shapes = {f"layers.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
+    ends = {"tok_embeddings.weight": (vocab, dim), "output.weight": (vocab, dim)}
+    return shapes | ends | {"norm.weight": (dim,)}
+
+
+def tiny(count: int) -> Shapes:
+    """So many tensors of a kilobyte."""
+    return {f"layers.{n // 10}.expert{n % 10}.weight": (RANKS, 64) for n in range(count)}
+
+
+def write_full(path: Path, shapes: Shapes, dtype: str) -> None:
+    """One safetensors file with these tensors, of type BF16 or F32."""
+    itemsize = {"BF16": 2, "F32": 4}[dtype]
+    header, at = {}, 0
+    for fqn, shape in shapes.items():
+        end = at + int(np.prod(shape)) * itemsize
+        header[fqn] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    _write(path, header, _repeated(at, itemsize))
+
+
+def write_hf_shards(folder: Path, shapes: Shapes) -> None:
+    """What torch's HuggingFaceStorageWriter leaves of eight ranks: a row block of each tensor."""
+    folder.mkdir()
+    for rank in range(RANKS):
+        saved, header, at = {}, {}, 0
+        for fqn, (rows, *rest) in shapes.items():
+            shape = [rows // RANKS, *rest]
+            end = at + int(np.prod(shape)) * 2
+            header[fqn] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+            saved[fqn] = {"saved_offsets": [rank * shape[0], *[0 for _ in rest]]}
+            at = end
+        notes = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(saved)}}
+        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        _write(folder / name, notes | header, _repeated(at, 2))
+
+
+def _write(path: Path, header: Mapping[str, object], data: Iterable[bytes]) -> None:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.writelines(data)
+
+
+def _repeated(nbytes: int, itemsize: int) -> Iterator[bytes]:
+    """So many bytes of normal random numbers."""
+    block = np.random.default_rng(0).standard_normal(_BLOCK, dtype=np.float32)
+    if itemsize == 2:  # bfloat16 is the upper half of a float32
+        block = (block.view(np.uint32) >> 16).astype(np.uint16)
+    data = block.tobytes()
+    for start in range(0, nbytes, len(data)):
+        yield data[: nbytes - start]
+
+
+def _run(*args: str | Path) -> None:
+    command = [*OURS, *map(str, args), "-q"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - our own
+
+
+def dcp_rows(source: Path, out: Path) -> None:
+    """A DCP directory of eight ranks, each with a row block of every tensor."""
+    _run("reshard", source, "-o", out, "--to-mesh", str(RANKS))
+
+
+def dcp_grid(source: Path, out: Path) -> None:
+    """A DCP directory of eight ranks that cut rows in four and columns in two."""
+    _run("reshard", source, "-o", out, *_TP)
+
+
+def rank_files(source: Path, out: Path) -> None:
+    """Eight torch.save files of DTensors, one of each rank."""
+    cpu = ("--format", "ranks", "--device-type", "cpu")
+    _run("reshard", source, "-o", out, "--to-mesh", str(RANKS), *cpu)
+
+
+def torch_file(source: Path, out: Path) -> None:
+    """One torch.save file."""
+    _run("export", source, "-o", out, "--format", "torch")
+
+
+def big_metadata(folder: Path, *, tensors: int, ranks: int) -> None:
+    """A DCP directory of tensors × ranks chunks, its data files empty but of the right length.
+
+    The pickle is torch's own, of torch's own classes.
+    """
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    length = 4096
+    entries, places, planned = {}, {}, {}
+    for number in range(tensors):
+        fqn = f"model.layers.{number // 10}.mlp.w{number % 10}.weight"
+        offsets = [torch.Size((4 * rank, 0)) for rank in range(ranks)]
+        size = torch.Size((4, 256))
+        chunks = [dcp.ChunkStorageMetadata(offsets=at, sizes=size) for at in offsets]
+        kind = dcp.TensorProperties(dtype=torch.bfloat16)
+        shape = torch.Size((4 * ranks, 256))
+        entries[fqn] = dcp.TensorStorageMetadata(properties=kind, size=shape, chunks=chunks)
+        planned[fqn] = ("model", fqn[6:])
+        for rank, at in enumerate(offsets):
+            info = _StorageInfo(f"__{rank}_0.distcp", number * length, length)
+            places[dcp.MetadataIndex(fqn, at, rank)] = info
+    folder.mkdir()
+    all_of_it = dcp.Metadata(entries, planner_data=planned, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(all_of_it))
+    for rank in range(ranks):
+        with (folder / f"__{rank}_0.distcp").open("wb") as file:
+            file.truncate(tensors * length)
+
+
+def files_of(path: Path) -> Sequence[str]:
+    """The files of a checkpoint, in order: what cat and sha256sum read."""
+    if path.is_file():
+        return [str(path)]
+    return sorted(str(file) for file in path.rglob("*") if file.is_file())

@@ -29,6 +29,9 @@ GROUPS = {
         "export": "Whole tensors, as safetensors or as one torch file.",
         "reshard": "Shards for training on another mesh.",
     },
+    "Shell": {
+        "completion": "Complete commands and tensor names in bash, zsh and fish.",
+    },
 }
 
 cli = CommandGroup(

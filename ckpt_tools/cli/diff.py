@@ -48,8 +48,8 @@ _WORDS = {
 }
 
 _PARAMS = [
-    click.Argument(["first"], metavar="A"),
-    click.Argument(["second"], metavar="B"),
+    click.Argument(["first"], metavar="A", type=click.Path()),
+    click.Argument(["second"], metavar="B", type=click.Path()),
     click.Option(["--header-only"], is_flag=True, help="Names, types and shapes; no values."),
     click.Option(["--rtol"], type=click.FloatRange(min=0), default=0.0, help="As part of |b|."),
     click.Option(["--atol"], type=click.FloatRange(min=0), default=0.0, help="As it is."),

@@ -31,7 +31,13 @@ schema ckpt-tools/inspect-list/1 with those objects in "checkpoints".
 
 
 _PARAMS = [
-    click.Argument(["ckpts"], metavar="CKPT...", nargs=-1, required=True),
+    click.Argument(
+        ["ckpts"],
+        metavar="CKPT...",
+        nargs=-1,
+        required=True,
+        type=click.Path(),
+    ),
     click.Option(["--all", "every"], is_flag=True, help="Also every tensor and object."),
     click.Option(["--shards"], is_flag=True, help="Also what each file holds, and how evenly."),
     click.Option(["--html"], metavar="FILE", help="Write a page in one file; - is stdout."),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import click
 
-from ckpt_tools.cli import entries, options, reading, render
+from ckpt_tools.cli import completing, entries, options, reading, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import fold, text
 from ckpt_tools.errors import UsageError
@@ -47,7 +47,7 @@ schema ckpt-tools/layout/1.
 
 _PARAMS = [
     options.checkpoint(),
-    click.Argument(["name"], metavar="[NAME]", required=False),
+    click.Argument(["name"], metavar="[NAME]", required=False, shell_complete=completing.tensors),
     click.Option(["--every"], is_flag=True, help="One bar for each tensor; nothing is folded."),
     click.Option(["--svg"], metavar="FILE", help="Write a picture; - is stdout."),
     click.Option(["--html"], metavar="FILE", help="Write a page in one file; - is stdout."),

@@ -104,7 +104,7 @@ def _remember_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> 
 
 def checkpoint() -> click.Parameter:
     """The argument CKPT, as ``ckpt``."""
-    return click.Argument(["ckpt"], metavar="CKPT")
+    return click.Argument(["ckpt"], metavar="CKPT", type=click.Path())
 
 
 def output() -> click.Parameter:

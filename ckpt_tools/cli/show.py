@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from ckpt_tools.cli import corner, entries, options, reading, render
+from ckpt_tools.cli import completing, corner, entries, options, reading, render
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.files import Files
 from ckpt_tools.formats import ReadOptions, locate
@@ -31,7 +31,7 @@ object, or a tensor of one element, bare on stdout: strings as they are, all els
 
 _PARAMS = [
     options.checkpoint(),
-    click.Argument(["name"], metavar="NAME"),
+    click.Argument(["name"], metavar="NAME", shell_complete=completing.names),
     click.Option(["--slice", "part"], metavar="SLICE", help="Values of this part, e.g. '0:4,:8'."),
     click.Option(["--raw"], is_flag=True, help="Print the value bare, for scripts."),
     options.as_json(),

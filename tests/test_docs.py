@@ -1,0 +1,39 @@
+"""The generated pages are those of the commands as they are."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner
+
+from ckpt_tools.cli import cli
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs", ROOT / "scripts" / "docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_command_has_the_page_that_it_generates(docs: ModuleType) -> None:
+    written = {path.stem: path.read_text() for path in (ROOT / "docs" / "man").glob("*.md")}
+    assert written == dict(docs.pages()), "run scripts/docs"
+
+
+def test_each_page_has_examples(docs: ModuleType) -> None:
+    for name, text in docs.pages():
+        assert f"    ckpt-tools {name}" in text.split("## Examples")[1] or name == "completion"
+
+
+@pytest.mark.parametrize("name", cli.list_commands(None))
+def test_each_help_ends_in_examples(name: str) -> None:
+    shown = CliRunner().invoke(cli, [name, "--help"]).stdout
+    assert "Examples:" in shown
+    assert max(map(len, shown.splitlines())) <= 110

@@ -24,7 +24,9 @@ def _each_input(kinds: tuple[str, ...]) -> Iterator[object]:
     for told in sorted(CASES.glob("*/expect.json")):
         expect = json.loads(told.read_text())
         for case in expect["inputs"]:
-            if case["kind"] in kinds:
+            # What safetensors cannot hold concerns the export alone: see test_convert.
+            is_of_export = case.get("error_kind") == "dtype_not_in_safetensors"
+            if case["kind"] in kinds and not is_of_export:
                 yield pytest.param(told.parent, case, id=f"{expect['case']}-{case['path']}")
 
 
@@ -61,8 +63,6 @@ def test_what_is_sound_is_read_exactly(folder: Path, case: dict[str, object]) ->
 def test_what_is_wrong_is_refused_in_its_own_words(
     folder: Path, case: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if case.get("error_kind") == "dtype_not_in_safetensors":
-        pytest.skip("concerns the export: see test_convert")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CkptError) as caught:
         _read(str(folder / str(case["path"])))
@@ -84,11 +84,8 @@ def test_what_is_odd_is_told_by_name(folder: Path, case: dict[str, object]) -> N
 
 
 @pytest.mark.parametrize(("folder", "case"), _inputs("ok_or_error"))
-def test_what_may_be_refused_is_exact_or_named(folder: Path, case: dict[str, object]) -> None:
-    try:
-        _assert_tensors(_read(str(folder / str(case["path"]))), case["tensors"])
-    except CkptError as error:
-        assert all(word in _text(error) for word in case["must_mention"])
+def test_what_may_be_refused_is_exact_here(folder: Path, case: dict[str, object]) -> None:
+    _assert_tensors(_read(str(folder / str(case["path"]))), case["tensors"])
 
 
 def test_wrapper_components_are_removed_whole() -> None:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from ckpt_tools import names, optim_groups
 from ckpt_tools.errors import UsageError
-from ckpt_tools.index import CheckpointIndex, ObjectEntry, Path, TensorEntry
+from ckpt_tools.index import ByteRange, CheckpointIndex, ObjectEntry, Path, TensorEntry
 
 FrameworkLayout = Literal["plain", "accelerate", "titan", "verl", "lightning", "composer"]
 LAYOUTS: tuple[FrameworkLayout, ...] = (
@@ -117,12 +117,26 @@ class _Job(NamedTuple):
         return [Placed(*pair) for pair in pairs]
 
     def step(self) -> int:
-        """The step that the folder of the source is named after, else 0."""
+        """The step that the folder of the source is named after, else 1.
+
+        Never 0 for want of a name: of a step 0 TorchTitan loads the model alone.
+        """
+        named = self.named_step()
+        return 1 if named is None else named
+
+    def named_step(self) -> int | None:
+        """The step in the name of a folder that the source lies in, the nearest first."""
         for part in reversed(os.path.abspath(self.source.root).split(os.sep)):
             match = _STEP.fullmatch(part)
             if match:
                 return int(match[1])
-        return 0
+        return None
+
+    def about_step(self) -> list[str]:
+        """What to tell of a step that nothing told."""
+        if self.named_step() is not None:
+            return []
+        return ["No folder's name tells the step, so it is 1; rename it."]
 
 
 def _parts(index: CheckpointIndex) -> _Parts:
@@ -239,6 +253,7 @@ def _titan(job: _Job) -> Arranged:
     missing = {"lr_scheduler", "train_state"} - {str(one.path[0]) for one in known}
     absent = ",".join(sorted({*missing, "dataloader"}))
     notes = [f"TorchTitan must be told: --checkpoint.exclude_from_loading={absent}."]
+    notes += job.about_step()
     return _made(placed, notes=[*notes, *([_left_out(rest)] if rest else [])])
 
 
@@ -253,7 +268,7 @@ def _verl(job: _Job) -> Arranged:
     placed += _under((), known, folder=folder)
     rest = [one for one in parts.other if one not in known]
     config = f'{{\n    "FSDP_version": 2,\n    "world_size": {job.world_size}\n}}'
-    notes = ["Copy the folder huggingface (config and tokenizer) yourself."]
+    notes = ["Copy the folder huggingface (config and tokenizer) yourself.", *job.about_step()]
     if not known:
         notes.append("There is no lr_scheduler, so leave `extra` out of checkpoint.load_contents.")
     return _made(
@@ -295,6 +310,9 @@ def _composer(job: _Job) -> Arranged:
     placed += _under(("state", "optimizers", optimizer), job.nested(), folder=folder)
     known = [one for one in parts.other if one.path[0] == "state"]
     placed += _under((), known, folder=folder)
+    # Its loader asks for the random states of all ranks that saved them: of none.
+    no_rng = ObjectEntry("rng", ("rng",), "other", ByteRange("", 0, 0), value=[], opened=True)
+    placed.append(Placed(no_rng, ("rng",), folder))
     rest = [one for one in parts.other if one not in known]
     notes = [_left_out(rest)] if rest else []
     if not known:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from scenarios import Row, Saved
 from sides import Run
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -97,6 +98,9 @@ def load(run: Run, path: str, row: Row) -> None:
 
 
 def _load_dcp(run: Run, path: str) -> None:
+    if run.side.engine == "fsdp1" and run.side.mesh == "none":
+        _load_dcp_into_sharded_tensors(run, path)
+        return
     model, optim = get_state_dict(run.model, run.optimizer)
     state = {"model": model, "optim": optim}
     dcp.load(state, checkpoint_id=path)
@@ -106,6 +110,23 @@ def _load_dcp(run: Run, path: str) -> None:
         model_state_dict=state["model"],
         optim_state_dict=state["optim"],
     )
+
+
+def _load_dcp_into_sharded_tensors(run: Run, path: str) -> None:
+    """The way of FSDP1 without a device_mesh, whose state dicts hold ShardedTensors."""
+    with FullyShardedDataParallel.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": run.model.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        run.model.load_state_dict(state["model"])
+        optim = load_sharded_optimizer_state_dict(
+            model_state_dict=state["model"],
+            optimizer_key="optim",
+            storage_reader=dcp.FileSystemReader(path),
+        )
+        flat = FullyShardedDataParallel.optim_state_dict_to_load(
+            run.model, run.optimizer, optim["optim"]
+        )
+        run.optimizer.load_state_dict(flat)
 
 
 def _load_ranks(run: Run, path: str) -> None:

@@ -1,0 +1,164 @@
+"""Numbered optimizer states get the names that a list gives, in the optimizer's own order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools import optim_groups, optim_names
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats import read_index
+from ckpt_tools.index import ByteRange, CheckpointIndex, ObjectEntry, PlainValue, TensorEntry
+from ckpt_tools.names import join
+
+CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
+FLOAT = BY_NAME["float32"]
+NOWHERE = ByteRange("", 0, 0)
+SHAPES = {"emb.weight": (4, 3), "fc.weight": (2, 3), "fc.bias": (2,), "frozen": (5,)}
+# group 0 has the weights, group 1 the bias: not the order of the model, and one has no number
+GROUPS = ((0, 1), (2,))
+NAMES = ("emb.weight", "fc.weight", "fc.bias")
+
+
+def tensor(*path: str | int, shape: tuple[int, ...], section: str) -> TensorEntry:
+    return TensorEntry(join(path), path, section, FLOAT, shape, ())  # type: ignore[arg-type]
+
+
+def option(group: int, key: str, value: PlainValue) -> ObjectEntry:
+    path = ("optim", "param_groups", group, key)
+    return ObjectEntry(join(path), path, "optim", NOWHERE, value=value, opened=True)
+
+
+def checkpoint(
+    *, names: tuple[str, ...] = NAMES, stored: bool = False, parameters: int = 3
+) -> CheckpointIndex:
+    """A model and its optimizer's numbered state; ``names`` are those of the numbers."""
+    tensors = [
+        tensor("model", name, shape=shape, section="model") for name, shape in SHAPES.items()
+    ]
+    objects = []
+    for number, name in enumerate(names[:parameters]):
+        shape = SHAPES[name]
+        tensors.append(tensor("optim", "state", number, "exp_avg", shape=shape, section="optim"))
+        tensors.append(tensor("optim", "state", number, "step", shape=(), section="optim"))
+    for group, numbers in enumerate(GROUPS):
+        objects += [option(group, "lr", 0.1 * group), option(group, "params", list(numbers))]
+        if stored:
+            objects.append(option(group, "param_names", [names[number] for number in numbers]))
+    return CheckpointIndex(
+        root="ckpt",
+        format="dcp",
+        tensors=tuple(sorted(tensors, key=lambda entry: entry.fqn)),
+        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
+    )
+
+
+def test_each_number_becomes_the_name_at_its_place_in_the_groups() -> None:
+    named = optim_names.with_names(checkpoint(), NAMES)
+    for name in NAMES:
+        entry = named.tensor(f"optim.state.{name}.exp_avg")
+        assert entry is not None
+        assert entry.shape == SHAPES[name]
+        assert entry.path == ("optim", "state", name, "exp_avg")
+
+
+def test_groups_list_names_instead_of_numbers() -> None:
+    named = optim_names.with_names(checkpoint(), NAMES)
+    lists = [named.object(f"optim.param_groups.{group}.params") for group in (0, 1)]
+    assert [one.value for one in lists if one] == [["emb.weight", "fc.weight"], ["fc.bias"]]
+
+
+def test_a_frozen_parameter_gets_no_state() -> None:
+    named = optim_names.with_names(checkpoint(), NAMES)
+    assert not [entry for entry in named.tensors if entry.fqn.startswith("optim.state.frozen")]
+
+
+def test_names_that_the_groups_store_are_used_when_none_are_given() -> None:
+    assert optim_names.with_names(checkpoint(stored=True), None) == optim_names.with_names(
+        checkpoint(stored=True), NAMES
+    )
+
+
+def test_groups_without_stored_names_are_never_matched_by_place_in_the_model() -> None:
+    with pytest.raises(UsageError, match="keep no names beside their numbers"):
+        optim_names.with_names(checkpoint(), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (NAMES[:2], "number 2 is the first without a name"),
+        ((*NAMES, "frozen"), "frozen is the first name without a number"),
+        (("emb.weight", "fc.weight", "fc.bia"), "number 2 would be fc.bia, and the model"),
+        (("fc.weight", "emb.weight", "fc.bias"), r"optim.state.0.exp_avg has shape \[4, 3\]"),
+    ],
+)
+def test_the_first_entry_without_a_match_is_named(given: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        optim_names.with_names(checkpoint(), given)
+
+
+def test_an_optimizer_by_name_needs_no_names() -> None:
+    named = optim_names.with_names(checkpoint(), NAMES)
+    with pytest.raises(UsageError, match="no optimizer state here is numbered"):
+        optim_names.with_names(named, NAMES)
+
+
+def test_names_come_from_another_optimizer_state_of_the_job() -> None:
+    named = optim_names.with_names(checkpoint(), NAMES)
+    assert optim_names.names_in(named) == NAMES
+
+
+def test_a_list_may_have_comments_and_empty_lines() -> None:
+    assert optim_names.parse_names("# group 0\na.weight\n\n b \n", where="f") == ("a.weight", "b")
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "no names in it"), ("a\nb\na\n", "a twice")])
+def test_a_list_that_cannot_be_meant_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        optim_names.parse_names(text, where="names.txt")
+
+
+def pairs(index: CheckpointIndex) -> list[optim_groups.Pair]:
+    entries = [*index.tensors, *index.objects]
+    return [(entry, entry.path[1:]) for entry in entries if entry.section == "optim"]
+
+
+def test_flattened_and_back_is_the_same_state() -> None:
+    named = pairs(optim_names.with_names(checkpoint(), NAMES))
+    back = optim_groups.nested(optim_groups.flattened(named))
+    states = {path for _, path in named if path[0] == "state"}
+    assert {path for _, path in back if path[0] == "state"} == states
+    assert _groups(back) == _groups(named)
+
+
+def _groups(found: list[optim_groups.Pair]) -> list[str]:
+    """Each group's parameters and options, in words, whatever its number."""
+    groups: dict[object, dict[str, str]] = {}
+    for entry, path in found:
+        if path[0] == "param_groups" and isinstance(entry, ObjectEntry):
+            groups.setdefault(path[1], {})[str(path[2])] = repr(entry.value)
+    return sorted(repr(sorted(group.items())) for group in groups.values())
+
+
+def test_numbering_needs_the_order_of_the_loading_optimizer() -> None:
+    named = pairs(optim_names.with_names(checkpoint(), NAMES))
+    with pytest.raises(UsageError, match="counts parameters in the order of its own optimizer"):
+        optim_groups.numbered(named, None)
+    other = ("fc.bias", "emb.weight", "fc.weight")
+    paths = {path for _, path in optim_groups.numbered(named, other)}
+    assert ("state", 0, "exp_avg") in paths
+    lists = [e.value for e, p in optim_groups.numbered(named, other) if p[-1] == "params"]  # type: ignore[union-attr]
+    assert lists == [[1, 2], [0]]
+
+
+def test_a_real_numbered_state_takes_the_names_of_its_own_job() -> None:
+    index = read_index(str(CHECKPOINTS / "verl_fsdp2_4r" / "ckpt" / "global_step_1" / "actor"))
+    index = replace(index, problems=())
+    count = len(optim_names.numbered(index)[0].numbers())
+    names = [f"p{number}" for number in range(count)]
+    with pytest.raises(UsageError, match="number 0 would be p0, and the model"):
+        optim_names.with_names(index, names)

@@ -9,10 +9,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ckpt_tools import names
 from ckpt_tools.dtypes import DType
-from ckpt_tools.index import TensorEntry
+from ckpt_tools.index import CheckpointIndex, TensorEntry
 
 # What quantization libraries call the scales of a weight: cast, a scale is another number.
 _SCALES = ("_scale", "_scale_inv", "_scales", ".scale", ".scales")
+
+# What optimizers of mixed precision call their own float32 copy of a weight.
+_MASTERS = frozenset({"master_param", "master_weight", "master", "fp32_param", "param"})
 
 
 def cast_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
@@ -47,6 +50,26 @@ def chosen_dtypes(
     if not kept:
         return chosen, []
     return chosen, [f"{len(kept)} float8 tensors and their scales keep their types: {_some(kept)}."]
+
+
+def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -> list[str]:
+    """A note when the optimizer holds wider copies of the weights, which are not what is written."""
+    narrow = {entry.dtype.name for entry in chosen if entry.dtype.kind == "float"} - {"float32"}
+    taken = {entry.fqn for entry in chosen}
+    masters = [
+        entry.fqn
+        for entry in index.tensors
+        if entry.section == "optim"
+        and entry.fqn not in taken
+        and entry.dtype.name == "float32"
+        and entry.fqn.rpartition(".")[2] in _MASTERS
+    ]
+    if not masters or not narrow:
+        return []
+    return [
+        f"The optimizer holds {len(masters)} float32 master weights ({_some(masters)}); written are "
+        f"the model's own, {', '.join(sorted(narrow))}. --only optim --include chooses the others."
+    ]
 
 
 def _is_float8(entry: TensorEntry) -> bool:

@@ -285,6 +285,7 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
     if rest:
         counts = ", ".join(f"{count} of {section}" for section, count in sorted(rest.items()))
         notes.append(f"Left out {counts} (tensors); --only, --include and --exclude choose.")
+    notes += casts.master_weights_note(index, chosen.tensors)
     if chosen.objects:
         shown = ", ".join(entry.fqn for entry in chosen.objects[:5])
         more = f" and {len(chosen.objects) - 5} more" if len(chosen.objects) > 5 else ""

@@ -1,9 +1,9 @@
 import pytest
 
-from ckpt_tools.casts import chosen_dtypes
+from ckpt_tools.casts import chosen_dtypes, master_weights_note
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import UsageError
-from ckpt_tools.index import TensorEntry
+from ckpt_tools.index import CheckpointIndex, TensorEntry
 
 BF16, FP32, FP8 = BY_NAME["bfloat16"], BY_NAME["float32"], BY_NAME["float8_e4m3fn"]
 
@@ -51,3 +51,14 @@ def test_an_exception_by_name_casts_float8_too() -> None:
 def test_a_pattern_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(UsageError):
         chosen_dtypes(entries(w=FP32), None, (("re:(", FP32),))
+
+
+def test_master_weights_of_the_optimizer_are_told_and_not_taken() -> None:
+    (model,) = entries(w=BF16)
+    path = ("optim", "state", "w", "master_param")
+    master = TensorEntry("optim.state.w.master_param", path, "optim", FP32, (2,), ())
+    index = CheckpointIndex("run", "dcp", (master, model))
+    (note,) = master_weights_note(index, [model])
+    assert "1 float32 master weights" in note
+    assert "the model's own, bfloat16" in note
+    assert not master_weights_note(CheckpointIndex("run", "dcp", (model,)), [model])

@@ -29,7 +29,7 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(local)
     torch.set_num_threads(1)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     do = save_all if verb == "save" else resume_all
     do(folder, [int(number) for number in numbers], device)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.files import Files
 from ckpt_tools.formats import math_bits, pickles, torch_zip
+from ckpt_tools.formats.dcp_templates import Found, Templates
 from ckpt_tools.formats.stand_ins import Opaque, StoredDTensor, StoredTensor
 from ckpt_tools.geometry import row_major_strides
 from ckpt_tools.index import (
@@ -62,6 +63,7 @@ class _Opener:
         self._files = files
         self._lengths = lengths
         self._seen: dict[bytes, StoredTensor] = {}
+        self._templates = Templates(files, lengths)
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
@@ -72,6 +74,21 @@ class _Opener:
         if chunk.codec in math_bits.CODECS:
             return math_bits.resolved(chunk, entry.dtype, self._files)
         item = unpacked(self._files, chunk.data, chunk.codec)
+        found = self._templates.find(item) if self._is_there(item) else None
+        if found is None:
+            found = self._read(entry, chunk, item)
+        else:
+            _check(entry, chunk, found.stored, f"{item.path}, item of {entry.fqn}")
+        stored = found.stored
+        data = ByteRange(item.path, item.offset + found.offset, found.length)
+        packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
+        raw = chunk._replace(data=data, codec=None, strides=None if packed else stored.strides)
+        if stored.sign is None:
+            return raw
+        return math_bits.resolved(raw._replace(codec=stored.sign), entry.dtype, self._files)
+
+    def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> Found:
+        """What an item is, from its own archive."""
         where = f"{item.path}, item of {entry.fqn}"
         archive = _archive(self._files, item, where)
         stored = self._stored(archive.read("data.pkl"), where)
@@ -80,11 +97,10 @@ class _Opener:
         data = _view(stored, record, entry.dtype.itemsize, path=item.path, where=where)
         if entry.dtype.itemsize > 1:
             torch_zip.require_little_endian(archive)
-        packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
-        raw = chunk._replace(data=data, codec=None, strides=None if packed else stored.strides)
-        if stored.sign is None:
-            return raw
-        return math_bits.resolved(raw._replace(codec=stored.sign), entry.dtype, self._files)
+        found = Found(stored, data.offset - item.offset, data.length)
+        if self._is_there(item):
+            self._templates.learn(item, archive, found)
+        return found
 
     def _is_there(self, data: ByteRange) -> bool:
         return data.offset + data.length <= self._lengths.get(data.path, 0)

@@ -32,6 +32,7 @@ _END = Struct("<4s4H2LH")
 _END64 = Struct("<4sQ2H2L4Q")
 _LOCATOR64 = Struct("<4sLQL")
 _EXTRA = Struct("<2H")
+_CRC_AT = 16
 _ENCRYPTED = 0x1
 _ABSENT_32 = 0xFFFFFFFF
 
@@ -56,12 +57,15 @@ class Record(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What the central directory says of a record; ``header`` is relative to the archive."""
+    """What the central directory says of a record; ``header`` and ``crc_at``, where its CRC
+    stands, are relative to the archive.
+    """
 
     name: bytes
     header: int
     length: int
     crc: int
+    crc_at: int
 
 
 def sniff(head: bytes) -> Kind:
@@ -134,6 +138,19 @@ class Archive:
         absent = entry.crc == 0 and entry.length > 0
         return Record(self._bytes.offset + start, entry.length, None if absent else entry.crc)
 
+    def loose_ranges(self, names: Collection[str]) -> list[tuple[int, int]]:
+        """Where archives differ that are alike in all but the contents of these records: start and
+        end, relative to the archive, of each content and of its CRCs.
+        """
+        found = []
+        for name in self._entries.keys() & set(names):
+            record, entry = self.record(name), self._entries[name]
+            end = record.offset - self._bytes.offset + record.length
+            found += [(end - record.length, end), (entry.crc_at, entry.crc_at + 4)]
+            if end + 8 <= self._end and self._bytes.take(end, 4) == b"PK\x07\x08":
+                found.append((end + 4, end + 8))
+        return found
+
     def read(self, name: str) -> bytes:
         """The bytes of a small record, checked against its CRC. At most 1 GiB.
 
@@ -165,7 +182,7 @@ def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Ar
         raise UnreadableError(f"{where}: its central directory of {size:,} bytes is too large.")
     entries: dict[str, _Entry] = {}
     folders: set[bytes] = set()
-    for entry in _directory(source.take(start, size), where):
+    for entry in _directory(source.take(start, size), where, start=start):
         folder, _, name = entry.name.partition(b"/")
         text = name.decode("utf-8", "backslashreplace")
         if text in entries:
@@ -276,19 +293,21 @@ def _directory_place(source: _Source) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _directory(data: bytes, where: str) -> Iterator[_Entry]:
-    """The entries of a central directory, one by one."""
+def _directory(data: bytes, where: str, *, start: int) -> Iterator[_Entry]:
+    """The entries of a central directory, which begins at byte ``start`` of the archive."""
     at = 0
     while at < len(data):
         if len(data) - at < _CENTRAL.size or not data.startswith(b"PK\x01\x02", at):
             raise UnreadableError(f"{where}: its central directory is damaged at byte {at:,}.")
         fields = _CENTRAL.unpack_from(data, at)
+        crc_at = start + at + _CRC_AT
         name_at = at + _CENTRAL.size
         extra_at = name_at + fields[10]
         at = extra_at + fields[11] + fields[12]
         if at > len(data):
             raise UnreadableError(f"{where}: its central directory is cut short.")
-        yield _entry(fields, name=data[name_at:extra_at], extra=data[extra_at:at], where=where)
+        entry = _entry(fields, name=data[name_at:extra_at], extra=data[extra_at:at], where=where)
+        yield entry._replace(crc_at=crc_at)
 
 
 def _entry(fields: tuple[int, ...], *, name: bytes, extra: bytes, where: str) -> _Entry:
@@ -302,7 +321,7 @@ def _entry(fields: tuple[int, ...], *, name: bytes, extra: bytes, where: str) ->
             f"{where}: record {shown!r} is compressed or encrypted, which torch.save never does.",
             hint="The file was packed again by another program; unpack it and take the original.",
         )
-    return _Entry(name, header, length, crc)
+    return _Entry(name, header, length, crc, 0)
 
 
 def _wide_fields(extra: bytes, narrow: tuple[int, int, int], where: str) -> list[int]:

@@ -53,7 +53,7 @@ def chosen_dtypes(
 
 
 def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -> list[str]:
-    """A note when the optimizer holds wider copies of the weights, which are not what is written."""
+    """A note when the optimizer holds wider copies of the weights: these are not written."""
     narrow = {entry.dtype.name for entry in chosen if entry.dtype.kind == "float"} - {"float32"}
     taken = {entry.fqn for entry in chosen}
     masters = [
@@ -66,10 +66,9 @@ def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -
     ]
     if not masters or not narrow:
         return []
-    return [
-        f"The optimizer holds {len(masters)} float32 master weights ({_some(masters)}); written are "
-        f"the model's own, {', '.join(sorted(narrow))}. --only optim --include chooses the others."
-    ]
+    kept = f"{len(masters)} float32 master weights ({_some(masters)})"
+    own = ", ".join(sorted(narrow))
+    return [f"The optimizer holds {kept}; written are the model's own, {own}."]
 
 
 def _is_float8(entry: TensorEntry) -> bool:

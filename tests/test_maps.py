@@ -1,9 +1,12 @@
 import hashlib
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reader_contract import DATA
 from safetensors.numpy import load_file, save_file
 
@@ -99,6 +102,64 @@ def test_a_view_of_a_bias_and_of_an_empty_tensor(tmp_path: Path) -> None:
     assert values(views.rotary_to_halves(view, 4)).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     empty = stored(tmp_path, np.zeros((0, 5), np.int32), ((slice(0, 0), slice(None)),))
     assert values(views.transpose(empty)).shape == (5, 0)
+
+
+def turned(array: np.ndarray, head_dim: int, *, to_halves: bool) -> np.ndarray:
+    heads, half = array.shape[0] // head_dim, head_dim // 2
+    inner = (half, 2) if to_halves else (2, half)
+    shape = (heads, *inner, *array.shape[1:])
+    return array.reshape(shape).swapaxes(1, 2).reshape(array.shape)
+
+
+def stepped(view: View, array: np.ndarray, data: st.DataObject) -> tuple[View, np.ndarray]:
+    """One view of a view, and what numpy makes of the same."""
+    way = data.draw(st.sampled_from(["turn", "cut", "join", "stack", "halves", "pairs"]))
+    if way == "turn":
+        return views.transpose(view), array.T
+    if way == "cut":
+        dim = data.draw(st.integers(0, 1))
+        start = data.draw(st.integers(0, array.shape[dim] - 1))
+        size = data.draw(st.integers(1, array.shape[dim] - start))
+        wanted = np.take(array, range(start, start + size), dim)
+        return views.narrow(view, dim, start=start, size=size), wanted
+    if way == "join":
+        dim = data.draw(st.integers(0, 1))
+        return views.concat([view, view], dim), np.concatenate([array, array], dim)
+    if way == "stack":
+        both = views.stack([view, views.narrow(view, 0, start=0, size=array.shape[0])])
+        return views.unstack(both, data.draw(st.integers(0, 1))), array
+    return rotated(view, array, data, to_halves=way == "halves")
+
+
+def rotated(
+    view: View, array: np.ndarray, data: st.DataObject, *, to_halves: bool
+) -> tuple[View, np.ndarray]:
+    fitting = [n for n in (2, 4, 6) if array.shape[0] % n == 0]
+    if not fitting:
+        return view, array
+    head_dim = data.draw(st.sampled_from(fitting))
+    turn = views.rotary_to_halves if to_halves else views.rotary_to_pairs
+    return turn(view, head_dim), turned(array, head_dim, to_halves=to_halves)
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_views_of_views_are_those_of_numpy(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 5))
+    array = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
+    step = data.draw(st.integers(1, rows))
+    at = data.draw(st.integers(0, columns))
+    sides = [(a, b) for a, b in ((0, at), (at, columns)) if a < b]
+    cuts = tuple(
+        (slice(a, min(a + step, rows)), slice(*side))
+        for a in range(0, rows, step)
+        for side in sides
+    )
+    with TemporaryDirectory() as folder:
+        view = stored(Path(folder), array, cuts)
+        for _ in range(data.draw(st.integers(1, 4))):
+            view, array = stepped(view, array, data)
+        assert np.array_equal(values(view), array)
 
 
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ def _microbatches(run: Run) -> Tensors:
         run.optimizer.zero_grad(set_to_none=True)
     run._micro(tokens.chunk(2)[0], labels.chunk(2)[0], sync=False, scale=1.0)  # noqa: SLF001
     own = run.local_gradients()
+    if not own:
+        raise RuntimeError("A backward pass without synchronization left no gradients.")
     found |= _named("unsynced", {name: _mean(value, run) for name, value in sorted(own.items())})
     # the backward pass with sync that ends an accumulation, so that nothing is left behind
     run._micro(tokens.chunk(2)[1], labels.chunk(2)[1], sync=True, scale=1.0)  # noqa: SLF001

@@ -9,10 +9,10 @@ from typing import Literal
 import click
 
 from ckpt_tools import convert
-from ckpt_tools.cli import options, progress, reading, render, shaping
+from ckpt_tools.cli import options, progress, reading, render, shaping, writing
 from ckpt_tools.cli.group import say
 from ckpt_tools.dtypes import DType
-from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.formats import read_index
 from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.sizes import format_size
 
@@ -69,20 +69,12 @@ def command(
     max_shard_size: int,
     keep_names: bool,
     dry_run: bool,
-    force: bool,
-    resume: bool,
-    check: bool,
-    threads: int,
-    max_memory: int,
     json: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    only: str,
-    allow_global: tuple[str, ...],
+    **_shared: object,
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
-    chosen = options.Filters.of(include, exclude, only)
-    index = read_index(ckpt, options=ReadOptions(allow_global))
+    chosen = options.Filters.given()
+    index = read_index(ckpt, options=options.reading_given())
     asked = convert.ExportOptions(
         format=form,
         dtype=dtype,
@@ -97,9 +89,7 @@ def command(
     )
     wanted = reading.choose(index, chosen)
     started = time.monotonic()
-    write = convert.WriteOptions(
-        force=force, threads=threads, max_memory=max_memory, resume=resume, check=check
-    )
+    write = writing.given()
     if dry_run:
         plan = convert.plan_export(index, asked, single_file=_single_file(out, form))
     else:

@@ -12,6 +12,7 @@ import click
 from ckpt_tools.cli.group import set_quiet, set_verbosity
 from ckpt_tools.dtypes import DType, parse_dtype
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.index import SECTIONS, Section
 from ckpt_tools.sizes import parse_size
 
@@ -28,6 +29,12 @@ class Filters:
     def of(cls, include: tuple[str, ...], exclude: tuple[str, ...], only: str) -> Filters:
         """The filters that the values of the options in `filters` mean."""
         return cls(include, exclude, next((name for name in SECTIONS if name == only), None))
+
+    @classmethod
+    def given(cls) -> Filters:
+        """Those of the command that runs."""
+        params = click.get_current_context().params
+        return cls.of(params["include"], params["exclude"], params["only"])
 
     @property
     def wants_all(self) -> bool:
@@ -141,6 +148,11 @@ def writing() -> list[click.Parameter]:
         ),
         size("--max-memory", default="64MiB", text="Memory of all buffers together."),
     ]
+
+
+def reading_given() -> ReadOptions:
+    """The options of `reading` of the command that runs."""
+    return ReadOptions(click.get_current_context().params["allow_global"])
 
 
 def size(name: str, *, default: str, text: str) -> click.Parameter:

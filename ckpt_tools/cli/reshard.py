@@ -7,15 +7,22 @@ from typing import Literal
 
 import click
 
-from ckpt_tools.cli import options, param_order, progress, render, reshard_report, shaping
+from ckpt_tools.cli import (
+    options,
+    param_order,
+    progress,
+    render,
+    reshard_report,
+    shaping,
+    writing,
+)
 from ckpt_tools.cli.group import say
-from ckpt_tools.convert import WriteOptions
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import ENGINES, Engine, Request, rehearse, reshard_by
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.formats import read_index
 from ckpt_tools.framework_layouts import LAYOUTS, FrameworkLayout
 from ckpt_tools.mesh_spec import (
     default_placements,
@@ -24,7 +31,7 @@ from ckpt_tools.mesh_spec import (
     parse_placements,
     parse_rule,
 )
-from ckpt_tools.reshard import ReshardOptions
+from ckpt_tools.reshard import ReshardOptions, ReshardPlan
 
 _HELP = """Write a checkpoint as the shards of another mesh, for a training job to load.
 
@@ -139,22 +146,14 @@ def command(
     engine: Engine,
     dtype: DType | None,
     jobs: int,
-    threads: int,
     dry_run: bool,
-    force: bool,
-    resume: bool,
-    check: bool,
-    max_memory: int,
     json: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    only: str,
-    allow_global: tuple[str, ...],
+    **_shared: object,
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
     mesh = parse_mesh(to_mesh)
-    read = ReadOptions(allow_global)
-    chosen = options.Filters.of(include, exclude, only)
+    read = options.reading_given()
+    chosen = options.Filters.given()
     asked = ReshardOptions(
         mesh=mesh,
         placements=None if placements is None else parse_placements(placements, mesh),
@@ -170,10 +169,6 @@ def command(
         only=chosen.only,
         steps=shaping.reshard_steps(ckpt, engine=engine),
     )
-    write = WriteOptions(
-        force=force, threads=threads, max_memory=max_memory, resume=resume, check=check
-    )
-    request = Request(ckpt, engine, jobs, read)
     if engine != "copy" and (layout is not None or param_names is not None):
         raise UsageError(
             f"--engine {engine} keeps every name and place, and so has no --layout and no "
@@ -182,25 +177,40 @@ def command(
         )
     if dry_run and _is_silent(engine):
         return
-    job = Job(out, asked, write, _ignore)
     words = f"{to_mesh} = {in_words(mesh, asked.placements or default_placements(mesh))}"
     say(words)
-    started = time.monotonic()
-    if dry_run:
-        plan = rehearse(request, job)
-    else:
-        with progress.byte_bar(None, label="reshard") as on_bytes:
-            plan = reshard_by(request, job._replace(on_bytes=on_bytes))
-    for note in plan.notes:
-        if note not in words:
-            say(note)
+    request, job = Request(ckpt, engine, jobs, read), Job(out, asked, writing.given(), _ignore)
+    (_rehearse if dry_run else _carry_out)(request, job, told=words, as_json=json)
+
+
+def _rehearse(request: Request, job: Job, *, told: str, as_json: bool) -> None:
+    """Say what would be done."""
+    plan = rehearse(request, job)
+    _say_notes(plan, told)
     report = reshard_report.Report(request, job)
-    if json:
-        render.emit_json(report.json(plan, dry_run=dry_run))
-    elif dry_run:
+    if as_json:
+        render.emit_json(report.json(plan, dry_run=True))
+    else:
         render.emit(report.rehearsal(plan))
+
+
+def _carry_out(request: Request, job: Job, *, told: str, as_json: bool) -> None:
+    """Do it, then say on stdout what was done."""
+    started = time.monotonic()
+    with progress.byte_bar(None, label="reshard") as on_bytes:
+        plan = reshard_by(request, job._replace(on_bytes=on_bytes))
+    _say_notes(plan, told)
+    report = reshard_report.Report(request, job)
+    if as_json:
+        render.emit_json(report.json(plan, dry_run=False))
     else:
         click.echo(report.summary(plan, seconds=time.monotonic() - started))
+
+
+def _say_notes(plan: ReshardPlan, told: str) -> None:
+    for note in plan.notes:
+        if note not in told:
+            say(note)
 
 
 def _format(

@@ -55,6 +55,14 @@ def test_an_adapter_is_what_peft_itself_saves(tmp_path: Path) -> None:
     assert set(made["target_modules"]) == set(theirs["target_modules"])
 
 
+def test_an_adapter_that_ranks_saved_by_itself_is_all_of_it(tmp_path: Path) -> None:
+    source = REAL / "peft_fsdp2_adapter_torchsave_4r" / "ckpt"
+    ran("export", source, "-o", tmp_path / "out", "--adapter", "--lora-alpha", 6)
+    assert same(adapter_of(tmp_path / "out"), adapter_of(PEFT_ADAPTER))
+    made = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert made["modules_to_save"] == ["lm_head"]
+
+
 def test_a_given_configuration_goes_along_as_it_is(tmp_path: Path) -> None:
     config = PEFT_ADAPTER / "adapter_config.json"
     ran("export", PEFT, "-o", tmp_path / "out", "--adapter", "--adapter-config", config)

@@ -79,6 +79,9 @@ def parts_of(made: Sequence[Made], adapter: str | None) -> Parts:
         parts.factors.append(Factors(module, both["A"], both["B"], embedding))
     for one in rest:
         _put(parts, one)
+    if name is None and not any(_BASE.fullmatch(one.entry.fqn) for one in rest):
+        # Names as in PEFT's own folders: there is no base, and what is no factor was trained whole.
+        parts.saved, parts.base = {**parts.base, **parts.saved}, {}
     return parts
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
 
-from ckpt_tools import __version__
+from ckpt_tools import __version__, remote, storage
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import OutputExistsError, WriteError
 from ckpt_tools.index import CheckpointIndex
@@ -57,7 +57,7 @@ class Origin:
         cls, index: CheckpointIndex, plans: Sequence[FilePlan], options: Mapping[str, str]
     ) -> Origin:
         """The origin of these plans, made with these options for this checkpoint."""
-        top = index.root if os.path.isdir(index.root) else os.path.dirname(index.root)
+        top = index.root if storage.is_dir(index.root) else os.path.dirname(index.root)
         files = {os.path.relpath(file.path, top or "."): file.path for file in index.files}
         sources = {name: _state(path) for name, path in sorted(files.items())}
         return cls(__version__, sources, dict(options), _layout(plans))
@@ -81,6 +81,8 @@ class Origin:
 
 
 def _state(path: str) -> str:
+    if storage.is_address(path):
+        return _state_in_store(path)
     try:
         status = os.stat(path)
     except OSError:
@@ -88,6 +90,15 @@ def _state(path: str) -> str:
     seconds, nanoseconds = divmod(status.st_mtime_ns, 10**9)
     changed = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
     return f"{status.st_size:,} bytes of {changed}.{nanoseconds:09d} UTC"
+
+
+def _state_in_store(address: str) -> str:
+    """Length and version of an object, as far as its store tells them."""
+    try:
+        found = remote.facts(address)
+    except OSError:
+        return "not there"
+    return f"{found.size:,} bytes, version {found.version or 'unknown'}"
 
 
 def _layout(plans: Sequence[FilePlan]) -> str:

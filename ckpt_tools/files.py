@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
 
+from ckpt_tools import remote, storage
 from ckpt_tools.errors import IncompleteError, UnreadableError
 
 _MAX_OPEN = 128
@@ -115,14 +116,38 @@ class Files:
 
     def size(self, path: str) -> int:
         """Length of the file in bytes. Raises IncompleteError when it is not there."""
+        if storage.is_address(path):
+            return self._remote_size(path)
         with self.descriptor(path) as fd:
             return os.fstat(fd).st_size
+
+    def _remote_size(self, address: str) -> int:
+        try:
+            return remote.facts(address).size
+        except FileNotFoundError as error:
+            raise IncompleteError(f"{address} is not there.") from error
+        except OSError as error:
+            raise _unreadable(address, error) from error
+
+    def _fetch(self, address: str, offset: int, length: int) -> bytes:
+        """These bytes of an object in a store, in one request."""
+        try:
+            data = remote.read(address, offset, length)
+        except FileNotFoundError as error:
+            raise IncompleteError(f"{address} is not there.") from error
+        except OSError as error:
+            raise _unreadable(address, error) from error
+        if len(data) != length:  # never more: a server that knows no ranges sends all of it
+            raise _too_short(address, found=offset + len(data), needed=offset + length)
+        return data
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """These bytes of the file.
 
         Raises UnreadableError when the file ends before them.
         """
+        if storage.is_address(path):
+            return self._fetch(path, offset, length)
         with self.descriptor(path) as fd:
             data = os.pread(fd, length, offset)
             while len(data) < length:
@@ -137,6 +162,9 @@ class Files:
 
         Raises UnreadableError when the file ends before the buffer is full.
         """
+        if storage.is_address(path):
+            buffer[:] = self._fetch(path, offset, len(buffer))
+            return
         with self.descriptor(path) as fd:
             done = 0
             while done < len(buffer):

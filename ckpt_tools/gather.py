@@ -15,6 +15,7 @@ from ckpt_tools.geometry import Box, slabs
 from ckpt_tools.index import TensorEntry
 from ckpt_tools.moves import Dim, Job, Move, blocks_of, is_packed, move_of, span_of, steps
 from ckpt_tools.plan import Finder, Nearby, ReadItem
+from ckpt_tools.storage import is_address
 
 SLAB_BYTES = 2 << 20
 # Rows shorter than this are read together and spread by numpy: one iovec costs more than they do.
@@ -52,6 +53,9 @@ class Gatherer:
 
     def run(self, move: Move, out: memoryview) -> None:
         """Carry out one move. Raises UnreadableError."""
+        if is_address(move.path):
+            self._run_blocks(None, move, out)
+            return
         try:
             with self._files.descriptor(move.path) as fd:
                 if move.dims and move.unit >= _LONG_ROW and is_packed(move):
@@ -92,7 +96,7 @@ class Gatherer:
         except OSError as error:
             raise unreadable(path, error) from error
 
-    def _run_blocks(self, fd: int, move: Move, out: memoryview) -> None:
+    def _run_blocks(self, fd: int | None, move: Move, out: memoryview) -> None:
         """Read block by block into the staging buffer, and spread each block from there."""
         blocks = blocks_of(move, limit=len(self._stage))
         for source, target in steps(blocks.outer):
@@ -110,7 +114,7 @@ class Gatherer:
                 )
                 self._spread(fd, block, out)
 
-    def _spread(self, fd: int, block: Move, out: memoryview) -> None:
+    def _spread(self, fd: int | None, block: Move, out: memoryview) -> None:
         """Read a block into the staging buffer, and copy it from there to its places."""
         import numpy as np  # late: it costs more than a small copy, and most copies have no strides
 
@@ -148,8 +152,9 @@ class Gatherer:
             views = self._views[key] = [out[start : start + move.unit] for start in starts]
         return views
 
-    def _read_full(self, fd: int, path: str, view: memoryview, offset: int) -> None:
-        if os.preadv(fd, [view], offset) != len(view):
+    def _read_full(self, fd: int | None, path: str, view: memoryview, offset: int) -> None:
+        """Fill a view; ``fd`` is None for a file that is not on this machine."""
+        if fd is None or os.preadv(fd, [view], offset) != len(view):
             self._files.read_into(path, offset, view)  # goes on after a short read, or says why not
 
 

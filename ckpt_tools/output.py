@@ -21,6 +21,7 @@ from ckpt_tools.errors import CheckpointError, CkptError, OutputExistsError, Usa
 from ckpt_tools.journal import Place
 from ckpt_tools.plan import FilePlan
 from ckpt_tools.sizes import format_size
+from ckpt_tools.storage import is_address
 from ckpt_tools.tasks import cut
 
 # What --force may replace in a folder that is there already: files that a loader would take for
@@ -93,6 +94,11 @@ def refuse_existing(out: str, *, force: bool, resume: bool = False) -> None:
     What a killed run left half renamed is put right first. With ``resume``, its result may be there
     when that run was killed just before it would have ended.
     """
+    if is_address(out):
+        raise UsageError(
+            f"{out} is an address, and outputs are written to file systems only.",
+            hint="Write to a folder of this machine, and copy it with the store's own tool.",
+        )
     if os.path.lexists(partial_of(out)) and _settle(out, resume=resume):
         return
     if os.path.lexists(out) and not force:

@@ -11,6 +11,7 @@ from ckpt_tools.cli.scalars import read_step
 from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.inspection import FileLoad, FoundMesh, SectionSum, name_some
 from ckpt_tools.sizes import format_size
+from ckpt_tools.storage import is_address
 
 _FORMATS = {
     "dcp": "DCP directory (torch.distributed.checkpoint)",
@@ -144,7 +145,8 @@ def state(whole: CheckpointIndex) -> Iterator[tuple[str, str]]:
     optimizer = inspection.optimizer_of(whole)
     if optimizer is not None:
         yield "optimizer", f"{optimizer.kind}: it keeps {', '.join(optimizer.states)}"
-    step = read_step(whole)
+    # In a store that would be more requests, for bytes beyond the headers: `show --raw` makes them.
+    step = None if is_address(whole.root) else read_step(whole)
     if step is not None:
         yield "step", f"{step.value:,} ({render.printable(step.fqn)})"
     verdict = inspection.resume_verdict(whole)

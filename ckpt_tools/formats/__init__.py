@@ -6,12 +6,12 @@ all the rest.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from glob import glob
 from importlib import import_module
 from typing import NamedTuple
 
+from ckpt_tools import storage
 from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.files import Files
 from ckpt_tools.formats import places
@@ -88,7 +88,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     Raises IncompleteError when nothing is there, UnsupportedError for a format of other tools,
     UnreadableError when there are several checkpoints, which its hint lists.
     """
-    if not os.path.lexists(path):
+    if not storage.exists(path):
         return _read_glob(path, options)
     place = places.member(path)
     places.refuse_foreign(place)
@@ -101,7 +101,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     index = form.read_index(place, options)
     framework, told_by = places.framework(index)
     notes = list(index.notes)
-    if os.path.normpath(place) != os.path.normpath(path):
+    if storage.normal(place) != storage.normal(path):
         notes.insert(0, f"Reading {place}.")
     if told_by is not None:
         notes.append(f"Framework: {framework}, told by {told_by}.")

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tools import names
+from ckpt_tools import names, storage
 from ckpt_tools.dtypes import dtype_named
 from ckpt_tools.errors import (
     CheckpointError,
@@ -45,13 +45,13 @@ _FLAT_PARAM = ("_flat_param", "flat_param")
 
 def matches(path: str) -> bool:
     """Whether this is a directory that DCP wrote, or began to write."""
-    if not os.path.isdir(path):
+    if not storage.is_dir(path):
         return False
     return any(
         name in (".metadata", ".metadata.tmp")
         or DATA_FILE.fullmatch(name)
         or _RANK_METADATA.fullmatch(name)
-        for name in os.listdir(path)
+        for name in storage.listdir(path)
     )
 
 
@@ -111,8 +111,7 @@ def _read_index(path: str) -> CheckpointIndex:
 def _file_sizes(path: str) -> dict[str, int]:
     """Length in bytes of every file in the directory, those in sub-folders not included."""
     try:
-        with os.scandir(path) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        return storage.file_sizes(path)
     except OSError as error:
         raise UnreadableError(f"{path} cannot be listed: {error.strerror}.") from error
 

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Callable
 
+from ckpt_tools import storage
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.index import CheckpointIndex
 
@@ -41,7 +42,7 @@ def member(path: str) -> str:
     """The checkpoint that a path means: through links, and the folder when a file is but a part."""
     path = followed(path)
     name = os.path.basename(path)
-    if os.path.isfile(path) and (name == ".metadata" or name.endswith(".distcp")):
+    if storage.is_file(path) and (name == ".metadata" or name.endswith(".distcp")):
         return os.path.dirname(path) or "."
     return path
 
@@ -49,10 +50,10 @@ def member(path: str) -> str:
 def followed(path: str) -> str:
     """Where a link leads that git or an archive turned into a text file; else the path itself.
 
-    Such a file holds nothing but the path of something that is there (Composer's ``latest-rank0.pt``
-    is a link by birth). Links of the file system need no help.
+    Such a file holds nothing but the path of something that is there (``latest-rank0.pt`` of
+    Composer is a link by birth). Links of the file system need no help.
     """
-    if not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
+    if storage.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
         return path
     with open(path, "rb") as file:
         text = file.read(_MAX_LINK)
@@ -79,7 +80,7 @@ def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
                 seen += 1
                 if is_checkpoint(followed(path)):
                     _keep(found, followed(path))
-                elif os.path.isdir(path) and not os.path.islink(path):
+                elif storage.is_dir(path) and not os.path.islink(path):
                     below.append(path)
         level = below
         if seen > _MAX_FOLDERS:
@@ -89,7 +90,7 @@ def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
 
 def _keep(found: dict[str, str], path: str) -> None:
     """Remember a checkpoint once, by its own name rather than by that of a link to it."""
-    real = os.path.realpath(path)
+    real = path if storage.is_address(path) else os.path.realpath(path)
     if real not in found or os.path.islink(found[real]):
         found[real] = path
 
@@ -97,7 +98,7 @@ def _keep(found: dict[str, str], path: str) -> None:
 def _candidates(parent: str) -> list[str]:
     """What in a folder could be a checkpoint or lead to one."""
     try:
-        names = sorted(os.listdir(parent))
+        names = sorted(storage.listdir(parent))
     except OSError:
         return []
     return [
@@ -119,9 +120,9 @@ _FOREIGN = (
 
 def refuse_foreign(path: str) -> None:
     """Raise UnsupportedError, naming the tool, for folders in another tool's own format."""
-    if not os.path.isdir(path):
+    if not storage.is_dir(path):
         return
-    names = os.listdir(path)
+    names = storage.listdir(path)
     if "metadata.json" in names and _megatron_backend(os.path.join(path, "metadata.json")):
         raise UnsupportedError(
             f"{path} is a Megatron checkpoint (its metadata.json names a sharded_backend): its "
@@ -139,14 +140,13 @@ def refuse_foreign(path: str) -> None:
 
 def _megatron_backend(path: str) -> bool:
     """Whether this JSON file is one of Megatron's dist_checkpointing."""
-    with open(path, "rb") as file:
-        text = file.read(_MAX_LINK)
+    text = storage.head(path, _MAX_LINK)
     return re.search(rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"', text) is not None
 
 
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
     """Which framework made a checkpoint, and what told it; (None, None) when nothing does."""
-    root = os.path.abspath(index.root)
+    root = storage.absolute(index.root)
     folder, name = os.path.split(root)
     parent = os.path.basename(folder)
     for told in (
@@ -164,7 +164,7 @@ def _by_accelerate_names(name: str, folder: str) -> tuple[str, str] | None:
     ours = r"(pytorch_model_fsdp|optimizer)(_\d+|\.bin)|pytorch_model_fsdp_\d+"
     if not re.fullmatch(ours, name):
         return None
-    if os.path.exists(os.path.join(folder, "trainer_state.json")):
+    if storage.is_file(os.path.join(folder, "trainer_state.json")):
         return "transformers", f"trainer_state.json beside {name}"
     if name.startswith("pytorch_model_fsdp") or _has(
         folder, r"(pytorch_model_fsdp|random_states).*"
@@ -174,10 +174,10 @@ def _by_accelerate_names(name: str, folder: str) -> tuple[str, str] | None:
 
 
 def _by_files(root: str) -> tuple[str, str] | None:
-    folder = root if os.path.isdir(root) else os.path.dirname(root)
-    if os.path.isdir(root) and os.path.exists(os.path.join(root, "meta.pt")):
+    folder = root if storage.is_dir(root) else os.path.dirname(root)
+    if storage.is_dir(root) and storage.is_file(os.path.join(root, "meta.pt")):
         return "lightning", "meta.pt beside .metadata"
-    if os.path.isdir(root) and os.path.exists(os.path.join(folder, "fsdp_config.json")):
+    if storage.is_dir(root) and storage.is_file(os.path.join(folder, "fsdp_config.json")):
         return "verl", "fsdp_config.json beside the rank files"
     return None
 
@@ -206,4 +206,4 @@ def _by_entries(index: CheckpointIndex) -> tuple[str, str] | None:
 
 
 def _has(folder: str, pattern: str) -> bool:
-    return any(re.fullmatch(pattern, name) for name in os.listdir(folder))
+    return any(re.fullmatch(pattern, name) for name in storage.listdir(folder))

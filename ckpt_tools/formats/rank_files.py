@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from glob import escape
 
-from ckpt_tools import names
+from ckpt_tools import names, storage
 from ckpt_tools.errors import (
     CheckpointError,
     UnreadableError,
@@ -43,10 +43,10 @@ def matches(path: str) -> bool:
 
     A lone ``rank0.pt`` without a world size is a file like any other.
     """
-    if not os.path.isdir(path):
+    if not storage.is_dir(path):
         return False
     try:
-        found = os.listdir(path)
+        found = storage.listdir(path)
     except OSError:
         return False
     return any(
@@ -75,8 +75,8 @@ def read_index(
 
 
 def _files_in(folder: str) -> list[str]:
-    found = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
-    return [path for path in found if os.path.isfile(path)]
+    found = [os.path.join(folder, name) for name in sorted(storage.listdir(folder))]
+    return [path for path in found if storage.is_file(path)]
 
 
 @dataclass(slots=True)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePosixPath
 
+from ckpt_tools import storage
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.files import Files
 from ckpt_tools.formats import safetensors_parts as parts_of
@@ -28,6 +29,7 @@ from ckpt_tools.formats.safetensors_header import (
 )
 from ckpt_tools.formats.safetensors_parts import NUMBERED, SHARD, Gaps, Part, listing, make_part
 from ckpt_tools.index import CheckpointIndex, FileEntry, TensorEntry
+from ckpt_tools.storage import Place
 
 __all__ = ["Header", "matches", "read_header", "read_index"]
 
@@ -66,29 +68,28 @@ class _Reading:
 class _Index:
     """An index JSON: which file holds which tensor, by full path, and the bytes of all tensors."""
 
-    path: Path
+    path: Place
     weight_map: dict[str, str]
     total_size: int | None
 
 
 def matches(path: str) -> bool:
     """Whether this is a safetensors file, an index of some, or a folder that has one of them."""
-    place = Path(path)
+    place = Place(path)
     if place.is_dir():
         return bool(_names_in(place))
     if _is_ours(place.name):
         return place.exists()
     if not place.is_file():
         return False
-    with place.open("rb") as file:
-        return looks_like_safetensors(file.read(16))
+    return looks_like_safetensors(storage.head(path, 16))
 
 
 def _is_ours(name: str) -> bool:
     return name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")
 
 
-def _names_in(folder: Path) -> list[str]:
+def _names_in(folder: Place) -> list[str]:
     """The names of the folder's files that may be ours, sorted."""
     try:
         children = [child for child in folder.iterdir() if _is_ours(child.name)]
@@ -106,7 +107,7 @@ def read_index(
 
     Raises CheckpointError when nothing in it can be read; anything less is in ``problems``.
     """
-    place = Path(path)
+    place = Place(path)
     reading = _Reading(path)
     with Files() as files:
         if place.is_dir():
@@ -122,7 +123,7 @@ def read_index(
 # ------------------------------------------------------------------------------------- single files
 
 
-def _read_single(reading: _Reading, place: Path, files: Files) -> CheckpointIndex:
+def _read_single(reading: _Reading, place: Place, files: Files) -> CheckpointIndex:
     """One file by itself, whatever else lies beside it."""
     _read_parts(reading, [str(place)], files)
     if not reading.parts:
@@ -170,7 +171,7 @@ def _join(reading: _Reading, weight_map: Mapping[str, str] | None = None) -> Non
 # ------------------------------------------------------------------------------------------ folders
 
 
-def _read_folder(reading: _Reading, folder: Path, files: Files) -> CheckpointIndex:
+def _read_folder(reading: _Reading, folder: Place, files: Files) -> CheckpointIndex:
     """A folder: by its index JSON when it has one, else all of its files as one checkpoint."""
     present = _names_in(folder)
     index_path = _find_index(folder, present)
@@ -190,7 +191,7 @@ def _read_folder(reading: _Reading, folder: Path, files: Files) -> CheckpointInd
     return _conclude_unlisted(reading, folder, names)
 
 
-def _find_index(folder: Path, present: Sequence[str]) -> Path | None:
+def _find_index(folder: Place, present: Sequence[str]) -> Place | None:
     """The index JSON to go by, None when there is none."""
     found = [name for name in present if name.endswith(INDEX_SUFFIX)]
     if _USUAL_INDEX in found:
@@ -203,7 +204,7 @@ def _find_index(folder: Path, present: Sequence[str]) -> Path | None:
     return folder / found[0] if found else None
 
 
-def _conclude_unlisted(reading: _Reading, folder: Path, names: Sequence[str]) -> CheckpointIndex:
+def _conclude_unlisted(reading: _Reading, folder: Place, names: Sequence[str]) -> CheckpointIndex:
     """Without an index: what the numbers in the names say, and what nothing says."""
     ranks = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
     _add_gaps(reading, parts_of.gaps_in_ranks(str(folder), names, reading.tensors))
@@ -232,7 +233,7 @@ def _add_gaps(reading: _Reading, gaps: Gaps) -> None:
 # ---------------------------------------------------------------------------------------- the index
 
 
-def _parse_index(path: Path, files: Files) -> _Index:
+def _parse_index(path: Place, files: Files) -> _Index:
     """An index JSON, checked. Raises CheckpointError when it is not sound."""
     data = files.read(str(path), 0, files.size(str(path)))
     try:
@@ -254,7 +255,11 @@ def _parse_index(path: Path, files: Files) -> _Index:
 
 def _is_below(name: str) -> bool:
     """Whether this names something beside the index or below it."""
-    return is_text(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+    return (
+        is_text(name)
+        and not PurePosixPath(name).is_absolute()
+        and ".." not in PurePosixPath(name).parts
+    )
 
 
 def _total_size(raw: Mapping[str, object]) -> int | None:
@@ -270,7 +275,7 @@ def _read_listed(reading: _Reading, index: _Index, files: Files) -> None:
     by_file: dict[str, list[str]] = {}
     for fqn, path in sorted(index.weight_map.items()):
         by_file.setdefault(path, []).append(fqn)
-    there = sorted(path for path in by_file if Path(path).is_file())
+    there = sorted(path for path in by_file if Place(path).is_file())
     _read_parts(reading, there, files)
     for path in sorted(by_file.keys() - there):
         reading.files.append(FileEntry(path, None))
@@ -320,7 +325,7 @@ def _check_total(reading: _Reading, index: _Index) -> None:
         )
 
 
-def _look_beside(reading: _Reading, folder: Path, names: Sequence[str], files: Files) -> None:
+def _look_beside(reading: _Reading, folder: Place, names: Sequence[str], files: Files) -> None:
     """Files that the index leaves out: harmless, unless they hold the same names otherwise."""
     listed = {file.path for file in reading.files}
     known = {entry.fqn for entry in reading.tensors}
@@ -336,7 +341,7 @@ def _look_beside(reading: _Reading, folder: Path, names: Sequence[str], files: F
             reading.notes.append(f"{name} is not in the index, and not read.")
 
 
-def _second_checkpoint(folder: Path, name: str, same: Sequence[str]) -> CheckpointError:
+def _second_checkpoint(folder: Place, name: str, same: Sequence[str]) -> CheckpointError:
     return CheckpointError(
         f"{folder / name} is not in the index, and it holds {listing(sorted(same))}, as the "
         "index's own files do: two checkpoints in one folder.",
@@ -347,13 +352,13 @@ def _second_checkpoint(folder: Path, name: str, same: Sequence[str]) -> Checkpoi
 # --------------------------------------------------------------------- torch's consolidated folders
 
 
-def _is_consolidated(folder: Path) -> bool:
+def _is_consolidated(folder: Place) -> bool:
     """Whether torch's writer made this folder's files from the shards in its sub-folder."""
     shards = folder / _CONSOLIDATED_FROM
     return shards.is_dir() and any(SHARD.fullmatch(name) for name in _names_in(shards))
 
 
-def _unfinished(folder: Path) -> IncompleteError:
+def _unfinished(folder: Place) -> IncompleteError:
     return IncompleteError(
         f"{folder} has shards in {_CONSOLIDATED_FROM}/ but no index: torch writes it last, so the "
         "consolidation stopped half-way.",
@@ -361,7 +366,7 @@ def _unfinished(folder: Path) -> IncompleteError:
     )
 
 
-def _check_consolidated(reading: _Reading, folder: Path, files: Files) -> None:
+def _check_consolidated(reading: _Reading, folder: Place, files: Files) -> None:
     """Scalars of a consolidated folder: torch 2.13 leaves zeros in their place (a fault of its)."""
     if not _is_consolidated(folder):
         return

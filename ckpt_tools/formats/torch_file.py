@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt_tools import names
+from ckpt_tools import names, storage
 from ckpt_tools.dtypes import dtype_named
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 from ckpt_tools.files import Files
@@ -44,11 +44,10 @@ _SHOWN = 5
 def matches(path: str) -> bool:
     """Whether this is a file that torch.save wrote, or that its name says it should have."""
     suffix = os.path.splitext(path)[1].lower()
-    if not os.path.isfile(path) or suffix == _DCP_DATA:
+    if not storage.is_file(path) or suffix == _DCP_DATA:
         return False
     try:
-        with open(path, "rb") as file:
-            head = file.read(HEAD)
+        head = storage.head(path, HEAD)
     except OSError:
         return suffix in _SUFFIXES  # reading it will say what is wrong
     kind = torch_zip.sniff(head)

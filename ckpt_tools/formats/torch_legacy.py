@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
+from ckpt_tools import storage
 from ckpt_tools.dtypes import dtype_named
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats import pickles
@@ -37,7 +38,7 @@ def read_stream(path: str, *, length: int, options: ReadOptions) -> Stream:
     Raises UnreadableError for a pickle that torch.save did not write and for a file that is cut,
     UnsupportedError for big-endian bytes, and what `pickles.load_stream` raises.
     """
-    with open(path, "rb") as file:
+    with storage.stream(path) as file:
         _check_head(file, path)
         start = file.tell()
         storages: dict[str, StoredStorage] = {}

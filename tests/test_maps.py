@@ -334,6 +334,15 @@ def test_a_map_that_cannot_be_meant_is_refused_with_its_rule(text: str, told: st
         maps.parse(text, name="test")
 
 
+def test_the_map_in_the_documentation_is_one() -> None:
+    text = (DATA.parents[1] / "docs" / "maps.md").read_text()
+    found = maps.parse(text.split("```toml\n")[1].split("```")[0], name="docs")
+    assert len(found.rules) == 3
+    assert found.values == {"head_dim", "intermediate_size"}
+    named = {name for name in maps.builtin_names() if name.endswith("-to-hf")}
+    assert all(f"`{name}`" in text for name in named)
+
+
 def test_every_builtin_map_can_be_found_by_both_names() -> None:
     for name in maps.builtin_names():
         assert maps.find(name).name == name

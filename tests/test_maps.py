@@ -381,6 +381,7 @@ def test_a_torchtitan_llama_is_what_torchtitan_itself_exports(tmp_path: Path) ->
     theirs = TITAN / "checkpoint_hf" / "step-2" / "model-00001-of-00001.safetensors"
     assert digests(tmp_path / "out" / "model.safetensors") == digests(theirs)
     assert any("chose torchtitan-llama3-to-hf" in note for note in plan.notes)
+    assert "Rotary rows are reordered for 2 tensors, in heads of 4." in plan.notes
 
 
 def test_a_torchtitan_llama_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -461,12 +462,14 @@ def test_a_rename_onto_another_name_is_refused_with_both(tmp_path: Path) -> None
 def test_the_vocabularys_padding_goes_only_where_it_is(tmp_path: Path) -> None:
     table = np.arange(12.0).reshape(6, 2)
     arrays = {"model.embed_tokens.weight": table, "lm_head.weight": table, "other": table}
+    arrays["model.layers.0.output.weight"] = table
     source = saved(tmp_path / "in", arrays)
     plan = export(source, tmp_path / "out", maps.VocabularyStep(5))
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: len(array) for name, array in found.items()} == {
         "model.embed_tokens.weight": 5,
         "lm_head.weight": 5,
+        "model.layers.0.output.weight": 6,
         "other": 6,
     }
     assert np.array_equal(found["lm_head.weight"], table[:5])

@@ -52,6 +52,11 @@ def apply(tensor_map: TensorMap, made: Sequence[Made], *, values: Mapping[str, i
         raise UsageError(f"The map {tensor_map.name} has a rule for none of these names.")
     before = sum(len(group.found) for group in sorted_out.groups)
     notes = [f"Map {tensor_map.name}: {before} tensors became {len(out)}."]
+    turned = [group for group in sorted_out.groups if any(group.rule.rotary)]
+    if turned:
+        sizes = sorted({evaluate(group.rule.head_dim, values) for group in turned})
+        rows = ", ".join(map(str, sizes))
+        notes.append(f"Rotary rows are reordered for {len(turned)} tensors, in heads of {rows}.")
     if sorted_out.kept:
         notes.append(f"It keeps {len(sorted_out.kept)} other names as they are.")
     if sorted_out.dropped:

@@ -112,7 +112,10 @@ class VocabularyStep:
 
 
 def _is_vocabulary(one: Made) -> bool:
-    return bool(one.entry.shape) and _VOCABULARY.fullmatch(one.entry.fqn) is not None
+    """Whether a tensor has a row for each token: by its name, and in no numbered layer."""
+    name = one.entry.fqn
+    in_layer = any(part.isdecimal() for part in name.split("."))
+    return bool(one.entry.shape) and not in_layer and _VOCABULARY.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,14 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return detached.cpu().clone()
 
 
+def hsdp_shape(world: int) -> tuple[int, int]:
+    """Replicas × shards: two replicas, unless that leaves one shard.
+
+    With one shard FSDP1 makes HYBRID_SHARD into NO_SHARD, and its replicas drift apart.
+    """
+    return (2, world // 2) if world >= 4 else (1, world)
+
+
 def _clean(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
@@ -191,7 +199,7 @@ def _clean(name: str) -> str:
 def _mesh(side: Side, device_type: str) -> DeviceMesh:
     world = dist.get_world_size()
     if side.mesh == "hsdp":
-        shape = (2, world // 2) if world > 1 else (1, 1)
+        shape = hsdp_shape(world)
         return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     if side.mesh == "tp":
         shape = (world // 2, 2)

@@ -180,7 +180,7 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
         status = {None: "", "confirmed": "confirmed by the files"}
         how = status.get(holdings.status, "inferred from the boxes")
         yield f"Mesh {holdings.mesh}" + (f", {how}" if how else "")
-        yield from text.mesh_lines(holdings.mesh, paint)
+        yield from text.mesh_lines(holdings.mesh, paint, width=render.terminal_width())
         yield ""
     yield from text.load_lines(holdings, paint)
     yield ""
@@ -193,11 +193,13 @@ def _one_lines(held: Held, before: Holdings, target: Holdings | None) -> Iterato
     yield render.heading(render.printable(held.fqn))
     facts = f"{entries.short_shape(held.shape)} {held.dtype.name}, {format_size(held.nbytes)}"
     yield f"  {facts}" + (f", {', '.join(held.placements)}" if held.placements else "")
-    yield from text.grid_lines(held, paint)
+    width = render.terminal_width()
+    yield from text.grid_lines(held, paint, width=width)
     yield from text.piece_lines(held, before)
     if target is not None and target.tensors:
+        yield ""
         yield render.heading(f"After reshard --to-mesh {target.mesh}")
-        yield from text.grid_lines(target.tensors[0], paint)
+        yield from text.grid_lines(target.tensors[0], paint, width=width)
         yield from text.piece_lines(target.tensors[0], target)
 
 

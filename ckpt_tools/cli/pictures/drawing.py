@@ -99,9 +99,9 @@ def _mesh(mesh: Mesh, *, left: int, top: int, width: int) -> Iterator[tuple[int,
 
 
 def _place(mesh: Mesh, rank: int) -> str:
-    names = mesh.dim_names or tuple(f"dim {dim}" for dim in range(len(mesh.shape)))
+    names = mesh.dim_names or tuple(f"dim{dim}" for dim in range(len(mesh.shape)))
     pairs = zip(names, mesh.coordinate(rank), strict=True)
-    return ", ".join(f"{name} {index}" for name, index in pairs)
+    return ", ".join(f"{name}={index}" for name, index in pairs)
 
 
 def _square(x: float, y: float, rank: int, *, hover: str) -> str:

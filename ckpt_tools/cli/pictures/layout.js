@@ -429,7 +429,7 @@ function placeText(shape, dims, rank) {
     rest = Math.floor(rest / size);
     return index;
   }).reverse();
-  return [`rank ${rank}`, ...places.map((index, dim) => `${dims[dim]} ${index}`)].join("\n");
+  return [`rank ${rank}`, ...places.map((index, dim) => `${dims[dim]}=${index}`)].join("\n");
 }
 
 function loadsOf(side) {

@@ -120,9 +120,9 @@ def _kind(held: Held) -> Json:
 
 
 def _mesh(mesh: Mesh, status: str | None) -> Json:
-    names = mesh.dim_names or tuple(f"dim {dim}" for dim in range(len(mesh.shape)))
+    names = mesh.dim_names or tuple(f"dim{dim}" for dim in range(len(mesh.shape)))
     how = {"confirmed": ", confirmed by the files", "inferred": ", inferred from the boxes"}
-    words = " × ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))
+    words = " × ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
     return {
         "shape": list(mesh.shape),
         "names": list(names),

@@ -30,17 +30,17 @@ def plain(text: str, holder: int) -> str:  # noqa: ARG001 - one of two ways to p
     return text
 
 
-def mesh_lines(mesh: Mesh, paint: Paint) -> Iterator[str]:
+def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
     """The ranks of a mesh as a grid: the last dimension across, the one before it down."""
-    names = mesh.dim_names or tuple(f"dim {dim}" for dim in range(len(mesh.shape)))
+    names = mesh.dim_names or tuple(f"dim{dim}" for dim in range(len(mesh.shape)))
     across = mesh.shape[-1] if mesh.shape else 1
     cell = len(str(mesh.size - 1)) + 2
-    words = " × ".join(f"{n} {s}" for n, s in zip(names, mesh.shape, strict=True))
+    words = " × ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
     yield f"  {words}: {names[-1]} from left to right" + _downwards(names)
     if mesh.size > 512:
         yield f"  {mesh.size:,} ranks, not drawn"
         return
-    per_line = min(across, max(1, 72 // cell))
+    per_line = min(across, max(1, (min(width or 100, 100) - 4) // cell))
     deep = mesh.shape[-2] if len(mesh.shape) > 2 else 0
     for start in range(0, mesh.size, across):
         if deep and start and (start // across) % deep == 0:
@@ -89,8 +89,10 @@ def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterat
     shapes = [f"{short_shape(row.first.shape)} {row.first.dtype.name}" for row in rows]
     sizes = [format_size(row.nbytes) for row in rows]
     name, shape, size = (max(map(len, texts), default=0) for texts in (labels, shapes, sizes))
-    fold = width is not None and name + shape + size + _BAR + 6 > width
-    bar = _BAR if width is None or not fold else max(8, min(_BAR, width - shape - size - 8))
+    beside = max((len(_more(row.first.pieces)) for row in rows), default=0)
+    fold = width is not None and name + shape + size + _BAR + beside + 6 > width
+    room = 0 if width is None else width - shape - size - beside - 6
+    bar = max(8, min(_BAR, room)) if fold else _BAR
     for row, label, shaped, sized in zip(rows, labels, shapes, sizes, strict=True):
         drawn = bar_of(row.first, paint, size=bar)
         facts = f"{shaped:<{shape}}  {sized:>{size}}  {drawn}".rstrip()
@@ -133,8 +135,8 @@ def _cell(piece: Piece, paint: Paint, *, size: int) -> str:
 
 def _more(pieces: Sequence[Piece]) -> str:
     """How often each piece is held, where that is more than once."""
-    counts = {len(piece.holders) for piece in pieces}
-    return f" {max(counts)} replicas" if max(counts) > 1 else ""
+    most = max((len(piece.holders) for piece in pieces), default=0)
+    return f" {most} replicas" if most > 1 else ""
 
 
 def _crowded(pieces: Sequence[Piece], paint: Paint, *, size: int) -> str:
@@ -149,15 +151,16 @@ def _crowded(pieces: Sequence[Piece], paint: Paint, *, size: int) -> str:
     return f"{''.join(stripe)} {words}"
 
 
-def grid_lines(held: Held, paint: Paint) -> Iterator[str]:
+def grid_lines(held: Held, paint: Paint, *, width: int | None) -> Iterator[str]:
     """One tensor as a rectangle: its first dimension that is cut downwards, the next across."""
+    room = max(12, (width or _GRID_COLUMNS + 4) - 4)
     dims = cut_dims(held.pieces, held.shape)
     if len(held.pieces) > _MAX_PIECES or len(dims) > 2 or not held.pieces:
-        yield "  " + bar_of(held, paint, size=_GRID_COLUMNS)
+        yield "  " + bar_of(held, paint, size=min(_GRID_COLUMNS, room))
         return
     down, across = _directions(held, dims)
     rows = _edges(held, down, _GRID_ROWS, least=2)
-    columns = _edges(held, across, _GRID_COLUMNS, least=4)
+    columns = _edges(held, across, min(_GRID_COLUMNS, room), least=4)
     if down is not None:
         yield f"  dimension {down} downwards" + ("" if across is None else f", {across} across")
     elif across is not None:

@@ -52,10 +52,10 @@ def usual_ties(config: Mapping[str, object]) -> dict[str, str]:
 def _by_transformers(folder: str, config: Mapping[str, object]) -> Needed | None:
     if find_spec("transformers") is None or find_spec("torch") is None:
         return None
-    transformers = import_module("transformers")
     # What it raises depends on its version: for a model type that it does not know, a config that
     # lacks something, or an environment in which it does not work. Then the headers are asked.
     try:
+        transformers = import_module("transformers")
         model = _model_on_meta(transformers, folder, config)
     except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError):
         return None

@@ -6,7 +6,7 @@
     rows = checkpoint.read("model.emb.weight", ckpt_tools.Box((0, 0), (8, 64)))
 
 Every public name is listed here, and each is imported when it is first used: importing the package
-costs nothing. The verb `reshard` is in `ckpt_tools.library`, since a module here has its name.
+costs nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         export,
         fingerprint,
         open_checkpoint,
+        reshard,
         stats,
         verify,
         verify_quick,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from ckpt_tools.mesh_spec import parse_mesh, parse_placements
     from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, Report, Tolerance
     from ckpt_tools.proof.stats import Statistics, TensorStats
-    from ckpt_tools.reshard import ReshardOptions, ReshardPlan
+    from ckpt_tools.resharding import ReshardOptions, ReshardPlan
 
 __version__ = "0.1.0"
 
@@ -97,6 +98,7 @@ __all__ = [
     "open_checkpoint",
     "parse_mesh",
     "parse_placements",
+    "reshard",
     "stats",
     "verify",
     "verify_quick",
@@ -112,12 +114,12 @@ _HOMES = {
     "geometry": "Box",
     "index": "ByteRange CheckpointIndex Chunk ObjectEntry TensorEntry",
     "layout": "Layout Mesh Replicate Shard",
-    "library": "Checkpoint diff diff_headers export fingerprint open_checkpoint stats"
+    "library": "Checkpoint diff diff_headers export fingerprint open_checkpoint reshard stats"
     " verify verify_quick",
     "mesh_spec": "parse_mesh parse_placements",
     "proof": "Diff DiffOptions Fingerprint Naming Report Tolerance",
     "proof.stats": "Statistics TensorStats",
-    "reshard": "ReshardOptions ReshardPlan",
+    "resharding": "ReshardOptions ReshardPlan",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckpt_tools.proof.stats import Statistics
-    from ckpt_tools.reshard import ReshardOptions, ReshardPlan
+    from ckpt_tools.resharding import ReshardOptions, ReshardPlan
 
     Array = np.ndarray[tuple[int, ...], np.dtype[np.generic[object]]]
 

@@ -43,7 +43,7 @@ from ckpt_tools.geometry import Box
 from ckpt_tools.layout import Layout, Mesh, Replicate, Shard, on_mesh, strided_order
 from ckpt_tools.mesh_spec import parse_mesh
 from ckpt_tools.plan import WriteItem
-from ckpt_tools.reshard import ReshardOptions, plan_reshard
+from ckpt_tools.resharding import ReshardOptions, plan_reshard
 
 DATA = Path(__file__).parent / "data" / "checkpoints"
 DCP = DATA / "fsdp2_dcp_1d_4r" / "ckpt"

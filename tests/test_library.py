@@ -15,7 +15,7 @@ import ckpt_tools
 from ckpt_tools import Box, ReshardOptions, open_checkpoint, parse_mesh
 from ckpt_tools.errors import AnswerNo, IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.files import Files
-from ckpt_tools.library import Checkpoint, reshard
+from ckpt_tools.library import Checkpoint
 
 ROOT = Path(__file__).parent.parent
 REAL = ROOT / "tests" / "data" / "checkpoints"
@@ -131,7 +131,7 @@ def test_a_tensor_with_a_lost_shard_is_refused(tmp_path: Path) -> None:
 
 def test_reshard_from_python_gives_the_same_tensors(checkpoint: Checkpoint, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    reshard(checkpoint, out, options=ReshardOptions(parse_mesh("2x2")))
+    ckpt_tools.reshard(checkpoint, out, options=ReshardOptions(parse_mesh("2x2")))
     first, second = (ckpt_tools.fingerprint(one) for one in (checkpoint, open_checkpoint(out)))
     assert first.sections == second.sections
 

@@ -120,7 +120,7 @@ def _target(
 ) -> Holdings:
     """Who will hold what after a reshard. Raises what planning that reshard raises."""
     from ckpt_tools import mesh_spec  # late: most pictures show what is there
-    from ckpt_tools.reshard import ReshardOptions, plan_reshard
+    from ckpt_tools.resharding import ReshardOptions, plan_reshard
 
     text_of_mesh, placements, place = asked
     mesh = mesh_spec.parse_mesh(text_of_mesh)

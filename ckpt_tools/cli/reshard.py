@@ -31,7 +31,7 @@ from ckpt_tools.mesh_spec import (
     parse_placements,
     parse_rule,
 )
-from ckpt_tools.reshard import ReshardOptions, ReshardPlan
+from ckpt_tools.resharding import ReshardOptions, ReshardPlan
 
 _HELP = """Write a checkpoint as the shards of another mesh, for a training job to load.
 

@@ -11,7 +11,7 @@ from ckpt_tools.distributed import environment, forecast
 from ckpt_tools.distributed.engines import Request
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.mesh_spec import default_placements
-from ckpt_tools.reshard import ReshardPlan
+from ckpt_tools.resharding import ReshardPlan
 from ckpt_tools.sizes import format_size
 
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")

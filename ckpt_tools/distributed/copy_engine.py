@@ -15,7 +15,7 @@ from ckpt_tools.distributed.workers import Order, write_share, write_with_worker
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.plan import FilePlan
-from ckpt_tools.reshard import CarryOut, ReshardPlan, plan_reshard, reshard
+from ckpt_tools.resharding import CarryOut, ReshardPlan, plan_reshard, reshard
 
 
 def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPlan:

@@ -19,7 +19,7 @@ from ckpt_tools.errors import UnreadableError, UnsupportedError, UsageError, Wri
 from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.layout import Mesh
 from ckpt_tools.plan import FilePlan, Target
-from ckpt_tools.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.resharding import ReshardPlan, plan_reshard
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, read_index
-from ckpt_tools.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.resharding import ReshardPlan, plan_reshard
 
 Engine = Literal["copy", "dcp", "gather"]
 ENGINES: tuple[Engine, ...] = ("copy", "dcp", "gather")

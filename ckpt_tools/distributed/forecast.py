@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.plan import FilePlan
-from ckpt_tools.reshard import ReshardPlan
+from ckpt_tools.resharding import ReshardPlan
 
 # Measured on Linux, Python 3.11: the process with numpy, the process with torch 2.13, and what one
 # box of a plan takes, with the read that fills it and the bytes around it in the file.

@@ -29,7 +29,7 @@ from ckpt_tools.formats.rank_names import Family
 from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.layout import Mesh
 from ckpt_tools.plan import FilePlan, WriteItem
-from ckpt_tools.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.resharding import ReshardPlan, plan_reshard
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ckpt_tools.convert import WriteOptions
 from ckpt_tools.journal import Place
 from ckpt_tools.output import place_of
-from ckpt_tools.reshard import ReshardOptions
+from ckpt_tools.resharding import ReshardOptions
 
 
 class Job(NamedTuple):

@@ -14,7 +14,7 @@ from ckpt_tools.distributed.job import Job
 from ckpt_tools.formats import read_index
 from ckpt_tools.mesh_spec import parse_mesh, parse_rule
 from ckpt_tools.optim_names import parse_names
-from ckpt_tools.reshard import ReshardOptions
+from ckpt_tools.resharding import ReshardOptions
 
 
 def main() -> None:

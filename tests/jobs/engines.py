@@ -16,7 +16,7 @@ from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import CkptError
 from ckpt_tools.mesh_spec import parse_mesh, parse_rule
-from ckpt_tools.reshard import ReshardOptions
+from ckpt_tools.resharding import ReshardOptions
 
 
 def _ignore(_: int) -> None:

@@ -14,7 +14,9 @@ from ckpt_tools.layout import Mesh, Placement, Replicate, Shard
 
 _SIZES = re.compile(r"\d+(x\d+)*")
 _NAMED = re.compile(r"([A-Za-z_]\w*)=(\d+)")
-_PLACEMENT = re.compile(r"(R)|S\((\d+)\)|S(\d+)|(Replicate)(?:\(\))?|Shard\((?:dim=)?(\d+)\)", re.IGNORECASE)
+_PLACEMENT = re.compile(
+    r"(R)|S\((\d+)\)|S(\d+)|(Replicate)(?:\(\))?|Shard\((?:dim=)?(\d+)\)", re.IGNORECASE
+)
 
 # What FSDP2 and TorchTitan call the mesh dimensions along which parameters are cut. Along all other
 # names (dp_replicate, tp, ep, pp, …) nothing is cut unless a person says so.

@@ -5,8 +5,9 @@ Readers make it, everything else uses it. It knows nothing of formats, and it op
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -50,6 +51,46 @@ class Chunk(NamedTuple):
     rank: int | None = None
 
 
+class Grid:
+    """The boxes of a tensor with the file and the rank of each, shared by all that are cut and
+    saved alike; told from others by identity, so that what was found out of one is known of all.
+    """
+
+    __slots__ = ("boxes", "paths", "ranks")
+
+    def __init__(
+        self, boxes: tuple[Box, ...], paths: tuple[str, ...], ranks: tuple[int | None, ...]
+    ) -> None:
+        self.boxes = boxes
+        self.paths = paths
+        self.ranks = ranks
+
+
+class GridChunks(Sequence[Chunk]):
+    """Chunks of which a format keeps the boxes once for many tensors."""
+
+    __slots__ = ("grid",)
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    @abstractmethod
+    def ends(self) -> Iterator[tuple[str, int]]:
+        """The file of each chunk, and the byte after its last."""
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.grid.boxes)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is a sequence of the same chunks."""
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One logical tensor: its name, type and global shape, and the chunks that hold it.
@@ -65,6 +106,17 @@ class TensorEntry:
     shape: tuple[int, ...]
     chunks: Sequence[Chunk]
     layout: Layout | None = None
+
+    @property
+    def grid(self) -> Grid | None:
+        """What the chunks have in common with those of other tensors, where that is known."""
+        return self.chunks.grid if isinstance(self.chunks, GridChunks) else None
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """The box of each chunk."""
+        grid = self.grid
+        return [chunk.box for chunk in self.chunks] if grid is None else grid.boxes
 
     @property
     def numel(self) -> int:
@@ -187,7 +239,7 @@ def check_coverage(entry: TensorEntry) -> None:
     Raises IncompleteError for a gap and CheckpointError for an overlap, with the box where it is.
     """
     shape = entry.shape
-    boxes = list({chunk.box for chunk in entry.chunks})
+    boxes = list(set(entry.boxes))
     _check_inside(entry, boxes)
     solid = [box for box in boxes if 0 not in box.sizes]
     flaw = _first_flaw(solid, shape)

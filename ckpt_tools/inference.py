@@ -16,15 +16,15 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_tools.geometry import Box
-from ckpt_tools.index import TensorEntry
+from ckpt_tools.index import Grid, TensorEntry
 from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard
 
 # Who saved a box is checked on so many tensors of each kind; in a kind all are cut alike.
 _SAMPLES = 4
 
 
-# A shape, and each box with who saved it.
-Held = tuple[tuple[int, ...], tuple[tuple[Box, int | None], ...]]
+# A shape, and each box with who saved it: as they are, or as the grid that they are shared by.
+Held = tuple[tuple[int, ...], Grid | tuple[tuple[Box, int | None], ...]]
 
 
 class Cut(NamedTuple):
@@ -41,9 +41,9 @@ class Cut(NamedTuple):
 def cut_of(entry: TensorEntry) -> Cut | None:
     """How this tensor is cut, or None when it is stored in one piece."""
     shape = entry.shape
-    if len(entry.chunks) < 2 and all(chunk.box.sizes == shape for chunk in entry.chunks):
+    boxes = set(entry.boxes)
+    if len(boxes) < 2 and all(box.sizes == shape for box in boxes):
         return None
-    boxes = {chunk.box for chunk in entry.chunks}
     solid = frozenset(box for box in boxes if 0 not in box.sizes)
     dims = tuple(
         dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)
@@ -71,7 +71,7 @@ class Inference:
         Among several, those that give each box to the rank that saved it come first, then those
         that other tensors have. None when the tensor is in one piece, or cut as no layout cuts.
         """
-        held = entry.shape, tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
+        held = entry.shape, entry.grid or tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
         if held not in self._known:
             self._known[held] = self._search(entry)
         return self._known[held]
@@ -94,8 +94,15 @@ def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inferenc
     Without a world size, the most pieces that a tensor is cut into stand for it.
     """
     kinds: dict[Cut, list[TensorEntry]] = {}
+    known: dict[tuple[Grid, tuple[int, ...]], Cut | None] = {}
     for entry in tensors:
-        cut = cut_of(entry)
+        grid = entry.grid
+        if grid is None:
+            cut = cut_of(entry)
+        else:
+            if (grid, entry.shape) not in known:
+                known[grid, entry.shape] = cut_of(entry)
+            cut = known[grid, entry.shape]
         if cut is not None:
             kinds.setdefault(cut, []).append(entry)
     ranks = world_size or max((len(cut.boxes) for cut in kinds), default=1)

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ckpt_tools import names, storage
 from ckpt_tools.dtypes import dtype_named
@@ -23,15 +22,14 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.files import Files
 from ckpt_tools.formats import dcp_items, dcp_safetensors, pickles
+from ckpt_tools.formats.dcp_chunks import Columns, Place
 from ckpt_tools.formats.dcp_damage import DATA_FILE, problems_of, rank_of, some
 from ckpt_tools.formats.dcp_metadata import Metadata, StorageInfo, StorageKey, TensorMeta
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.unpickler import collector_paused
-from ckpt_tools.geometry import Box
 from ckpt_tools.index import (
     ByteRange,
     CheckpointIndex,
-    Chunk,
     FileEntry,
     ObjectEntry,
     Path,
@@ -80,7 +78,7 @@ def _read_index(path: str) -> CheckpointIndex:
             section=sections[fqn],
             dtype=dtype_named(meta.dtype),
             shape=tuple(meta.shape),
-            chunks=stored.chunks(fqn, meta),
+            chunks=stored.columns.chunks(fqn, meta),
         )
         for fqn, meta in sorted(metadata.tensors.items())
     )
@@ -201,48 +199,23 @@ def _sections(metadata: Metadata, paths: Mapping[str, Path]) -> dict[str, Sectio
     return {fqn: section for fqn, (section, _) in zip(paths, found, strict=True)}
 
 
-class _Place(NamedTuple):
-    """What a relative path and its transforms mean: file, packing of items, and who wrote it."""
-
-    path: str
-    codec: str
-    rank: int | None
-
-
-# The constructors that NamedTuple generates would take two seconds of a million chunks.
-_make = tuple.__new__
-
-
 class _Stored:
     """Where the items of each name are."""
 
     def __init__(self, root: str, metadata: Metadata) -> None:
         self._storage = metadata.storage
-        self._places: dict[tuple[str, tuple[str, ...]], _Place] = {}
+        self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
         self._root = root
+        self.columns = Columns(metadata.storage, self._place)
 
-    def _place(self, info: StorageInfo) -> _Place:
+    def _place(self, info: StorageInfo) -> Place:
         key = info.relative_path, info.transforms
         place = self._places.get(key)
         if place is None:
             path = os.path.join(self._root, info.relative_path)
-            place = _Place(path, _codec(info, self._root), rank_of(info.relative_path))
+            place = Place(path, _codec(info, self._root), rank_of(info.relative_path))
             self._places[key] = place
         return place
-
-    def chunks(self, fqn: str, meta: TensorMeta) -> list[Chunk]:
-        """The chunks that have an item; one without is a hole, which the coverage check names."""
-        boxes = meta.chunks
-        if len({offsets for offsets, _ in boxes}) < len(boxes):
-            boxes = list(dict.fromkeys(boxes))
-        storage, places, chunks = self._storage, self._places, []
-        for box in boxes:
-            info = storage.get((fqn, box[0]))
-            if info is not None:
-                place = places.get((info.relative_path, info.transforms)) or self._place(info)
-                data = _make(ByteRange, (place[0], info.offset, info.length))
-                chunks.append(_make(Chunk, (_make(Box, box), data, None, place[1], (), place[2])))
-        return chunks
 
     def object(self, fqn: str, path: Path, section: Section) -> ObjectEntry | None:
         info = self._storage.get((fqn, None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 from sys import intern
 from typing import NamedTuple
 
@@ -25,7 +26,11 @@ from ckpt_tools.formats.stand_ins import (
 from ckpt_tools.formats.vocabulary import DTYPES
 
 Offsets = tuple[int, ...]
+Row = tuple[Offsets, Offsets]
 StorageKey = tuple[str, Offsets | None]
+
+# Ways to cut one shape that are looked through for one that is known.
+_MAX_ALIKE = 16
 
 
 class _Chunk(StandIn):
@@ -133,7 +138,7 @@ class TensorMeta(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: Sequence[tuple[Offsets, Offsets]]
+    chunks: Sequence[Row]
 
 
 class Metadata(NamedTuple):
@@ -218,10 +223,11 @@ def metadata_of(value: object) -> Metadata:
         raise UnreadableError("lists no tensors: it has no state_dict_metadata.")
     tensors: dict[str, TensorMeta] = {}
     objects: list[str] = []
+    cuts = _Cuts()
     for fqn, entry in entries.items():
         name = as_name(fqn)
         if isinstance(entry, _TensorStorage):
-            tensors[name] = _tensor(name, entry.state)
+            tensors[name] = _tensor(name, entry.state, cuts)
         elif isinstance(entry, _BytesStorage):
             objects.append(name)
         else:
@@ -236,7 +242,7 @@ def metadata_of(value: object) -> Metadata:
     )
 
 
-def _tensor(fqn: str, state: dict[object, object]) -> TensorMeta:
+def _tensor(fqn: str, state: dict[object, object], cuts: _Cuts) -> TensorMeta:
     properties, chunks = state.get("properties"), state.get("chunks")
     if not isinstance(properties, _TensorProperties) or type(chunks) is not list:
         raise UnreadableError(f"describes {fqn} without its properties or chunks.")
@@ -247,11 +253,36 @@ def _tensor(fqn: str, state: dict[object, object]) -> TensorMeta:
     shape = as_counts(state.get("size"), f"the shape of {fqn}")
     if not set(map(type, chunks)) <= {_Chunk}:
         raise UnreadableError(f"describes {fqn} with chunks that are none.")
-    offsets = [chunk.offsets for chunk in chunks]
-    sizes = [chunk.sizes for chunk in chunks]
-    if not _are_counts(offsets, len(shape)) or not _are_counts(sizes, len(shape)):
+    rows = cuts.rows(shape, chunks)
+    if rows is None:
         raise UnreadableError(f"describes {fqn} with a chunk that is no box in {len(shape)}-D.")
-    return TensorMeta(properties.dtype.name, shape, list(zip(offsets, sizes, strict=True)))
+    return TensorMeta(properties.dtype.name, shape, rows)
+
+
+class _Cuts:
+    """The chunks of tensors: those of tensors that are cut alike become one list."""
+
+    def __init__(self) -> None:
+        self._known: dict[Offsets, list[tuple[list[Offsets], list[Offsets], list[Row]]]] = {}
+
+    def rows(self, shape: Offsets, chunks: list[_Chunk]) -> list[Row] | None:
+        """The offsets and sizes of these chunks; None when they are no boxes of this shape."""
+        offsets = list(map(_offsets, chunks))
+        sizes = list(map(_sizes, chunks))
+        alike = self._known.setdefault(shape, [])
+        for known_offsets, known_sizes, rows in alike:
+            if known_offsets == offsets and known_sizes == sizes:
+                return rows
+        if not _are_counts(offsets, len(shape)) or not _are_counts(sizes, len(shape)):
+            return None
+        rows = list(zip(offsets, sizes, strict=True))
+        if len(alike) < _MAX_ALIKE:
+            alike.append((offsets, sizes, rows))
+        return rows
+
+
+_offsets = attrgetter("offsets")
+_sizes = attrgetter("sizes")
 
 
 def _are_counts(rows: Sequence[Offsets], ndim: int) -> bool:

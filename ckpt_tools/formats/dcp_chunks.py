@@ -1,0 +1,127 @@
+"""The chunks that a `.metadata` lists, kept as columns: a million of them cost one object each.
+
+Which boxes there are and who saved them is the same for most tensors, and kept once. It knows the
+rows of `.metadata`, and opens no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
+from operator import add, attrgetter
+from typing import NamedTuple, TypeAlias, overload
+
+from ckpt_tools.formats.dcp_metadata import Offsets, StorageInfo, StorageKey, TensorMeta
+from ckpt_tools.geometry import Box
+from ckpt_tools.index import ByteRange, Chunk, Grid, GridChunks
+
+_relative_path: Callable[[StorageInfo], str] = attrgetter("relative_path")
+_transforms = attrgetter("transforms")
+_offset = attrgetter("offset")
+_length = attrgetter("length")
+
+# The constructors that NamedTuple generates would take two seconds of a million chunks.
+_make = tuple.__new__
+
+
+class Place(NamedTuple):
+    """What a relative path and its transforms mean: file, packing of items, and who wrote it."""
+
+    path: str
+    codec: str
+    rank: int | None
+
+
+_Slice: TypeAlias = "slice[int | None, int | None, int | None]"
+PlaceOf = Callable[[StorageInfo], Place]
+
+
+class StoredChunks(GridChunks):
+    """Chunks of one codec, each made when it is asked for."""
+
+    __slots__ = ("_codec", "_infos")
+
+    def __init__(self, grid: Grid, infos: Sequence[StorageInfo], codec: str) -> None:
+        super().__init__(grid)
+        self._infos = infos
+        self._codec = codec
+
+    def ends(self) -> Iterator[tuple[str, int]]:
+        """The file of each chunk, and the byte after its last."""
+        ends = map(add, map(_offset, self._infos), map(_length, self._infos))
+        return zip(self.grid.paths, ends, strict=True)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: _Slice) -> Sequence[Chunk]: ...
+    def __getitem__(self, index: int | _Slice) -> Chunk | Sequence[Chunk]:
+        """One chunk, or a list of them."""
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        info, grid = self._infos[index], self.grid
+        data = ByteRange(grid.paths[index], info.offset, info.length)
+        return Chunk(grid.boxes[index], data, codec=self._codec, rank=grid.ranks[index])
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Every chunk, in order."""
+        codec, grid = self._codec, self.grid
+        for box, path, rank, info in zip(
+            grid.boxes, grid.paths, grid.ranks, self._infos, strict=True
+        ):
+            data = _make(ByteRange, (path, info.offset, info.length))
+            yield _make(Chunk, (box, data, None, codec, (), rank))
+
+
+class _Cut:
+    """The boxes of tensors that are cut alike, and the grids of those that lie in files alike."""
+
+    __slots__ = ("boxes", "grids", "offsets")
+
+    def __init__(self, boxes: Sequence[tuple[Offsets, Offsets]]) -> None:
+        if len({offsets for offsets, _ in boxes}) < len(boxes):
+            boxes = list(dict.fromkeys(boxes))
+        self.boxes = tuple(_make(Box, box) for box in boxes)
+        self.offsets = [offsets for offsets, _ in boxes]
+        self.grids: dict[tuple[str, ...], Grid] = {}
+
+
+class Columns:
+    """Makes the chunks of each name; ``place_of`` says what a place in `.metadata` means."""
+
+    def __init__(self, storage: Mapping[StorageKey, StorageInfo], place_of: PlaceOf) -> None:
+        self._storage = storage
+        self._place_of = place_of
+        # By the identity of the rows: those of tensors that are cut alike are one object.
+        self._cuts: dict[int, tuple[TensorMeta, _Cut]] = {}
+
+    def chunks(self, fqn: str, meta: TensorMeta) -> Sequence[Chunk]:
+        """The chunks that have an item; one without is a hole, which the coverage check names."""
+        known = self._cuts.get(id(meta.chunks))
+        if known is None:
+            known = self._cuts[id(meta.chunks)] = meta, _Cut(meta.chunks)
+        cut = known[1]
+        infos = list(map(self._storage.get, zip(repeat(fqn), cut.offsets)))
+        found = [info for info in infos if info is not None]
+        if len(found) < len(infos) or len(set(map(_transforms, found))) != 1:
+            return [
+                self._chunk(box, info)
+                for box, info in zip(cut.boxes, infos, strict=True)
+                if info is not None
+            ]
+        paths = tuple(map(_relative_path, found))
+        grid = cut.grids.get(paths)
+        if grid is None:
+            grid = cut.grids[paths] = self._grid(cut.boxes, found)
+        return StoredChunks(grid, found, self._place_of(found[0]).codec)
+
+    def _grid(self, boxes: tuple[Box, ...], infos: Sequence[StorageInfo]) -> Grid:
+        places = [self._place_of(info) for info in infos]
+        return Grid(
+            boxes, tuple(place.path for place in places), tuple(place.rank for place in places)
+        )
+
+    def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
+        place = self._place_of(info)
+        data = ByteRange(place.path, info.offset, info.length)
+        return Chunk(box, data, codec=place.codec, rank=place.rank)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckpt_tools import names
 from ckpt_tools.errors import UnsupportedError, UsageError
@@ -20,6 +21,16 @@ _STATE, _GROUPS = "state", "param_groups"
 _ALIKE = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "sum"}
 )
+
+
+class ParamNames(NamedTuple):
+    """Parameters' names in an optimizer's own order; none means those that its groups store.
+
+    ``groups`` are the sizes of the groups, where they are known: then they must fit, too.
+    """
+
+    names: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -59,7 +70,7 @@ def parse_names(text: str, *, where: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def names_in(index: CheckpointIndex) -> tuple[str, ...]:
+def names_in(index: CheckpointIndex) -> ParamNames:
     """The parameters' names as another optimizer state of the same job lists them, in its order.
 
     The objects of the index must be opened. Raises UsageError when it lists none, or numbers too.
@@ -77,7 +88,8 @@ def names_in(index: CheckpointIndex) -> tuple[str, ...]:
             f"{index.root} lists no parameter names in an optimizer's param_groups.",
             hint="--param-names takes a text file, one name a line, or a checkpoint with names.",
         )
-    return tuple(name for group in sorted(groups) for name in groups[group])
+    ordered = [groups[group] for group in sorted(groups)]
+    return ParamNames(tuple(name for group in ordered for name in group), tuple(map(len, ordered)))
 
 
 def numbered(index: CheckpointIndex) -> list[Numbered]:
@@ -100,23 +112,24 @@ def numbered(index: CheckpointIndex) -> list[Numbered]:
     return [found[prefix] for prefix in sorted(found, key=str)]
 
 
-def with_names(index: CheckpointIndex, listed: Sequence[str] | None) -> CheckpointIndex:
+def with_names(index: CheckpointIndex, given: ParamNames) -> CheckpointIndex:
     """The same index with its numbered optimizer's state, and its groups' lists, under names.
 
-    ``listed`` has one name for each number, group after group; None takes the names that the groups
-    themselves store. The objects of the index must be opened.
+    ``given`` has one name for each number, group after group. The objects of the index must be
+    opened.
 
     Raises UsageError, with the first entry that has no match, when names and numbers are not
-    equally many, when the model has no such parameter, or when shapes differ.
+    equally many, when the model has no such parameter, or when groups or shapes differ.
     """
     ours = _only_one(index)
-    given = ours.stored_names() if listed is None else list(listed)
-    if given is None:
+    listed = list(given.names) if given.names else ours.stored_names()
+    if listed is None:
         raise UsageError(
             f"{index.root}: its param_groups keep no names beside their numbers.",
             hint="Give --param-names a file: one name a line, in the optimizer's own order.",
         )
-    found = _matched(ours, given, where=index.root)
+    found = _matched(ours, listed, where=index.root)
+    _check_groups(ours, given, where=index.root)
     _check_shapes(index, ours, found)
     tensors = [_renamed_tensor(entry, ours, found) for entry in index.tensors]
     objects = [_renamed_object(entry, ours, found) for entry in index.objects]
@@ -162,6 +175,22 @@ def _matched(ours: Numbered, given: Sequence[str], *, where: str) -> dict[int, s
     if stateless:
         raise UsageError(f"{where}: number {stateless[0]} has state, but is in no group.")
     return found
+
+
+def _check_groups(ours: Numbered, given: ParamNames, *, where: str) -> None:
+    """Refuse names of another optimizer's groups: their order is then another one."""
+    sizes = tuple(len(ours.params[group]) for group in sorted(ours.params))
+    if not given.groups or sizes == given.groups:
+        return
+    place = next(
+        (n for n, pair in enumerate(zip(sizes, given.groups, strict=False)) if pair[0] != pair[1]),
+        min(len(sizes), len(given.groups)),
+    )
+    raise UsageError(
+        f"{where}: the optimizer's groups have {list(sizes)} parameters, and those that the names "
+        f"come from {list(given.groups)}; group {place} is the first that differs.",
+        hint="Names of other groups are in another order. Give a list in this optimizer's own.",
+    )
 
 
 def _check_shapes(index: CheckpointIndex, ours: Numbered, found: Mapping[int, str]) -> None:

@@ -23,6 +23,7 @@ from ckpt_tools.framework_layouts import FrameworkLayout
 from ckpt_tools.index import CheckpointIndex, Path, Section, TensorEntry
 from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard, on_mesh
 from ckpt_tools.mesh_spec import PlaceRule, default_placements, fsdp_order, in_words
+from ckpt_tools.optim_names import ParamNames
 from ckpt_tools.plan import FilePlan, Target
 from ckpt_tools.selection import select
 from ckpt_tools.steps import Made, Outcome, Step
@@ -56,7 +57,7 @@ class ReshardOptions:
     only: Section | None = None
     steps: tuple[Step, ...] = ()
     layout: FrameworkLayout | None = None
-    param_names: tuple[str, ...] | None = None
+    param_names: ParamNames | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     from ckpt_tools import formats  # the readers: not needed to name the options
 
     if options.param_names is not None:
-        index = _with_names(index, options)
+        index = _with_names(index, options.param_names, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     with Files() as files:
         located = formats.locate(chosen, files)
@@ -113,7 +114,9 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     )
 
 
-def _with_names(index: CheckpointIndex, options: ReshardOptions) -> CheckpointIndex:
+def _with_names(
+    index: CheckpointIndex, given: ParamNames, options: ReshardOptions
+) -> CheckpointIndex:
     """The index with its numbered optimizer's state by name, before anything is chosen by name."""
     from ckpt_tools import formats, optim_names
 
@@ -124,7 +127,7 @@ def _with_names(index: CheckpointIndex, options: ReshardOptions) -> CheckpointIn
     index = replace(index, objects=tuple(known.get(e.fqn, e) for e in index.objects))
     if options.layout == "verl" and not optim_names.numbered(index):
         return index  # they are then the order in which to number
-    return optim_names.with_names(index, options.param_names or None)
+    return optim_names.with_names(index, given)
 
 
 def _plan_layout(
@@ -135,8 +138,9 @@ def _plan_layout(
         return _plan_files(targets, located, options), ()
     from ckpt_tools import framework_files, framework_layouts
 
+    order = options.param_names.names if options.param_names else None
     arranged = framework_layouts.arrange(
-        located, options.layout, world_size=options.mesh.size, order=options.param_names or None
+        located, options.layout, world_size=options.mesh.size, order=order or None
     )
 
     def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> list[FilePlan]:

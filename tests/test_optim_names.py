@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from ckpt_tools import optim_groups, optim_names
+from ckpt_tools.cli import cli
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.index import ByteRange, CheckpointIndex, ObjectEntry, PlainValue, TensorEntry
 from ckpt_tools.names import join
+from ckpt_tools.optim_names import ParamNames
 
 CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
 FLOAT = BY_NAME["float32"]
@@ -57,7 +60,7 @@ def checkpoint(
 
 
 def test_each_number_becomes_the_name_at_its_place_in_the_groups() -> None:
-    named = optim_names.with_names(checkpoint(), NAMES)
+    named = optim_names.with_names(checkpoint(), ParamNames(NAMES))
     for name in NAMES:
         entry = named.tensor(f"optim.state.{name}.exp_avg")
         assert entry is not None
@@ -66,25 +69,25 @@ def test_each_number_becomes_the_name_at_its_place_in_the_groups() -> None:
 
 
 def test_groups_list_names_instead_of_numbers() -> None:
-    named = optim_names.with_names(checkpoint(), NAMES)
+    named = optim_names.with_names(checkpoint(), ParamNames(NAMES))
     lists = [named.object(f"optim.param_groups.{group}.params") for group in (0, 1)]
     assert [one.value for one in lists if one] == [["emb.weight", "fc.weight"], ["fc.bias"]]
 
 
 def test_a_frozen_parameter_gets_no_state() -> None:
-    named = optim_names.with_names(checkpoint(), NAMES)
+    named = optim_names.with_names(checkpoint(), ParamNames(NAMES))
     assert not [entry for entry in named.tensors if entry.fqn.startswith("optim.state.frozen")]
 
 
 def test_names_that_the_groups_store_are_used_when_none_are_given() -> None:
-    assert optim_names.with_names(checkpoint(stored=True), None) == optim_names.with_names(
-        checkpoint(stored=True), NAMES
+    assert optim_names.with_names(checkpoint(stored=True), ParamNames()) == optim_names.with_names(
+        checkpoint(stored=True), ParamNames(NAMES)
     )
 
 
 def test_groups_without_stored_names_are_never_matched_by_place_in_the_model() -> None:
     with pytest.raises(UsageError, match="keep no names beside their numbers"):
-        optim_names.with_names(checkpoint(), None)
+        optim_names.with_names(checkpoint(), ParamNames())
 
 
 @pytest.mark.parametrize(
@@ -98,18 +101,25 @@ def test_groups_without_stored_names_are_never_matched_by_place_in_the_model() -
 )
 def test_the_first_entry_without_a_match_is_named(given: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        optim_names.with_names(checkpoint(), given)
+        optim_names.with_names(checkpoint(), ParamNames(given))
+
+
+def test_names_from_other_groups_are_refused_even_when_all_shapes_fit() -> None:
+    with pytest.raises(
+        UsageError, match=r"\[2, 1\] parameters.* group 0 is the first that differs"
+    ):
+        optim_names.with_names(checkpoint(), ParamNames(NAMES, (1, 2)))
 
 
 def test_an_optimizer_by_name_needs_no_names() -> None:
-    named = optim_names.with_names(checkpoint(), NAMES)
+    named = optim_names.with_names(checkpoint(), ParamNames(NAMES))
     with pytest.raises(UsageError, match="no optimizer state here is numbered"):
-        optim_names.with_names(named, NAMES)
+        optim_names.with_names(named, ParamNames(NAMES))
 
 
 def test_names_come_from_another_optimizer_state_of_the_job() -> None:
-    named = optim_names.with_names(checkpoint(), NAMES)
-    assert optim_names.names_in(named) == NAMES
+    named = optim_names.with_names(checkpoint(), ParamNames(NAMES))
+    assert optim_names.names_in(named) == ParamNames(NAMES, (2, 1))
 
 
 def test_a_list_may_have_comments_and_empty_lines() -> None:
@@ -128,7 +138,7 @@ def pairs(index: CheckpointIndex) -> list[optim_groups.Pair]:
 
 
 def test_flattened_and_back_is_the_same_state() -> None:
-    named = pairs(optim_names.with_names(checkpoint(), NAMES))
+    named = pairs(optim_names.with_names(checkpoint(), ParamNames(NAMES)))
     back = optim_groups.nested(optim_groups.flattened(named))
     states = {path for _, path in named if path[0] == "state"}
     assert {path for _, path in back if path[0] == "state"} == states
@@ -145,7 +155,7 @@ def _groups(found: list[optim_groups.Pair]) -> list[str]:
 
 
 def test_numbering_needs_the_order_of_the_loading_optimizer() -> None:
-    named = pairs(optim_names.with_names(checkpoint(), NAMES))
+    named = pairs(optim_names.with_names(checkpoint(), ParamNames(NAMES)))
     with pytest.raises(UsageError, match="counts parameters in the order of its own optimizer"):
         optim_groups.numbered(named, None)
     other = ("fc.bias", "emb.weight", "fc.weight")
@@ -161,4 +171,28 @@ def test_a_real_numbered_state_takes_the_names_of_its_own_job() -> None:
     count = len(optim_names.numbered(index)[0].numbers())
     names = [f"p{number}" for number in range(count)]
     with pytest.raises(UsageError, match="number 0 would be p0, and the model"):
-        optim_names.with_names(index, names)
+        optim_names.with_names(index, ParamNames(tuple(names)))
+
+
+def test_a_real_numbered_state_of_dcp_becomes_what_get_state_dict_names(tmp_path: Path) -> None:
+    source = str(CHECKPOINTS / "fsdp2_dcp_rawoptim_4r" / "ckpt")
+    block = [f"blocks.0.{n}" for n in ("norm.weight", "norm.bias", "fc1.weight", "fc1.bias")]
+    heads = [f"head{n}.{kind}" for n in (3, 1) for kind in ("weight", "bias")]
+    order = ["emb.weight", *block, "blocks.0.fc2.weight", *heads, "lm.weight"]
+    (tmp_path / "names.txt").write_text("\n".join(order))
+    out = str(tmp_path / "out")
+    command = ["reshard", source, "-o", out, "--to-mesh", "2", "--layout", "plain"]
+    done = CliRunner().invoke(cli, [*command, "--param-names", str(tmp_path / "names.txt")])
+    assert done.exit_code == 0, done.stderr
+    named = read_index(out)
+    states = {e.fqn for e in named.tensors if e.fqn.endswith("exp_avg")}
+    assert states == {f"optim.state.{name}.exp_avg" for name in order}
+
+
+def test_names_of_a_checkpoint_with_other_groups_are_refused(tmp_path: Path) -> None:
+    source = str(CHECKPOINTS / "fsdp2_dcp_rawoptim_4r" / "ckpt")
+    other = str(CHECKPOINTS / "fsdp2_dcp_1d_4r" / "ckpt")
+    command = ["reshard", source, "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    done = CliRunner().invoke(cli, [*command, "--param-names", other])
+    assert done.exit_code == 2
+    assert "[11] parameters, and those that the names come from [6, 5]" in done.stderr

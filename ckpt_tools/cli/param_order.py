@@ -8,20 +8,21 @@ from ckpt_tools import optim_names
 from ckpt_tools.cli.reading import with_values
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, detect, places, read_index
+from ckpt_tools.optim_names import ParamNames
 
 _STORED = "stored"
 _LONGEST = 64 << 20  # bytes of a list of names
 
 
-def read(text: str, options: ReadOptions) -> tuple[str, ...]:
+def read(text: str, options: ReadOptions) -> ParamNames:
     """The names that an optimizer's own order gives; none for those that the checkpoint stores.
 
     Raises UsageError when nothing is there, or when what is there has no names.
     """
     if text == _STORED:
-        return ()
+        return ParamNames()
     if os.path.isfile(text) and detect(places.member(text)) is None:
-        return optim_names.parse_names(_text_of(text), where=text)
+        return ParamNames(optim_names.parse_names(_text_of(text), where=text))
     if not os.path.exists(text):
         raise UsageError(f"--param-names: {text} is not there.")
     return optim_names.names_in(with_values(read_index(text, options=options)))

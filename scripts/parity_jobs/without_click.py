@@ -13,7 +13,7 @@ from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.formats import read_index
 from ckpt_tools.mesh_spec import parse_mesh, parse_rule
-from ckpt_tools.optim_names import parse_names
+from ckpt_tools.optim_names import ParamNames, parse_names
 from ckpt_tools.resharding import ReshardOptions
 
 
@@ -52,11 +52,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args(sys.argv[1:])
 
 
-def _names(path: str | None) -> tuple[str, ...] | None:
+def _names(path: str | None) -> ParamNames | None:
     if path is None:
         return None
     with open(path) as file:
-        return parse_names(file.read(), where=path)
+        return ParamNames(parse_names(file.read(), where=path))
 
 
 def _ignore(nbytes: int) -> None:

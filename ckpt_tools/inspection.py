@@ -37,7 +37,10 @@ _OPTIMIZERS = (
     (frozenset({"momentum_buffer"}), "SGD with momentum, or Muon"),
     (frozenset({"sum"}), "Adagrad"),
 )
-_STEP_NAMES = ("global_step", "global_steps", "step", "_step", "iteration", "iteration_count")
+# The likeliest first. Composer counts steps as ``batch`` of a Timestamp, whose ``iteration`` is
+# something else.
+_STEP_NAMES = ("global_step", "global_steps", "step", "_step", "batch", "iteration")
+_STEP_NAMES += ("iteration_count",)
 _MAX_NAMED = 5
 
 

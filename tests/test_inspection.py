@@ -1,10 +1,12 @@
 """What `inspect` says of an index, fact by fact."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from builders import index, tensor, value
 
+from ckpt_tools import formats
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.index import ByteRange, FileEntry
 from ckpt_tools.inspection import (
@@ -127,3 +129,9 @@ def test_file_loads_count_replicas_and_files_without_tensors() -> None:
     assert loads["rank0"].nbytes == loads["copy"].nbytes == 8
     assert (loads["rank3"].length, loads[".metadata"].chunks) == (None, 0)
     assert [load.rank for load in file_loads(whole)][:4] == [0, 1, 2, 3]
+
+
+def test_composers_step_is_the_batch_of_its_timestamp() -> None:
+    folder = Path(__file__).parent / "data" / "checkpoints" / "composer-0.32.1-fsdp_sharded"
+    first = step_entries(formats.read_index(str(folder / "ep0-ba1")))[0]
+    assert first.fqn == "state.timestamp.Timestamp.batch"

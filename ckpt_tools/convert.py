@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import ckpt_tools
-from ckpt_tools import casts, journal, names, output, steps
+from ckpt_tools import casts, journal, names, output, steps, uploads
 from ckpt_tools.claim import Origin, digest_of_reads, in_words
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import AnswerNo, UsageError
@@ -22,6 +22,7 @@ from ckpt_tools.index import CheckpointIndex, ObjectEntry, Section, TensorEntry
 from ckpt_tools.plan import FilePlan, Target
 from ckpt_tools.selection import select
 from ckpt_tools.steps import Made, Outcome, Step
+from ckpt_tools.storage import is_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +171,13 @@ def export(
 ) -> ExportPlan:
     """Write the chosen tensors whole, in the asked format, to the folder or file ``out``.
 
-    ``on_bytes`` is told how many bytes were written since it was last called. Raises what
-    `plan_export` and `output.appearing` raise; in every case ``out`` is as it was.
+    An address gets what was made whole here first. ``on_bytes`` is told how many bytes were written
+    since it was last called. Raises what `plan_export`, `output.appearing` and `uploads.staged`
+    raise; in every case ``out`` is as it was.
     """
+    if is_address(out):
+        with uploads.staged(out, force=write.force, resume=write.resume) as here:
+            return export(index, here, options=options, write=write, on_bytes=on_bytes)
     output.refuse_existing(out, force=write.force, resume=write.resume)
     single_file = os.path.basename(out) if is_single_file(out, options.format) else None
     plan = plan_export(index, options, single_file=single_file, check=write.check)

@@ -96,8 +96,8 @@ def refuse_existing(out: str, *, force: bool, resume: bool = False) -> None:
     """
     if is_address(out):
         raise UsageError(
-            f"{out} is an address, and outputs are written to file systems only.",
-            hint="Write to a folder of this machine, and copy it with the store's own tool.",
+            f"{out} is an address, and the ranks of a job write to a shared file system only.",
+            hint="Without torchrun, one process makes it here and sends it; -j N helps.",
         )
     if os.path.lexists(partial_of(out)) and _settle(out, resume=resume):
         return

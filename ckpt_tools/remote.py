@@ -39,6 +39,9 @@ class FileSystem(Protocol):
     def cat_file(self, path: str, *, start: int, end: int) -> bytes:
         """The bytes of a file from ``start`` to ``end``."""
 
+    def put_file(self, lpath: str, rpath: str) -> object:
+        """Send a file of this machine, in parts where it is large."""
+
     def open(self, path: str, mode: str, *, block_size: int) -> BinaryIO:
         """A stream that can be sought in."""
 
@@ -135,6 +138,11 @@ def read(address: str, offset: int, length: int) -> bytes:
     return _asked(
         address, lambda system: system.cat_file(address, start=offset, end=offset + length)
     )
+
+
+def put(path: str, address: str) -> None:
+    """Send a file of this machine to an address. Raises OSError."""
+    _asked(address, lambda system: system.put_file(path, address))
 
 
 def stream(address: str) -> BinaryIO:

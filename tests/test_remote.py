@@ -99,11 +99,68 @@ def test_an_unknown_protocol_is_a_matter_of_usage() -> None:
     assert "s3fs" in done.stderr
 
 
-def test_an_output_in_a_store_is_refused_before_anything_is_read() -> None:
-    done = _run("export", str(REAL / KINDS[0]), "-o", "s3://bucket/out")
+@pytest.mark.parametrize("args", [("export",), ("reshard", "--to-mesh", "2x2")])
+def test_an_output_in_a_store_is_what_it_is_on_a_disk(
+    args: tuple[str, ...],
+    tmp_path: Path,
+    put,  # noqa: ANN001
+) -> None:
+    source, there = put(REAL / KINDS[0], "run"), "memory://bucket/out"
+    assert _run(*args, source, "-o", there, "-q").exit_code == 0
+    assert _run(*args, source, "-o", str(tmp_path / "out"), "-q").exit_code == 0
+    system = fsspec.filesystem("memory")
+    first = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert {
+        Path(p).name: system.cat_file(p) for p in system.ls("/bucket/out", detail=False)
+    } == first
+
+
+@pytest.mark.parametrize("flags", [(), ("--force",)])
+def test_nothing_in_a_store_is_replaced(flags: tuple[str, ...], put) -> None:  # noqa: ANN001
+    there = put(REAL / KINDS[0], "run")
+    done = _run("export", str(REAL / KINDS[0]), "-o", there, *flags)
     assert done.exit_code == 2
-    assert "outputs are written to file systems only" in done.stderr
-    assert not Path("s3:").exists()
+    assert "is there already" in done.stderr
+
+
+def test_what_makes_a_checkpoint_is_sent_last(
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, sent = put(REAL / KINDS[0], "run"), []
+    real = remote.put
+
+    def watched(path: str, address: str) -> None:
+        sent.append(address)
+        real(path, address)
+
+    monkeypatch.setattr(remote, "put", watched)
+    assert _run("reshard", source, "-o", "memory://bucket/out", "--to-mesh", "2").exit_code == 0
+    assert sent[-1] == "memory://bucket/out/.metadata"
+
+
+def test_a_store_that_keeps_too_few_bytes_is_found_out(
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = put(REAL / KINDS[0], "run")
+    system = fsspec.filesystem("memory")
+    monkeypatch.setattr(remote, "put", lambda path, address: system.pipe_file(address, b"?"))  # noqa: ARG005
+    done = _run("export", source, "-o", "memory://bucket/out")
+    assert done.exit_code == 4
+    assert "were sent" in done.stderr
+
+
+def test_resume_into_a_store_is_refused() -> None:
+    done = _run("export", str(REAL / KINDS[0]), "-o", "memory://bucket/out", "--resume")
+    assert done.exit_code == 2
+
+
+def test_a_rehearsal_sends_nothing() -> None:
+    args = ("--to-mesh", "2", "--dry-run")
+    done = _run("reshard", str(REAL / KINDS[0]), "-o", "memory://bucket/out", *args)
+    assert done.exit_code == 0, done.stderr
+    assert not storage.exists("memory://bucket/out")
 
 
 def test_a_file_that_shrank_is_cut_short(put) -> None:  # noqa: ANN001
@@ -228,6 +285,16 @@ def test_one_value_of_s3_costs_few_bytes(s3: Server) -> None:
     assert done.stdout == "2\n", done.stderr
     parts = {path: n for path, n in s3.sent().items() if not path.endswith(".metadata")}
     assert sum(parts.values()) < 2_000
+
+
+@needs_s3
+@pytest.mark.slow
+def test_reshard_from_s3_to_s3_keeps_every_value(s3: Server) -> None:
+    s3.put(REAL / KINDS[0], "run7")
+    done = s3.run("reshard", "s3://bucket/run7", "-o", "s3://bucket/run7-4", "--to-mesh", "4")
+    assert done.returncode == 0, done.stderr
+    first, second = (s3.run("fingerprint", f"s3://bucket/{n}") for n in ("run7", "run7-4"))
+    assert first.stdout == second.stdout != ""
 
 
 @needs_s3

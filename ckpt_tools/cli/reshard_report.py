@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from tempfile import gettempdir
 from typing import NamedTuple
 
 from ckpt_tools import output
@@ -13,6 +14,7 @@ from ckpt_tools.distributed.job import Job
 from ckpt_tools.mesh_spec import default_placements
 from ckpt_tools.resharding import ReshardPlan
 from ckpt_tools.sizes import format_size
+from ckpt_tools.storage import is_address
 
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 
@@ -46,7 +48,7 @@ class Report(NamedTuple):
                 ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
                 ("Writes", format_size(plan.nbytes)),
                 ("Memory", f"about {format_size(self._memory(plan))} a process"),
-                ("Free", f"{format_size(output.free_space(self.job.out))} where OUT will be"),
+                ("Free", f"{format_size(output.free_space(self._where()))} where OUT will be made"),
             )
         )
         yield ""
@@ -65,6 +67,10 @@ class Report(NamedTuple):
             align="lrrrr",
             width=render.terminal_width(),
         )
+
+    def _where(self) -> str:
+        """The folder that an output is made in before it is sent to an address, else itself."""
+        return gettempdir() if is_address(self.job.out) else self.job.out
 
     def _placements(self) -> str:
         options = self.job.options

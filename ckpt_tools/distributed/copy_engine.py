@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
+from ckpt_tools import uploads
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
@@ -16,13 +17,18 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.plan import FilePlan
 from ckpt_tools.resharding import CarryOut, ReshardPlan, plan_reshard, reshard
+from ckpt_tools.storage import is_address
 
 
 def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPlan:
     """`reshard` with the threads of this process, or with several workers on this machine.
 
-    Raises what `reshard` raises, and WriteError when a worker dies.
+    An address gets what was made whole here first. Raises what `reshard` and `uploads.staged`
+    raise, and WriteError when a worker dies.
     """
+    if is_address(job.out):
+        with uploads.staged(job.out, force=job.write.force, resume=job.write.resume) as here:
+            return reshard_here(index, job._replace(out=here), workers=workers)
 
     def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
         order = _order(job, plans, folder, count=workers)

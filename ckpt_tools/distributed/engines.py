@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools import output
+from ckpt_tools import output, uploads
 from ckpt_tools.distributed import copy_engine, environment
 from ckpt_tools.distributed.environment import Place
 from ckpt_tools.distributed.group import Group
@@ -13,6 +13,7 @@ from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, read_index
 from ckpt_tools.resharding import ReshardPlan, plan_reshard
+from ckpt_tools.storage import is_address
 
 Engine = Literal["copy", "dcp", "gather"]
 ENGINES: tuple[Engine, ...] = ("copy", "dcp", "gather")
@@ -65,8 +66,11 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
     Without the engine `gather`, rank 0 of a torchrun job does so for all: no rank waits for it.
     """
     _refuse_rewriting(request, job)
-    output.refuse_existing(job.out, force=job.write.force)
     place = environment.place()
+    if is_address(job.out) and place is None:
+        uploads.refuse_existing(job.out, force=job.write.force)
+    else:
+        output.refuse_existing(job.out, force=job.write.force)
     if place is None:
         _refuse_alone(request, job)
     if place is not None and request.engine == "gather":
@@ -81,7 +85,8 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
 
             dcp_engine.refuse(index, job, world_size=place.world_size)
         plan = plan_reshard(index, job.options)
-    output.check_space(job.out, plan.files)
+    if not is_address(job.out):
+        output.check_space(job.out, plan.files)
     return plan
 
 

@@ -7,7 +7,7 @@ it asks the file system only for the lengths of small files that are copied alon
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ckpt_tools.errors import WriteError
@@ -30,15 +30,14 @@ def plan_files(
     ``targets`` are the source's tensors under their own names; ``plan_folder`` plans the files of
     one folder from its targets and its part of the index, both under their new names.
     """
-    by_name = {target.fqn: target for target in targets}
     folders: dict[str, list[Placed]] = {}
     for one in arranged.placed:
         folders.setdefault(one.folder, []).append(one)
     plans: list[FilePlan] = []
     for folder, placed in folders.items():
         moved = _moved(located, placed)
-        renamed = _renamed(placed, by_name)
-        plans += [_inside(folder, plan) for plan in plan_folder(renamed, moved)]
+        part = renamed(placed, targets)
+        plans += [_inside(folder, plan) for plan in plan_folder(part, moved)]
     for name, beside in arranged.beside.items():
         plans += torch_write.plan_files((), _moved(located, beside).objects, filename=name)
     plans += [_text(name, text) for name, text in arranged.texts.items()]
@@ -64,13 +63,15 @@ def _moved(located: CheckpointIndex, placed: Sequence[Placed]) -> CheckpointInde
     )
 
 
-def _renamed(placed: Sequence[Placed], targets: Mapping[str, Target]) -> list[Target]:
+def renamed(placed: Sequence[Placed], targets: Sequence[Target]) -> tuple[Target, ...]:
+    """The targets that these places are for, under their new names, sorted by them."""
+    by_name = {target.fqn: target for target in targets}
     found = []
     for one in placed:
         if isinstance(one.entry, TensorEntry):
-            target = targets[one.entry.fqn]
+            target = by_name[one.entry.fqn]
             found.append(target._replace(fqn=one.fqn, path=one.path))
-    return sorted(found, key=lambda target: target.fqn)
+    return tuple(sorted(found, key=lambda target: target.fqn))
 
 
 def _inside(folder: str, plan: FilePlan) -> FilePlan:

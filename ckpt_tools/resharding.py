@@ -102,7 +102,7 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         Target(e.fqn, e.path, e, cast_dtype(e, options.dtype), layouts[e.fqn])
         for e in located.tensors
     )
-    plans, arranged = _plan_layout(targets, located, options)
+    plans, targets, arranged = _plan_layout(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
     notes = [*stepped, *_notes(layouts, options), *left_out, *arranged]
     return ReshardPlan(
@@ -131,11 +131,13 @@ def _with_names(
 
 
 def _plan_layout(
-    targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
-) -> tuple[list[FilePlan], tuple[str, ...]]:
-    """The files of the output as its framework wants them, and what is to be told of it."""
+    targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
+) -> tuple[list[FilePlan], tuple[Target, ...], tuple[str, ...]]:
+    """The files of the output as its framework wants them, what the targets are called in them,
+    and what is to be told of it.
+    """
     if options.layout is None:
-        return _plan_files(targets, located, options), ()
+        return _plan_files(targets, located, options), targets, ()
     from ckpt_tools import framework_files, framework_layouts
 
     order = options.param_names.names if options.param_names else None
@@ -146,7 +148,8 @@ def _plan_layout(
     def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> list[FilePlan]:
         return _plan_files(part, moved, options)
 
-    return framework_files.plan_files(arranged, located, targets, plan_folder), arranged.notes
+    plans = framework_files.plan_files(arranged, located, targets, plan_folder)
+    return plans, framework_files.renamed(arranged.placed, targets), arranged.notes
 
 
 def _stepped(

@@ -100,6 +100,17 @@ def test_fsdp1_in_one_file_becomes_what_fsdp2_of_accelerate_loads(tmp_path: Path
     assert found == {f"optimizer.{name}" for name in names_of(ACCELERATE1 / "optimizer.bin")}
 
 
+def test_a_second_part_leaves_the_first_where_it_is(tmp_path: Path) -> None:
+    lay_out(ACCELERATE / "pytorch_model_fsdp_0", tmp_path / "out", "accelerate")
+    lay_out(ACCELERATE / "optimizer_0", tmp_path / "out", "accelerate", "--force")
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert names_of(tmp_path / "out" / part) == names_of(ACCELERATE / part)
+
+
+def test_a_nested_optimizer_is_proven_equal_under_its_new_names(tmp_path: Path) -> None:
+    assert "44 bit for bit" in lay_out(TITAN, tmp_path / "out", "plain", "--check")
+
+
 def test_a_named_optimizer_is_not_numbered_without_an_order(tmp_path: Path) -> None:
     command = ["reshard", str(LIGHTNING), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
     done = CliRunner().invoke(cli, [*command, "--layout", "verl"])

@@ -24,7 +24,7 @@ from ckpt_tools.files import Files
 from ckpt_tools.formats import dcp_items, dcp_safetensors, pickles
 from ckpt_tools.formats.dcp_chunks import Columns, Place
 from ckpt_tools.formats.dcp_damage import DATA_FILE, problems_of, rank_of, some
-from ckpt_tools.formats.dcp_metadata import Metadata, StorageInfo, StorageKey, TensorMeta
+from ckpt_tools.formats.dcp_metadata import Metadata, Storage, StorageInfo, StorageKey, TensorMeta
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.unpickler import collector_paused
 from ckpt_tools.index import (
@@ -85,7 +85,7 @@ def _read_index(path: str) -> CheckpointIndex:
     objects = tuple(
         stored.object(fqn, paths[fqn], sections[fqn]) for fqn in sorted(metadata.objects)
     )
-    needed = {info.relative_path for info in metadata.storage.values()}
+    needed = {info.relative_path for info in metadata.storage.infos}
     index = CheckpointIndex(
         root=path,
         format="dcp",
@@ -160,7 +160,7 @@ def _union(parts: Sequence[Metadata], path: str) -> Metadata:
     return parts[0]._replace(
         tensors=tensors,
         objects=frozenset().union(*(part.objects for part in parts)),
-        storage=storage,
+        storage=Storage((fqn, at, info) for (fqn, at), info in storage.items()),
         planner_data=planner or None,
     )
 

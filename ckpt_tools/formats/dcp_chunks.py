@@ -6,12 +6,11 @@ rows of `.metadata`, and opens no file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterator, Sequence
 from operator import add, attrgetter
 from typing import NamedTuple, TypeAlias, overload
 
-from ckpt_tools.formats.dcp_metadata import Offsets, StorageInfo, StorageKey, TensorMeta
+from ckpt_tools.formats.dcp_metadata import Offsets, Storage, StorageInfo, TensorMeta
 from ckpt_tools.geometry import Box
 from ckpt_tools.index import ByteRange, Chunk, Grid, GridChunks
 
@@ -89,7 +88,7 @@ class _Cut:
 class Columns:
     """Makes the chunks of each name; ``place_of`` says what a place in `.metadata` means."""
 
-    def __init__(self, storage: Mapping[StorageKey, StorageInfo], place_of: PlaceOf) -> None:
+    def __init__(self, storage: Storage, place_of: PlaceOf) -> None:
         self._storage = storage
         self._place_of = place_of
         # By the identity of the rows: those of tensors that are cut alike are one object.
@@ -101,7 +100,7 @@ class Columns:
         if known is None:
             known = self._cuts[id(meta.chunks)] = meta, _Cut(meta.chunks)
         cut = known[1]
-        infos = list(map(self._storage.get, zip(repeat(fqn), cut.offsets)))
+        infos = self._storage.places(fqn, cut.offsets)
         found = [info for info in infos if info is not None]
         if len(found) < len(infos) or len(set(map(_transforms, found))) != 1:
             return [

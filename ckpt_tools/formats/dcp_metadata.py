@@ -6,7 +6,7 @@ that they speak of. A file can list a million chunks, so each costs a few small 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from sys import intern
@@ -141,6 +141,54 @@ class TensorMeta(NamedTuple):
     chunks: Sequence[Row]
 
 
+class Storage(Mapping[StorageKey, StorageInfo]):
+    """Where every item lies, kept by name: two columns each, no key for each of a million."""
+
+    __slots__ = ("_by_name",)
+
+    def __init__(self, items: Iterable[tuple[str, Offsets | None, StorageInfo]]) -> None:
+        self._by_name: dict[str, tuple[list[Offsets | None], list[StorageInfo]]] = {}
+        by_name = self._by_name
+        for fqn, offset, info in items:
+            columns = by_name.get(fqn)
+            if columns is None:
+                columns = by_name[fqn] = [], []
+            columns[0].append(offset)
+            columns[1].append(info)
+
+    @property
+    def infos(self) -> Iterator[StorageInfo]:
+        """The place of every item."""
+        return chain.from_iterable(infos for _, infos in self._by_name.values())
+
+    @property
+    def offsets(self) -> Iterator[list[Offsets | None]]:
+        """The offsets of all items of each name."""
+        return (offsets for offsets, _ in self._by_name.values())
+
+    def places(self, fqn: str, offsets: Sequence[Offsets]) -> list[StorageInfo | None]:
+        """The place of each of these items, None for one that has none."""
+        known, infos = self._by_name.get(fqn, ([], []))
+        if known == offsets:
+            return [*infos]
+        return list(map(dict(zip(known, infos, strict=True)).get, offsets))
+
+    def __getitem__(self, key: StorageKey) -> StorageInfo:
+        """The place of one item."""
+        offsets, infos = self._by_name[key[0]]
+        if key[1] not in offsets:
+            raise KeyError(key)
+        return infos[offsets.index(key[1])]
+
+    def __iter__(self) -> Iterator[StorageKey]:
+        """Name and offsets of every item, name by name."""
+        return ((fqn, at) for fqn, (offsets, _) in self._by_name.items() for at in offsets)
+
+    def __len__(self) -> int:
+        """Number of items."""
+        return sum(map(len, self.offsets))
+
+
 class Metadata(NamedTuple):
     """All that a ``.metadata`` file says.
 
@@ -151,7 +199,7 @@ class Metadata(NamedTuple):
 
     tensors: dict[str, TensorMeta]
     objects: frozenset[str]
-    storage: dict[StorageKey, StorageInfo]
+    storage: Storage
     planner_data: dict[str, tuple[str | int, ...]] | None
     version: str | None
     checkpoint_id: str | None
@@ -292,15 +340,26 @@ def _are_counts(rows: Sequence[Offsets], ndim: int) -> bool:
     return good and min(chain.from_iterable(rows), default=0) >= 0
 
 
-def _storage(value: object) -> dict[StorageKey, StorageInfo]:
+def _storage(value: object) -> Storage:
     if type(value) is not dict:
         raise UnreadableError("does not say where its items lie: it has no storage_data.")
     if not set(map(type, value)) <= {_Index} or not set(map(type, value.values())) <= {StorageInfo}:
         raise UnreadableError("places items in a way that is not torch's.")
-    storage = {(index.fqn, index.offset): info for index, info in value.items()}
-    if len(storage) != len(value):
-        raise UnreadableError("places one item twice.")
+    storage = Storage((index.fqn, index.offset, info) for index, info in value.items())
+    last: list[Offsets | None] = []
+    for offsets in storage.offsets:
+        if offsets != last:
+            _check_offsets(offsets)
+            last = offsets
     return storage
+
+
+def _check_offsets(offsets: Sequence[Offsets | None]) -> None:
+    """Check the offsets of the items of one name: counts, and none twice."""
+    if not set(map(type, chain.from_iterable(at for at in offsets if at))) <= {int}:
+        raise UnreadableError("places items in a way that is not torch's.")
+    if len(set(offsets)) < len(offsets):
+        raise UnreadableError("places one item twice.")
 
 
 def _planner_data(value: object) -> dict[str, tuple[str | int, ...]] | None:

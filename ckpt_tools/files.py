@@ -137,7 +137,12 @@ class Files:
             raise IncompleteError(f"{address} is not there.") from error
         except OSError as error:
             raise _unreadable(address, error) from error
-        if len(data) != length:  # never more: a server that knows no ranges sends all of it
+        if len(data) > length:
+            raise UnreadableError(
+                f"{address}: its server was asked for {length:,} bytes and sent {len(data):,}.",
+                hint="It does not know ranges. Download the file, and read it from the disk.",
+            )
+        if len(data) < length:
             raise _too_short(address, found=offset + len(data), needed=offset + length)
         return data
 

@@ -9,6 +9,8 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import filter as filter_names
+from glob import glob as local_glob
 from typing import BinaryIO
 
 from ckpt_tools import remote
@@ -83,6 +85,17 @@ def head(path: str, length: int) -> bytes:
 def stream(path: str) -> BinaryIO:
     """The file, to be read from front to back. Raises OSError."""
     return remote.stream(path) if is_address(path) else open(path, "rb")
+
+
+def glob(pattern: str) -> list[str]:
+    """The paths that a pattern chooses, sorted; at an address its last part alone may be one."""
+    if not is_address(pattern):
+        return sorted(local_glob(pattern))
+    folder, name = os.path.split(pattern)
+    try:
+        return sorted(os.path.join(folder, found) for found in filter_names(listdir(folder), name))
+    except FileNotFoundError:
+        return []
 
 
 def absolute(path: str) -> str:

@@ -87,6 +87,19 @@ def test_a_parent_with_one_checkpoint_inside_is_found(put) -> None:  # noqa: ANN
     assert "step-10" in done.stdout
 
 
+def test_a_glob_chooses_rank_files(put) -> None:  # noqa: ANN001
+    there = put(REAL / KINDS[1], "run")
+    done = _run("inspect", f"{there}/model_rank*.pt")
+    assert done.exit_code == 0, done.stderr
+    assert "dp=2,tp=2, confirmed" in done.stdout
+
+
+def test_a_server_that_knows_no_ranges_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "read", lambda *_: b"all of the file")
+    with Files() as files, pytest.raises(UnreadableError, match=r"asked for 4 bytes and sent 15"):
+        files.read("memory://bucket/file", 0, 4)
+
+
 def test_what_is_not_there_is_said_in_one_line() -> None:
     done = _run("inspect", "memory://bucket/nowhere")
     assert done.exit_code == 3

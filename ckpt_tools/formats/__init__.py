@@ -7,7 +7,6 @@ all the rest.
 from __future__ import annotations
 
 from dataclasses import replace
-from glob import glob
 from importlib import import_module
 from typing import NamedTuple
 
@@ -110,7 +109,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
 
 def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     """The rank files that a glob chooses, as one checkpoint."""
-    found = sorted(glob(path)) if any(c in path for c in "*?[") else []
+    found = storage.glob(path) if any(c in path for c in "*?[") else []
     if not found:
         raise IncompleteError(f"{path} is not there.")
     if len(found) == 1:

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 
 import checkpoints
 import compare
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from scenarios import ROWS, STEPS_BEFORE, Row
 from sides import Run
 from torch.distributed.checkpoint.api import CheckpointException
+
+_PATIENCE = timedelta(seconds=90)  # a rank that waits longer has lost the others
 
 
 def main() -> None:
@@ -29,7 +32,8 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(local)
     torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=_PATIENCE)
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     do = save_all if verb == "save" else resume_all
     do(folder, [int(number) for number in numbers], device)

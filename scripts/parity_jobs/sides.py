@@ -141,10 +141,11 @@ class Run:
 
     def _whole(self, *, grads: bool) -> Tensors:
         if isinstance(self.model, FullyShardedDataParallel):
-            # use_orig_params=False cannot show gradients in this way; its flat ones are of one unit
-            context = FullyShardedDataParallel.summon_full_params(
-                self.model, with_grads=grads and self.side.orig_params
-            )
+            # use_orig_params=False cannot show gradients in this way (its flat ones are of one unit),
+            # and torch gathers offloaded ones with NCCL, which takes none from the CPU.
+            if grads and (self.side.offload or not self.side.orig_params):
+                return {}
+            context = FullyShardedDataParallel.summon_full_params(self.model, with_grads=grads)
         else:
             context = contextlib.nullcontext()
         found: Tensors = {}

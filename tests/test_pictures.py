@@ -95,13 +95,13 @@ def _luminance(color: str) -> float:
 
 
 def test_an_svg_is_well_formed_and_says_who_holds_what() -> None:
-    root = ET.fromstring(drawing.svg("run", _holdings(2), None, None))  # noqa: S314 - our own
+    root = ET.fromstring(drawing.svg("run", _holdings(2)))  # noqa: S314 - our own
     titles = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any("[0:4, 0:8]" in title and "rank 0,4" in title for title in titles)
 
 
 def test_an_svg_of_many_layers_is_no_longer_than_one_of_few() -> None:
-    assert len(drawing.svg("run", _holdings(500), None, None)) < 30_000
+    assert len(drawing.svg("run", _holdings(500))) < 30_000
 
 
 @pytest.mark.parametrize(
@@ -109,20 +109,20 @@ def test_an_svg_of_many_layers_is_no_longer_than_one_of_few() -> None:
 )
 def test_names_cannot_become_markup(hostile: str) -> None:
     found = _holdings(0, extra=(hostile,))
-    ET.fromstring(drawing.svg(hostile, found, None, None))  # noqa: S314 - our own
-    page = layout_page(hostile, found, None, None)
+    ET.fromstring(drawing.svg(hostile, found))  # noqa: S314 - our own
+    page = layout_page(hostile, found)
     assert "<script>alert" not in page
     assert "<img" not in page
     assert "\x1b" not in page
 
 
 def test_a_page_needs_no_network() -> None:
-    page = layout_page("run", _holdings(2), None, None)
+    page = layout_page("run", _holdings(2))
     assert not re.search(r"(?:src|href)=|https?://|@import|url\(", page)
 
 
 def test_a_page_lists_each_way_of_being_cut_once() -> None:
-    data = _data(layout_page("run", _holdings(100), None, None))
+    data = _data(layout_page("run", _holdings(100)))
     sides = data["sides"]
     assert isinstance(sides, list)
     assert len(sides[0]["kinds"]) == 1
@@ -130,15 +130,13 @@ def test_a_page_lists_each_way_of_being_cut_once() -> None:
 
 
 def test_the_same_holdings_give_the_same_bytes() -> None:
-    assert layout_page("run", _holdings(3), None, None) == layout_page(
-        "run", _holdings(3), None, None
-    )
+    assert layout_page("run", _holdings(3)) == layout_page("run", _holdings(3))
 
 
 @needs_browser
 @pytest.mark.slow
 def test_a_browser_opens_a_page_without_a_word_on_the_console(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(layout_page("run", _holdings(2), None, None))
+    (tmp_path / "page.html").write_text(layout_page("run", _holdings(2)))
     opened = browser.open_page(tmp_path / "page.html")
     assert opened.console == []
     assert "data-ready" in opened.html
@@ -148,7 +146,7 @@ def test_a_browser_opens_a_page_without_a_word_on_the_console(tmp_path: Path) ->
 @needs_browser
 @pytest.mark.slow
 def test_the_search_field_chooses_by_all_of_its_words(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(layout_page("run", _holdings(20), None, None))
+    (tmp_path / "page.html").write_text(layout_page("run", _holdings(20)))
     opened = browser.open_page(tmp_path / "page.html", fragment="q=layers.1%20WQ")
     assert "11 of 40 tensors" in opened.html  # 1 and 10 to 19
     assert opened.console == []
@@ -160,7 +158,7 @@ def test_a_page_before_and_after_shows_both_and_what_moves(tmp_path: Path) -> No
     before = _holdings(2)
     target = after(before, Mesh((2,)), {held.fqn: None for held in before.tensors})
     change = moved(before, target)
-    (tmp_path / "page.html").write_text(layout_page("run", before, target, change))
+    (tmp_path / "page.html").write_text(layout_page("run", before, target=target, change=change))
     opened = browser.open_page(tmp_path / "page.html", fragment="tensor=model.layers.1.wq.weight")
     assert opened.console == []
     assert opened.html.count('class="mesh"') == 2
@@ -174,7 +172,7 @@ def test_a_hundred_thousand_tensors_open_in_three_seconds(tmp_path: Path) -> Non
     names = sorted(f"model.layers.{n // 9}.part{n % 9}.weight" for n in range(100_000))
     tensors = tuple(held._replace(fqn=name) for name in names)
     found = Holdings("rank", 8, HSDP.mesh, "inferred", ("a",) * 8, tensors)
-    (tmp_path / "page.html").write_text(layout_page("run", found, None, None))
+    (tmp_path / "page.html").write_text(layout_page("run", found))
     opened = browser.open_page(tmp_path / "page.html")
     ready = re.search(r'data-ready="(\d+)"', opened.html)
     assert ready is not None

@@ -114,5 +114,5 @@ def _page(
     whole = reading.read(ckpts[0], read)
     index = reading.with_values(reading.choose(whole, chosen))
     seen = look(index) if stats else None
-    files.write(html, report_page(whole, index, seen), force=force)
+    files.write(html, report_page(whole, index, seen=seen), force=force)
     whole.require_whole()

@@ -92,16 +92,24 @@ def command(
     before = holdings_of(chosen, mesh_of(whole))
     target = None
     if to_mesh is not None:
-        target = _target(chosen, before, (to_mesh, placements, place))
+        target = _target(chosen, before, asked=(to_mesh, placements, place))
     change = None if target is None else moved(before, target)
     if json:
-        render.emit_json(_json(whole.root, before, target, change))
+        render.emit_json(_json(whole.root, before, target=target, change=change))
     elif svg is not None or html is not None:
-        _write(svg, html, (whole.root, before, target, change), force=force)
+        _write(
+            svg=svg,
+            html=html,
+            root=whole.root,
+            before=before,
+            target=target,
+            change=change,
+            force=force,
+        )
     elif name is not None:
-        render.emit(_one_lines(before.tensors[0], before, target))
+        render.emit(_one_lines(before.tensors[0], before, target=target))
     else:
-        render.emit(_lines(whole.root, before, target, change, every=every))
+        render.emit(_lines(whole.root, before, target=target, change=change, every=every))
     whole.require_whole()
 
 
@@ -116,6 +124,7 @@ def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
 def _target(
     chosen: CheckpointIndex,
     before: Holdings,
+    *,
     asked: tuple[str, str | None, tuple[str, ...]],
 ) -> Holdings:
     """Who will hold what after a reshard. Raises what planning that reshard raises."""
@@ -135,10 +144,13 @@ def _target(
 
 
 def _write(
+    *,
     svg: str | None,
     html: str | None,
-    facts: tuple[str, Holdings, Holdings | None, Moved | None],
-    *,
+    root: str,
+    before: Holdings,
+    target: Holdings | None,
+    change: Moved | None,
     force: bool,
 ) -> None:
     """Write one picture, and say so."""
@@ -146,9 +158,9 @@ def _write(
     from ckpt_tools.cli.pictures.page import layout_page
 
     if svg is not None:
-        files.write(svg, drawing.svg(*facts), force=force)
+        files.write(svg, drawing.svg(root, before, target=target, change=change), force=force)
     elif html is not None:
-        files.write(html, layout_page(*facts), force=force)
+        files.write(html, layout_page(root, before, target=target, change=change), force=force)
 
 
 def _paint() -> text.Paint:
@@ -157,7 +169,7 @@ def _paint() -> text.Paint:
 
 
 def _lines(
-    root: str, before: Holdings, target: Holdings | None, change: Moved | None, *, every: bool
+    root: str, before: Holdings, *, target: Holdings | None, change: Moved | None, every: bool
 ) -> Iterator[str]:
     paint = _paint()
     yield render.heading(render.printable(root))
@@ -188,7 +200,7 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
     yield from text.bar_lines(rows, paint, width=render.terminal_width())
 
 
-def _one_lines(held: Held, before: Holdings, target: Holdings | None) -> Iterator[str]:
+def _one_lines(held: Held, before: Holdings, *, target: Holdings | None) -> Iterator[str]:
     paint = _paint()
     yield render.heading(render.printable(held.fqn))
     facts = f"{entries.short_shape(held.shape)} {held.dtype.name}, {format_size(held.nbytes)}"
@@ -204,7 +216,7 @@ def _one_lines(held: Held, before: Holdings, target: Holdings | None) -> Iterato
 
 
 def _json(
-    root: str, before: Holdings, target: Holdings | None, change: Moved | None
+    root: str, before: Holdings, *, target: Holdings | None, change: Moved | None
 ) -> render.Json:
     return {
         "schema": "ckpt-tools/layout/1",

@@ -34,7 +34,9 @@ text{fill:#e6edf3}.q{fill:#9198a1}.page{fill:#0d1117}.box{stroke:#0d1117}}
 """
 
 
-def svg(root: str, before: Holdings, target: Holdings | None, change: Moved | None) -> str:
+def svg(
+    root: str, before: Holdings, *, target: Holdings | None = None, change: Moved | None = None
+) -> str:
     """The picture of a checkpoint, and of the same after a reshard when there is a target."""
     parts: list[str] = [_text(_MARGIN, 36, root, style="t")]
     sides = [before] if target is None else [before, target]
@@ -129,14 +131,20 @@ def _loads(side: Holdings, *, left: int, top: int, width: int) -> Iterator[tuple
         name = f"rank {holder}" if side.unit == "rank" else side.files[holder]
         yield (
             base,
-            _column(left + holder * step, base, (step, height), holder, f"{name}: {nbytes:,}"),
+            _column(
+                left + holder * step,
+                base,
+                size=(step, height),
+                holder=holder,
+                words=f"{name}: {nbytes:,}",
+            ),
         )
     if len(totals) > len(shown):
         rest = f"and {len(totals) - len(shown):,} more"
         yield base + 18, _text(left, base + 16, rest, style="q")
 
 
-def _column(x: int, base: int, size: tuple[int, float], holder: int, words: str) -> str:
+def _column(x: int, base: int, *, size: tuple[int, float], holder: int, words: str) -> str:
     width, height = size
     return (
         f'<rect class="box" x="{x}" y="{base - height:g}" width="{width}" height="{height:g}" '
@@ -196,10 +204,10 @@ def _bar(held: Held, side: Holdings, *, left: int, top: int, width: int) -> Iter
         yield _text(left, top + 13, words, style="q")
         return
     for rect in found:
-        yield _piece(rect, held, side, (left, top, width))
+        yield _piece(rect, held, side=side, place=(left, top, width))
 
 
-def _piece(rect: Rect, held: Held, side: Holdings, place: tuple[int, int, int]) -> str:
+def _piece(rect: Rect, held: Held, *, side: Holdings, place: tuple[int, int, int]) -> str:
     left, top, width = place
     x, wide = left + rect.x * width, rect.width * width
     y, high = top + rect.y * _BAR_HEIGHT, rect.height * _BAR_HEIGHT
@@ -210,13 +218,13 @@ def _piece(rect: Rect, held: Held, side: Holdings, place: tuple[int, int, int]) 
         middle = f'x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}"'
         number = f'<text class="in {ink}" {middle}>{rect.holder}</text>'
     return (
-        f"<g><title>{escape(_facts(rect, held, side))}</title>"
+        f"<g><title>{escape(_facts(rect, held, side=side))}</title>"
         f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" '
         f'fill="{color}"/>{number}</g>'
     )
 
 
-def _facts(rect: Rect, held: Held, side: Holdings) -> str:
+def _facts(rect: Rect, held: Held, *, side: Holdings) -> str:
     """What hovering over a piece says."""
     piece = rect.piece
     lines = [f"{printable(held.fqn)} {piece.box}"]

@@ -21,6 +21,7 @@ _BODY = """<main><h1>{title}</h1>
 {list}
 </main><div id="tip" role="tooltip"></div><aside id="detail"></aside>"""
 
+SCRIPTS = ("pieces.js", "layout.js")
 LIST = """<div class="tools">
 <input id="search" type="search" placeholder="Search names ( / )" aria-label="Search names">
 <button id="open">open all</button><button id="close">close all</button>
@@ -28,7 +29,9 @@ LIST = """<div class="tools">
 {heads}<div id="list"></div>"""
 
 
-def layout_page(root: str, before: Holdings, target: Holdings | None, change: Moved | None) -> str:
+def layout_page(
+    root: str, before: Holdings, *, target: Holdings | None = None, change: Moved | None = None
+) -> str:
     """The page of a checkpoint, and of its layout after a reshard when there is a target."""
     facts = [counted(len(before.tensors), "tensor")]
     facts.append(format_size(sum(held.nbytes for held in before.tensors)))
@@ -41,8 +44,8 @@ def layout_page(root: str, before: Holdings, target: Holdings | None, change: Mo
     body = _BODY.format(
         title=text(root), facts=text(", ".join(facts)), list=LIST.format(heads=heads(change))
     )
-    data = layout_data(before, target, change)
-    return page(f"Layout of {root}", [body], scripts=["layout.js"], data=data)
+    data = layout_data(before, target=target, change=change)
+    return page(f"Layout of {root}", [body], scripts=SCRIPTS, data=data)
 
 
 def heads(change: Moved | None) -> str:
@@ -53,18 +56,20 @@ def heads(change: Moved | None) -> str:
     return f'<div class="row heads">{"".join(cells)}</div>'
 
 
-def layout_data(before: Holdings, target: Holdings | None, change: Moved | None) -> dict[str, Json]:
+def layout_data(
+    before: Holdings, *, target: Holdings | None = None, change: Moved | None = None
+) -> dict[str, Json]:
     """What the script draws from."""
     types = sorted({held.dtype for held in before.tensors})
     places = {dtype: place for place, dtype in enumerate(types)}
     names = [held.fqn for held in before.tensors]
-    sides: list[Json] = [_side(before, before.tensors, "before")]
+    sides: list[Json] = [_side(before, before.tensors, title="before")]
     moves: Json = None
     if target is not None and change is not None:
         later = {held.fqn: held for held in target.tensors}
         gets = list(change.by_rank)
         ordered = [later.get(fqn) for fqn in names]
-        sides.append({**_side(target, ordered, "after"), "gets": gets})
+        sides.append({**_side(target, ordered, title="after"), "gets": gets})
         by_name = dict(zip(later, change.by_tensor, strict=True))
         moves = [by_name.get(fqn, 0) for fqn in names]
     return {
@@ -82,7 +87,7 @@ def _dtype(dtype: DType) -> Json:
     return [dtype.name, dtype.itemsize]
 
 
-def _side(holdings: Holdings, tensors: Sequence[Held | None], title: str) -> dict[str, Json]:
+def _side(holdings: Holdings, tensors: Sequence[Held | None], *, title: str) -> dict[str, Json]:
     """One layout: its mesh, its bytes, each way of being cut once, and which tensor has which."""
     kinds: dict[tuple[int, tuple[str, ...]], int] = {}
     told: list[Json] = []

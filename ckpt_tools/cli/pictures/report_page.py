@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_tools.cli import entries, proving, report
-from ckpt_tools.cli.pictures.page import LIST, heads, layout_data
+from ckpt_tools.cli.pictures.page import LIST, SCRIPTS, heads, layout_data
 from ckpt_tools.cli.pictures.shell import page, text
 from ckpt_tools.cli.values import Seen
 from ckpt_tools.holdings import holdings_of
@@ -19,7 +19,7 @@ _WIDE, _HIGH = 120, 20
 _STATS_HEADER = ("NAME", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "INF", "ZEROS", "SPREAD")
 
 
-def report_page(whole: CheckpointIndex, index: CheckpointIndex, seen: Seen | None) -> str:
+def report_page(whole: CheckpointIndex, index: CheckpointIndex, *, seen: Seen | None) -> str:
     """The page of a checkpoint; the filters chose ``index`` out of ``whole``."""
     found = mesh_of(whole)
     parts = ["<main>", f"<h1>{text(whole.root)}</h1>"]
@@ -33,8 +33,8 @@ def report_page(whole: CheckpointIndex, index: CheckpointIndex, seen: Seen | Non
     parts += ["<h2>Who holds what</h2>", '<div id="sides" class="sides"></div>']
     parts += [LIST.format(heads=heads(None)), *_objects(index.objects), "</main>"]
     parts += ['<div id="tip" role="tooltip"></div>', '<aside id="detail"></aside>']
-    data = layout_data(holdings_of(index, found), None, None)
-    return page(f"Report of {whole.root}", parts, scripts=["layout.js"], data=data)
+    data = layout_data(holdings_of(index, found))
+    return page(f"Report of {whole.root}", parts, scripts=SCRIPTS, data=data)
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -166,7 +166,7 @@ def grid_lines(held: Held, paint: Paint, *, width: int | None) -> Iterator[str]:
     elif across is not None:
         yield f"  dimension {across} across"
     for line in range(max(rows.values(), default=1)):
-        yield "  " + _grid_line(held, line, (down, across), (rows, columns), paint)
+        yield "  " + _grid_line(held, line, dims=(down, across), edges=(rows, columns), paint=paint)
 
 
 def _directions(held: Held, dims: Sequence[int]) -> tuple[int | None, int | None]:
@@ -198,6 +198,7 @@ def _edges(held: Held, dim: int | None, limit: int, *, least: int) -> dict[int, 
 def _grid_line(
     held: Held,
     line: int,
+    *,
     dims: tuple[int | None, int | None],
     edges: tuple[dict[int, int], dict[int, int]],
     paint: Paint,

@@ -39,7 +39,7 @@ def learned(files: Files, item: ByteRange) -> tuple[Templates, Found]:
     stored = load_tensors(archive.read("data.pkl"), where="item")
     assert isinstance(stored, StoredTensor)
     record = archive.record("data/0")
-    found = Found(stored, record.offset - item.offset, record.length)
+    found = Found(stored, record.offset - item.offset, record.length, None)
     size = Path(item.path).stat().st_size
     templates = Templates(files, {item.path: size})
     templates.learn(item, archive, found)

@@ -67,6 +67,9 @@ class _Opener:
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
+        found = self._known(entry, chunk)
+        if found is not None:
+            return self._as_found(entry, chunk, chunk.data, found)
         if chunk.codec is None:
             return chunk
         if 0 in chunk.box.sizes and not self._is_there(chunk.data):
@@ -74,18 +77,23 @@ class _Opener:
         if chunk.codec in math_bits.CODECS:
             return math_bits.resolved(chunk, entry.dtype, self._files)
         item = unpacked(self._files, chunk.data, chunk.codec)
-        found = self._templates.find(item) if self._is_there(item) else None
-        if found is None:
-            found = self._read(entry, chunk, item)
-        else:
-            _check(entry, chunk, found.stored, f"{item.path}, item of {entry.fqn}")
-        stored = found.stored
+        return self._as_found(entry, chunk, item, self._read(entry, chunk, item))
+
+    def _known(self, entry: TensorEntry, chunk: Chunk) -> Found | None:
+        """What an item is, when it is like one that was read and as `.metadata` says."""
+        if chunk.codec != TORCH_SAVE or not self._is_there(chunk.data):
+            return None
+        found = self._templates.find(chunk.data)
+        if found is None or found.stored.dtype != entry.dtype.name:
+            return None
+        return found if found.stored.shape == chunk.box.sizes else None
+
+    def _as_found(self, entry: TensorEntry, chunk: Chunk, item: ByteRange, found: Found) -> Chunk:
+        """The chunk as raw elements, which lie in the item where it was found."""
         data = ByteRange(item.path, item.offset + found.offset, found.length)
-        packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
-        raw = chunk._replace(data=data, codec=None, strides=None if packed else stored.strides)
-        if stored.sign is None:
-            return raw
-        return math_bits.resolved(raw._replace(codec=stored.sign), entry.dtype, self._files)
+        sign = found.stored.sign
+        raw = Chunk(chunk.box, data, found.strides, sign, chunk.replicas, chunk.rank)
+        return raw if sign is None else math_bits.resolved(raw, entry.dtype, self._files)
 
     def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> Found:
         """What an item is, from its own archive."""
@@ -97,7 +105,9 @@ class _Opener:
         data = _view(stored, record, entry.dtype.itemsize, path=item.path, where=where)
         if entry.dtype.itemsize > 1:
             torch_zip.require_little_endian(archive)
-        found = Found(stored, data.offset - item.offset, data.length)
+        packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
+        strides = None if packed else stored.strides
+        found = Found(stored, data.offset - item.offset, data.length, strides)
         if self._is_there(item):
             self._templates.learn(item, archive, found)
         return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from sys import intern
 from typing import NamedTuple
 
 from ckpt_tools.errors import UnreadableError, UnsupportedError
@@ -70,10 +69,10 @@ class StorageInfo(StandIn):
             raise TypeError("a storage info without path, offset or length")
         if offset < 0 or length < 0:
             raise ValueError("a storage info with a negative offset or length")
-        self.relative_path = intern(path)
+        self.relative_path = path
         self.offset = offset
         self.length = length
-        transforms = state.get("transform_descriptors")
+        transforms = state.get("transform_descriptors") if len(state) > 3 else None
         self.transforms = _transforms(transforms) if transforms else ()
         state.clear()
 

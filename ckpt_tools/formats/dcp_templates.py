@@ -23,11 +23,15 @@ _MAX_WINDOW = 64 << 10
 
 
 class Found(NamedTuple):
-    """What an item is: the tensor that it says it holds, and where its bytes lie in the item."""
+    """What an item is: the tensor that it says it holds, and where its bytes lie in the item.
+
+    ``strides`` are None for elements that are packed row-major.
+    """
 
     stored: StoredTensor
     offset: int
     length: int
+    strides: tuple[int, ...] | None
 
 
 class _Template(NamedTuple):
@@ -35,7 +39,7 @@ class _Template(NamedTuple):
 
     head: bytes
     tail_at: int
-    parts: tuple[tuple[int, int, bytes], ...]
+    parts: tuple[tuple[int, bytes], ...]
     found: Found
 
 
@@ -51,17 +55,17 @@ class Templates:
 
     def find(self, item: ByteRange) -> Found | None:
         """What an item is, when it is like one that was learned."""
-        for template in self._known.get(item.length, ()):
-            head = template.head
-            tail_at = template.tail_at
-            if self._take(item.path, item.offset, len(head)) != head:
+        path, offset, length = item
+        for head, tail_at, parts, found in self._known.get(length, ()):
+            block, at = self._block(path, offset, len(head))
+            if not block.startswith(head, at):
                 continue
-            tail = self._take(item.path, item.offset + tail_at, item.length - tail_at)
-            for start, end, data in template.parts:
-                if tail[start:end] != data:
+            block, at = self._block(path, offset + tail_at, length - tail_at)
+            for start, data in parts:
+                if not block.startswith(data, at + start):
                     break
             else:
-                return template.found
+                return found
         return None
 
     def learn(self, item: ByteRange, archive: Archive, found: Found) -> None:
@@ -81,20 +85,24 @@ class Templates:
         templates.append(_Template(head, tail_at, tuple(_around(tail, inside)), found))
 
     def _take(self, path: str, offset: int, length: int) -> bytes:
-        """Bytes of a file, out of the block that was read last when they are in it."""
+        block, at = self._block(path, offset, length)
+        return block[at : at + length]
+
+    def _block(self, path: str, offset: int, length: int) -> tuple[bytes, int]:
+        """A block of a file that holds these bytes, and where: the last one, or one read now."""
         start, data = self._blocks.get(path, (0, b""))
         if offset < start or offset + length > start + len(data):
             start = offset
             left = self._lengths.get(path, 0) - offset
             data = self._files.read(path, offset, max(length, min(self._window, left)))
             self._blocks[path] = start, data
-        return data[offset - start : offset - start + length]
+        return data, offset - start
 
 
-def _around(data: bytes, holes: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int, bytes]]:
+def _around(data: bytes, holes: Iterable[tuple[int, int]]) -> Iterable[tuple[int, bytes]]:
     """The parts of the data between the holes, each with its place."""
     at = 0
     for start, end in sorted(holes):
-        yield at, start, data[at:start]
+        yield at, data[at:start]
         at = end
-    yield at, len(data), data[at:]
+    yield at, data[at:]

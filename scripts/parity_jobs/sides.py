@@ -140,12 +140,14 @@ class Run:
         return self._whole(grads=True)
 
     def _whole(self, *, grads: bool) -> Tensors:
+        # FSDP1 cannot show them with use_orig_params=False (its flat ones are of one unit), and not
+        # when they are offloaded: torch gathers them with NCCL, which takes none from the CPU.
+        if grads and self.side.offload:
+            return {}
         if isinstance(self.model, FullyShardedDataParallel):
-            # use_orig_params=False cannot show gradients in this way (its flat ones are of one unit),
-            # and torch gathers offloaded ones with NCCL, which takes none from the CPU.
-            if grads and (self.side.offload or not self.side.orig_params):
-                return {}
-            context = FullyShardedDataParallel.summon_full_params(self.model, with_grads=grads)
+            context = FullyShardedDataParallel.summon_full_params(
+                self.model, with_grads=grads and self.side.orig_params
+            )
         else:
             context = contextlib.nullcontext()
         found: Tensors = {}

@@ -261,6 +261,14 @@ def fingerprint(lab: Lab) -> Case:
     return Case([ours, peer], peer.name)
 
 
+def fingerprint_grid(lab: Lab) -> Case:
+    """The same of shards on two dimensions, whose rows are put together for it."""
+    data.dcp_grid(lab.full(), lab.source)
+    ours = _ours("ckpt-tools fingerprint", "fingerprint", lab.source)
+    peer = Contestant("sha256sum", ("sha256sum", *data.files_of(lab.source)))
+    return Case([ours, peer], peer.name)
+
+
 def verify(lab: Lab) -> Case:
     """Whether every byte of a torch.save file is what its CRCs say; cat reads it to nowhere."""
     lab.source.mkdir()
@@ -288,6 +296,7 @@ CASES: dict[str, Callable[[Lab], Case]] = {
         tiny_peer,
         start,
         fingerprint,
+        fingerprint_grid,
         verify,
     )
 }

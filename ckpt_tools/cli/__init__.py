@@ -6,6 +6,7 @@ command's module is imported when the command is run, so that `--help` pays for 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 
@@ -51,6 +52,7 @@ cli = CommandGroup(
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
     gc.disable()  # an index is a tree of small objects, millions at times, and nothing leaks cycles
+    atexit.register(gc.freeze)  # Python collects once more when it ends, even so
     sys.excepthook = report_crash
     environment.let_rank_0_speak(sys.argv[1:])
     # A name in the checkpoint may hold characters that the terminal's encoding lacks.

@@ -39,8 +39,10 @@ _OPTIMIZERS = (
 )
 # The likeliest first. Composer counts steps as ``batch`` of a Timestamp, whose ``iteration`` is
 # something else.
-_STEP_NAMES = ("global_step", "global_steps", "step", "_step", "batch", "iteration")
-_STEP_NAMES += ("iteration_count",)
+_STEP_NAMES = (
+    *("global_step", "global_steps", "step", "_step"),
+    *("batch", "iteration", "iteration_count"),
+)
 _MAX_NAMED = 5
 
 

@@ -1,8 +1,9 @@
 """DCP directories whose data files are safetensors (`SerializationFormat.SAFETENSORS`).
 
-`.metadata` does not tell that they are. For every tensor of a file it gives the byte at which the
-safetensors data begins (objects lie before it, each where `.metadata` says): the byte ranges come
-from the header found there, which names the first element of each shard in ``DCP_SHARDING_INFO``.
+`.metadata` does not say that they are, but its lengths tell. For every tensor of a file it gives the
+byte at which the safetensors data begins (objects lie before it, each where `.metadata` says): the
+byte ranges come from the header found there, which names the first element of each shard in
+``DCP_SHARDING_INFO``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.files import Files
 from ckpt_tools.formats import torch_zip
+from ckpt_tools.formats.dcp_items import TORCH_SAVE
 from ckpt_tools.formats.safetensors_header import Stored, read_header
 from ckpt_tools.index import CheckpointIndex, Chunk, TensorEntry
 
@@ -35,6 +37,8 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     says of it becomes a problem.
     """
     lengths = {file.path: file.length or 0 for file in index.files}
+    if not _lengths_are_bare(index):
+        return index
     first = _first_place(index, lengths)
     if first is None or torch_zip.sniff(files.read(*first, 9)) != "safetensors":
         return index
@@ -60,6 +64,20 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     return replace(
         index, format="dcp-safetensors", tensors=tuple(tensors), problems=tuple(problems)
     )
+
+
+def _lengths_are_bare(index: CheckpointIndex) -> bool:
+    """Whether `.metadata` gives an item the length of its elements alone, as it does only here.
+
+    An item that is a torch.save archive is longer, a compressed one has a transform. So a usual
+    directory is told apart without a look into its data files.
+    """
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            if 0 not in chunk.box.sizes:
+                is_archive = chunk.codec == TORCH_SAVE
+                return is_archive and chunk.data.length == chunk.box.numel * entry.dtype.itemsize
+    return False
 
 
 def _first_place(index: CheckpointIndex, lengths: Mapping[str, int]) -> tuple[str, int] | None:

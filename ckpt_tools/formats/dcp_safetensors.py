@@ -1,8 +1,8 @@
 """DCP directories whose data files are safetensors (`SerializationFormat.SAFETENSORS`).
 
-`.metadata` does not say that they are, but its lengths tell. For every tensor of a file it gives the
-byte at which the safetensors data begins (objects lie before it, each where `.metadata` says): the
-byte ranges come from the header found there, which names the first element of each shard in
+`.metadata` does not say that they are, but its lengths tell. For every tensor of a file it gives
+the byte at which the safetensors data begins (objects lie before it, each where `.metadata` says):
+the byte ranges come from the header found there, which names the first element of each shard in
 ``DCP_SHARDING_INFO``.
 """
 

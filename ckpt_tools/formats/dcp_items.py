@@ -31,6 +31,8 @@ ZSTD = "zstd"
 # A plain value is worth opening; a pickled tokenizer or dataloader is not.
 _MAX_PLAIN = 1 << 20
 _CACHED_PICKLES = 4096
+# The constructors that NamedTuple generates would take half a second of a million items.
+_make = tuple.__new__
 
 
 def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
@@ -90,9 +92,10 @@ class _Opener:
 
     def _as_found(self, entry: TensorEntry, chunk: Chunk, item: ByteRange, found: Found) -> Chunk:
         """The chunk as raw elements, which lie in the item where it was found."""
-        data = ByteRange(item.path, item.offset + found.offset, found.length)
+        path, offset, _ = item
+        data = _make(ByteRange, (path, offset + found.offset, found.length))
         sign = found.stored.sign
-        raw = Chunk(chunk.box, data, found.strides, sign, chunk.replicas, chunk.rank)
+        raw = _make(Chunk, (chunk.box, data, found.strides, sign, chunk.replicas, chunk.rank))
         return raw if sign is None else math_bits.resolved(raw, entry.dtype, self._files)
 
     def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> Found:

@@ -15,6 +15,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckpt_tools.api import (
+        Checkpoint,
+        diff,
+        diff_headers,
+        export,
+        fingerprint,
+        open_checkpoint,
+        reshard,
+        stats,
+        verify,
+        verify_quick,
+    )
     from ckpt_tools.convert import ExportOptions, ExportPlan, WriteOptions
     from ckpt_tools.dtypes import DType, dtype_named
     from ckpt_tools.errors import (
@@ -33,18 +45,6 @@ if TYPE_CHECKING:
     from ckpt_tools.geometry import Box
     from ckpt_tools.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, TensorEntry
     from ckpt_tools.layout import Layout, Mesh, Replicate, Shard
-    from ckpt_tools.library import (
-        Checkpoint,
-        diff,
-        diff_headers,
-        export,
-        fingerprint,
-        open_checkpoint,
-        reshard,
-        stats,
-        verify,
-        verify_quick,
-    )
     from ckpt_tools.mesh_spec import parse_mesh, parse_placements
     from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, Report, Tolerance
     from ckpt_tools.proof.stats import Statistics, TensorStats
@@ -114,7 +114,7 @@ _HOMES = {
     "geometry": "Box",
     "index": "ByteRange CheckpointIndex Chunk ObjectEntry TensorEntry",
     "layout": "Layout Mesh Replicate Shard",
-    "library": "Checkpoint diff diff_headers export fingerprint open_checkpoint reshard stats"
+    "api": "Checkpoint diff diff_headers export fingerprint open_checkpoint reshard stats"
     " verify verify_quick",
     "mesh_spec": "parse_mesh parse_placements",
     "proof": "Diff DiffOptions Fingerprint Naming Report Tolerance",

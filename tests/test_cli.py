@@ -184,6 +184,16 @@ def test_export_says_on_stdout_what_it_wrote_and_on_stderr_what_it_did(tmp_path:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_the_ending_of_the_output_says_its_format(tmp_path: Path) -> None:
+    import torch
+
+    assert run("export", DCP, "-o", str(tmp_path / "model.pt")).exit_code == 0
+    assert torch.load(tmp_path / "model.pt")["emb.weight"].shape == (11, 7)
+    result = run("export", DCP, "-o", str(tmp_path / "o.pt"), "--format", "safetensors")
+    assert result.exit_code == 2
+    assert "ending of a torch file" in result.stderr
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     result = run("export", DCP, "-o", str(tmp_path / "out"), "--dry-run", "--json")
     assert result.exit_code == 0

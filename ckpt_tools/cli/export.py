@@ -12,6 +12,7 @@ from ckpt_tools import convert
 from ckpt_tools.cli import options, progress, reading, render, shaping, writing
 from ckpt_tools.cli.group import say
 from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.sizes import format_size
@@ -26,11 +27,13 @@ leading module); stderr says what was done.
 """ + options.examples(
     "ckpt-tools export run7/step-1000 -o run7-hf",
     "ckpt-tools export run7/step-1000 -o model.safetensors --dtype bf16",
-    "ckpt-tools export run7/step-1000 -o optim.pt --format torch --only optim --keep-names",
+    "ckpt-tools export run7/step-1000 -o optim.pt --only optim --keep-names",
     "ckpt-tools export run7/step-1000 -o run7-hf --map auto --hf-assets Llama-3.1-8B",
     "ckpt-tools export run7/step-1000 -o run7-hf --dry-run",
 )
 
+
+Form = Literal["safetensors", "torch"]
 
 # PEFT reads one file.
 _ONE_FILE = 1 << 62
@@ -41,9 +44,8 @@ _PARAMS = [
     click.Option(
         ["--format", "form"],
         type=click.Choice(["safetensors", "torch"]),
-        default="safetensors",
-        show_default=True,
-        help="Format of the output.",
+        default=None,
+        help="Format of the output.  [default: what OUT's ending says, else safetensors]",
     ),
     options.dtype(),
     options.size(
@@ -64,7 +66,7 @@ def command(
     *,
     ckpt: str,
     out: str,
-    form: Literal["safetensors", "torch"],
+    form: Form | None,
     dtype: DType | None,
     max_shard_size: int,
     keep_names: bool,
@@ -73,6 +75,7 @@ def command(
     **_shared: object,
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
+    form = _form(form, out)
     chosen = options.Filters.given()
     index = read_index(ckpt, options=options.reading_given())
     asked = convert.ExportOptions(
@@ -109,6 +112,21 @@ def _output_bytes(wanted: CheckpointIndex, dtype: DType | None) -> int:
         entry.numel * (dtype if dtype and entry.dtype.kind == "float" else entry.dtype).itemsize
         for entry in wanted.tensors
     )
+
+
+def _form(form: Form | None, out: str) -> Form:
+    """The format that was asked for, by name or by the ending of the output.
+
+    Raises UsageError where the two differ.
+    """
+    forms: tuple[Form, ...] = ("safetensors", "torch")
+    told = next((one for one in forms if convert.is_single_file(out, one)), None)
+    if form is not None and told is not None and form != told:
+        raise UsageError(
+            f"{out} has the ending of a {told} file, but --format says {form}.",
+            hint="Name the output as its format is named, or leave --format out.",
+        )
+    return form or told or "safetensors"
 
 
 def _is_hf_folder(out: str, form: str) -> bool:

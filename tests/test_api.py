@@ -13,9 +13,9 @@ import torch
 
 import ckpt_tools
 from ckpt_tools import Box, ReshardOptions, open_checkpoint, parse_mesh
+from ckpt_tools.api import Checkpoint
 from ckpt_tools.errors import AnswerNo, IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.files import Files
-from ckpt_tools.library import Checkpoint
 
 ROOT = Path(__file__).parent.parent
 REAL = ROOT / "tests" / "data" / "checkpoints"

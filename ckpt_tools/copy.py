@@ -215,13 +215,15 @@ class _Work:
         # Threads begin far apart: two that write one file wait for each other's writes.
         parts = [share_of(self._left[0], Share(number, threads)) for number in range(threads)]
         self._left = [part[::-1] for part in parts]
-        with ThreadPoolExecutor(threads, thread_name_prefix="copy") as pool:
-            try:
-                with _interrupts_held():
-                    futures = [pool.submit(self._work, files, memory, part) for part in self._left]
-                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="copy")
+        try:
+            with _interrupts_held():
+                futures = [pool.submit(self._work, files, memory, part) for part in self._left]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            with _interrupts_held():
                 self._stop.set()  # all is done, or something failed, or the user has had enough
+                pool.shutdown()  # nobody may still write when the files are closed
         for future in done:
             future.result()
 
@@ -265,11 +267,20 @@ class _Work:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C comes after the block: an executor that is interrupted while it starts a thread does
-    not know that thread, and nobody would wait for it before the files are closed.
+    """Ctrl-C comes after the block: an executor that is interrupted while it starts or awaits a
+    thread loses it, and that thread would go on writing after the files are closed.
+
+    The handler is exchanged rather than the signal blocked: any other thread may receive a signal
+    that this one blocks, and Python then raises here all the same.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python interrupts the main thread alone
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if came:
+        signal.raise_signal(signal.SIGINT)

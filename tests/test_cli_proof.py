@@ -285,3 +285,18 @@ def test_anomalies_stand_below_the_table() -> None:
     path = CHECKPOINTS / "torch-2.9.1-e2_2d_manual" / "full.pt"
     result = run("stats", str(path), "--only", "model")
     assert "zero rows: model.blocks.0.up.weight [5:6, 0:3], rank 5" in result.stdout
+
+
+def test_verify_against_a_checkpoint_of_the_same_names_compares_its_objects(
+    tmp_path: Path,
+) -> None:
+    import torch
+
+    for name, step in (("good", 7), ("bad", 8)):
+        torch.save({"model": {"w": torch.ones(2)}, "step": step}, tmp_path / f"{name}.pt")
+    good, bad = str(tmp_path / "good.pt"), str(tmp_path / "bad.pt")
+    assert run("verify", good, "--against", good).exit_code == 0
+    result = run("verify", bad, "--against", good)
+    assert result.exit_code == 1
+    assert "step" in result.stdout
+    assert "8, not 7" in result.stdout

@@ -130,6 +130,8 @@ def _difference(one: Difference) -> str:
         return f"{name} is only here"
     if one.kind == "values":
         return f"{name} has other values"
+    if one.kind == "object" and not (one.found and one.expected):
+        return f"{name}, an object, is {'only here' if one.found else 'missing'}"
     return f"{name} is {one.found}, not {one.expected}"
 
 

@@ -20,6 +20,7 @@ from ckpt_tools.proof import (
     compare,
     verify,
     verify_quick,
+    with_objects,
 )
 from ckpt_tools.proof.fingerprint_file import is_fingerprint, load
 
@@ -31,7 +32,8 @@ ranks, the shapes of items, both halves of a checkpoint.
 
 Only torch.save archives carry checksums: the report says how many bytes have none. No checksum
 tells this save's file from the same file of an older save either. --against does, with the
-fingerprint that was written when the checkpoint was good, or with another checkpoint.
+fingerprint that was written when the checkpoint was good, or with another checkpoint; when that is
+of the same format and names, its objects are compared, too.
 
 Exit codes: 0 whole, 1 not whole or not the same, 3 not readable at all. --json prints schema
 ckpt-tools/verify/1.
@@ -119,5 +121,8 @@ def _compare(
     else:
         say(f"Reading {against} to compare with.")
         other = reading.read(against, read)
-        reference = digest(reading.choose(other, chosen), threads=threads)
+        mine, theirs = reading.choose(index, chosen), reading.choose(other, chosen)
+        digests = (digest(one, threads=threads) for one in (mine, theirs))
+        with Files() as files:
+            return with_objects(compare(*digests), mine, theirs, files)
     return compare(digest(reading.choose(index, chosen), threads=threads), reference)

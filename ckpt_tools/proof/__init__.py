@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ckpt_tools.proof.anomalies import Anomaly
 from ckpt_tools.proof.check import same_tensors
-from ckpt_tools.proof.compare import Comparison, Difference, compare
+from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
 from ckpt_tools.proof.condition import HurtTensor, Rescue
 from ckpt_tools.proof.diff import Diff, DiffOptions, EntryDiff, diff, diff_headers
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, fingerprint
@@ -46,4 +46,5 @@ __all__ = [
     "same_tensors",
     "verify",
     "verify_quick",
+    "with_objects",
 ]

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from ckpt_tools.index import SECTIONS, Section
+from ckpt_tools import formats
+from ckpt_tools.files import Files
+from ckpt_tools.index import SECTIONS, CheckpointIndex, Section
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest
 from ckpt_tools.proof.inside import Inside
+from ckpt_tools.proof.objects import compare_objects
 
-Kind = Literal["missing", "extra", "dtype", "shape", "values"]
+_SHOWN = 60  # characters of an object's value
+
+Kind = Literal["missing", "extra", "dtype", "shape", "values", "object"]
 
 
 class Difference(NamedTuple):
-    """What is not the same about a tensor; a ``missing`` one is only in the reference."""
+    """What is not the same about a tensor; a ``missing`` one is only in the reference.
+
+    Of kind ``object`` it is about an object, whose value is another one or on one side only.
+    """
 
     section: Section
     name: str
@@ -53,6 +61,33 @@ def compare(found: Fingerprint, reference: Fingerprint) -> Comparison:
         for difference in _in_section(section, found, reference)
     ]
     return Comparison(compared, extra, tuple(differences))
+
+
+def with_objects(
+    compared: Comparison, index: CheckpointIndex, reference: CheckpointIndex, files: Files
+) -> Comparison:
+    """The comparison with what differs among the objects of two checkpoints that name alike.
+
+    Formats and nestings keep objects differently: only checkpoints of one format, whose tensors
+    have the same raw names, are compared. Objects that are not opened count when their names
+    differ; their bytes may differ for equal values.
+    """
+    names = [[entry.fqn for entry in one.tensors] for one in (index, reference)]
+    if index.format != reference.format or names[0] != names[1]:
+        return compared
+    here = {entry.fqn: entry for entry in formats.open_objects(index, files).objects}
+    there = {entry.fqn: entry for entry in formats.open_objects(reference, files).objects}
+    found = list(compared.differences)
+    for fqn in sorted(here.keys() | there.keys()):
+        one, other = here.get(fqn), there.get(fqn)
+        if one is None or other is None:
+            section = (one or there[fqn]).section
+            facts = ("there", "") if other is None else ("", "there")
+            found.append(Difference(section, fqn, "object", *facts))
+        elif compare_objects(one, other, files)[0] is False:
+            facts = (repr(one.value)[:_SHOWN], repr(other.value)[:_SHOWN])
+            found.append(Difference(one.section, fqn, "object", *facts))
+    return replace(compared, differences=tuple(found))
 
 
 def _in_section(

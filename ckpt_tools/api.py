@@ -157,7 +157,8 @@ def export(
     the checkpoint from being whole, UsageError for what cannot be meant, WriteError when it cannot
     be written; then ``out`` is as it was.
     """
-    return convert.export(index, out, options=options, write=write, on_bytes=on_bytes)
+    carry_out = convert.here(write=write, on_bytes=on_bytes)
+    return convert.export(index, out, options=options, write=write, carry_out=carry_out)
 
 
 def reshard(

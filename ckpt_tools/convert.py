@@ -19,9 +19,10 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.files import Files
 from ckpt_tools.index import CheckpointIndex, ObjectEntry, Section, TensorEntry
+from ckpt_tools.journal import Place
 from ckpt_tools.plan import FilePlan, Target
 from ckpt_tools.selection import select
-from ckpt_tools.steps import Made, Outcome, Step
+from ckpt_tools.steps import Made, Outcome, Step, Work
 from ckpt_tools.storage import is_address
 
 
@@ -72,7 +73,7 @@ class ExportPlan:
     notes: tuple[str, ...]
     nbytes: int
     single_file: str | None = None
-    works: tuple[Callable[[Files], None], ...] = ()
+    works: tuple[Work, ...] = ()
 
     @property
     def tensors(self) -> int:
@@ -88,6 +89,10 @@ class ExportPlan:
             for fqn, origins in self.origins.items()
             if len(origins) == 1 and used[origins[0]] == 1
         }
+
+
+# Does the works of a plan and writes its files in this place.
+CarryOut = Callable[[ExportPlan, Place], None]
 
 
 def plan_export(
@@ -167,19 +172,19 @@ def export(
     *,
     options: ExportOptions,
     write: WriteOptions,
-    on_bytes: Callable[[int], None],
+    carry_out: CarryOut,
 ) -> ExportPlan:
     """Write the chosen tensors whole, in the asked format, to the folder or file ``out``.
 
-    An address gets what was made whole here first. ``on_bytes`` is told how many bytes were written
-    since it was last called. Raises what `plan_export`, `output.appearing` and `uploads.staged`
-    raise; in every case ``out`` is as it was.
+    An address gets what was made whole here first. ``carry_out(plan, place)`` writes: no files,
+    when a run that is gone on with had written all. Raises what `plan_export`, `output.appearing`
+    and `uploads.staged` raise; in every case ``out`` is as it was.
     """
     if is_address(out):
         with uploads.staged(out, force=write.force, resume=write.resume) as here:
-            return export(index, here, options=options, write=write, on_bytes=on_bytes)
+            return export(index, here, options=options, write=write, carry_out=carry_out)
     output.refuse_existing(out, force=write.force, resume=write.resume)
-    single_file = os.path.basename(out) if is_single_file(out, options.format) else None
+    single_file = single_file_of(out, options.format)
     plan = plan_export(index, options, single_file=single_file, check=write.check)
     words = in_words(options)
     if options.steps:  # functions, of which only what they gave can be compared
@@ -192,9 +197,8 @@ def export(
         resume=write.resume,
     )
     with output.appearing(order) as started:
-        if not started.is_written:
-            _do(plan.works)
-            _write_files(plan.files, started.place, write=write, on_bytes=on_bytes)
+        todo = replace(plan, files=(), works=()) if started.is_written else plan
+        carry_out(todo, started.place)
         proven = _check(plan, started.place.folder, index, write) if write.check else ()
     return replace(plan, notes=(*plan.notes, *started.notes, *proven))
 
@@ -211,37 +215,47 @@ def _check(
     return (words,)
 
 
-def _do(works: Sequence[Callable[[Files], None]]) -> None:
-    with Files() as files:
-        for work in works:
-            work(files)
+def here(*, write: WriteOptions, on_bytes: Callable[[int], None]) -> CarryOut:
+    """Carrying out with the threads of this process.
+
+    ``on_bytes`` is told how many bytes were written since it was last called.
+    """
+
+    def carry_out(plan: ExportPlan, place: Place) -> None:
+        if not plan.files:
+            return
+        from ckpt_tools import copy  # numpy comes with it: only those who write pay for it
+
+        with Files() as files, journal.opened(place, plan.files, index=0) as kept:
+            do_works(plan.works, files)
+            copy.write_files(
+                plan.files,
+                root=place.folder,
+                files=files,
+                threads=write.threads,
+                max_memory=write.max_memory,
+                on_bytes=on_bytes,
+                journal=kept,
+            )
+
+    return carry_out
 
 
-def _write_files(
-    plans: Sequence[FilePlan],
-    place: journal.Place,
-    *,
-    write: WriteOptions,
-    on_bytes: Callable[[int], None],
-) -> None:
-    from ckpt_tools import copy  # numpy comes with it: only those who write pay for it
-
-    with Files() as files, journal.opened(place, plans, index=0) as kept:
-        copy.write_files(
-            plans,
-            root=place.folder,
-            files=files,
-            threads=write.threads,
-            max_memory=write.max_memory,
-            on_bytes=on_bytes,
-            journal=kept,
-        )
+def do_works(works: Sequence[Work], files: Files) -> None:
+    """Make the bytes that a plan reads and no checkpoint holds."""
+    for work in works:
+        work(files)
 
 
 def is_single_file(out: str, form: str) -> bool:
     """Whether this output name asks for one file rather than for a folder."""
     suffixes = (".safetensors",) if form == "safetensors" else (".pt", ".pth", ".bin", ".ckpt")
     return out.endswith(suffixes)
+
+
+def single_file_of(out: str, form: str) -> str | None:
+    """The name of the one file to write, when ``out`` asks for one."""
+    return os.path.basename(out) if is_single_file(out, form) else None
 
 
 def rename(

@@ -8,7 +8,7 @@ them by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.files import Files
@@ -23,17 +23,28 @@ class Made(NamedTuple):
     origins: tuple[str, ...]
 
 
+class Work(Protocol):
+    """What must be done once before tensors are read: it makes the file ``path``, which their
+    chunks point at.
+    """
+
+    @property
+    def path(self) -> str: ...  # noqa: D102 (said above)
+
+    def __call__(self, files: Files) -> None: ...  # noqa: D102
+
+
 class Outcome(NamedTuple):
     """What a step gives.
 
-    ``notes`` are for a person, ``files`` go into the output beside the tensors, ``works`` must be
-    done once before any tensor is read: they make bytes that the entries' chunks point at.
+    ``notes`` are for a person, ``files`` go into the output beside the tensors, ``works`` make
+    bytes that the entries' chunks point at.
     """
 
     made: tuple[Made, ...]
     notes: tuple[str, ...] = ()
     files: tuple[FilePlan, ...] = ()
-    works: tuple[Callable[[Files], None], ...] = ()
+    works: tuple[Work, ...] = ()
 
 
 Step = Callable[[tuple[Made, ...], Files], Outcome]

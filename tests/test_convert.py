@@ -8,7 +8,7 @@ import pytest
 from reader_contract import DATA, truth_of
 from safetensors import safe_open
 
-from ckpt_tools import convert, copy, formats, output
+from ckpt_tools import api, convert, copy, formats, output
 from ckpt_tools.convert import ExportOptions, WriteOptions
 from ckpt_tools.dtypes import dtype_named
 from ckpt_tools.errors import (
@@ -30,7 +30,7 @@ def export(
     source: str | Path, out: Path, *, write: WriteOptions | None = None, **options: object
 ) -> convert.ExportPlan:
     index = formats.read_index(str(source))
-    return convert.export(
+    return api.export(
         index,
         str(out),
         options=ExportOptions(**options),

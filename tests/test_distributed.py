@@ -94,7 +94,7 @@ def test_rank_0_runs_every_command(under_torchrun: Callable[[int], None]) -> Non
     environment.let_rank_0_speak(["ls", "ckpt"])
 
 
-@pytest.mark.parametrize("arguments", [["ls", "ckpt"], ["--version"], ["export", "x"], []])
+@pytest.mark.parametrize("arguments", [["ls", "ckpt"], ["--version"], ["verify", "x"], []])
 def test_other_ranks_leave_what_is_not_shared_to_rank_0(
     under_torchrun: Callable[[int], None], arguments: list[str]
 ) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ckpt_tools import architecture, convert, formats, hf_folder
+from ckpt_tools import api, architecture, convert, formats, hf_folder
 from ckpt_tools.convert import ExportOptions, WriteOptions
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.hf_folder import AssetsStep, read_assets, values_of
@@ -31,7 +31,7 @@ def assets(folder: Path, config: dict[str, object], weights: dict[str, np.ndarra
 def export(tmp_path: Path, weights: dict[str, np.ndarray], step: AssetsStep) -> convert.ExportPlan:
     source = tmp_path / "source.safetensors"
     save_file(weights, source)
-    return convert.export(
+    return api.export(
         formats.read_index(str(source)),
         str(tmp_path / "out"),
         options=ExportOptions(steps=(step,)),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reader_contract import DATA
 from safetensors.numpy import load_file, save_file
 
-from ckpt_tools import convert, formats, maps
+from ckpt_tools import api, convert, formats, maps
 from ckpt_tools.convert import ExportOptions, WriteOptions
 from ckpt_tools.dtypes import BY_NAME, dtype_named
 from ckpt_tools.errors import UsageError
@@ -30,7 +30,7 @@ HEADS = {"head_dim": 4}
 
 
 def export(source: Path, out: Path, *steps: Step, **options: object) -> convert.ExportPlan:
-    return convert.export(
+    return api.export(
         formats.read_index(str(source)),
         str(out),
         options=ExportOptions(steps=steps, **options),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from reader_contract import DATA
 
-from ckpt_tools import convert, copy, formats, journal, output
+from ckpt_tools import api, convert, copy, formats, journal, output
 from ckpt_tools.convert import ExportOptions, WriteOptions
 from ckpt_tools.errors import OutputExistsError, UnreadableError, UsageError, WriteError
 
@@ -32,7 +32,7 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def export(out: Path, *, source: str = FSDP2, told: list[int] | None = None, **write: bool) -> None:
     index = formats.read_index(source)
-    convert.export(
+    api.export(
         index,
         str(out),
         options=ExportOptions(),
@@ -288,7 +288,7 @@ def test_a_source_that_has_moved_is_the_same(tmp_path: Path) -> None:
 def test_other_options_are_refused_by_name(tmp_path: Path) -> None:
     stop_before_the_end(tmp_path / "out")
     with pytest.raises(UsageError, match="keep_names was False and is True"):
-        convert.export(
+        api.export(
             formats.read_index(FSDP2),
             str(tmp_path / "out"),
             options=ExportOptions(keep_names=True),
@@ -298,7 +298,7 @@ def test_other_options_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_nothing_to_resume_is_a_fresh_start_with_a_note(tmp_path: Path) -> None:
-    plan = convert.export(
+    plan = api.export(
         formats.read_index(FSDP2),
         str(tmp_path / "out"),
         options=ExportOptions(),
@@ -355,7 +355,7 @@ def test_a_read_that_the_system_refuses_names_the_file(
 
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(UnreadableError, match=r"_0\.distcp cannot be read: Input/output") as caught:
-        convert.export(
+        api.export(
             index,
             str(tmp_path / "out"),
             options=ExportOptions(),

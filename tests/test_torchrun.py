@@ -4,8 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launching import ckpt_tools, contents, job, torchrun
+from safetensors.numpy import save_file
 
 from ckpt_tools.files import Files
 from ckpt_tools.formats import locate, read_index
@@ -207,6 +209,44 @@ def test_four_ranks_write_the_bytes_of_one_process_and_of_two_workers(tmp_path: 
     alone = contents(tmp_path / "one")
     assert contents(tmp_path / "workers") == alone
     assert contents(tmp_path / "ranks") == alone
+
+
+def test_ranks_and_workers_fill_the_files_of_an_export_together(tmp_path: Path) -> None:
+    source = tmp_path / "source.safetensors"
+    values = np.random.default_rng(0).integers(0, 255, (3, 1024, 20_000), dtype=np.uint8)
+    save_file({f"w{number}": value for number, value in enumerate(values)}, source)
+    arguments = ("export", source, "--max-shard-size", "45MB", "--check")
+    ckpt_tools(*arguments, "-o", tmp_path / "one")
+    ckpt_tools(*arguments, "-o", tmp_path / "workers", "-j", "3")
+    done = torchrun(4, "-m", "ckpt_tools", *arguments, "-o", tmp_path / "ranks")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tensors, ") == 1
+    alone = contents(tmp_path / "one")
+    assert len(alone) == 3
+    assert contents(tmp_path / "workers") == alone
+    assert contents(tmp_path / "ranks") == alone
+
+
+def test_ranks_merge_adapters_into_what_each_of_them_writes(tmp_path: Path) -> None:
+    peft = DATA / "peft_fsdp2_dcp_4r" / "ckpt"
+    arguments = ("export", peft, "--merge-lora", "--lora-alpha", "6")
+    ckpt_tools(*arguments, "-o", tmp_path / "one.safetensors")
+    ckpt_tools(*arguments, "-o", tmp_path / "workers.safetensors", "-j", "2")
+    done = torchrun(2, "-m", "ckpt_tools", *arguments, "-o", tmp_path / "ranks.safetensors")
+    assert done.returncode == 0, done.stderr
+    alone = (tmp_path / "one.safetensors").read_bytes()
+    assert (tmp_path / "workers.safetensors").read_bytes() == alone
+    assert (tmp_path / "ranks.safetensors").read_bytes() == alone
+
+
+def test_what_an_export_by_ranks_refuses_is_told_once(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("export", DCP, "-o", out, "--include", "nothing*")
+    done = torchrun(2, "-m", "ckpt_tools", *arguments)
+    assert done.returncode != 0
+    assert done.stderr.count("no entry is chosen") == 1
+    assert "exitcode  : 1" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_torchrun_finds_the_command_itself_and_a_looking_one_prints_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Literal
 
@@ -11,6 +10,8 @@ import click
 from ckpt_tools import convert
 from ckpt_tools.cli import options, progress, reading, render, shaping, writing
 from ckpt_tools.cli.group import say
+from ckpt_tools.distributed import environment
+from ckpt_tools.distributed.export_engine import ExportJob, export_by
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
@@ -70,34 +71,42 @@ def command(
     dtype: DType | None,
     max_shard_size: int,
     keep_names: bool,
+    jobs: int,
     dry_run: bool,
     json: bool,
     **_shared: object,
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
-    form = _form(form, out)
-    chosen = options.Filters.given()
-    index = read_index(ckpt, options=options.reading_given())
-    asked = convert.ExportOptions(
-        format=form,
-        dtype=dtype,
-        dtypes=shaping.dtype_rules(),
-        keep_names=keep_names,
-        steps=shaping.export_steps(index, dtype=dtype, is_folder=_is_hf_folder(out, form)),
-        include=chosen.include,
-        exclude=chosen.exclude,
-        only=chosen.only,
-        max_shard_size=_ONE_FILE if shaping.is_adapter() else max_shard_size,
-        basename="adapter_model" if shaping.is_adapter() else "model",
-    )
-    wanted = reading.choose(index, chosen)
     started = time.monotonic()
-    write = writing.given()
+    form = _form(form, out)
+    if dry_run and _is_silent():
+        return
+    chosen = options.Filters.given()
+
+    def asked(index: CheckpointIndex) -> convert.ExportOptions:
+        reading.choose(index, chosen)
+        return convert.ExportOptions(
+            format=form,
+            dtype=dtype,
+            dtypes=shaping.dtype_rules(),
+            keep_names=keep_names,
+            steps=shaping.export_steps(index, dtype=dtype, is_folder=_is_hf_folder(out, form)),
+            include=chosen.include,
+            exclude=chosen.exclude,
+            only=chosen.only,
+            max_shard_size=_ONE_FILE if shaping.is_adapter() else max_shard_size,
+            basename="adapter_model" if shaping.is_adapter() else "model",
+        )
+
+    read = options.reading_given()
     if dry_run:
-        plan = convert.plan_export(index, asked, single_file=_single_file(out, form))
+        index = read_index(ckpt, options=read)
+        single_file = convert.single_file_of(out, form)
+        plan = convert.plan_export(index, asked(index), single_file=single_file)
     else:
-        with progress.byte_bar(_output_bytes(wanted, dtype), label="export") as on_bytes:
-            plan = convert.export(index, out, options=asked, write=write, on_bytes=on_bytes)
+        with progress.byte_bar(label="export") as bar:
+            job = ExportJob(out, asked, writing.given(), bar, bar.expect)
+            plan = export_by(ckpt, job, read=read, workers=jobs)
     for note in plan.notes:
         say(note)
     if json:
@@ -106,12 +115,10 @@ def command(
         click.echo(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
 
 
-def _output_bytes(wanted: CheckpointIndex, dtype: DType | None) -> int:
-    """Tensor bytes of the output."""
-    return sum(
-        entry.numel * (dtype if dtype and entry.dtype.kind == "float" else entry.dtype).itemsize
-        for entry in wanted.tensors
-    )
+def _is_silent() -> bool:
+    """Whether this rank has no part in a rehearsal: rank 0 plans alone."""
+    here = environment.place()
+    return here is not None and here.rank > 0
 
 
 def _form(form: Form | None, out: str) -> Form:
@@ -131,10 +138,6 @@ def _form(form: Form | None, out: str) -> Form:
 
 def _is_hf_folder(out: str, form: str) -> bool:
     return form == "safetensors" and not convert.is_single_file(out, form)
-
-
-def _single_file(out: str, form: str) -> str | None:
-    return os.path.basename(out) if convert.is_single_file(out, form) else None
 
 
 def _summary(plan: convert.ExportPlan, out: str, *, dry_run: bool, seconds: float) -> str:

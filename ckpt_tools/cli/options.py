@@ -122,7 +122,7 @@ def output() -> click.Parameter:
 
 
 def writing() -> list[click.Parameter]:
-    """--dry-run, --force, --resume, --check, --threads and --max-memory."""
+    """--dry-run, --force, --resume, --check, --jobs, --threads and --max-memory."""
     return [
         click.Option(
             ["--dry-run"], is_flag=True, help="Plan and check everything, but write nothing."
@@ -139,12 +139,20 @@ def writing() -> list[click.Parameter]:
             help="Read the result back and compare it with the source before it gets its name.",
         ),
         click.Option(
-            ["-j", "--threads"],
+            ["-j", "--jobs"],
+            metavar="N",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            help="Worker processes on this machine.",
+        ),
+        click.Option(
+            ["--threads"],
             metavar="N",
             type=click.IntRange(min=1),
             default=2,
             show_default=True,
-            help="Threads that read and write.",
+            help="Threads of each process.",
         ),
         size("--max-memory", default="64MiB", text="Memory of all buffers together."),
     ]

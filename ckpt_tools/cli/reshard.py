@@ -19,7 +19,7 @@ from ckpt_tools.cli import (
 from ckpt_tools.cli.group import say
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import ENGINES, Engine, Request, rehearse, reshard_by
-from ckpt_tools.distributed.job import Job
+from ckpt_tools.distributed.job import Job, ignore
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
@@ -108,21 +108,7 @@ _PARAMS = [
     ),
     options.dtype(),
     *shaping.for_reshard(),
-    click.Option(
-        ["-j", "--jobs"],
-        type=click.IntRange(min=1),
-        default=1,
-        show_default=True,
-        help="Worker processes on this machine.",
-    ),
-    click.Option(
-        ["--threads"],
-        type=click.IntRange(min=1),
-        default=2,
-        show_default=True,
-        help="Threads of each process.",
-    ),
-    *(param for param in options.writing() if param.name != "threads"),
+    *options.writing(),
     options.as_json(),
     *options.filters(),
     *options.reading(),
@@ -179,7 +165,7 @@ def command(
         return
     words = f"{to_mesh} = {in_words(mesh, asked.placements or default_placements(mesh))}"
     say(words)
-    request, job = Request(ckpt, engine, jobs, read), Job(out, asked, writing.given(), _ignore)
+    request, job = Request(ckpt, engine, jobs, read), Job(out, asked, writing.given(), ignore)
     (_rehearse if dry_run else _carry_out)(request, job, told=words, as_json=json)
 
 
@@ -197,8 +183,8 @@ def _rehearse(request: Request, job: Job, *, told: str, as_json: bool) -> None:
 def _carry_out(request: Request, job: Job, *, told: str, as_json: bool) -> None:
     """Do it, then say on stdout what was done."""
     started = time.monotonic()
-    with progress.byte_bar(None, label="reshard") as on_bytes:
-        plan = reshard_by(request, job._replace(on_bytes=on_bytes))
+    with progress.byte_bar(label="reshard") as bar:
+        plan = reshard_by(request, job._replace(on_bytes=bar, on_total=bar.expect))
     _say_notes(plan, told)
     report = reshard_report.Report(request, job)
     if as_json:
@@ -228,7 +214,3 @@ def _is_silent(engine: Engine) -> bool:
     """Whether this rank has no part in a rehearsal: rank 0 plans alone, except to gather."""
     here = environment.place()
     return here is not None and here.rank > 0 and engine != "gather"
-
-
-def _ignore(nbytes: int) -> None:
-    """Take the news and do nothing."""

@@ -32,6 +32,7 @@ def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPl
 
     def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
         order = _order(job, plans, folder, count=workers)
+        job.on_total(sum(plan.length for plan in plans))
         if workers == 1 or not plans:
             write_share(order, 0, on_bytes=job.on_bytes)
         else:
@@ -51,6 +52,7 @@ def reshard_as_group(group: Group, index: CheckpointIndex, job: Job) -> ReshardP
             return  # rank 0 goes on with a run that had written all
         require_same_plan(group, plans)
         order = _order(job, plans, folder, count=group.size)
+        job.on_total(sum(plan.length for plan in plans) // group.size)
         with group.together():  # nobody writes any more when rank 0 tidies up
             write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
 

@@ -7,8 +7,7 @@ from typing import Literal
 
 from ckpt_tools import output, uploads
 from ckpt_tools.distributed import copy_engine, environment
-from ckpt_tools.distributed.environment import Place
-from ckpt_tools.distributed.group import Group
+from ckpt_tools.distributed.group import join
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, read_index
@@ -46,7 +45,7 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
             f"--check goes with --engine copy, not with {request.engine}.",
             hint=f"Compare afterwards: ckpt-tools diff {request.ckpt} {job.out}",
         )
-    group = _group(place, request)
+    group = join(place, workers=request.workers)
     if request.engine == "gather":
         from ckpt_tools.distributed import gather_engine  # numpy comes with it
 
@@ -76,7 +75,7 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
     if place is not None and request.engine == "gather":
         from ckpt_tools.distributed import gather_engine
 
-        group = _group(place, request)
+        group = join(place, workers=request.workers)
         plan = gather_engine.plan_by_gather(group, request.ckpt, job, read=request.read)
     else:
         index = read_index(request.ckpt, options=request.read)
@@ -88,16 +87,6 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
     if not is_address(job.out):
         output.check_space(job.out, plan.files)
     return plan
-
-
-def _group(place: Place, request: Request) -> Group:
-    if request.workers > 1:
-        raise UsageError(
-            f"-j {request.workers} starts workers of its own, but this is a torchrun job, whose "
-            f"{place.world_size} ranks are the workers.",
-            hint="Leave -j out, or run without torchrun.",
-        )
-    return Group.join(place)
 
 
 def _refuse_rewriting(request: Request, job: Job) -> None:

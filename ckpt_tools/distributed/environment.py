@@ -16,7 +16,7 @@ from typing import NamedTuple
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Commands whose work is shared between the ranks; any other is done by rank 0 alone.
-SHARED_COMMANDS = frozenset({"reshard"})
+SHARED_COMMANDS = frozenset({"export", "reshard"})
 
 
 class Place(NamedTuple):

@@ -166,6 +166,19 @@ class Group:
                 time.sleep(_LONGEST_PAUSE)
 
 
+def join(place: Place, *, workers: int) -> Group:
+    """The group of all ranks of this job. Raises UsageError for workers beside them, and when the
+    other ranks do not come.
+    """
+    if workers > 1:
+        raise UsageError(
+            f"-j {workers} starts workers of its own, but this is a torchrun job, whose "
+            f"{place.world_size} ranks are the workers.",
+            hint="Leave -j out, or run without torchrun.",
+        )
+    return Group.join(place)
+
+
 def _nobody_came(place: Place, why: str) -> UsageError:
     return UsageError(
         f"Rank {place.rank} did not find the {place.world_size} ranks of its torchrun job ({why}).",

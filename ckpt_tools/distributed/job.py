@@ -12,13 +12,20 @@ from ckpt_tools.output import place_of
 from ckpt_tools.resharding import ReshardOptions
 
 
+def ignore(nbytes: int) -> None:
+    """Take the news and do nothing."""
+
+
 class Job(NamedTuple):
-    """A reshard to the folder ``out``; ``on_bytes`` is told how many bytes this process wrote."""
+    """A reshard to the folder ``out``; ``on_bytes`` is told how many bytes this process wrote,
+    ``on_total`` before that about how many there will be.
+    """
 
     out: str
     options: ReshardOptions
     write: WriteOptions
     on_bytes: Callable[[int], None]
+    on_total: Callable[[int], None] = ignore
 
     def anew(self) -> Job:
         """The same for an engine that keeps no journal: it cannot go on with what is there."""

@@ -1,0 +1,129 @@
+"""`export` by worker processes on this machine, or by the ranks of a torchrun job.
+
+Several fill one file, and the bytes are the same however many take part: the plan alone says what
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ckpt_tools import convert, output
+from ckpt_tools.convert import CarryOut, ExportOptions, ExportPlan, WriteOptions
+from ckpt_tools.distributed import environment
+from ckpt_tools.distributed.copy_engine import require_same_plan, watchful
+from ckpt_tools.distributed.group import Group, join
+from ckpt_tools.distributed.job import ignore
+from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
+from ckpt_tools.files import Files
+from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.journal import Place
+from ckpt_tools.plan import FilePlan
+from ckpt_tools.steps import Work
+from ckpt_tools.storage import is_address
+from ckpt_tools.tasks import Share, cut, share_of
+
+
+class ExportJob(NamedTuple):
+    """An export to ``out`` of what ``options`` says of the index that is read; ``on_bytes`` and
+    ``on_total`` are told what a `Job`'s are.
+    """
+
+    out: str
+    options: Callable[[CheckpointIndex], ExportOptions]
+    write: WriteOptions
+    on_bytes: Callable[[int], None]
+    on_total: Callable[[int], None] = ignore
+
+
+def export_by(ckpt: str, job: ExportJob, *, read: ReadOptions, workers: int) -> ExportPlan:
+    """Do the job: with all ranks when this process is one of a torchrun job's, else with
+    ``workers`` processes, 1 for none but this one.
+
+    Raises what `read_index` and `convert.export` raise, WriteError when a worker dies, and
+    UsageError for workers beside ranks, or an address; on every rank of a job the same.
+    """
+    place = environment.place()
+    if place is None:
+        index = read_index(ckpt, options=read)
+        carry_out = _by_workers(job, workers) if workers > 1 else _by_threads(job)
+        options = job.options(index)
+        return convert.export(index, job.out, options=options, write=job.write, carry_out=carry_out)
+    group = join(place, workers=workers)
+    with group.together():
+        index = read_index(ckpt, options=read)
+        options = job.options(index)
+    return _as_group(group, index, options, job)
+
+
+def _by_threads(job: ExportJob) -> CarryOut:
+    write = convert.here(write=job.write, on_bytes=job.on_bytes)
+
+    def carry_out(plan: ExportPlan, place: Place) -> None:
+        job.on_total(_nbytes(plan))
+        write(plan, place)
+
+    return carry_out
+
+
+def _by_workers(job: ExportJob, workers: int) -> CarryOut:
+    def carry_out(plan: ExportPlan, place: Place) -> None:
+        if not plan.files:
+            return
+        with Files() as files:
+            convert.do_works(plan.works, files)
+        job.on_total(_nbytes(plan))
+        write_with_workers(_order(job, plan, place, count=workers), on_bytes=job.on_bytes)
+
+    return carry_out
+
+
+def _as_group(
+    group: Group, index: CheckpointIndex, options: ExportOptions, job: ExportJob
+) -> ExportPlan:
+    """Rank 0 makes and renames the output, all fill it."""
+
+    def share(plan: ExportPlan, place: Place) -> None:
+        if group.tell(str(len(plan.files))) == "0":
+            return  # rank 0 goes on with a run that had written all
+        require_same_plan(group, plan.files)
+        job.on_total(_nbytes(plan) // group.size)
+        order = _order(job, plan, place, count=group.size)
+        with group.together():  # nobody writes any more when rank 0 tidies up
+            with Files() as files:
+                mine = _needed(plan.works, plan.files, Share(group.rank, group.size))
+                convert.do_works(mine, files)
+            write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
+
+    with group.together():
+        if is_address(job.out):
+            output.refuse_existing(job.out, force=job.write.force)
+        if group.rank == 0:
+            return convert.export(index, job.out, options=options, write=job.write, carry_out=share)
+        single_file = convert.single_file_of(job.out, options.format)
+        plan = convert.plan_export(index, options, single_file=single_file, check=job.write.check)
+        share(plan, output.place_of(job.out))
+        return plan
+
+
+def _order(job: ExportJob, plan: ExportPlan, place: Place, *, count: int) -> Order:
+    write = job.write
+    return Order(plan.files, place.folder, count, write.threads, write.max_memory, place.journals)
+
+
+def _nbytes(plan: ExportPlan) -> int:
+    """Bytes that will be written."""
+    return sum(file.length for file in plan.files)
+
+
+def _needed(works: Sequence[Work], plans: Sequence[FilePlan], share: Share) -> list[Work]:
+    """The works whose bytes this share reads: each rank makes them on its own disk."""
+    if not works:
+        return []
+    tasks = share_of([task for plan in plans for task in cut(plan)], share)
+    read = {
+        read.chunk.data.path for task in tasks for piece in task.pieces for read in piece.item.reads
+    }
+    return [work for work in works if work.path in read]

@@ -52,7 +52,8 @@ RESHARD = ["reshard", "--to-mesh", "8", "--threads", "1"]
     [
         pytest.param(HERE, EXPORT, id="export"),
         pytest.param(HERE, RESHARD, id="reshard"),
-        pytest.param(HERE, [*RESHARD, "-j", "2"], id="workers", marks=pytest.mark.slow),
+        pytest.param(HERE, [*EXPORT, "-j", "2"], id="export-workers", marks=pytest.mark.slow),
+        pytest.param(HERE, [*RESHARD, "-j", "2"], id="reshard-workers", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_command_is_gone_on_with(
@@ -63,8 +64,9 @@ def test_a_killed_command_is_gone_on_with(
 
 @pytest.mark.slow
 @pytest.mark.torchrun
-def test_a_killed_job_is_gone_on_with(tmp_path: Path, source: Path) -> None:
-    command = [*TORCHRUN, "2", "-m", "ckpt_tools", *RESHARD, str(source)]
+@pytest.mark.parametrize("words", [EXPORT, RESHARD], ids=["export", "reshard"])
+def test_a_killed_job_is_gone_on_with(tmp_path: Path, source: Path, words: list[str]) -> None:
+    command = [*TORCHRUN, "2", "-m", "ckpt_tools", *words, str(source)]
     kill_and_resume(tmp_path, command, kills=max(1, KILLS // 5))
 
 

@@ -22,7 +22,8 @@ from launching import contents
 from ckpt_tools.cli import cli
 from ckpt_tools.convert import WriteOptions
 from ckpt_tools.distributed import environment, messages
-from ckpt_tools.distributed.copy_engine import digest, reshard_here
+from ckpt_tools.distributed.agreement import digest
+from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.environment import Place
 from ckpt_tools.distributed.group import ElsewhereError, Group

@@ -6,14 +6,13 @@ ranks of a job need a file system that all of them see, and talk only to start a
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ckpt_tools import uploads
+from ckpt_tools.distributed.agreement import require_same_plan, watchful
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
-from ckpt_tools.errors import UnreadableError
 from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.plan import FilePlan
 from ckpt_tools.resharding import CarryOut, ReshardPlan, plan_reshard, reshard
@@ -74,39 +73,3 @@ def lead_or_follow(
 def _order(job: Job, plans: Sequence[FilePlan], folder: str, *, count: int) -> Order:
     write = job.write
     return Order(tuple(plans), folder, count, write.threads, write.max_memory, job.place.journals)
-
-
-def require_same_plan(group: Group, plans: Sequence[FilePlan]) -> None:
-    """Raise UnreadableError when a rank has planned other files than rank 0.
-
-    The ranks have then not seen the same checkpoint: one is out of date, or a disk is not shared.
-    """
-    mine = digest(plans)
-    error = None
-    if group.tell(mine) != mine:
-        error = UnreadableError(
-            "This rank finds another checkpoint than rank 0 does.",
-            hint="All nodes must see the same files. Is the path on a node's own disk?",
-        )
-    group.meet(error)
-
-
-def digest(plans: Sequence[FilePlan]) -> str:
-    """A short text that differs when plans of different files, lengths, boxes or literals do."""
-    crc = 0
-    for plan in plans:
-        facts = (plan.path, plan.length, [item.offset for item in plan.items])
-        crc = zlib.crc32(repr(facts).encode(), crc)
-        for offset, data in plan.literals:
-            crc = zlib.crc32(data, zlib.crc32(str(offset).encode(), crc))
-    return f"{crc:08x} of {len(plans)}"
-
-
-def watchful(group: Group, on_bytes: Callable[[int], None]) -> Callable[[int], None]:
-    """The same, and stops this rank soon after another has failed."""
-
-    def moved(nbytes: int) -> None:
-        group.look_around()
-        on_bytes(nbytes)
-
-    return moved

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckpt_tools.distributed import devices
-from ckpt_tools.distributed.copy_engine import lead_or_follow, require_same_plan
+from ckpt_tools.distributed.agreement import require_same_plan
+from ckpt_tools.distributed.copy_engine import lead_or_follow
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import UnreadableError, UnsupportedError, UsageError, WriteError

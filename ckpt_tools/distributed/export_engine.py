@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckpt_tools import convert, output
 from ckpt_tools.convert import CarryOut, ExportOptions, ExportPlan, WriteOptions
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.copy_engine import require_same_plan, watchful
+from ckpt_tools.distributed.agreement import require_same_plan, watchful
 from ckpt_tools.distributed.group import Group, join
 from ckpt_tools.distributed.job import ignore
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from ckpt_tools.distributed import devices
-from ckpt_tools.distributed.copy_engine import lead_or_follow, require_same_plan
+from ckpt_tools.distributed.agreement import require_same_plan
+from ckpt_tools.distributed.copy_engine import lead_or_follow
 from ckpt_tools.distributed.gathering import Gathering, Source
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.convert import WriteOptions
 from ckpt_tools.journal import Place
 from ckpt_tools.output import place_of
-from ckpt_tools.resharding import ReshardOptions
+
+if TYPE_CHECKING:
+    from ckpt_tools.resharding import ReshardOptions
 
 
 def ignore(nbytes: int) -> None:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import table
 from cases import CASES, Case, Lab
-from measure import Cost, FailedError, measure
+from measure import Cost, FailedError, measure, touch
 
 _ROOT = Path(__file__).parents[2]
 
@@ -43,7 +43,7 @@ def main() -> None:
         chunks = asked.tensors, asked.ranks
         lab = Lab(Path(folder), Path(disk), int(asked.gib * 2**30), chunks, asked.tiny)
         for name in _chosen(asked.only):
-            notes += _measure(name, lab, rounds=asked.rounds, peers=not asked.no_peers)
+            notes += _measure(name, lab, asked)
     print("", *notes, sep="\n")
 
 
@@ -61,6 +61,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1024, help="chunks of each of them")
     parser.add_argument("--tiny", type=int, default=10_000, help="number of tiny tensors")
     parser.add_argument("--full-counts", action="store_true", help="1,000 × 1,024 and 100,000")
+    parser.add_argument(
+        "--touch",
+        type=float,
+        default=0.0,
+        help="GiB of memory to touch before each command, where\n"
+        "a virtual machine gives its free memory back to a host",
+    )
     parser.add_argument("--no-peers", action="store_true", help="only ours and system commands")
     asked = parser.parse_args()
     if asked.full_counts:
@@ -85,18 +92,21 @@ def _machine(asked: argparse.Namespace) -> str:
     )
 
 
-def _measure(name: str, lab: Lab, *, rounds: int, peers: bool) -> list[str]:
+def _measure(name: str, lab: Lab, asked: argparse.Namespace) -> list[str]:
     """Measure one case and print its rows; gives what is to be said below the table."""
     case = CASES[name](lab)
     notes: list[str] = []
     costs: dict[str, list[Cost]] = {}
-    left_out = [one for one in case.contestants if one.is_peer and not peers]
+    left_out = [one for one in case.contestants if one.is_peer and asked.no_peers]
     if importlib.util.find_spec("accelerate") is None:
         left_out += [one for one in case.contestants if "accelerate" in one.name]
         notes += [f"{name}: {one.name} is not installed, and left out." for one in left_out]
     case = case._replace(contestants=[one for one in case.contestants if one not in left_out])
-    for number in range(rounds):
-        notes += _round(name, case, lab, costs, first=number)
+    for number in range(asked.rounds):
+        notes += [
+            f"{name}: {note}"
+            for note in _round(case, lab, costs, first=number, touched=int(asked.touch * 2**30))
+        ]
     ours = case.contestants[0].name
     for row in table.rows(name, costs, ours=ours, base=case.base):
         print(row, flush=True)
@@ -105,18 +115,20 @@ def _measure(name: str, lab: Lab, *, rounds: int, peers: bool) -> list[str]:
 
 
 def _round(
-    name: str, case: Case, lab: Lab, costs: dict[str, list[Cost]], *, first: int
+    case: Case, lab: Lab, costs: dict[str, list[Cost]], *, first: int, touched: int
 ) -> list[str]:
     """Every command once, in turn, each round beginning with another; gives failures in words."""
     notes = []
     turn = [one for one in case.contestants if first == 0 or one.name in costs]
     for one in [*turn[first % len(turn) :], *turn[: first % len(turn)]]:
         _clear(*lab.folder.glob("out*"), *lab.disk.iterdir())
+        if touched:
+            touch(touched)
         try:
             costs.setdefault(one.name, []).append(measure(one.args, stdout=one.stdout))
         except FailedError as error:
             costs.pop(one.name)
-            notes.append(f"{name}: {one.name} failed: {error}")
+            notes.append(f"{one.name} failed: {error}")
         finally:
             _clear(*lab.folder.glob("out*"), *lab.disk.iterdir())
     return notes

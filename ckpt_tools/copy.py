@@ -27,6 +27,8 @@ __all__ = ["ALL", "NO_JOURNAL", "Journal", "Share", "read_array", "read_box", "w
 
 MIN_MEMORY = 1 << 20
 _MIN_MEMORY_PER_THREAD = 256 << 10
+# Shorter files are written through the page cache, from which they may well be read next.
+DIRECT_FROM = 64 << 20
 
 
 class Journal(Protocol):
@@ -121,17 +123,17 @@ class _Outputs:
     def close_idle(self, plan: FilePlan) -> None:
         """Close the file of a plan when it is open and no task of it is left."""
         if self._left[plan.path] == 0 and plan.path in self._open:
-            os.close(self._open.pop(plan.path).fd)
+            self._open.pop(plan.path).close()
 
     def create(self, plans: Iterator[FilePlan]) -> None:
         """Make files that no task writes to. Raises WriteError."""
         for plan in plans:
-            os.close(self._make(plan).fd)
+            self._make(plan).close()
 
     def close(self) -> None:
         """Close all that are still open."""
         for output in self._open.values():
-            os.close(output.fd)
+            output.close()
         self._open.clear()
 
     def _make(self, plan: FilePlan) -> Output:
@@ -140,14 +142,31 @@ class _Outputs:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                if os.fstat(fd).st_size != plan.length:
+                status = os.fstat(fd)
+                if status.st_size != plan.length:
                     os.ftruncate(fd, plan.length)
+                direct = _open_direct(path) if _is_for_disk(status, plan.length) else None
             except BaseException:
                 os.close(fd)
                 raise
         except OSError as error:
             raise unwritable(path, error) from error
-        return Output(path, fd)
+        return Output(path, fd, direct)
+
+
+def _is_for_disk(status: os.stat_result, length: int) -> bool:
+    """Whether a file is large and on a block device: memory and servers have a major number of 0,
+    and their own ways.
+    """
+    return length >= DIRECT_FROM and os.major(status.st_dev) != 0
+
+
+def _open_direct(path: str) -> int | None:
+    """The file for writing past the page cache, where the system can do that."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except (OSError, AttributeError):
+        return None
 
 
 class _Checksums:

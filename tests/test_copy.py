@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import threading
@@ -256,6 +257,32 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monke
     with Files() as files:
         write([plan], str(tmp_path), files)
     assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
+
+
+@pytest.mark.parametrize("slab", [5 * 4096, 1 << 16])
+@pytest.mark.parametrize("answer", ["done", "short", "refused"])
+def test_whole_blocks_may_go_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab: int, answer: str
+) -> None:
+    pwrite, passed = os.pwrite, []
+
+    def write_some(fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            passed.append((offset, len(data)))
+            if answer == "refused":
+                raise OSError(errno.EINVAL, "as a system says that asks for more")
+            data = data[:4096] if answer == "short" else data
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", write_some)
+    monkeypatch.setattr("ckpt_tools.copy.DIRECT_FROM", 0)
+    monkeypatch.setattr("ckpt_tools.carrier._LEAST_DIRECT", 4096)
+    plan = checked_plan(tmp_path, sizes=(50_000, 3, 4096, 300_000, 8000, 9000))
+    with Files() as files:
+        write([plan], str(tmp_path), files, slab=slab)
+    assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
+    assert not any(offset % 4096 or length % 4096 for offset, length in passed)
+    assert len(passed) > 5 or os.major(tmp_path.stat().st_dev) == 0
 
 
 def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,24 +6,14 @@ when the first address is met. Faults come out as OSError, as those of local fil
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.errors import UsageError
 
+_AT_ONCE = 16  # requests
 _BLOCK = 1 << 18  # of streams: pickles of an old file, read from front to back
-# What clients raise that is no OSError, by the module that has it; none is imported for this.
-_FOREIGN = (
-    ("botocore.exceptions", "BotoCoreError"),
-    ("botocore.exceptions", "ClientError"),
-    ("aiohttp", "ClientError"),
-    ("requests", "RequestException"),
-    ("google.auth.exceptions", "GoogleAuthError"),
-    ("huggingface_hub.errors", "HfHubHTTPError"),
-)
-
 Result = TypeVar("Result")
 
 
@@ -83,12 +73,6 @@ def _file_system(address: str) -> FileSystem:
     return _protocol(f"{scheme}://{rest.partition('/')[0]}")
 
 
-def _foreign() -> tuple[type[Exception], ...]:
-    """The faults of those clients that are loaded."""
-    found = (getattr(sys.modules.get(module), name, None) for module, name in _FOREIGN)
-    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
-
-
 def _asked(address: str, ask: Callable[[FileSystem], Result]) -> Result:
     """The answer of the store; whatever fault it has is an OSError."""
     system = _file_system(address)
@@ -96,7 +80,7 @@ def _asked(address: str, ask: Callable[[FileSystem], Result]) -> Result:
         return ask(system)
     except OSError:
         raise
-    except _foreign() as error:
+    except Exception as error:  # each client has faults of its own, and new ones
         raise OSError(0, f"{type(error).__name__}: {error}", address) from error
 
 
@@ -110,7 +94,22 @@ def listing(address: str) -> list[Facts]:
     found = _asked(address, lambda system: system.ls(address, detail=True))
     own = _tail(address)
     inside = [_facts(entry) for entry in found]
+    if _is_web(address):
+        inside = _with_sizes(address, [entry for entry in inside if "?" not in entry.name])
     return sorted(entry for entry in inside if entry.name and not _is_itself(entry, own, found))
+
+
+def _is_web(address: str) -> bool:
+    return address.startswith(("http://", "https://"))
+
+
+def _with_sizes(address: str, entries: Sequence[Facts]) -> list[Facts]:
+    """The same: a web page lists names alone, and each file is asked for its size."""
+    from concurrent.futures import ThreadPoolExecutor  # late, as all that addresses need
+
+    paths = [f"{address.rstrip('/')}/{entry.name}" for entry in entries]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(facts, paths))
 
 
 def _is_itself(entry: Facts, own: str, found: Sequence[Mapping[str, object]]) -> bool:
@@ -120,10 +119,13 @@ def _is_itself(entry: Facts, own: str, found: Sequence[Mapping[str, object]]) ->
 
 def _facts(entry: Mapping[str, object]) -> Facts:
     size = entry.get("size")
-    is_dir = entry.get("type") == "directory"
+    # To a web client all is a file; a page in the place of one is the listing of a folder.
+    is_page = str(entry.get("mimetype", "")).startswith("text/html")
+    is_dir = entry.get("type") == "directory" or is_page
     told = (entry.get(key) for key in ("ETag", "etag", "LastModified", "mtime", "created"))
     version = next((str(value) for value in told if value), "")
-    return Facts(_tail(str(entry["name"])), size if isinstance(size, int) else 0, is_dir, version)
+    known = size if isinstance(size, int) and not is_dir else 0
+    return Facts(_tail(str(entry["name"])), known, is_dir, version)
 
 
 def _tail(path: str) -> str:

@@ -1,6 +1,9 @@
 """Completion: what a shell is offered for commands and for names inside of a checkpoint."""
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,28 @@ def test_each_shell_has_its_script(shell: str) -> None:
 def test_bash_can_read_its_script() -> None:
     script = CliRunner().invoke(cli, ["completion", "bash"]).stdout
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+def test_fish_completes_commands_and_names() -> None:
+    script = CliRunner().invoke(cli, ["completion", "fish"]).stdout
+    asked = f'complete -C "ckpt-tools ins"; complete -C "ckpt-tools show {CKPT} model.head1.b"'
+    done = subprocess.run(
+        ["fish", "-c", f"source; {asked}"],
+        input=script,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    offered = [line.split("\t")[0] for line in done.stdout.splitlines() if line]
+    assert offered == ["inspect", "model.head1.bias"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_zsh_can_read_its_script() -> None:
+    script = CliRunner().invoke(cli, ["completion", "zsh"]).stdout
+    subprocess.run(["zsh", "-n"], input=script, text=True, check=True)
 
 
 def test_commands_are_offered() -> None:

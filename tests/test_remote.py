@@ -9,7 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +22,7 @@ from ckpt_tools import remote, storage
 from ckpt_tools.cli import cli
 from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError
 from ckpt_tools.files import Files
+from ckpt_tools.formats import read_index
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -198,6 +202,43 @@ def test_without_fsspec_the_error_says_what_to_install(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("path", ["C:\\run", "run7/step", "/a//b", "a:b", "./s3:/x"])
 def test_local_paths_are_no_addresses(path: str) -> None:
     assert not storage.is_address(path)
+
+
+# ------------------------------------------------------------------------------------ a web server
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    """The address of a web server that lists folders and knows no ranges."""
+    pytest.importorskip("aiohttp")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(REAL))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_folder_of_a_web_server_is_looked_at(site: str) -> None:
+    far = read_index(f"{site}/fsdp2_dcp_1d_4r/ckpt")
+    near = read_index(str(REAL / "fsdp2_dcp_1d_4r" / "ckpt"))
+    assert [entry.fqn for entry in far.entries] == [entry.fqn for entry in near.entries]
+    assert not far.problems
+
+
+def test_a_web_server_without_ranges_is_an_error_that_says_so(site: str) -> None:
+    with pytest.raises(UnreadableError, match="was asked for") as caught:
+        read_index(f"{site}/fsdp2_torchsave_1d_4r/ckpt")
+    assert "does not know ranges" in str(caught.value.hint)
+
+
+def test_a_fault_of_a_client_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def info(self, path: str) -> dict[str, object]:
+            raise LookupError(path)
+
+    monkeypatch.setattr("ckpt_tools.remote._protocol", lambda _: Broken())
+    with pytest.raises(OSError, match="LookupError"):
+        remote.facts("odd://store/run7")
 
 
 # ------------------------------------------------------------------------------- a real S3 server

@@ -43,7 +43,7 @@ class Output:
     """One open output file; ``path`` names it in errors.
 
     ``direct`` is the same file, opened with O_DIRECT: what is to be on the disk in the end gets
-    there in a third of the time when it does not pass the page cache.
+    there sooner when it does not pass the page cache.
     """
 
     __slots__ = ("direct", "fd", "path")

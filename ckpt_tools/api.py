@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools import convert, formats, proof
+from ckpt_tools import formats, proof
 from ckpt_tools.convert import ExportOptions, ExportPlan, WriteOptions
 from ckpt_tools.errors import AnswerNo, UnsupportedError, UsageError
 from ckpt_tools.files import Files
@@ -157,8 +157,10 @@ def export(
     the checkpoint from being whole, UsageError for what cannot be meant, WriteError when it cannot
     be written; then ``out`` is as it was.
     """
-    carry_out = convert.here(write=write, on_bytes=on_bytes)
-    return convert.export(index, out, options=options, write=write, carry_out=carry_out)
+    from ckpt_tools.distributed import export_engine  # late: few of those who look also write
+
+    job = export_engine.ExportJob(out, write, on_bytes)
+    return export_engine.export_here(index, options, job, workers=1)
 
 
 def reshard(

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from ckpt_tools.cast import Caster
 
 SLOT = struct.Struct("<I")
-# What O_DIRECT asks of places, lengths and memory: the logical blocks of no disk are larger.
-BLOCK = 4096
+# What is written past the page cache is whole blocks of this: a page that the cache holds, or a
+# block that it writes back, must never lie partly in them. No disk asks for more than 4096.
+BLOCK = max(4096, mmap.PAGESIZE)
 _LEAST_DIRECT = 128 << 10
 _WIDEST = 16  # bytes of the largest element
 _CAST_SCRATCH = 16  # bytes of a slab for each element that is cast in one step

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import ckpt_tools
-from ckpt_tools import casts, journal, names, output, steps, uploads
+from ckpt_tools import casts, names, output, steps, uploads
 from ckpt_tools.claim import Origin, digest_of_reads, in_words
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import AnswerNo, UsageError
@@ -213,32 +213,6 @@ def _check(
     words = checking.check(written, plan.targets, source=index, threads=write.threads)
     checking.record_in_headers(folder, words)
     return (words,)
-
-
-def here(*, write: WriteOptions, on_bytes: Callable[[int], None]) -> CarryOut:
-    """Carrying out with the threads of this process.
-
-    ``on_bytes`` is told how many bytes were written since it was last called.
-    """
-
-    def carry_out(plan: ExportPlan, place: Place) -> None:
-        if not plan.files:
-            return
-        from ckpt_tools import copy  # numpy comes with it: only those who write pay for it
-
-        with Files() as files, journal.opened(place, plan.files, index=0) as kept:
-            do_works(plan.works, files)
-            copy.write_files(
-                plan.files,
-                root=place.folder,
-                files=files,
-                threads=write.threads,
-                max_memory=write.max_memory,
-                on_bytes=on_bytes,
-                journal=kept,
-            )
-
-    return carry_out
 
 
 def do_works(works: Sequence[Work], files: Files) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ckpt_tools import crc
-from ckpt_tools.carrier import SLOT, Carrier, Output, Stopped, unwritable
+from ckpt_tools.carrier import BLOCK, SLOT, Carrier, Output, Stopped, unwritable
 from ckpt_tools.errors import UsageError
 from ckpt_tools.files import Files
 from ckpt_tools.gather import read_array, read_box
@@ -155,10 +155,12 @@ class _Outputs:
 
 
 def _is_for_disk(status: os.stat_result, length: int) -> bool:
-    """Whether a file is large and on a block device: memory and servers have a major number of 0,
-    and their own ways.
+    """Whether a file is large and on a block device, in blocks that are not larger than ours.
+
+    Memory and servers have a major number of 0, and their own ways.
     """
-    return length >= DIRECT_FROM and os.major(status.st_dev) != 0
+    is_on_device = os.major(status.st_dev) != 0 and status.st_blksize <= BLOCK
+    return length >= DIRECT_FROM and is_on_device
 
 
 def _open_direct(path: str) -> int | None:

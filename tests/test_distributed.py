@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from launching import contents
 
 from ckpt_tools.cli import cli
-from ckpt_tools.convert import WriteOptions
+from ckpt_tools.convert import ExportOptions, WriteOptions
 from ckpt_tools.distributed import environment, messages
 from ckpt_tools.distributed.agreement import digest
 from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.environment import Place
+from ckpt_tools.distributed.export_engine import ExportJob, export_here
 from ckpt_tools.distributed.group import ElsewhereError, Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.pieces import PieceWriter
@@ -267,6 +268,17 @@ def test_workers_tell_how_many_bytes_they_wrote(alone: dict[str, bytes], tmp_pat
         read_index(str(DCP)), job(tmp_path / "out")._replace(on_bytes=told.append), workers=2
     )
     assert sum(told) == sum(map(len, alone.values()))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_export_tells_how_many_bytes_there_will_be(tmp_path: Path, workers: int) -> None:
+    told: list[int] = []
+    totals: list[int] = []
+    job = ExportJob(str(tmp_path / "out"), WriteOptions(), told.append, totals.append)
+    export_here(read_index(str(DCP)), ExportOptions(), job, workers=workers)
+    written = sum(map(len, contents(tmp_path / "out").values()))
+    assert totals == [written]
+    assert sum(told) == written
 
 
 @pytest.fixture

@@ -79,8 +79,8 @@ def command(
     """Plan and write the output, then say on stdout what it is."""
     started = time.monotonic()
     form = _form(form, out)
-    if dry_run and _is_silent():
-        return
+    if dry_run and environment.is_follower():
+        return  # rank 0 plans alone
     chosen = options.Filters.given()
 
     def asked(index: CheckpointIndex) -> convert.ExportOptions:
@@ -105,20 +105,14 @@ def command(
         plan = convert.plan_export(index, asked(index), single_file=single_file)
     else:
         with progress.byte_bar(label="export") as bar:
-            job = ExportJob(out, asked, writing.given(), bar, bar.expect)
-            plan = export_by(ckpt, job, read=read, workers=jobs)
+            job = ExportJob(out, writing.given(), bar, bar.expect)
+            plan = export_by(ckpt, asked, job, read=read, workers=jobs)
     for note in plan.notes:
         say(note)
     if json:
         render.emit_json(_json(plan, out, dry_run=dry_run))
     else:
         click.echo(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
-
-
-def _is_silent() -> bool:
-    """Whether this rank has no part in a rehearsal: rank 0 plans alone."""
-    here = environment.place()
-    return here is not None and here.rank > 0
 
 
 def _form(form: Form | None, out: str) -> Form:

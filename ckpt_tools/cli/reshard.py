@@ -161,8 +161,8 @@ def command(
             "--param-names.",
             hint="--engine copy has both.",
         )
-    if dry_run and _is_silent(engine):
-        return
+    if dry_run and engine != "gather" and environment.is_follower():
+        return  # rank 0 plans alone; to gather, each knows its own file only
     words = f"{to_mesh} = {in_words(mesh, asked.placements or default_placements(mesh))}"
     say(words)
     request, job = Request(ckpt, engine, jobs, read), Job(out, asked, writing.given(), ignore)
@@ -208,9 +208,3 @@ def _format(
     if form == "ranks" and layout not in (None, "plain"):
         raise UsageError(f"--layout {layout} is of DCP directories; it has no --format ranks.")
     return form
-
-
-def _is_silent(engine: Engine) -> bool:
-    """Whether this rank has no part in a rehearsal: rank 0 plans alone, except to gather."""
-    here = environment.place()
-    return here is not None and here.rank > 0 and engine != "gather"

@@ -41,14 +41,19 @@ def place() -> Place | None:
     return Place(rank, world_size, local_rank, local_world_size)
 
 
+def is_follower() -> bool:
+    """Whether this process is a rank above 0 of a torchrun job."""
+    here = place()
+    return here is not None and here.rank > 0
+
+
 def let_rank_0_speak(arguments: Sequence[str]) -> None:
     """End or silence this process when it is a rank above 0 of a torchrun job.
 
     ``arguments`` are those of the command line. A command that the ranks do not share ends here
     with exit code 0: rank 0 does it, and its exit code is the job's.
     """
-    here = place()
-    if here is None or here.rank == 0:
+    if not is_follower():
         return
     command = next((word for word in arguments if not word.startswith("-")), None)
     if command not in SHARED_COMMANDS:

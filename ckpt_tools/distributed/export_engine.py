@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ckpt_tools import convert, output
-from ckpt_tools.convert import CarryOut, ExportOptions, ExportPlan, WriteOptions
+from ckpt_tools.convert import ExportOptions, ExportPlan, WriteOptions
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.agreement import require_same_plan, watchful
 from ckpt_tools.distributed.group import Group, join
@@ -27,57 +27,60 @@ from ckpt_tools.tasks import Share, cut, share_of
 
 
 class ExportJob(NamedTuple):
-    """An export to ``out`` of what ``options`` says of the index that is read; ``on_bytes`` and
-    ``on_total`` are told what a `Job`'s are.
-    """
+    """An export to ``out``; ``on_bytes`` and ``on_total`` are told what a `Job`'s are."""
 
     out: str
-    options: Callable[[CheckpointIndex], ExportOptions]
     write: WriteOptions
     on_bytes: Callable[[int], None]
     on_total: Callable[[int], None] = ignore
 
 
-def export_by(ckpt: str, job: ExportJob, *, read: ReadOptions, workers: int) -> ExportPlan:
-    """Do the job: with all ranks when this process is one of a torchrun job's, else with
-    ``workers`` processes, 1 for none but this one.
+def export_by(
+    ckpt: str,
+    asked: Callable[[CheckpointIndex], ExportOptions],
+    job: ExportJob,
+    *,
+    read: ReadOptions,
+    workers: int,
+) -> ExportPlan:
+    """Export what is ``asked`` of the index that is read: with all ranks when this process is one
+    of a torchrun job's, else as `export_here` does.
 
-    Raises what `read_index` and `convert.export` raise, WriteError when a worker dies, and
-    UsageError for workers beside ranks, or an address; on every rank of a job the same.
+    Raises what `read_index` and `export_here` raise, and UsageError for workers beside ranks, or an
+    address; on every rank of a job the same.
     """
     place = environment.place()
     if place is None:
         index = read_index(ckpt, options=read)
-        carry_out = _by_workers(job, workers) if workers > 1 else _by_threads(job)
-        options = job.options(index)
-        return convert.export(index, job.out, options=options, write=job.write, carry_out=carry_out)
+        return export_here(index, asked(index), job, workers=workers)
     group = join(place, workers=workers)
     with group.together():
         index = read_index(ckpt, options=read)
-        options = job.options(index)
+        options = asked(index)
     return _as_group(group, index, options, job)
 
 
-def _by_threads(job: ExportJob) -> CarryOut:
-    write = convert.here(write=job.write, on_bytes=job.on_bytes)
+def export_here(
+    index: CheckpointIndex, options: ExportOptions, job: ExportJob, *, workers: int
+) -> ExportPlan:
+    """`convert.export` with the threads of this process, or with several workers on this machine.
 
-    def carry_out(plan: ExportPlan, place: Place) -> None:
-        job.on_total(_nbytes(plan))
-        write(plan, place)
+    Raises what `convert.export` raises, and WriteError when a worker dies.
+    """
 
-    return carry_out
-
-
-def _by_workers(job: ExportJob, workers: int) -> CarryOut:
     def carry_out(plan: ExportPlan, place: Place) -> None:
         if not plan.files:
             return
         with Files() as files:
             convert.do_works(plan.works, files)
         job.on_total(_nbytes(plan))
-        write_with_workers(_order(job, plan, place, count=workers), on_bytes=job.on_bytes)
+        order = _order(job, plan, place, count=workers)
+        if workers == 1:
+            write_share(order, 0, on_bytes=job.on_bytes)
+        else:
+            write_with_workers(order, on_bytes=job.on_bytes)
 
-    return carry_out
+    return convert.export(index, job.out, options=options, write=job.write, carry_out=carry_out)
 
 
 def _as_group(

@@ -281,6 +281,13 @@ def test_an_export_tells_how_many_bytes_there_will_be(tmp_path: Path, workers: i
     assert sum(told) == written
 
 
+def test_an_output_that_is_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    arguments = ["export", str(tmp_path / "nowhere"), "-o", str(tmp_path)]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 2
+    assert "is there already; nothing was read or written" in done.stderr
+
+
 @pytest.fixture
 def order(tmp_path: Path) -> Order:
     """What two workers are told, of a source that may be harmed."""

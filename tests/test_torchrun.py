@@ -247,6 +247,9 @@ def test_what_an_export_by_ranks_refuses_is_told_once(tmp_path: Path) -> None:
     assert done.stderr.count("no entry is chosen") == 1
     assert "exitcode  : 1" in done.stderr
     assert not list(tmp_path.iterdir())
+    done = torchrun(2, "-m", "ckpt_tools", "export", DCP, "-o", "s3://bucket/out")
+    assert done.stderr.count("is an address, and the ranks of a job write to") == 1
+    assert "exitcode  : 2" in done.stderr
 
 
 def test_torchrun_finds_the_command_itself_and_a_looking_one_prints_once() -> None:

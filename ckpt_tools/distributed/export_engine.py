@@ -51,13 +51,22 @@ def export_by(
     """
     place = environment.place()
     if place is None:
+        if not is_address(job.out):
+            _refuse_existing(job)
         index = read_index(ckpt, options=read)
         return export_here(index, asked(index), job, workers=workers)
     group = join(place, workers=workers)
     with group.together():
+        if group.rank == 0:
+            _refuse_existing(job)
         index = read_index(ckpt, options=read)
         options = asked(index)
     return _as_group(group, index, options, job)
+
+
+def _refuse_existing(job: ExportJob) -> None:
+    """Refuse an output before a large index is read for it; `convert.export` looks again."""
+    output.refuse_existing(job.out, force=job.write.force, resume=job.write.resume)
 
 
 def export_here(
@@ -101,8 +110,6 @@ def _as_group(
             write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
 
     with group.together():
-        if is_address(job.out):
-            output.refuse_existing(job.out, force=job.write.force)
         if group.rank == 0:
             return convert.export(index, job.out, options=options, write=job.write, carry_out=share)
         single_file = convert.single_file_of(job.out, options.format)

@@ -24,7 +24,8 @@ from ckpt_tools.files import Files
 from ckpt_tools.formats import dcp_items, dcp_safetensors, pickles
 from ckpt_tools.formats.dcp_chunks import Columns, Place
 from ckpt_tools.formats.dcp_damage import DATA_FILE, problems_of, rank_of, some
-from ckpt_tools.formats.dcp_metadata import Metadata, Storage, StorageInfo, StorageKey, TensorMeta
+from ckpt_tools.formats.dcp_metadata import Metadata, TensorMeta
+from ckpt_tools.formats.dcp_storage import StorageInfo, StorageKey, StorageLists
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.unpickler import collector_paused
 from ckpt_tools.index import (
@@ -85,7 +86,7 @@ def _read_index(path: str) -> CheckpointIndex:
     objects = tuple(
         stored.object(fqn, paths[fqn], sections[fqn]) for fqn in sorted(metadata.objects)
     )
-    needed = {info.relative_path for info in metadata.storage.infos}
+    needed = metadata.storage.paths
     index = CheckpointIndex(
         root=path,
         format="dcp",
@@ -160,7 +161,7 @@ def _union(parts: Sequence[Metadata], path: str) -> Metadata:
     return parts[0]._replace(
         tensors=tensors,
         objects=frozenset().union(*(part.objects for part in parts)),
-        storage=Storage((fqn, at, info) for (fqn, at), info in storage.items()),
+        storage=StorageLists((fqn, at, info) for (fqn, at), info in storage.items()),
         planner_data=planner or None,
     )
 
@@ -208,12 +209,12 @@ class _Stored:
         self._root = root
         self.columns = Columns(metadata.storage, self._place)
 
-    def _place(self, info: StorageInfo) -> Place:
-        key = info.relative_path, info.transforms
+    def _place(self, relative_path: str, transforms: tuple[str, ...]) -> Place:
+        key = relative_path, transforms
         place = self._places.get(key)
         if place is None:
-            path = os.path.join(self._root, info.relative_path)
-            place = Place(path, _codec(info, self._root), rank_of(info.relative_path))
+            path = os.path.join(self._root, relative_path)
+            place = Place(path, _codec(path, transforms), rank_of(relative_path))
             self._places[key] = place
         return place
 
@@ -221,20 +222,20 @@ class _Stored:
         info = self._storage.get((fqn, None))
         if info is None:
             return None
-        place = self._place(info)
+        place = self._place(info.relative_path, info.transforms)
         data = ByteRange(place.path, info.offset, info.length)
         return ObjectEntry(fqn, path, section, data, codec=place.codec)
 
 
-def _codec(info: StorageInfo, root: str) -> str:
+def _codec(path: str, transforms: tuple[str, ...]) -> str:
     """How an item is packed. Raises UnsupportedError for a transform that is not known."""
-    if not info.transforms:
+    if not transforms:
         return dcp_items.TORCH_SAVE
-    if info.transforms == ("stream.zstd/1",):
+    if transforms == ("stream.zstd/1",):
         return dcp_items.ZSTD
     raise UnsupportedError(
-        f"{os.path.join(root, info.relative_path)} is packed with {list(info.transforms)}, which "
-        "is not known here; only stream.zstd/1 is.",
+        f"{path} is packed with {list(transforms)}, which is not known here; only stream.zstd/1 "
+        "is.",
         hint="Save again without this extension.",
     )
 

@@ -7,17 +7,13 @@ rows of `.metadata`, and opens no file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import add, attrgetter
+from operator import add
 from typing import NamedTuple, TypeAlias, overload
 
-from ckpt_tools.formats.dcp_metadata import Offsets, Storage, StorageInfo, TensorMeta
+from ckpt_tools.formats.dcp_metadata import TensorMeta
+from ckpt_tools.formats.dcp_storage import Offsets, Places, Storage, StorageInfo
 from ckpt_tools.geometry import Box
 from ckpt_tools.index import ByteRange, Chunk, Grid, GridChunks
-
-_relative_path: Callable[[StorageInfo], str] = attrgetter("relative_path")
-_transforms = attrgetter("transforms")
-_offset = attrgetter("offset")
-_length = attrgetter("length")
 
 # The constructors that NamedTuple generates would take two seconds of a million chunks.
 _make = tuple.__new__
@@ -32,23 +28,26 @@ class Place(NamedTuple):
 
 
 _Slice: TypeAlias = "slice[int | None, int | None, int | None]"
-PlaceOf = Callable[[StorageInfo], Place]
+# What a relative path and its transforms mean.
+PlaceOf = Callable[[str, tuple[str, ...]], Place]
 
 
 class StoredChunks(GridChunks):
-    """Chunks of one codec, each made when it is asked for."""
+    """Chunks of one codec, each made when it is asked for; ``starts`` and ``lengths`` in bytes."""
 
-    __slots__ = ("_codec", "_infos")
+    __slots__ = ("_codec", "_lengths", "_starts")
 
-    def __init__(self, grid: Grid, infos: Sequence[StorageInfo], codec: str) -> None:
+    def __init__(
+        self, grid: Grid, starts: Sequence[int], lengths: Sequence[int], codec: str
+    ) -> None:
         super().__init__(grid)
-        self._infos = infos
+        self._starts = starts
+        self._lengths = lengths
         self._codec = codec
 
     def ends(self) -> Iterator[tuple[str, int]]:
         """The file of each chunk, and the byte after its last."""
-        ends = map(add, map(_offset, self._infos), map(_length, self._infos))
-        return zip(self.grid.paths, ends, strict=True)
+        return zip(self.grid.paths, map(add, self._starts, self._lengths), strict=True)
 
     @overload
     def __getitem__(self, index: int) -> Chunk: ...
@@ -58,17 +57,17 @@ class StoredChunks(GridChunks):
         """One chunk, or a list of them."""
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
-        info, grid = self._infos[index], self.grid
-        data = ByteRange(grid.paths[index], info.offset, info.length)
+        grid = self.grid
+        data = ByteRange(grid.paths[index], self._starts[index], self._lengths[index])
         return Chunk(grid.boxes[index], data, codec=self._codec, rank=grid.ranks[index])
 
     def __iter__(self) -> Iterator[Chunk]:
         """Every chunk, in order."""
         codec, grid = self._codec, self.grid
-        for box, path, rank, info in zip(
-            grid.boxes, grid.paths, grid.ranks, self._infos, strict=True
+        for box, path, rank, start, length in zip(
+            grid.boxes, grid.paths, grid.ranks, self._starts, self._lengths, strict=True
         ):
-            data = _make(ByteRange, (path, info.offset, info.length))
+            data = _make(ByteRange, (path, start, length))
             yield _make(Chunk, (box, data, None, codec, (), rank))
 
 
@@ -82,7 +81,7 @@ class _Cut:
             boxes = list(dict.fromkeys(boxes))
         self.boxes = tuple(_make(Box, box) for box in boxes)
         self.offsets = [offsets for offsets, _ in boxes]
-        self.grids: dict[tuple[str, ...], Grid] = {}
+        self.grids: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[Grid, str]] = {}
 
 
 class Columns:
@@ -100,27 +99,32 @@ class Columns:
         if known is None:
             known = self._cuts[id(meta.chunks)] = meta, _Cut(meta.chunks)
         cut = known[1]
-        infos = self._storage.places(fqn, cut.offsets)
-        found = [info for info in infos if info is not None]
-        if len(found) < len(infos) or len(set(map(_transforms, found))) != 1:
+        places = self._storage.places(fqn, cut.offsets)
+        if not isinstance(places, Places):
             return [
                 self._chunk(box, info)
-                for box, info in zip(cut.boxes, infos, strict=True)
+                for box, info in zip(cut.boxes, places, strict=True)
                 if info is not None
             ]
-        paths = tuple(map(_relative_path, found))
-        grid = cut.grids.get(paths)
-        if grid is None:
-            grid = cut.grids[paths] = self._grid(cut.boxes, found)
-        return StoredChunks(grid, found, self._place_of(found[0]).codec)
+        paths, starts, lengths, transforms = places
+        kind = paths, transforms
+        found = cut.grids.get(kind)
+        if found is None:
+            found = cut.grids[kind] = self._grid(cut.boxes, paths, transforms)
+        return StoredChunks(found[0], starts, lengths, found[1])
 
-    def _grid(self, boxes: tuple[Box, ...], infos: Sequence[StorageInfo]) -> Grid:
-        places = [self._place_of(info) for info in infos]
-        return Grid(
+    def _grid(
+        self, boxes: tuple[Box, ...], paths: tuple[str, ...], transforms: tuple[str, ...]
+    ) -> tuple[Grid, str]:
+        """The grid of chunks in these files, and their codec."""
+        found = {path: self._place_of(path, transforms) for path in set(paths)}
+        places = [found[path] for path in paths]
+        grid = Grid(
             boxes, tuple(place.path for place in places), tuple(place.rank for place in places)
         )
+        return grid, places[0].codec if places else ""
 
     def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
-        place = self._place_of(info)
+        place = self._place_of(info.relative_path, info.transforms)
         data = ByteRange(place.path, info.offset, info.length)
         return Chunk(box, data, codec=place.codec, rank=place.rank)

@@ -15,10 +15,11 @@ from ckpt_tools.formats.containers import Containers, plain_value, settled
 from ckpt_tools.formats.dcp_metadata import (
     METADATA_GLOBALS,
     Metadata,
-    StorageInfo,
     TensorMeta,
     metadata_of,
 )
+from ckpt_tools.formats.dcp_storage import StorageInfo
+from ckpt_tools.formats.opcodes import walked
 from ckpt_tools.formats.rebuild import refused_function, storage_from_id
 from ckpt_tools.formats.stand_ins import (
     Opaque,
@@ -29,7 +30,13 @@ from ckpt_tools.formats.stand_ins import (
     TorchDType,
     opaque_class,
 )
-from ckpt_tools.formats.unpickler import collector_paused, pickle_at, placed, unpickle
+from ckpt_tools.formats.unpickler import (
+    collector_paused,
+    pickle_at,
+    placed,
+    unpickle,
+    unpickle_walked,
+)
 from ckpt_tools.formats.vocabulary import (
     SHARDED_TENSOR_MODULES,
     TENSOR_GLOBALS,
@@ -78,7 +85,14 @@ def load_metadata(data: bytes, *, where: str) -> Metadata:
         return found
 
     with placed(where), collector_paused():
-        return metadata_of(unpickle(data, resolve=resolve, storage=_no_storage))
+        end, runs = walked(data)
+        if runs:
+            from ckpt_tools.formats.dcp_table import load_table  # late: numpy comes with it
+
+            found = load_table(data, end, runs, resolve)
+            if found is not None:
+                return found
+        return metadata_of(unpickle_walked(data, resolve=resolve, storage=_no_storage))
 
 
 def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> object:

@@ -1,11 +1,15 @@
 """The restricted unpickler: real pickles of torch 2.1 to 2.13, and hostile ones of our own."""
 
+import copyreg
+import io
 import os
+import pickle
 import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 from pickled import (
     CASES,
     CHECKPOINTS,
@@ -19,6 +23,8 @@ from pickled import (
     tensor,
     text,
 )
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckpt_tools.errors import (
     CheckpointError,
@@ -456,3 +462,27 @@ def test_the_loader_imports_neither_torch_nor_numpy() -> None:
         "sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0  # noqa: S606
+
+
+@pytest.mark.parametrize(
+    "kind", [dcp.TensorProperties, dcp.MetadataIndex, dcp.ChunkStorageMetadata, _StorageInfo]
+)
+def test_metadata_with_an_object_that_was_never_filled_is_damaged(kind: type) -> None:
+    size = torch.Size((4,))
+    chunk = dcp.ChunkStorageMetadata(torch.Size((0,)), size)
+    entry = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=torch.float32), size, [chunk])
+    places = {dcp.MetadataIndex("w", torch.Size((0,))): _StorageInfo("__0_0.distcp", 0, 16)}
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 4)
+    unfilled = {kind: lambda _value: (copyreg.__newobj__, (kind,))}  # type: ignore[attr-defined]
+    pickler.dispatch_table = {**copyreg.dispatch_table, **unfilled}
+    pickler.dump(dcp.Metadata({"w": entry}, storage_data=places))
+    with pytest.raises(UnreadableError, match="m is damaged: an object in it has no state"):
+        load_metadata(file.getvalue(), where="m")
+
+
+def test_a_layout_that_is_no_text_is_refused() -> None:
+    data = (CASES / "C54_other_metadata_versions/good/.metadata").read_bytes()
+    assert b"\x8c\rtorch.strided\x94" in data
+    with pytest.raises(CheckpointError):
+        load_metadata(data.replace(b"\x8c\rtorch.strided\x94", b"}\x94"), where="m")

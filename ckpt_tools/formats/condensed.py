@@ -75,8 +75,11 @@ class Condensed:
             if op in _MOVED:
                 out.append(data[kept:at])
                 kept = end
+                number = int.from_bytes(data[at + 1 : end], "little")
                 if op != _FRAME:
-                    out.append(self._reference(int.from_bytes(data[at + 1 : end], "little")))
+                    out.append(self._reference(number))
+                elif end + number > len(data):
+                    raise UnlikeError
             at = end
         if at != stop:
             raise UnlikeError

@@ -177,7 +177,8 @@ METADATA_GLOBALS: dict[str, object] = {
 def metadata_of(value: object) -> Metadata:
     """The metadata from what its pickle gave.
 
-    Raises UnreadableError when a part is missing or is not what it should be.
+    Raises UnreadableError when a part is missing or is not what it should be, and AttributeError
+    when an object has no state.
     """
     state = state_of(value)
     entries = state.get("state_dict_metadata")
@@ -242,7 +243,8 @@ def dtype_of(fqn: str, properties: object) -> str:
         raise UnreadableError(f"describes {fqn} without its properties or chunks.")
     if not isinstance(properties.dtype, TorchDType):
         raise UnreadableError(f"gives {fqn} the element type {shown(properties.dtype)}.")
-    if properties.layout not in {"torch.strided", None}:
+    layout = properties.layout
+    if layout is not None and (type(layout) is not str or layout != "torch.strided"):
         raise UnsupportedError(f"{fqn} is stored with layout {shown(properties.layout)}.")
     return properties.dtype.name
 
@@ -271,6 +273,7 @@ class Cuts:
 
 _offsets: Callable[[object], Offsets] = attrgetter("offsets")
 _sizes: Callable[[object], Offsets] = attrgetter("sizes")
+_transforms: Callable[[object], tuple[str, ...]] = attrgetter("transforms")
 
 
 def checked_rows(
@@ -296,6 +299,7 @@ def _storage(value: object) -> Storage:
         StorageInfo
     }:
         raise UnreadableError("places items in a way that is not torch's.")
+    set(map(_transforms, value.values()))  # an AttributeError for one without a state
     return StorageLists((index.fqn, index.offset, info) for index, info in value.items())
 
 

@@ -92,7 +92,11 @@ def load_metadata(data: bytes, *, where: str) -> Metadata:
             found = load_table(data, end, runs, resolve)
             if found is not None:
                 return found
-        return metadata_of(unpickle_walked(data, resolve=resolve, storage=_no_storage))
+        value = unpickle_walked(data, resolve=resolve, storage=_no_storage)
+        try:
+            return metadata_of(value)
+        except AttributeError as error:
+            raise UnreadableError("is damaged: an object in it has no state.") from error
 
 
 def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> object:

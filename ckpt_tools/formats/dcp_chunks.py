@@ -33,21 +33,24 @@ PlaceOf = Callable[[str, tuple[str, ...]], Place]
 
 
 class StoredChunks(GridChunks):
-    """Chunks of one codec, each made when it is asked for; ``starts`` and ``lengths`` in bytes."""
+    """Chunks of one codec, each made when it is asked for; ``starts`` and ``lengths`` in bytes.
 
-    __slots__ = ("_codec", "_lengths", "_starts")
+    Without a codec the bytes are the elements, packed row-major.
+    """
+
+    __slots__ = ("codec", "lengths", "starts")
 
     def __init__(
-        self, grid: Grid, starts: Sequence[int], lengths: Sequence[int], codec: str
+        self, grid: Grid, starts: Sequence[int], lengths: Sequence[int], codec: str | None
     ) -> None:
         super().__init__(grid)
-        self._starts = starts
-        self._lengths = lengths
-        self._codec = codec
+        self.starts = starts
+        self.lengths = lengths
+        self.codec = codec
 
     def ends(self) -> Iterator[tuple[str, int]]:
         """The file of each chunk, and the byte after its last."""
-        return zip(self.grid.paths, map(add, self._starts, self._lengths), strict=True)
+        return zip(self.grid.paths, map(add, self.starts, self.lengths), strict=True)
 
     @overload
     def __getitem__(self, index: int) -> Chunk: ...
@@ -58,14 +61,14 @@ class StoredChunks(GridChunks):
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         grid = self.grid
-        data = ByteRange(grid.paths[index], self._starts[index], self._lengths[index])
-        return Chunk(grid.boxes[index], data, codec=self._codec, rank=grid.ranks[index])
+        data = ByteRange(grid.paths[index], self.starts[index], self.lengths[index])
+        return Chunk(grid.boxes[index], data, codec=self.codec, rank=grid.ranks[index])
 
     def __iter__(self) -> Iterator[Chunk]:
         """Every chunk, in order."""
-        codec, grid = self._codec, self.grid
+        codec, grid = self.codec, self.grid
         for box, path, rank, start, length in zip(
-            grid.boxes, grid.paths, grid.ranks, self._starts, self._lengths, strict=True
+            grid.boxes, grid.paths, grid.ranks, self.starts, self.lengths, strict=True
         ):
             data = _make(ByteRange, (path, start, length))
             yield _make(Chunk, (box, data, None, codec, (), rank))

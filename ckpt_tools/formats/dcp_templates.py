@@ -7,7 +7,7 @@ compares bytes; what an archive is, and what is made of it, is known to others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.files import Files
@@ -34,7 +34,7 @@ class Found(NamedTuple):
     strides: tuple[int, ...] | None
 
 
-class _Template(NamedTuple):
+class Template(NamedTuple):
     """The bytes around the elements, which end at ``tail_at``, and what such an item is."""
 
     head: bytes
@@ -49,7 +49,7 @@ class Templates:
     def __init__(self, files: Files, lengths: Mapping[str, int]) -> None:
         self._files = files
         self._lengths = lengths
-        self._known: dict[int, list[_Template]] = {}
+        self._known: dict[int, list[Template]] = {}
         self._window = min(_MAX_WINDOW, max(_MAX_FRAME, _AHEAD // max(1, len(lengths))))
         self._blocks: dict[str, tuple[int, bytes]] = {}
 
@@ -68,6 +68,10 @@ class Templates:
                 return found
         return None
 
+    def of_length(self, length: int) -> Sequence[Template]:
+        """The items of this length that were learned."""
+        return self._known.get(length, ())
+
     def learn(self, item: ByteRange, archive: Archive, found: Found) -> None:
         """Remember an item that was read, when little stands around its elements."""
         record = f"data/{found.stored.storage.key}"
@@ -82,7 +86,7 @@ class Templates:
         head = self._take(item.path, item.offset, start)
         tail = self._take(item.path, item.offset + tail_at, item.length - tail_at)
         inside = [(a - tail_at, b - tail_at) for a, b in holes if a >= tail_at]
-        templates.append(_Template(head, tail_at, tuple(_around(tail, inside)), found))
+        templates.append(Template(head, tail_at, tuple(_around(tail, inside)), found))
 
     def _take(self, path: str, offset: int, length: int) -> bytes:
         block, at = self._block(path, offset, length)

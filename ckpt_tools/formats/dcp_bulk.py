@@ -71,7 +71,7 @@ class Bulk:
             np.concatenate([np.asarray(those.lengths, np.int64) for those in chunks]),
         )
         self._which = np.full(len(self._items.starts), -1)
-        self._checked: dict[tuple[int, str, bytes], bool] = {}
+        self._checked: dict[tuple[int, str, bytes], Sequence[int] | None] = {}
 
     def _file_numbers(self, grids: Sequence[Grid]) -> Ints:
         """The file of every item, as its number among the paths."""
@@ -93,9 +93,11 @@ class Bulk:
         for rows in np.split(order, edges):
             if len(rows):
                 self._look_at(self._paths[int(files[rows[0]])], rows)
-        for number, entry in enumerate(self._entries):
-            low, high = int(self._bounds[number]), int(self._bounds[number + 1])
-            yield self._raw(entry, low, self._which[low:high])
+        offsets = np.array([found.offset for found in self._founds] or [0])
+        at = (starts + offsets[self._which]).data  # meaningless for an item that is not known
+        bounds = self._bounds.tolist()
+        for entry, low, high in zip(self._entries, bounds, bounds[1:], strict=False):
+            yield self._raw(entry, at[low:high], self._which[low:high])
 
     def _look_at(self, path: str, rows: Ints) -> None:
         """Look at items of one file, in the order in which they lie there."""
@@ -120,15 +122,17 @@ class Bulk:
         different = np.unique(lengths).tolist()
         for length in different if len(different) <= _MAX_LENGTHS else ():
             those = rows[lengths == length]
-            if not self._templates.of_length(length):
-                self._learn_one(int(those[0]))
-            for template in self._templates.of_length(length):
-                places = self._items.starts[those] - start
-                is_like = _are_like(block, places, template)
+            tried = 0
+            while len(those):
+                if tried == len(self._templates.of_length(length)):
+                    self._learn_one(int(those[0]))
+                if tried == len(self._templates.of_length(length)):
+                    break  # it is like none, and nothing is known by it
+                template = self._templates.of_length(length)[tried]
+                tried += 1
+                is_like = _are_like(block, self._items.starts[those] - start, template)
                 self._which[those[is_like]] = self._number(template.found)
                 those = those[~is_like]
-                if not len(those):
-                    break
 
     def _learn_one(self, row: int) -> None:
         tensor = int(np.searchsorted(self._bounds, row, side="right")) - 1
@@ -140,21 +144,18 @@ class Bulk:
             self._founds.append(found)
         return number
 
-    def _raw(self, entry: TensorEntry, low: int, which: Ints) -> StoredChunks | None:
-        if not isinstance(entry.chunks, StoredChunks) or not len(which) or which.min() < 0:
+    def _raw(self, entry: TensorEntry, starts: Sequence[int], which: Ints) -> StoredChunks | None:
+        grid = entry.grid
+        if grid is None:
             return None
-        founds = [self._founds[number] for number in which.tolist()]
-        grid = entry.chunks.grid
         key = id(grid), entry.dtype.name, which.tobytes()
-        fits = self._checked.get(key)
-        if fits is None:
-            fits = self._checked[key] = _fit(entry, grid, founds)
-        if not fits:
-            return None
-        starts = self._items.starts[low : low + len(which)]
-        offsets = np.array([found.offset for found in founds])
-        lengths = np.array([found.length for found in founds])
-        return StoredChunks(grid, (starts + offsets).data, lengths.data, None)
+        if key not in self._checked:
+            founds = [self._founds[number] for number in which.tolist() if number >= 0]
+            fits = len(founds) == len(which) and _fit(entry, grid, founds)
+            raw = np.array([found.length for found in founds])
+            self._checked[key] = raw.data if fits and len(which) else None
+        lengths = self._checked[key]
+        return None if lengths is None else StoredChunks(grid, starts, lengths, None)
 
 
 def _fit(entry: TensorEntry, grid: Grid, founds: Sequence[Found]) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats import dcp_table, opcode_stack
+from ckpt_tools.formats import dcp_table, opcode_stack, pickles
 from ckpt_tools.formats.dcp_metadata import METADATA_GLOBALS, Metadata
 from ckpt_tools.formats.dcp_storage import Places
 from ckpt_tools.formats.opcodes import walked
@@ -30,6 +30,7 @@ def _small_files_too() -> Iterator[None]:
     """Look for runs of entries in small files as well."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opcode_stack, "_SHAPES_FROM", 0)
+        patch.setattr(pickles, "_COLUMNS_FROM", 0)
         yield
 
 

@@ -65,6 +65,8 @@ __all__ = [
 Plain = PlainValue
 
 _MAX_OPAQUE_CLASSES = 1000
+# Some sixty thousand chunks: fewer are read one by one before numpy would have started.
+_COLUMNS_FROM = 8 << 20
 
 
 def load_metadata(data: bytes, *, where: str) -> Metadata:
@@ -86,7 +88,7 @@ def load_metadata(data: bytes, *, where: str) -> Metadata:
 
     with placed(where), collector_paused():
         end, runs = walked(data)
-        if runs:
+        if runs and len(data) >= _COLUMNS_FROM:
             from ckpt_tools.formats.dcp_table import load_table  # late: numpy comes with it
 
             found = load_table(data, end, runs, resolve)

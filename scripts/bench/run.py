@@ -16,6 +16,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +34,7 @@ def main() -> None:
     """Run the cases that were asked for, one after the other, and print each when it is done."""
     asked = _arguments()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.getenv("PYTHONPATH")]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folders are removed
     print(_machine(asked), end="\n\n", flush=True)
     print(table.HEADER, flush=True)
     notes: list[str] = []

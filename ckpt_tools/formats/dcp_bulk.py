@@ -109,7 +109,8 @@ class Bulk:
         while at < len(rows):
             start = int(starts[at])
             last = int(gaps[np.searchsorted(gaps, at, side="right")])
-            after = min(last, int(np.searchsorted(ends, start + _BLOCK, side="right")))
+            after = max(at + 1, int(np.searchsorted(ends, start + _BLOCK, side="right")))
+            after = min(after, last)
             end = int(ends[after - 1])
             if end > size:
                 return

@@ -92,7 +92,7 @@ class Memo:
         self._rows = rows
         self._condensed = condensed
         self._size = size
-        self._assumed: list[tuple[Alike, Node]] = []
+        self._assumed: dict[tuple[int, int], tuple[Alike, Node]] = {}
         self._rest: Mapping[int, object] = {}
         self._is_complete = False
 
@@ -106,7 +106,7 @@ class Memo:
         """Take the memo of the unpickler; what was taken for a torch.Size must be one."""
         self._rest = rest
         self._is_complete = True
-        for alike, function in self._assumed:
+        for alike, function in self._assumed.values():
             self._check_size(alike, function)
 
     def _check_size(self, alike: Alike, function: Node) -> None:
@@ -126,9 +126,10 @@ class Memo:
             return alike.columns.text(node.token, row)
         if not isinstance(node, Call):
             raise UnlikeError
-        if self._is_complete:
-            self._check_size(alike, node.function)
-        self._assumed.append((alike, node.function))
+        if (id(alike), slot) not in self._assumed:
+            self._assumed[id(alike), slot] = alike, node.function
+            if self._is_complete:
+                self._check_size(alike, node.function)
         return tuple(int(alike.columns[token].values[row]) for token in _numbers(node))
 
     def constant(self, alike: Alike, node: Node) -> object:

@@ -14,7 +14,7 @@ from pickled import DATA
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ckpt_tools.errors import CheckpointError
+from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats import dcp_table, opcode_stack, pickles
 from ckpt_tools.formats.dcp_metadata import METADATA_GLOBALS, Metadata
 from ckpt_tools.formats.dcp_storage import Places
@@ -197,7 +197,10 @@ def test_what_is_unusual_is_left_to_reading_one_by_one(
 def test_an_item_that_is_placed_twice_is_told() -> None:
     data = pickle.dumps(saved({f"layer{n}.w": (8, 4) for n in range(30)}, ranks=8, by_rank=False))
     twice = data.replace(b"K\x01\x8c\x06offset", b"K\x00\x8c\x06offset")
-    assert_same(twice.replace(b"K\x02K\x00\x86", b"K\x03K\x00\x86"))
+    twice = twice.replace(b"K\x02K\x00\x86", b"K\x03K\x00\x86")
+    with pytest.raises(UnreadableError, match="x places one item twice"):
+        load_metadata(twice, where="x")
+    assert by_columns(twice) is None
 
 
 def outcome(read: Callable[[bytes], Metadata], data: bytes) -> object:

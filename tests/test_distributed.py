@@ -281,8 +281,11 @@ def test_an_export_tells_how_many_bytes_there_will_be(tmp_path: Path, workers: i
     assert sum(told) == written
 
 
-def test_an_output_that_is_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    arguments = ["export", str(tmp_path / "nowhere"), "-o", str(tmp_path)]
+@pytest.mark.parametrize("command", [["export"], ["reshard", "--to-mesh", "2"]])
+def test_an_output_that_is_there_is_refused_before_anything_is_read(
+    command: list[str], tmp_path: Path
+) -> None:
+    arguments = [*command, str(tmp_path / "nowhere"), "-o", str(tmp_path)]
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 2
     assert "is there already; nothing was read or written" in done.stderr

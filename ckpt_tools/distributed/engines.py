@@ -38,6 +38,8 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
     place = environment.place()
     if place is None:
         _refuse_alone(request, job)
+        if not is_address(job.out):
+            _refuse_existing(job)
         index = read_index(request.ckpt, options=request.read)
         return copy_engine.reshard_here(index, job, workers=request.workers)
     if job.write.check and request.engine != "copy":
@@ -51,6 +53,8 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
 
         return gather_engine.reshard_by_gather(group, request.ckpt, job, read=request.read)
     with group.together():
+        if group.rank == 0:
+            _refuse_existing(job)
         index = read_index(request.ckpt, options=request.read)
     if request.engine == "copy":
         return copy_engine.reshard_as_group(group, index, job)
@@ -87,6 +91,11 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
     if not is_address(job.out):
         output.check_space(job.out, plan.files)
     return plan
+
+
+def _refuse_existing(job: Job) -> None:
+    """Refuse an output before a large index is read for it; whoever makes it looks again."""
+    output.refuse_existing(job.out, force=job.write.force, resume=job.write.resume)
 
 
 def _refuse_rewriting(request: Request, job: Job) -> None:

@@ -200,8 +200,9 @@ class Memo:
             raise UnlikeError
         column = alike.texts.get(node.token)
         if column is None:
-            column = self._own_texts(alike, node) if isinstance(node, Text) else None
-            if column is None:
+            if isinstance(node, Text):
+                column = self._own_texts(alike, node)
+            else:
                 references = alike.columns[node.token].values
                 column = self._followed(references, self.name, self.texts)
             alike.texts[node.token] = column

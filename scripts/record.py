@@ -1,0 +1,70 @@
+"""Records stdout, stderr and exit code of the looking commands over all of tests/data.
+
+One JSON object a line, sorted by path and command, without times or absolute paths: two commits
+that do the same give the same file. Every folder and file below tests/data is a source, so what is
+refused is recorded, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+COMMANDS = (
+    ("inspect", "--json"),
+    ("inspect", "--all", "--shards"),
+    ("ls", "--jsonl"),
+    ("layout", "--json"),
+    ("stats", "--json"),
+    ("verify", "--json"),
+    ("fingerprint", "--json"),
+)
+_DATA = "tests/data"
+_LEFT_OUT = (".md", ".json", "truth.safetensors")
+
+
+def sources() -> Iterator[str]:
+    """Folders and files of the test data that a person could point at, relative to the data."""
+    for folder, folders, files in os.walk("."):
+        folders.sort()
+        yield folder
+        for name in sorted(files):
+            if not name.endswith(_LEFT_OUT):
+                yield os.path.join(folder, name)
+
+
+def record(source: str) -> list[str]:
+    """What each command says of one source: a line of JSON for each."""
+    from click.testing import CliRunner
+
+    from ckpt_tools.cli import cli
+
+    lines = []
+    for command, *flags in COMMANDS:
+        ended = CliRunner().invoke(cli, [command, source, *flags])
+        crash = ended.exception
+        told = {
+            "command": [command, source, *flags],
+            "exit_code": ended.exit_code,
+            "stdout": ended.stdout,
+            "stderr": ended.stderr,
+            "crash": None if crash is None or isinstance(crash, SystemExit) else repr(crash),
+        }
+        lines.append(json.dumps(told, ensure_ascii=False))
+    return lines
+
+
+def main() -> None:
+    """Write the record of every source to the file that is named, or to stdout."""
+    out = open(sys.argv[1], "w", encoding="utf-8") if len(sys.argv) > 1 else sys.stdout
+    os.chdir(_DATA)
+    with out, ProcessPoolExecutor() as pool:
+        for lines in pool.map(record, list(sources()), chunksize=8):
+            out.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ckpt_tools._version import __version__
+
 if TYPE_CHECKING:
     from ckpt_tools.api import (
         Checkpoint,
@@ -27,8 +29,19 @@ if TYPE_CHECKING:
         verify,
         verify_quick,
     )
-    from ckpt_tools.convert import ExportOptions, ExportPlan, WriteOptions
-    from ckpt_tools.dtypes import DType, dtype_named
+    from ckpt_tools.convert.export import ExportOptions, ExportPlan, WriteOptions
+    from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
+    from ckpt_tools.core.dtypes import DType, dtype_named
+    from ckpt_tools.core.geometry import Box
+    from ckpt_tools.core.index import (
+        ByteRange,
+        CheckpointIndex,
+        Chunk,
+        ObjectEntry,
+        TensorEntry,
+    )
+    from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
+    from ckpt_tools.core.mesh_spec import parse_mesh, parse_placements
     from ckpt_tools.errors import (
         AnswerNo,
         CheckpointError,
@@ -42,15 +55,15 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckpt_tools.formats import ReadOptions
-    from ckpt_tools.geometry import Box
-    from ckpt_tools.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, TensorEntry
-    from ckpt_tools.layout import Layout, Mesh, Replicate, Shard
-    from ckpt_tools.mesh_spec import parse_mesh, parse_placements
-    from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, Report, Tolerance
+    from ckpt_tools.proof import (
+        Diff,
+        DiffOptions,
+        Fingerprint,
+        Naming,
+        Report,
+        Tolerance,
+    )
     from ckpt_tools.proof.stats import Statistics, TensorStats
-    from ckpt_tools.resharding import ReshardOptions, ReshardPlan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AnswerNo",
@@ -106,20 +119,20 @@ __all__ = [
 
 # Which module has which of the names above.
 _HOMES = {
-    "convert": "ExportOptions ExportPlan WriteOptions",
-    "dtypes": "DType dtype_named",
+    "convert.export": "ExportOptions ExportPlan WriteOptions",
+    "core.dtypes": "DType dtype_named",
     "errors": "AnswerNo CheckpointError CkptError IncompleteError OutputExistsError UnreadableError"
     " UnsafePickleError UnsupportedError UsageError WriteError",
     "formats": "ReadOptions",
-    "geometry": "Box",
-    "index": "ByteRange CheckpointIndex Chunk ObjectEntry TensorEntry",
-    "layout": "Layout Mesh Replicate Shard",
+    "core.geometry": "Box",
+    "core.index": "ByteRange CheckpointIndex Chunk ObjectEntry TensorEntry",
+    "core.layout": "Layout Mesh Replicate Shard",
     "api": "Checkpoint diff diff_headers export fingerprint open_checkpoint reshard stats"
     " verify verify_quick",
-    "mesh_spec": "parse_mesh parse_placements",
+    "core.mesh_spec": "parse_mesh parse_placements",
     "proof": "Diff DiffOptions Fingerprint Naming Report Tolerance",
     "proof.stats": "Statistics TensorStats",
-    "resharding": "ReshardOptions ReshardPlan",
+    "convert.reshard": "ReshardOptions ReshardPlan",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 

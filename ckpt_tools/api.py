@@ -11,20 +11,20 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools import formats, proof
-from ckpt_tools.convert import ExportOptions, ExportPlan, WriteOptions
+from ckpt_tools.convert.export import ExportOptions, ExportPlan, WriteOptions
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import CheckpointIndex, PlainValue, TensorEntry
 from ckpt_tools.errors import AnswerNo, UnsupportedError, UsageError
-from ckpt_tools.files import Files
 from ckpt_tools.formats import ReadOptions
-from ckpt_tools.geometry import Box
-from ckpt_tools.index import CheckpointIndex, PlainValue, TensorEntry
 from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, Report
+from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
     from ckpt_tools.proof.stats import Statistics
-    from ckpt_tools.resharding import ReshardOptions, ReshardPlan
 
     Array = np.ndarray[tuple[int, ...], np.dtype[np.generic[object]]]
 
@@ -106,7 +106,7 @@ class Checkpoint(CheckpointIndex):
 
     def _bytes(self, entry: TensorEntry, box: Box) -> bytearray:
         """The packed elements of a box. Raises what is wrong with the tensor."""
-        from ckpt_tools.copy import read_box  # late: it needs numpy
+        from ckpt_tools.copying.write import read_box  # late: it needs numpy
 
         known = tuple(problem for problem in self.problems if entry.fqn in problem.about)
         one = replace(self, tensors=(entry,), objects=(), problems=known)

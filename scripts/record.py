@@ -58,12 +58,13 @@ def record(source: str) -> list[str]:
 
 
 def main() -> None:
-    """Write the record of every source to the file that is named, or to stdout."""
-    out = open(sys.argv[1], "w", encoding="utf-8") if len(sys.argv) > 1 else sys.stdout
+    """Write the record of every source to the file that is named."""
+    out = os.path.abspath(sys.argv[1])
     os.chdir(_DATA)
-    with out, ProcessPoolExecutor() as pool:
-        for lines in pool.map(record, list(sources()), chunksize=8):
-            out.write("\n".join(lines) + "\n")
+    with open(out, "w", encoding="utf-8") as file, ProcessPoolExecutor() as pool:
+        file.writelines(
+            "\n".join(lines) + "\n" for lines in pool.map(record, list(sources()), chunksize=8)
+        )
 
 
 if __name__ == "__main__":

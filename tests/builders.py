@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.dtypes import dtype_named
-from ckpt_tools.geometry import Box
-from ckpt_tools.index import (
+from ckpt_tools.core.dtypes import dtype_named
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
     Chunk,
@@ -16,7 +16,7 @@ from ckpt_tools.index import (
     Section,
     TensorEntry,
 )
-from ckpt_tools.layout import Layout
+from ckpt_tools.core.layout import Layout
 
 
 def tensor(

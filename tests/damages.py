@@ -16,10 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CkptError
-from ckpt_tools.files import Files
-from ckpt_tools.formats import torch_zip
-from ckpt_tools.index import ByteRange, CheckpointIndex
+from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.proof import (
     DiffOptions,
     compare,
@@ -29,6 +28,7 @@ from ckpt_tools.proof import (
     verify_quick,
     with_objects,
 )
+from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parent / "data" / "checkpoints"
 BASES = {

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from ckpt_tools import layout
+from ckpt_tools.core import layout
 
 Entry = tuple[torch.Tensor, Sequence[Placement]]
 

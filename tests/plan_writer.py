@@ -7,11 +7,11 @@ from zlib import crc32
 
 import numpy as np
 
-from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.geometry import Box
-from ckpt_tools.index import ByteRange, Chunk, ObjectEntry, TensorEntry
-from ckpt_tools.layout import Layout
-from ckpt_tools.plan import FilePlan, Target, WriteItem
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.core.layout import Layout
+from ckpt_tools.core.plan import FilePlan, Target, WriteItem
 
 
 def write_plans(plans: Iterable[FilePlan], root: Path) -> None:

@@ -13,9 +13,14 @@ import numpy as np
 import pytest
 
 from ckpt_tools import formats
-from ckpt_tools.dtypes import BY_SAFETENSORS
-from ckpt_tools.files import Files
-from ckpt_tools.index import CheckpointIndex, Chunk, TensorEntry, check_coverage
+from ckpt_tools.core.dtypes import BY_SAFETENSORS
+from ckpt_tools.core.index import (
+    CheckpointIndex,
+    Chunk,
+    TensorEntry,
+    check_coverage,
+)
+from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parent / "data"
 

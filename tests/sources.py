@@ -7,10 +7,10 @@ import os
 import numpy as np
 from hypothesis import strategies as st
 
-from ckpt_tools.dtypes import DType
-from ckpt_tools.geometry import Box
-from ckpt_tools.index import ByteRange, Chunk, TensorEntry
-from ckpt_tools.layout import Layout, Mesh, Placement, Replicate, Shard
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
+from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard
 
 DTYPES = {1: "uint8", 2: "int16", 4: "float32", 8: "int64", 16: "complex128"}
 WORDS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}

@@ -14,8 +14,13 @@ import torch
 import ckpt_tools
 from ckpt_tools import Box, ReshardOptions, open_checkpoint, parse_mesh
 from ckpt_tools.api import Checkpoint
-from ckpt_tools.errors import AnswerNo, IncompleteError, UnsupportedError, UsageError
-from ckpt_tools.files import Files
+from ckpt_tools.errors import (
+    AnswerNo,
+    IncompleteError,
+    UnsupportedError,
+    UsageError,
+)
+from ckpt_tools.storage.reader import Files
 
 ROOT = Path(__file__).parent.parent
 REAL = ROOT / "tests" / "data" / "checkpoints"
@@ -35,7 +40,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     code = "import sys, ckpt_tools; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert not loaded & {"torch", "numpy", "click", "ckpt_tools.formats", "ckpt_tools.index"}
+    assert not loaded & {"torch", "numpy", "click", "ckpt_tools.formats", "ckpt_tools.core.index"}
 
 
 @pytest.mark.parametrize("name", ckpt_tools.__all__)

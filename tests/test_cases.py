@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from reader_contract import DATA, whole
 
-from ckpt_tools import formats, names
+from ckpt_tools import formats
+from ckpt_tools.core import names
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import CkptError
-from ckpt_tools.files import Files
-from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.storage.reader import Files
 
 CASES = DATA / "cases"
 

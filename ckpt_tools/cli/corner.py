@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from ckpt_tools.cli.decode import Number, decode
 from ckpt_tools.cli.render import Json
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.files import Files
-from ckpt_tools.geometry import Box
-from ckpt_tools.index import TensorEntry
+from ckpt_tools.storage.reader import Files
 
 _ROWS, _COLUMNS = 6, 6
 _MAX_VALUES = 100_000
@@ -34,7 +34,7 @@ def read_corner(entry: TensorEntry, part: str | None) -> Corner:
 
     Raises UsageError for a slice that cannot be meant or that is too large to print.
     """
-    from ckpt_tools.copy import read_array  # late: it needs numpy, and only values do
+    from ckpt_tools.copying.write import read_array  # late: it needs numpy, and only values do
 
     box = first_corner(entry.shape) if part is None else parse_slice(part, entry.shape)
     if box.numel > _MAX_VALUES:

@@ -9,7 +9,7 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.dtypes import DType
 
 Number = bool | int | float | complex
 

@@ -9,13 +9,20 @@ import click
 
 from ckpt_tools.cli import options, progress, proving, reading, render
 from ckpt_tools.cli.group import say
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UsageError
-from ckpt_tools.files import Files
 from ckpt_tools.formats import ReadOptions
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.proof import Diff, DiffOptions, EntryDiff, Naming, Tolerance, parse_rename
+from ckpt_tools.proof import (
+    Diff,
+    DiffOptions,
+    EntryDiff,
+    Naming,
+    Tolerance,
+    parse_rename,
+)
 from ckpt_tools.proof import diff as compare_values
 from ckpt_tools.proof import diff_headers as compare_headers
+from ckpt_tools.storage.reader import Files
 
 _HELP = """Say what is different between two checkpoints: names, shapes, types, objects, values.
 

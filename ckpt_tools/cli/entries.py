@@ -6,11 +6,21 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from ckpt_tools.analysis.summary import (
+    FoundMesh,
+    Status,
+    layout_of,
+    placement_names,
+)
 from ckpt_tools.cli.render import Json, columns, printable, terminal_width
-from ckpt_tools.index import CheckpointIndex, ObjectEntry, PlainValue, TensorEntry
-from ckpt_tools.inspection import FoundMesh, Status, layout_of, placement_names
-from ckpt_tools.layout import Layout, Mesh
-from ckpt_tools.sizes import format_size
+from ckpt_tools.core.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    PlainValue,
+    TensorEntry,
+)
+from ckpt_tools.core.layout import Layout, Mesh
+from ckpt_tools.core.sizes import format_size
 
 HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "PLACEMENTS")
 LONG_HEADER = (*HEADER[:-1], "SECTION", "MESH", "CHUNKS", "RANKS", HEADER[-1])

@@ -7,16 +7,16 @@ from typing import Literal
 
 import click
 
-from ckpt_tools import convert
 from ckpt_tools.cli import options, progress, reading, render, shaping, writing
 from ckpt_tools.cli.group import say
+from ckpt_tools.convert import export as convert
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.sizes import format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.export_engine import ExportJob, export_by
-from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.sizes import format_size
 
 _HELP = """Write whole tensors out of a sharded checkpoint, for loading elsewhere.
 

@@ -8,12 +8,12 @@ import os
 import click
 
 from ckpt_tools.cli import options, progress, proving, reading, render
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import AnswerNo, OutputExistsError, WriteError
-from ckpt_tools.files import Files
 from ckpt_tools.formats import ReadOptions
-from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.proof import Fingerprint, fingerprint
 from ckpt_tools.proof.fingerprint_file import to_json
+from ckpt_tools.storage.reader import Files
 
 _HELP = """Print a SHA-256 digest for each section of the checkpoint: model, optim, other.
 

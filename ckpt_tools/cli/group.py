@@ -15,7 +15,7 @@ from types import TracebackType
 
 import click
 
-from ckpt_tools import __version__
+from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError
 
 _QUIET, _VERBOSE = "ckpt_tools.quiet", "ckpt_tools.verbose"

@@ -6,12 +6,7 @@ from collections.abc import Iterator
 
 import click
 
-from ckpt_tools.cli import completing, entries, options, reading, render
-from ckpt_tools.cli.group import say
-from ckpt_tools.cli.pictures import fold, text
-from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import ReadOptions
-from ckpt_tools.holdings import (
+from ckpt_tools.analysis.ownership import (
     Held,
     Holdings,
     Moved,
@@ -22,9 +17,14 @@ from ckpt_tools.holdings import (
     moved,
     skew_of,
 )
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.inspection import mesh_of
-from ckpt_tools.sizes import format_size
+from ckpt_tools.analysis.summary import mesh_of
+from ckpt_tools.cli import completing, entries, options, reading, render
+from ckpt_tools.cli.group import say
+from ckpt_tools.cli.pictures import fold, text
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.sizes import format_size
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats import ReadOptions
 
 _HELP = """Draw who holds what: the mesh, the bytes of each rank, and a bar for every tensor.
 
@@ -128,8 +128,8 @@ def _target(
     asked: tuple[str, str | None, tuple[str, ...]],
 ) -> Holdings:
     """Who will hold what after a reshard. Raises what planning that reshard raises."""
-    from ckpt_tools import mesh_spec  # late: most pictures show what is there
-    from ckpt_tools.resharding import ReshardOptions, plan_reshard
+    from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+    from ckpt_tools.core import mesh_spec  # late: most pictures show what is there
 
     text_of_mesh, placements, place = asked
     mesh = mesh_spec.parse_mesh(text_of_mesh)

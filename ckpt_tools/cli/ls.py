@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
+from ckpt_tools.analysis.summary import FoundMesh, mesh_of
 from ckpt_tools.cli import entries, options, reading, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.tree import tree_lines
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.sizes import format_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.inspection import FoundMesh, mesh_of
-from ckpt_tools.sizes import format_size
 
 _HELP = """List the tensors and objects of a checkpoint, one a line, by name.
 

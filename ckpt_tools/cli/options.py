@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import click
 
 from ckpt_tools.cli.group import set_quiet, set_verbosity
-from ckpt_tools.dtypes import DType, parse_dtype
+from ckpt_tools.core.dtypes import DType, parse_dtype
+from ckpt_tools.core.index import SECTIONS, Section
+from ckpt_tools.core.sizes import parse_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.index import SECTIONS, Section
-from ckpt_tools.sizes import parse_size
 
 
 @dataclass(frozen=True, slots=True)

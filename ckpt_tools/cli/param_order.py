@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 
-from ckpt_tools import optim_names
 from ckpt_tools.cli.reading import with_values
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import ReadOptions, detect, places, read_index
-from ckpt_tools.optim_names import ParamNames
+from ckpt_tools.formats import (
+    ReadOptions,
+    detect,
+    frameworks,
+    read_index,
+)
+from ckpt_tools.transforms import optimizer_names
+from ckpt_tools.transforms.optimizer_names import ParamNames
 
 _STORED = "stored"
 _LONGEST = 64 << 20  # bytes of a list of names
@@ -21,11 +26,11 @@ def read(text: str, options: ReadOptions) -> ParamNames:
     """
     if text == _STORED:
         return ParamNames()
-    if os.path.isfile(text) and detect(places.member(text)) is None:
-        return ParamNames(optim_names.parse_names(_text_of(text), where=text))
+    if os.path.isfile(text) and detect(frameworks.member(text)) is None:
+        return ParamNames(optimizer_names.parse_names(_text_of(text), where=text))
     if not os.path.exists(text):
         raise UsageError(f"--param-names: {text} is not there.")
-    return optim_names.names_in(with_values(read_index(text, options=options)))
+    return optimizer_names.names_in(with_values(read_index(text, options=options)))
 
 
 def _text_of(path: str) -> str:

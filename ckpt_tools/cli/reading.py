@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.options import Filters
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.selection import select
 from ckpt_tools.errors import AnswerNo
-from ckpt_tools.files import Files
 from ckpt_tools.formats import ReadOptions, open_objects, read_index
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.selection import select
+from ckpt_tools.storage.reader import Files
 
 _MAX_SHOWN = 5
 # difflib is slow: of more names than these, only those with the same last part are compared.

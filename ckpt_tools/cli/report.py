@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from ckpt_tools import inspection
+from ckpt_tools.analysis import summary
+from ckpt_tools.analysis.summary import FileLoad, FoundMesh, SectionSum, name_some
 from ckpt_tools.cli import entries, render
 from ckpt_tools.cli.scalars import read_step
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.inspection import FileLoad, FoundMesh, SectionSum, name_some
-from ckpt_tools.sizes import format_size
-from ckpt_tools.storage import is_address
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.sizes import format_size
+from ckpt_tools.storage.paths import is_address
 
 _FORMATS = {
     "dcp": "DCP directory (torch.distributed.checkpoint)",
@@ -25,8 +25,8 @@ SECTION_HEADER = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES"
 
 def as_json(whole: CheckpointIndex, index: CheckpointIndex) -> render.Json:
     """The object of schema ckpt-tools/inspect/1; the filters chose ``index`` out of ``whole``."""
-    found = inspection.mesh_of(whole)
-    sums = inspection.sections_of(index)
+    found = summary.mesh_of(whole)
+    sums = summary.sections_of(index)
     return {
         "schema": "ckpt-tools/inspect/1",
         "path": whole.root,
@@ -60,7 +60,7 @@ def lines(
     whole: CheckpointIndex, index: CheckpointIndex, *, every: bool, shards: bool
 ) -> Iterator[str]:
     """The report for a person, an empty line at its end."""
-    found = inspection.mesh_of(whole)
+    found = summary.mesh_of(whole)
     yield render.heading(render.printable(whole.root))
     yield from render.facts(identity(whole, index, found))
     yield ""
@@ -88,7 +88,7 @@ def identity(
     if whole.world_size is not None:
         yield "world size", render.counted(whole.world_size, "rank")
     yield "mesh", _mesh_words(found)
-    placements = inspection.placements_of(index, found)
+    placements = summary.placements_of(index, found)
     if found is not None and placements:
         yield (
             "placements",
@@ -115,7 +115,7 @@ def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:
             format_size(one.nbytes),
             _dtype_words(one),
         )
-        for section, one in inspection.sections_of(index).items()
+        for section, one in summary.sections_of(index).items()
         if one.tensors or one.objects
     ]
 
@@ -142,14 +142,14 @@ def _percent(part: int, whole: int) -> str:
 
 def state(whole: CheckpointIndex) -> Iterator[tuple[str, str]]:
     """What can be done with it, and what is missing: labels and texts."""
-    optimizer = inspection.optimizer_of(whole)
+    optimizer = summary.optimizer_of(whole)
     if optimizer is not None:
         yield "optimizer", f"{optimizer.kind}: it keeps {', '.join(optimizer.states)}"
     # In a store that would be more requests, for bytes beyond the headers: `show --raw` makes them.
     step = None if is_address(whole.root) else read_step(whole)
     if step is not None:
         yield "step", f"{step.value:,} ({render.printable(step.fqn)})"
-    verdict = inspection.resume_verdict(whole)
+    verdict = summary.resume_verdict(whole)
     yield "resume", f"{'yes' if verdict.yes else 'no'}: {verdict.reason}"
     nbytes = sum(file.length or 0 for file in whole.files)
     yield "files", f"{len(whole.files):,}, {format_size(nbytes)}"
@@ -174,7 +174,7 @@ def _some(texts: Sequence[str], *, limit: int = 5) -> list[str]:
 
 def _shards(whole: CheckpointIndex) -> Iterator[str]:
     """What each file holds, with a bar against the fullest, and how even that is."""
-    loads = inspection.file_loads(whole)
+    loads = summary.file_loads(whole)
     most = max((load.nbytes for load in loads), default=0)
     rows = [
         (

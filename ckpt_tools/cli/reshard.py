@@ -17,21 +17,27 @@ from ckpt_tools.cli import (
     writing,
 )
 from ckpt_tools.cli.group import say
-from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.engines import ENGINES, Engine, Request, rehearse, reshard_by
-from ckpt_tools.distributed.job import Job, ignore
-from ckpt_tools.dtypes import DType
-from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import read_index
-from ckpt_tools.framework_layouts import LAYOUTS, FrameworkLayout
-from ckpt_tools.mesh_spec import (
+from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.mesh_spec import (
     default_placements,
     in_words,
     parse_mesh,
     parse_placements,
     parse_rule,
 )
-from ckpt_tools.resharding import ReshardOptions, ReshardPlan
+from ckpt_tools.distributed import environment
+from ckpt_tools.distributed.engines import (
+    ENGINES,
+    Engine,
+    Request,
+    rehearse,
+    reshard_by,
+)
+from ckpt_tools.distributed.job import Job, ignore
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats import read_index
+from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
 
 _HELP = """Write a checkpoint as the shards of another mesh, for a training job to load.
 

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from tempfile import gettempdir
 from typing import NamedTuple
 
-from ckpt_tools import output
 from ckpt_tools.cli import render
-from ckpt_tools.distributed import environment, forecast
+from ckpt_tools.convert import forecast
+from ckpt_tools.convert.reshard import ReshardPlan
+from ckpt_tools.copying import atomic_output
+from ckpt_tools.core.mesh_spec import default_placements
+from ckpt_tools.core.sizes import format_size
+from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import Request
 from ckpt_tools.distributed.job import Job
-from ckpt_tools.mesh_spec import default_placements
-from ckpt_tools.resharding import ReshardPlan
-from ckpt_tools.sizes import format_size
-from ckpt_tools.storage import is_address
+from ckpt_tools.storage.paths import is_address
 
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 
@@ -40,6 +41,7 @@ class Report(NamedTuple):
         """What will be read, written and held in memory, in all and for each file."""
         files = list(forecast.files(plan))
         sources = render.counted(len(forecast.sources(plan)), "file")
+        free = atomic_output.free_space(self._where())
         yield f"{self._what(plan)}; not written (--dry-run)"
         yield from render.facts(
             (
@@ -48,7 +50,7 @@ class Report(NamedTuple):
                 ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
                 ("Writes", format_size(plan.nbytes)),
                 ("Memory", f"about {format_size(self._memory(plan))} a process"),
-                ("Free", f"{format_size(output.free_space(self._where()))} where OUT will be made"),
+                ("Free", f"{format_size(free)} where OUT will be made"),
             )
         )
         yield ""
@@ -87,8 +89,8 @@ class Report(NamedTuple):
         return f"one process with {threads}"
 
     def _memory(self, plan: ReshardPlan) -> int:
-        engine, workers = self.request.engine, self.request.workers
-        return forecast.peak_memory(plan, self.job, engine=engine, workers=workers)
+        buffers = self.job.write.max_memory // self.request.workers
+        return forecast.peak_memory(plan, engine=self.request.engine, buffers=buffers)
 
     def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
         """All of it as one JSON object."""

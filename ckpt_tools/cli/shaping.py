@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-from ckpt_tools import hf_folder, lora, maps
-from ckpt_tools.dtypes import DType, parse_dtype
+from ckpt_tools.core.dtypes import DType, parse_dtype
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UsageError
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.steps import Step
+from ckpt_tools.transforms import hf_folder, lora, maps
+from ckpt_tools.transforms.base import Step
 
 _KEY = "ckpt_tools.shaping"
 

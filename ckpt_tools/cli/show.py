@@ -7,13 +7,18 @@ from collections.abc import Sequence
 
 import click
 
+from ckpt_tools.analysis.summary import (
+    FoundMesh,
+    layout_of,
+    mesh_of,
+    placement_names,
+)
 from ckpt_tools.cli import completing, corner, entries, options, reading, render
+from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.core.sizes import format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.files import Files
 from ckpt_tools.formats import ReadOptions, locate
-from ckpt_tools.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
-from ckpt_tools.inspection import FoundMesh, layout_of, mesh_of, placement_names
-from ckpt_tools.sizes import format_size
+from ckpt_tools.storage.reader import Files
 
 _CHUNKS_SHOWN = 32
 

@@ -9,12 +9,12 @@ import click
 from ckpt_tools.cli import options, progress, proving, reading, render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.group import say
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import AnswerNo, UsageError
-from ckpt_tools.files import Files
 from ckpt_tools.formats import ReadOptions
-from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.proof import Anomaly
 from ckpt_tools.proof.stats import Statistics, TensorStats, stats
+from ckpt_tools.storage.reader import Files
 
 _HELP = """Mean, standard deviation, extremes, L2 norm, NaN, infinities and zeros of each tensor.
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.cli import progress
-from ckpt_tools.files import Files
-from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     from ckpt_tools.proof.stats import Statistics

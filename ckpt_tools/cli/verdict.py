@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from ckpt_tools.cli import render
 from ckpt_tools.cli.entries import rank_spans
+from ckpt_tools.core.sizes import format_size
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof import Comparison, Difference, HurtTensor, Report
 from ckpt_tools.proof.holes import describe
-from ckpt_tools.sizes import format_size
 
 _SHOWN = 10
 

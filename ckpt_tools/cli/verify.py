@@ -9,10 +9,9 @@ import click
 from ckpt_tools.cli import options, progress, proving, reading, render, verdict
 from ckpt_tools.cli.fingerprint import digest
 from ckpt_tools.cli.group import say
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UsageError
-from ckpt_tools.files import Files
 from ckpt_tools.formats import ReadOptions
-from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.proof import (
     Comparison,
     Report,
@@ -23,6 +22,7 @@ from ckpt_tools.proof import (
     with_objects,
 )
 from ckpt_tools.proof.fingerprint_file import is_fingerprint, load
+from ckpt_tools.storage.reader import Files
 
 _HELP = """Check that a checkpoint is whole; say what is hurt, and what is still whole.
 

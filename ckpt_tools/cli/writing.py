@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckpt_tools.convert import WriteOptions
+from ckpt_tools.convert.export import WriteOptions
 
 
 def given() -> WriteOptions:

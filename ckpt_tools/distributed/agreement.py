@@ -5,9 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
+from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.plan import FilePlan
 
 
 def require_same_plan(group: Group, plans: Sequence[FilePlan]) -> None:

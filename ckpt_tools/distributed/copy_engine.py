@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools import uploads
+from ckpt_tools.convert.reshard import (
+    CarryOut,
+    ReshardPlan,
+    plan_reshard,
+    reshard,
+)
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.distributed.agreement import require_same_plan, watchful
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.plan import FilePlan
-from ckpt_tools.resharding import CarryOut, ReshardPlan, plan_reshard, reshard
-from ckpt_tools.storage import is_address
+from ckpt_tools.storage import upload
+from ckpt_tools.storage.paths import is_address
 
 
 def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPlan:
@@ -26,7 +31,7 @@ def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPl
     raise, and WriteError when a worker dies.
     """
     if is_address(job.out):
-        with uploads.staged(job.out, force=job.write.force, resume=job.write.resume) as here:
+        with upload.staged(job.out, force=job.write.force, resume=job.write.resume) as here:
             return reshard_here(index, job._replace(out=here), workers=workers)
 
     def carry_out(plans: Sequence[FilePlan], folder: str) -> None:

@@ -11,16 +11,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import require_same_plan
 from ckpt_tools.distributed.copy_engine import lead_or_follow
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
-from ckpt_tools.errors import UnreadableError, UnsupportedError, UsageError, WriteError
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.layout import Mesh
-from ckpt_tools.plan import FilePlan, Target
-from ckpt_tools.resharding import ReshardPlan, plan_reshard
+from ckpt_tools.errors import (
+    UnreadableError,
+    UnsupportedError,
+    UsageError,
+    WriteError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +95,7 @@ class _Placed:
         import torch
         from torch.distributed.tensor import DTensor
 
-        from ckpt_tools.geometry import row_major_strides
+        from ckpt_tools.core.geometry import row_major_strides
 
         shape, layout = target.entry.shape, target.layout
         dtype = devices.torch_dtype(target.dtype.name)
@@ -124,7 +129,12 @@ def _load_and_save(
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from ckpt_tools.distributed.dcp_planners import LoadPlanner, Opaque, SavePlanner, Writer
+    from ckpt_tools.distributed.dcp_planners import (
+        LoadPlanner,
+        Opaque,
+        SavePlanner,
+        Writer,
+    )
 
     chosen = {item.fqn for file in plan.files for item in file.items}
     objects = [entry for entry in index.objects if entry.fqn in chosen]

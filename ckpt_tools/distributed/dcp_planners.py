@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import (  # noqa: TID253
     WriteItemType,
 )
 
-from ckpt_tools.index import Path
+from ckpt_tools.core.index import Path
 
 
 class Opaque:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.layout import Layout, Mesh, Replicate, Shard
 
 if TYPE_CHECKING:
     import torch

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools import output, uploads
+from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.copying import atomic_output
 from ckpt_tools.distributed import copy_engine, environment
 from ckpt_tools.distributed.group import join
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, read_index
-from ckpt_tools.resharding import ReshardPlan, plan_reshard
-from ckpt_tools.storage import is_address
+from ckpt_tools.storage import upload
+from ckpt_tools.storage.paths import is_address
 
 Engine = Literal["copy", "dcp", "gather"]
 ENGINES: tuple[Engine, ...] = ("copy", "dcp", "gather")
@@ -71,9 +72,9 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
     _refuse_rewriting(request, job)
     place = environment.place()
     if is_address(job.out) and place is None:
-        uploads.refuse_existing(job.out, force=job.write.force)
+        upload.refuse_existing(job.out, force=job.write.force)
     else:
-        output.refuse_existing(job.out, force=job.write.force)
+        atomic_output.refuse_existing(job.out, force=job.write.force)
     if place is None:
         _refuse_alone(request, job)
     if place is not None and request.engine == "gather":
@@ -89,13 +90,13 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
             dcp_engine.refuse(index, job, world_size=place.world_size)
         plan = plan_reshard(index, job.options)
     if not is_address(job.out):
-        output.check_space(job.out, plan.files)
+        atomic_output.check_space(job.out, plan.files)
     return plan
 
 
 def _refuse_existing(job: Job) -> None:
     """Refuse an output before a large index is read for it; whoever makes it looks again."""
-    output.refuse_existing(job.out, force=job.write.force, resume=job.write.resume)
+    atomic_output.refuse_existing(job.out, force=job.write.force, resume=job.write.resume)
 
 
 def _refuse_rewriting(request: Request, job: Job) -> None:

@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ckpt_tools import convert, output
-from ckpt_tools.convert import ExportOptions, ExportPlan, WriteOptions
+from ckpt_tools.convert import export as convert
+from ckpt_tools.convert.export import ExportOptions, ExportPlan, WriteOptions
+from ckpt_tools.copying import atomic_output
+from ckpt_tools.copying.journal import Place
+from ckpt_tools.copying.tasks import Share, cut, share_of
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.agreement import require_same_plan, watchful
 from ckpt_tools.distributed.group import Group, join
 from ckpt_tools.distributed.job import ignore
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
-from ckpt_tools.files import Files
 from ckpt_tools.formats import ReadOptions, read_index
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.journal import Place
-from ckpt_tools.plan import FilePlan
-from ckpt_tools.steps import Work
-from ckpt_tools.storage import is_address
-from ckpt_tools.tasks import Share, cut, share_of
+from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.base import Work
 
 
 class ExportJob(NamedTuple):
@@ -66,7 +67,7 @@ def export_by(
 
 def _refuse_existing(job: ExportJob) -> None:
     """Refuse an output before a large index is read for it; `convert.export` looks again."""
-    output.refuse_existing(job.out, force=job.write.force, resume=job.write.resume)
+    atomic_output.refuse_existing(job.out, force=job.write.force, resume=job.write.resume)
 
 
 def export_here(
@@ -114,7 +115,7 @@ def _as_group(
             return convert.export(index, job.out, options=options, write=job.write, carry_out=share)
         single_file = convert.single_file_of(job.out, options.format)
         plan = convert.plan_export(index, options, single_file=single_file, check=job.write.check)
-        share(plan, output.place_of(job.out))
+        share(plan, atomic_output.place_of(job.out))
         return plan
 
 

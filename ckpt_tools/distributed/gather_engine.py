@@ -13,6 +13,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.plan import FilePlan, WriteItem
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import require_same_plan
 from ckpt_tools.distributed.copy_engine import lead_or_follow
@@ -22,15 +26,11 @@ from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.pieces import PieceWriter
 from ckpt_tools.distributed.workers import Order, write_share
 from ckpt_tools.errors import CkptError, UnsupportedError, UsageError
-from ckpt_tools.files import Files
-from ckpt_tools.formats import rank_exchange
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.rank_exchange import RankHeaders
-from ckpt_tools.formats.rank_names import Family
-from ckpt_tools.index import CheckpointIndex
-from ckpt_tools.layout import Mesh
-from ckpt_tools.plan import FilePlan, WriteItem
-from ckpt_tools.resharding import ReshardPlan, plan_reshard
+from ckpt_tools.formats.rank_files import exchange as rank_exchange
+from ckpt_tools.formats.rank_files.exchange import RankHeaders
+from ckpt_tools.formats.rank_files.file_names import Family
+from ckpt_tools.storage.reader import Files
 
 T = TypeVar("T")
 

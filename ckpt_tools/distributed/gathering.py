@@ -13,17 +13,22 @@ from typing import TYPE_CHECKING
 import numpy as np  # noqa: TID253 - only the engine `gather` comes here
 
 from ckpt_tools import formats
+from ckpt_tools.copying.read import read_array
+from ckpt_tools.core.geometry import Box, row_major_strides
+from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.core.layout import Layout, Mesh, on_mesh
+from ckpt_tools.core.plan import FilePlan, WriteItem
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.pieces import PieceWriter, packed
-from ckpt_tools.errors import CheckpointError, CkptError, UnreadableError, UnsupportedError
-from ckpt_tools.files import Files
-from ckpt_tools.formats.rank_parts import Part
-from ckpt_tools.gather import read_array
-from ckpt_tools.geometry import Box, row_major_strides
-from ckpt_tools.index import CheckpointIndex, Chunk, TensorEntry
-from ckpt_tools.layout import Layout, Mesh, on_mesh
-from ckpt_tools.plan import FilePlan, WriteItem
+from ckpt_tools.errors import (
+    CheckpointError,
+    CkptError,
+    UnreadableError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.rank_files.parts import Part
+from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     import torch

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.convert import WriteOptions
-from ckpt_tools.journal import Place
-from ckpt_tools.output import place_of
+from ckpt_tools.convert.export import WriteOptions
+from ckpt_tools.copying.atomic_output import place_of
+from ckpt_tools.copying.journal import Place
 
 if TYPE_CHECKING:
-    from ckpt_tools.resharding import ReshardOptions
+    from ckpt_tools.convert.reshard import ReshardOptions
 
 
 def ignore(nbytes: int) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np  # noqa: TID253 - only that engine comes here
 
-from ckpt_tools.cast import Caster
+from ckpt_tools.copying.cast import Caster
+from ckpt_tools.core.geometry import Box, slabs
+from ckpt_tools.core.plan import WriteItem
 from ckpt_tools.errors import WriteError
-from ckpt_tools.geometry import Box, slabs
-from ckpt_tools.plan import WriteItem
 
 if TYPE_CHECKING:
     Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]

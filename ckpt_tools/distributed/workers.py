@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpt_tools.copying.journal import Place, opened
+from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import CkptError, WriteError
-from ckpt_tools.files import Files
-from ckpt_tools.journal import Place, opened
-from ckpt_tools.plan import FilePlan
+from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
-    from ckpt_tools import copy
+    from ckpt_tools.copying import write as copy
 
 _MODULE = "ckpt_tools.distributed.worker"
 _LEAST_MEMORY = 1 << 20
@@ -66,7 +66,9 @@ def write_share(order: Order, index: int, *, on_bytes: Callable[[int], None]) ->
 
     ``on_bytes`` hears of no bytes first, as soon as nobody else can take over this share.
     """
-    from ckpt_tools import copy  # numpy comes with it: only those who write pay for it
+    from ckpt_tools.copying import (
+        write as copy,  # numpy comes with it: only those who write pay for it
+    )
 
     with Files() as files, _journal(order, index) as kept:
         on_bytes(0)
@@ -84,7 +86,7 @@ def write_share(order: Order, index: int, *, on_bytes: Callable[[int], None]) ->
 
 @contextmanager
 def _journal(order: Order, index: int) -> Iterator[copy.Journal]:
-    from ckpt_tools import copy
+    from ckpt_tools.copying import write as copy
 
     if order.journals is None:
         yield copy.NO_JOURNAL

@@ -10,12 +10,12 @@ from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
 
-from ckpt_tools import storage
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import IncompleteError, UnreadableError
-from ckpt_tools.files import Files
-from ckpt_tools.formats import places
+from ckpt_tools.formats import frameworks
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.index import CheckpointIndex
+from ckpt_tools.storage import paths
+from ckpt_tools.storage.reader import Files
 
 __all__ = ["FORMATS", "Format", "ReadOptions", "detect", "locate", "open_objects", "read_index"]
 
@@ -44,10 +44,10 @@ class Format(NamedTuple):
 
 # In the order in which they are asked: a DCP directory may have .pt side files beside it.
 FORMATS = (
-    Format("dcp", "ckpt_tools.formats.dcp"),
-    Format("ranks", "ckpt_tools.formats.rank_files"),
-    Format("safetensors", "ckpt_tools.formats.safetensors"),
-    Format("torch", "ckpt_tools.formats.torch_file"),
+    Format("dcp", "ckpt_tools.formats.dcp.read"),
+    Format("ranks", "ckpt_tools.formats.rank_files.read"),
+    Format("safetensors", "ckpt_tools.formats.safetensors.read"),
+    Format("torch", "ckpt_tools.formats.torch_file.read"),
 )
 
 
@@ -56,7 +56,7 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
 
     What cannot be used becomes a problem of the index, named with the tensor.
     """
-    from ckpt_tools.formats import dcp_items
+    from ckpt_tools.formats.dcp import items as dcp_items
 
     return dcp_items.locate(index, files)
 
@@ -68,7 +68,7 @@ def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     """
     if all(entry.opened or entry.codec is None for entry in index.objects):
         return index
-    from ckpt_tools.formats import dcp_items
+    from ckpt_tools.formats.dcp import items as dcp_items
 
     return dcp_items.open_objects(index, files)
 
@@ -87,20 +87,22 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     Raises IncompleteError when nothing is there, UnsupportedError for a format of other tools,
     UnreadableError when there are several checkpoints, which its hint lists.
     """
-    if not storage.exists(path):
+    if not paths.exists(path):
         return _read_glob(path, options)
-    place = places.member(path)
-    places.refuse_foreign(place)
+    place = frameworks.member(path)
+    frameworks.refuse_foreign(place)
     form = detect(place)
     if form is None:
         place = _only_one_inside(place)
         form = detect(place)
     if form is None:
-        raise UnreadableError(f"{path} is no checkpoint of a known format.", hint=places.SUPPORTED)
+        raise UnreadableError(
+            f"{path} is no checkpoint of a known format.", hint=frameworks.SUPPORTED
+        )
     index = form.read_index(place, options)
-    framework, told_by = places.framework(index)
+    framework, told_by = frameworks.framework(index)
     notes = list(index.notes)
-    if storage.normal(place) != storage.normal(path):
+    if paths.normal(place) != paths.normal(path):
         notes.insert(0, f"Reading {place}.")
     if told_by is not None:
         notes.append(f"Framework: {framework}, told by {told_by}.")
@@ -109,24 +111,24 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
 
 def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     """The rank files that a glob chooses, as one checkpoint."""
-    found = storage.glob(path) if any(c in path for c in "*?[") else []
+    found = paths.glob(path) if any(c in path for c in "*?[") else []
     if not found:
         raise IncompleteError(f"{path} is not there.")
     if len(found) == 1:
         return read_index(found[0], options=options)
-    from ckpt_tools.formats import rank_files
+    from ckpt_tools.formats.rank_files import read as rank_files
 
     return rank_files.read_index(found, options=options)
 
 
 def _only_one_inside(folder: str) -> str:
     """The only checkpoint below a folder; raises when there is none or more than one."""
-    found = places.inside(folder, lambda path: detect(path) is not None)
+    found = frameworks.inside(folder, lambda path: detect(path) is not None)
     if len(found) == 1:
         return found[0]
     if not found:
-        raise UnreadableError(f"{folder} holds no checkpoint.", hint=places.SUPPORTED)
-    shown = "\n".join(f"ckpt-tools inspect {places.quote(path)}" for path in found[:20])
+        raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
+    shown = "\n".join(f"ckpt-tools inspect {frameworks.quote(path)}" for path in found[:20])
     more = f"\n… and {len(found) - 20} more" if len(found) > 20 else ""
     raise UnreadableError(
         f"{folder} is no checkpoint itself; {len(found)} are inside.", hint=shown + more

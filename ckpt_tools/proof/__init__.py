@@ -18,7 +18,13 @@ from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, fingerprint
 from ckpt_tools.proof.pairs import Naming, Rename, parse_rename
 from ckpt_tools.proof.ties import are_equal
 from ckpt_tools.proof.tolerance import Tolerance
-from ckpt_tools.proof.verify import RankState, Report, bytes_to_read, verify, verify_quick
+from ckpt_tools.proof.verify import (
+    RankState,
+    Report,
+    bytes_to_read,
+    verify,
+    verify_quick,
+)
 
 __all__ = [
     "Anomaly",

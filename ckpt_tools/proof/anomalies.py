@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ckpt_tools.files import Files
-from ckpt_tools.geometry import Box
-from ckpt_tools.index import TensorEntry
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     from ckpt_tools.proof.streams import ChunkScan, Scan
@@ -101,7 +101,7 @@ def _repeated(scan: Scan, files: Files) -> Iterator[Anomaly]:
 
 def _equal(entry: TensorEntry, one: ChunkScan, other: ChunkScan, files: Files) -> bool:
     """Whether two chunks with one CRC-32 hold the same bytes."""
-    from ckpt_tools.copy import read_box
+    from ckpt_tools.copying.write import read_box
 
     alone = [replace(entry, chunks=(found.chunk,)) for found in (one, other)]
     here = read_box(alone[0], one.chunk.box, files=files)

@@ -11,13 +11,13 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.errors import WriteError
-from ckpt_tools.files import Files
-from ckpt_tools.geometry import Box
-from ckpt_tools.index import CheckpointIndex, TensorEntry
 from ckpt_tools.proof.fingerprint import digest_of
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.storage.reader import Files
 
 _SHOWN = 5
 _BLOCK_NUMEL = 128 << 10
@@ -113,8 +113,8 @@ def _digest_as(
     """The SHA-256 that a tensor has in this type."""
     if entry.dtype == dtype:
         return digest_of(entry, files, on_bytes=on_bytes)
-    from ckpt_tools.cast import Caster
-    from ckpt_tools.copy import read_box
+    from ckpt_tools.copying.cast import Caster
+    from ckpt_tools.copying.write import read_box
 
     caster = Caster(entry.dtype, dtype)
     buffer = memoryview(bytearray(_BLOCK_NUMEL * dtype.itemsize))

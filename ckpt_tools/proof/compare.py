@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.files import Files
-from ckpt_tools.index import SECTIONS, CheckpointIndex, Section
+from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest
 from ckpt_tools.proof.inside import Inside
 from ckpt_tools.proof.objects import compare_objects
+from ckpt_tools.storage.reader import Files
 
 _SHOWN = 60  # characters of an object's value
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.geometry import Box
-from ckpt_tools.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.proof.holes import holes
 from ckpt_tools.proof.spans import Spans
 

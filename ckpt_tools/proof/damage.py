@@ -13,11 +13,12 @@ from threading import local
 from typing import NamedTuple
 from zlib import crc32
 
+from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CheckpointError, UnreadableError
-from ckpt_tools.files import Files
-from ckpt_tools.formats import dcp_items, torch_zip
-from ckpt_tools.index import ByteRange, CheckpointIndex
+from ckpt_tools.formats.dcp import items as dcp_items
+from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.proof.threads import Tally, in_threads
+from ckpt_tools.storage.reader import Files
 
 _BLOCK = 1 << 20
 # An archive this small is read in one go, and its records are checked in memory.

@@ -12,12 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.files import Files
-from ckpt_tools.index import CheckpointIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.proof.objects import compare_objects
 from ckpt_tools.proof.pairs import Naming, Pairs, pair
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.proof.tolerance import Tolerance
+from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     from ckpt_tools.proof.deltas import Delta

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
-from ckpt_tools import names
-from ckpt_tools.files import Files
-from ckpt_tools.geometry import Box
-from ckpt_tools.index import SECTIONS, CheckpointIndex, Section, TensorEntry
+from ckpt_tools.core import names
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section, TensorEntry
 from ckpt_tools.proof.inside import Inside, names_inside
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.storage.reader import Files
 
 
 class TensorDigest(NamedTuple):
@@ -99,7 +99,9 @@ def digest_of(
     entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None] = ignore_bytes
 ) -> str:
     """The SHA-256 of one tensor's elements, as hexadecimal digits; its chunks must be located."""
-    from ckpt_tools.copy import read_box  # numpy comes with it, and looking commands go without
+    from ckpt_tools.copying.write import (
+        read_box,  # numpy comes with it, and looking commands go without
+    )
 
     state = sha256()
     for piece in read_box(entry, Box.whole(entry.shape), files=files):

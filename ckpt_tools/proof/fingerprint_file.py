@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from ckpt_tools import names
+from ckpt_tools.core import names
+from ckpt_tools.core.index import SECTIONS, Path, Section
 from ckpt_tools.errors import CkptError, UnreadableError
-from ckpt_tools.index import SECTIONS, Path, Section
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, section_digest
 from ckpt_tools.proof.inside import Inside, clean_name
 

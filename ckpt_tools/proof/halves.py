@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.proof.inside import Inside, owner_of
 
 _SHOWN = 5

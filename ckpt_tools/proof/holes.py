@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from ckpt_tools.geometry import Box
+from ckpt_tools.core.geometry import Box
 
 
 def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:

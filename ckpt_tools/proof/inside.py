@@ -11,9 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ckpt_tools import names
+from ckpt_tools.core import names
+from ckpt_tools.core.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    Section,
+    TensorEntry,
+)
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.index import CheckpointIndex, ObjectEntry, Section, TensorEntry
 
 # What an optimizer's state dict puts above the parameters' names; Composer puts its class above.
 _STATE = re.compile(r"((?:[^.]+\.)?state\.)(.+)")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
 
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.proof.numbers import exact_extremes, numbers
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
 
-from ckpt_tools.dtypes import DType
+from ckpt_tools.core.dtypes import DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+from ckpt_tools.core.index import ObjectEntry, PlainValue
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.files import Files
-from ckpt_tools.formats import dcp_items, torch_zip
-from ckpt_tools.index import ObjectEntry, PlainValue
+from ckpt_tools.formats.dcp import items as dcp_items
+from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.storage.reader import Files
 
 _MAX_COMPARED = 256 << 20
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UsageError
-from ckpt_tools.index import CheckpointIndex
 from ckpt_tools.proof.inside import Inside, names_inside
 
 Side = Literal["a", "b"]

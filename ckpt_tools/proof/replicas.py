@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
+from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.files import Files
-from ckpt_tools.index import ByteRange, Chunk, TensorEntry
 from ckpt_tools.proof.threads import Tally, in_threads
+from ckpt_tools.storage.reader import Files
 
 
 class _Pair(NamedTuple):
@@ -56,7 +56,9 @@ def _nbytes(pair: _Pair) -> int:
 
 
 def _compare(pair: _Pair, files: Files, tally: Tally) -> list[CheckpointError]:
-    from ckpt_tools.copy import read_box  # numpy comes with it, and looking commands go without
+    from ckpt_tools.copying.write import (
+        read_box,  # numpy comes with it, and looking commands go without
+    )
 
     entry, chunk, other = pair
     one = replace(entry, chunks=(chunk._replace(replicas=()),))

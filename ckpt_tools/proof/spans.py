@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt_tools.index import ByteRange
+from ckpt_tools.core.index import ByteRange
 
 
 class _Cluster(NamedTuple):

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt_tools import formats
-from ckpt_tools.files import Files
-from ckpt_tools.index import CheckpointIndex, Section, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.proof.anomalies import Anomaly, anomalies_of, zero_row_anomalies
 from ckpt_tools.proof.streams import Scan, scan
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.storage.reader import Files
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_tools import formats
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.files import Files
-from ckpt_tools.index import CheckpointIndex, TensorEntry
 from ckpt_tools.proof.fingerprint import digest_of
+from ckpt_tools.storage.reader import Files
 
 
 def are_equal(index: CheckpointIndex, fqns: Sequence[str], files: Files) -> bool:

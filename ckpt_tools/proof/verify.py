@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, check_coverage
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.files import Files
-from ckpt_tools.formats import dcp_damage, rank_names
-from ckpt_tools.geometry import Box
-from ckpt_tools.index import ByteRange, CheckpointIndex, check_coverage
+from ckpt_tools.formats.dcp import checks as dcp_damage
+from ckpt_tools.formats.rank_files import file_names as rank_names
 from ckpt_tools.proof.condition import Condition, HurtTensor, Rescue
 from ckpt_tools.proof.damage import Damage, Reading, read_everything
 from ckpt_tools.proof.halves import Halves, compare_halves
@@ -25,6 +25,7 @@ from ckpt_tools.proof.inside import names_inside
 from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.proof.spans import Spans
 from ckpt_tools.proof.threads import Tally, ignore_bytes
+from ckpt_tools.storage.reader import Files
 
 
 class RankState(NamedTuple):

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ckpt_tools.convert import ExportOptions, WriteOptions, export
+from ckpt_tools.convert.export import ExportOptions, WriteOptions, export
+from ckpt_tools.convert.reshard import ReshardOptions
+from ckpt_tools.core.mesh_spec import parse_mesh, parse_rule
 from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.formats import read_index
-from ckpt_tools.mesh_spec import parse_mesh, parse_rule
-from ckpt_tools.optim_names import ParamNames, parse_names
-from ckpt_tools.resharding import ReshardOptions
+from ckpt_tools.transforms.optimizer_names import ParamNames, parse_names
 
 
 def main() -> None:

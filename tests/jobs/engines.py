@@ -10,13 +10,13 @@ import json
 import sys
 from pathlib import Path
 
-from ckpt_tools.convert import WriteOptions
+from ckpt_tools.convert.export import WriteOptions
+from ckpt_tools.convert.reshard import ReshardOptions
+from ckpt_tools.core.mesh_spec import parse_mesh, parse_rule
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import CkptError
-from ckpt_tools.mesh_spec import parse_mesh, parse_rule
-from ckpt_tools.resharding import ReshardOptions
 
 
 def _ignore(_: int) -> None:

@@ -7,8 +7,8 @@ import os
 import click
 
 from ckpt_tools.cli import render
+from ckpt_tools.core.sizes import format_size
 from ckpt_tools.errors import OutputExistsError, WriteError
-from ckpt_tools.sizes import format_size
 
 
 def write(path: str, text: str, *, force: bool) -> None:

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ckpt_tools.analysis.ownership import Held
 from ckpt_tools.cli.entries import rank_spans
-from ckpt_tools.holdings import Held
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component: `layers.12.`, never `w2`
 

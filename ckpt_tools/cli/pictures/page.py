@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckpt_tools.analysis.ownership import (
+    Held,
+    Holdings,
+    Moved,
+    bytes_held,
+    skew_of,
+)
 from ckpt_tools.cli.pictures import colors
 from ckpt_tools.cli.pictures.shell import page, text
 from ckpt_tools.cli.render import Json, counted, printable
-from ckpt_tools.dtypes import DType
-from ckpt_tools.holdings import Held, Holdings, Moved, bytes_held, skew_of
-from ckpt_tools.layout import Mesh
-from ckpt_tools.sizes import format_size
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.sizes import format_size
 
 _BODY = """<main><h1>{title}</h1>
 <div class="quiet">{facts}</div>

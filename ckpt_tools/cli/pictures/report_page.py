@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from ckpt_tools.analysis.ownership import holdings_of
+from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import entries, proving, report
 from ckpt_tools.cli.pictures.page import LIST, SCRIPTS, heads, layout_data
 from ckpt_tools.cli.pictures.shell import page, text
 from ckpt_tools.cli.values import Seen
-from ckpt_tools.holdings import holdings_of
-from ckpt_tools.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.inspection import mesh_of
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.proof import Anomaly
 from ckpt_tools.proof.stats import TensorStats
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt_tools.holdings import Piece
+from ckpt_tools.analysis.ownership import Piece
 
 MAX_BANDS = 4
 

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from ckpt_tools.analysis.ownership import (
+    Held,
+    Holdings,
+    Piece,
+    bytes_held,
+    skew_of,
+)
 from ckpt_tools.cli import render
 from ckpt_tools.cli.entries import rank_spans, short_shape
 from ckpt_tools.cli.pictures import colors
 from ckpt_tools.cli.pictures.fold import Row
 from ckpt_tools.cli.pictures.shapes import cut_dims
-from ckpt_tools.holdings import Held, Holdings, Piece, bytes_held, skew_of
-from ckpt_tools.layout import Mesh
-from ckpt_tools.sizes import format_size
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.sizes import format_size
 
 _LOAD = 32
 _BAR = 40

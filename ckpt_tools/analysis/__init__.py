@@ -1,0 +1,1 @@
+"""What an index tells: mesh, sections, owners, forecasts."""

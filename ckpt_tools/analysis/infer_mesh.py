@@ -1,0 +1,245 @@
+"""What boxes tell of a mesh: the layout that a format does not state.
+
+A DCP directory stores which boxes there are and who saved each, not the mesh they came from. This
+room looks for the simplest mesh and placements that give exactly these boxes to exactly these
+ranks. Its answers are inferred, never confirmed: 8 pieces of 8 ranks may also have been 2 x 4. It
+opens no file and knows no format.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import permutations, product
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import Grid, TensorEntry
+from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard
+
+# Who saved a box is checked on so many tensors of each kind; in a kind all are cut alike.
+_SAMPLES = 4
+
+
+# A shape, and each box with who saved it: as they are, or as the grid that they are shared by.
+Held = tuple[tuple[int, ...], Grid | tuple[tuple[Box, int | None], ...]]
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut: its shape, the boxes that hold elements, and the cut dimensions.
+
+    A dimension counts as cut, too, when some rank saved an empty piece of it.
+    """
+
+    shape: tuple[int, ...]
+    boxes: frozenset[Box]
+    dims: tuple[int, ...]
+
+
+def cut_of(entry: TensorEntry) -> Cut | None:
+    """How this tensor is cut, or None when it is stored in one piece."""
+    shape = entry.shape
+    boxes = set(entry.boxes)
+    if len(boxes) < 2 and all(box.sizes == shape for box in boxes):
+        return None
+    solid = frozenset(box for box in boxes if 0 not in box.sizes)
+    dims = tuple(
+        dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)
+    )
+    return Cut(shape, solid, dims) if dims and solid else None
+
+
+class Inference:
+    """A mesh that boxes speak of, and the layout on it of any of its tensors.
+
+    ``usual`` are the layouts that some tensors speak of without a doubt, most frequent first.
+    """
+
+    __slots__ = ("_known", "mesh", "usual")
+
+    def __init__(self, mesh: Mesh, usual: Sequence[Layout] = ()) -> None:
+        self.mesh = mesh
+        self.usual = tuple(usual)
+        # Thousands of tensors are cut alike, and looking costs more than finding that again.
+        self._known: dict[Held, Layout | None] = {}
+
+    def layout_of(self, entry: TensorEntry) -> Layout | None:
+        """The layout on this mesh, or on all its ranks in one line, that gives the tensor's boxes.
+
+        Among several, those that give each box to the rank that saved it come first, then those
+        that other tensors have. None when the tensor is in one piece, or cut as no layout cuts.
+        """
+        held = entry.shape, entry.grid or tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
+        if held not in self._known:
+            self._known[held] = self._search(entry)
+        return self._known[held]
+
+    def _search(self, entry: TensorEntry) -> Layout | None:
+        cut = cut_of(entry)
+        if cut is None:
+            return None
+        layouts = _layouts_on(cut, self.mesh)
+        fitting = [layout for layout in layouts if _saved_by_owners(entry, layout)] or layouts
+        if len(fitting) > 1:
+            usual = [layout for layout in self.usual if layout in fitting]
+            fitting = usual or fitting
+        return fitting[0] if fitting else None
+
+
+def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inference | None:
+    """The mesh that explains most of these tensors with the fewest dimensions, or None.
+
+    Without a world size, the most pieces that a tensor is cut into stand for it.
+    """
+    kinds: dict[Cut, list[TensorEntry]] = {}
+    known: dict[tuple[Grid, tuple[int, ...]], Cut | None] = {}
+    for entry in tensors:
+        grid = entry.grid
+        if grid is None:
+            cut = cut_of(entry)
+        else:
+            if (grid, entry.shape) not in known:
+                known[grid, entry.shape] = cut_of(entry)
+            cut = known[grid, entry.shape]
+        if cut is not None:
+            kinds.setdefault(cut, []).append(entry)
+    ranks = world_size or max((len(cut.boxes) for cut in kinds), default=1)
+    if ranks < 2:
+        return None
+    mesh = _best(kinds, ranks, by_rank=True) or _best(kinds, ranks, by_rank=False)
+    return None if mesh is None else Inference(mesh, _usual(kinds, mesh))
+
+
+def _usual(kinds: dict[Cut, list[TensorEntry]], mesh: Mesh) -> tuple[Layout, ...]:
+    """The layouts that are the only one to fit some tensor, the most frequent first."""
+    counts: Counter[Layout] = Counter()
+    for cut, entries in kinds.items():
+        fitting = _fitting(cut, entries, mesh)
+        if len(fitting) == 1:
+            counts[fitting[0]] += len(entries)
+    return tuple(layout for layout, _ in counts.most_common())
+
+
+def _fitting(cut: Cut, entries: Sequence[TensorEntry], mesh: Mesh) -> list[Layout]:
+    """The layouts that give this cut, and each box of a few of its tensors to who saved it."""
+    sample = entries[:_SAMPLES]
+    return [
+        layout
+        for layout in _layouts_on(cut, mesh)
+        if all(_saved_by_owners(entry, layout) for entry in sample)
+    ]
+
+
+def _best(kinds: dict[Cut, list[TensorEntry]], ranks: int, *, by_rank: bool) -> Mesh | None:
+    """The mesh of so many ranks that explains most tensors; fewer dimensions win a draw."""
+    total = sum(map(len, kinds.values()))
+    best: Mesh | None = None
+    best_score = (0, 0)
+    for ndim in (1, 2, 3):
+        for shape in _factorings(ranks, ndim):
+            mesh = Mesh(shape)
+            score = _score(kinds, mesh, by_rank=by_rank)
+            if score[0] > best_score[0] or (score > best_score and best and _ndim(best) == ndim):
+                best, best_score = mesh, score
+        if best_score[0] == total:
+            break
+    return best
+
+
+def _ndim(mesh: Mesh) -> int:
+    return len(mesh.shape)
+
+
+def _score(kinds: dict[Cut, list[TensorEntry]], mesh: Mesh, *, by_rank: bool) -> tuple[int, int]:
+    """How many tensors the mesh explains, and how many of them in the usual order."""
+    explained = usual = 0
+    for cut, entries in kinds.items():
+        layouts = _fitting(cut, entries, mesh) if by_rank else _layouts_on(cut, mesh)
+        if layouts:
+            explained += len(entries)
+            usual += len(entries) * any(map(_is_usual, layouts))
+    return explained, usual
+
+
+def _is_usual(layout: Layout) -> bool:
+    """Replicas first, then cuts by ascending dimension, as FSDP2 numbers its own meshes."""
+    dims = [p.dim if isinstance(p, Shard) else -1 for p in layout.placements]
+    return dims == sorted(dims)
+
+
+def _factorings(number: int, ndim: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write ``number`` as a product of ``ndim`` factors above 1, in order."""
+    if ndim == 1:
+        yield (number,)
+        return
+    for first in range(2, number // 2 + 1):
+        if number % first == 0:
+            for rest in _factorings(number // first, ndim - 1):
+                yield (first, *rest)
+
+
+def _layouts_on(cut: Cut, mesh: Mesh) -> tuple[Layout, ...]:
+    """The layouts that give this cut: on the mesh itself, else on its ranks in one line."""
+    found = _layouts(cut, mesh)
+    return found if found or _ndim(mesh) == 1 else _layouts(cut, Mesh((mesh.size,)))
+
+
+@lru_cache(maxsize=4096)
+def _layouts(cut: Cut, mesh: Mesh) -> tuple[Layout, ...]:
+    """Every layout on this mesh whose boxes are exactly those of the cut."""
+    return tuple(
+        layout for layout in _possible(cut, mesh) if _solid_boxes(layout, cut) == cut.boxes
+    )
+
+
+def _possible(cut: Cut, mesh: Mesh) -> Iterator[Layout]:
+    """Layouts whose number of parts can give the number of pieces, along every dimension."""
+    pieces = {dim: len({box.offsets[dim] for box in cut.boxes}) for dim in cut.dims}
+    options: list[Placement] = [Replicate(), *map(Shard, cut.dims)]
+    for placements in product(options, repeat=_ndim(mesh)):
+        parts: dict[int, int] = {}
+        sharded = [p.dim for p in placements if isinstance(p, Shard)]
+        for placement, size in zip(placements, mesh.shape, strict=True):
+            if isinstance(placement, Shard):
+                parts[placement.dim] = parts.get(placement.dim, 1) * size
+        if parts.keys() != pieces.keys():
+            continue
+        if all(_can_give(cut.shape[dim], parts[dim], pieces[dim]) for dim in parts):
+            for order in _orders(len(placements), shared=len(sharded) > len(parts)):
+                yield Layout(mesh, placements, order)
+
+
+def _can_give(size: int, parts: int, pieces: int) -> bool:
+    """Whether ``size`` elements in so many parts can leave so many pieces that are not empty."""
+    return pieces == parts if size % parts == 0 else pieces <= parts
+
+
+def _orders(ndim: int, *, shared: bool) -> Iterator[tuple[int, ...]]:
+    """The orders of cutting that can matter: one, unless two mesh dimensions cut the same."""
+    return permutations(range(ndim)) if shared else iter([tuple(range(ndim))])
+
+
+def _solid_boxes(layout: Layout, cut: Cut) -> set[Box]:
+    """The boxes that hold elements; replicas are looked at once."""
+    ranges = [
+        range(size if isinstance(placement, Shard) else 1)
+        for size, placement in zip(layout.mesh.shape, layout.placements, strict=True)
+    ]
+    if prod(map(len, ranges)) < len(cut.boxes):
+        return set()
+    boxes = (layout.box(cut.shape, coordinate) for coordinate in product(*ranges))
+    return {box for box in boxes if 0 not in box.sizes}
+
+
+def _saved_by_owners(entry: TensorEntry, layout: Layout) -> bool:
+    """Whether every box was saved by a rank that holds it; boxes of unknown rank say nothing."""
+    for chunk in entry.chunks:
+        if chunk.rank is None or 0 in chunk.box.sizes:
+            continue
+        if chunk.rank >= layout.mesh.size:
+            return False
+        if layout.box(entry.shape, layout.mesh.coordinate(chunk.rank)) != chunk.box:
+            return False
+    return True

@@ -1,0 +1,246 @@
+"""Who holds which box of every tensor, before and after a reshard: what pictures are drawn from.
+
+Where a layout is known it says what each rank holds, replicas included; elsewhere it is who saved
+each box, and for formats without ranks which file has it. It opens no file and draws nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ckpt_tools.analysis.summary import (
+    FoundMesh,
+    Status,
+    layout_of,
+    placement_names,
+)
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.core.layout import Layout, Mesh, on_mesh
+
+Unit = Literal["rank", "file"]
+
+
+class Piece(NamedTuple):
+    """A box, the numbers of those who hold it, and of the file it lies in (None for a target)."""
+
+    box: Box
+    holders: tuple[int, ...]
+    file: int | None = None
+
+
+class Held(NamedTuple):
+    """One tensor in pieces; tensors that are cut and held alike share the same ``pieces``.
+
+    ``placements`` are torch's words, empty where nothing tells them.
+    """
+
+    fqn: str
+    dtype: DType
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    placements: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return Box.whole(self.shape).numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Every tensor of a checkpoint with its holders, which are ranks, or files by their numbers."""
+
+    unit: Unit
+    holders: int
+    mesh: Mesh | None
+    status: Status | None
+    files: tuple[str, ...]
+    tensors: tuple[Held, ...]
+
+
+def holdings_of(index: CheckpointIndex, found: FoundMesh | None) -> Holdings:
+    """Who holds what of a checkpoint, as far as its headers tell; ``found`` is its mesh."""
+    ranks = {chunk.rank for entry in index.tensors for chunk in entry.chunks}
+    unit: Unit = "rank" if found is not None or ranks - {None} else "file"
+    numbers: dict[str, int] = {}
+    for path in [file.path for file in index.files] + _paths(index):
+        numbers.setdefault(path, len(numbers))
+    mesh = None if found is None else found.mesh
+    known = _Known(numbers, unit, mesh)
+    tensors = tuple(known.held(entry, layout_of(entry, found)) for entry in index.tensors)
+    count = len(numbers)
+    if unit == "rank":
+        saved = max((rank for rank in ranks if rank is not None), default=-1) + 1
+        count = max(index.world_size or 0, saved, 0 if mesh is None else mesh.size)
+    status = None if found is None else found.status
+    return Holdings(unit, count, mesh, status, _relative(numbers, index.root), tensors)
+
+
+def _paths(index: CheckpointIndex) -> list[str]:
+    return sorted({chunk.data.path for entry in index.tensors for chunk in entry.chunks})
+
+
+def _relative(paths: Iterable[str], root: str) -> tuple[str, ...]:
+    """Paths below the root, for a person."""
+    lead = root.rstrip(os.sep) + os.sep
+    return tuple(
+        path[len(lead) :] if path.startswith(lead) else os.path.basename(path) for path in paths
+    )
+
+
+class _Known:
+    """Gives tensors that are cut alike the same pieces: thousands are, and pages list them once."""
+
+    def __init__(self, numbers: Mapping[str, int], unit: Unit, mesh: Mesh | None) -> None:
+        self._numbers = numbers
+        self._unit = unit
+        self._mesh = mesh
+        self._pieces: dict[tuple[object, ...], tuple[Piece, ...]] = {}
+        self._words: dict[Layout, tuple[str, ...]] = {}
+
+    def held(self, entry: TensorEntry, known: tuple[Layout, Status] | None) -> Held:
+        layout = None if known is None else known[0]
+        kind = (layout, entry.shape, *((c.box, c.rank, c.data.path) for c in entry.chunks))
+        if kind not in self._pieces:
+            self._pieces[kind] = self._cut(entry, layout)
+        if layout is not None and layout not in self._words:
+            self._words[layout] = tuple(placement_names(layout))
+        words = () if layout is None else self._words[layout]
+        return Held(entry.fqn, entry.dtype, entry.shape, self._pieces[kind], words)
+
+    def _cut(self, entry: TensorEntry, layout: Layout | None) -> tuple[Piece, ...]:
+        full = None if self._unit == "file" else self._on_all_ranks(layout)
+        owners = {} if full is None else owners_of(full, entry.shape)
+        chunks: dict[Box, list[Chunk]] = {}
+        for chunk in entry.chunks:
+            chunks.setdefault(chunk.box, []).append(chunk)
+        pieces = [
+            Piece(box, owners.get(box) or self._savers(same), self._number(same[0]))
+            for box, same in chunks.items()
+            if 0 not in box.sizes
+        ]
+        return tuple(sorted(pieces))
+
+    def _on_all_ranks(self, layout: Layout | None) -> Layout | None:
+        """The layout on the whole mesh: a tensor may lie on a part of it, whose ranks it counts."""
+        if layout is None or self._mesh is None or layout.mesh.size == self._mesh.size:
+            return layout
+        return on_mesh(layout, self._mesh)
+
+    def _number(self, chunk: Chunk) -> int:
+        return self._numbers[chunk.data.path]
+
+    def _savers(self, chunks: Sequence[Chunk]) -> tuple[int, ...]:
+        if self._unit == "file":
+            return tuple(sorted({self._number(chunk) for chunk in chunks}))
+        return tuple(sorted({chunk.rank for chunk in chunks if chunk.rank is not None}))
+
+
+def owners_of(layout: Layout, shape: Sequence[int]) -> dict[Box, tuple[int, ...]]:
+    """The ranks that hold each box which is not empty."""
+    owners: dict[Box, list[int]] = {}
+    for rank, box in enumerate(layout.boxes(shape)):
+        if 0 not in box.sizes:
+            owners.setdefault(box, []).append(rank)
+    return {box: tuple(ranks) for box, ranks in owners.items()}
+
+
+def after(before: Holdings, mesh: Mesh, layouts: Mapping[str, Layout | None]) -> Holdings:
+    """The same tensors on another mesh; one without a layout is held whole by every rank.
+
+    Tensors that ``layouts`` does not name are left out.
+    """
+    pieces: dict[tuple[object, ...], tuple[Piece, ...]] = {}
+    tensors = []
+    for held in before.tensors:
+        if held.fqn not in layouts:
+            continue
+        layout = layouts[held.fqn]
+        kind = (layout, held.shape)
+        if kind not in pieces:
+            pieces[kind] = _target(layout, held.shape, mesh)
+        words = () if layout is None else tuple(placement_names(layout))
+        tensors.append(Held(held.fqn, held.dtype, held.shape, pieces[kind], words))
+    return Holdings("rank", mesh.size, mesh, None, (), tuple(tensors))
+
+
+def _target(layout: Layout | None, shape: tuple[int, ...], mesh: Mesh) -> tuple[Piece, ...]:
+    if layout is None:
+        whole = Box.whole(shape)
+        return () if 0 in shape else (Piece(whole, tuple(range(mesh.size))),)
+    return tuple(sorted(Piece(box, ranks) for box, ranks in owners_of(layout, shape).items()))
+
+
+def bytes_held(holdings: Holdings) -> list[int]:
+    """Bytes of all tensors that each holder has, by its number; replicas count each time."""
+    kinds: Counter[tuple[int, int]] = Counter()
+    pieces: dict[int, tuple[Piece, ...]] = {}
+    for held in holdings.tensors:
+        kinds[id(held.pieces), held.dtype.itemsize] += 1
+        pieces[id(held.pieces)] = held.pieces
+    totals = [0] * holdings.holders
+    for (kind, itemsize), count in kinds.items():
+        for piece in pieces[kind]:
+            for holder in piece.holders:
+                totals[holder] += piece.box.numel * itemsize * count
+    return totals
+
+
+def skew_of(totals: Sequence[int]) -> float | None:
+    """How many times the average the fullest holder has; None when nobody holds anything."""
+    return max(totals) * len(totals) / sum(totals) if sum(totals) else None
+
+
+class Moved(NamedTuple):
+    """Bytes that new ranks hold and the old rank of the same number did not.
+
+    ``by_tensor`` is in the order of the tensors after, ``by_rank`` in that of the new ranks.
+    """
+
+    by_tensor: tuple[int, ...]
+    by_rank: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """All of them together."""
+        return sum(self.by_rank)
+
+
+def moved(before: Holdings, target: Holdings) -> Moved:
+    """What must move so that each rank of the target holds its boxes.
+
+    Rank n is taken to run where rank n ran before; ranks that are new have everything to get.
+    """
+    source = {held.fqn: held.pieces for held in before.tensors}
+    known: dict[tuple[int, int], dict[int, int]] = {}
+    by_tensor, by_rank = [], [0] * target.holders
+    for held in target.tensors:
+        old = source[held.fqn] if before.unit == "rank" else ()
+        kind = (id(old), id(held.pieces))
+        if kind not in known:
+            known[kind] = _missing(old, held.pieces)
+        by_tensor.append(sum(known[kind].values()) * held.dtype.itemsize)
+        for rank, numel in known[kind].items():
+            by_rank[rank] += numel * held.dtype.itemsize
+    return Moved(tuple(by_tensor), tuple(by_rank))
+
+
+def _missing(old: Sequence[Piece], new: Sequence[Piece]) -> dict[int, int]:
+    """Elements that each new rank does not have yet."""
+    had: dict[int, list[Box]] = {}
+    for piece in old:
+        for rank in piece.holders:
+            had.setdefault(rank, []).append(piece.box)
+    missing: Counter[int] = Counter()
+    for piece in new:
+        for rank in piece.holders:
+            shared = (piece.box.intersect(box) for box in had.get(rank, ()))
+            kept = sum(box.numel for box in shared if box is not None)
+            missing[rank] += piece.box.numel - kept
+    return dict(missing)

@@ -1,0 +1,264 @@
+"""What `inspect` says of a checkpoint: an index in, facts in words and numbers out.
+
+It opens no file and prints nothing. Facts that the format states are confirmed; what only the
+boxes tell is inferred, and says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, NamedTuple
+
+from ckpt_tools.analysis.infer_mesh import Inference, infer
+from ckpt_tools.core.index import (
+    SECTIONS,
+    CheckpointIndex,
+    ObjectEntry,
+    Section,
+    TensorEntry,
+)
+from ckpt_tools.core.layout import Layout, Mesh, Shard
+
+Status = Literal["confirmed", "inferred"]
+
+# Which optimizers keep these tensors for a parameter. Adam and AdamW keep the same ones: only the
+# code that built the optimizer knows which it was.
+_OPTIMIZERS = (
+    (frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}), "Adam or AdamW with amsgrad"),
+    (frozenset({"exp_avg", "exp_avg_sq"}), "Adam or AdamW"),
+    (frozenset({"exp_avg", "exp_inf"}), "Adamax"),
+    (frozenset({"square_avg", "acc_delta"}), "Adadelta"),
+    (frozenset({"square_avg"}), "RMSprop"),
+    (frozenset({"prev", "step_size"}), "Rprop"),
+    (frozenset({"exp_avg"}), "Lion, or another that keeps one average"),
+    (frozenset({"momentum_buffer"}), "SGD with momentum, or Muon"),
+    (frozenset({"sum"}), "Adagrad"),
+)
+# The likeliest first. Composer counts steps as ``batch`` of a Timestamp, whose ``iteration`` is
+# something else.
+_STEP_NAMES = (
+    *("global_step", "global_steps", "step", "_step"),
+    *("batch", "iteration", "iteration_count"),
+)
+_MAX_NAMED = 5
+
+
+class FoundMesh(NamedTuple):
+    """A mesh, and whether the checkpoint states it or only its boxes tell it.
+
+    ``inference`` tells the layout of each tensor where the mesh is inferred.
+    """
+
+    mesh: Mesh
+    status: Status
+    inference: Inference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SectionSum:
+    """What one section holds; ``numel`` and ``nbytes`` count its tensors, each once."""
+
+    tensors: int = 0
+    objects: int = 0
+    numel: int = 0
+    nbytes: int = 0
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Optimizer(NamedTuple):
+    """Which optimizer it seems to be, and the names of the tensors that it keeps."""
+
+    kind: str
+    states: tuple[str, ...]
+
+
+class Verdict(NamedTuple):
+    """A yes or a no, and why."""
+
+    yes: bool
+    reason: str
+
+
+class FileLoad(NamedTuple):
+    """What one file holds: who saved it if known, chunks, their bytes, and its own length."""
+
+    path: str
+    rank: int | None
+    chunks: int
+    nbytes: int
+    length: int | None
+
+
+def mesh_of(index: CheckpointIndex) -> FoundMesh | None:
+    """The mesh of the whole checkpoint, or None when nothing tells of one.
+
+    Where tensors lie on several meshes and the format names no main one, it is the one with most
+    dimensions, then the one of most tensors.
+    """
+    if index.mesh is not None:
+        return FoundMesh(index.mesh, "confirmed")
+    stated = Counter(entry.layout.mesh for entry in index.tensors if entry.layout is not None)
+    if stated:
+        mesh = max(stated, key=lambda mesh: (len(mesh.shape), mesh.size, stated[mesh]))
+        return FoundMesh(mesh, "confirmed")
+    inferred = infer(index.tensors, world_size=index.world_size)
+    return None if inferred is None else FoundMesh(inferred.mesh, "inferred", inferred)
+
+
+def layout_of(entry: TensorEntry, found: FoundMesh | None) -> tuple[Layout, Status] | None:
+    """The layout of one tensor, stated or inferred on this mesh; None when nothing tells it."""
+    if entry.layout is not None:
+        return entry.layout, "confirmed"
+    if found is None or found.inference is None:
+        return None
+    layout = found.inference.layout_of(entry)
+    return None if layout is None else (layout, "inferred")
+
+
+def placements_of(index: CheckpointIndex, found: FoundMesh | None) -> list[tuple[str, int]]:
+    """How the tensors lie, in words, with how many lie so; most first."""
+    counts: Counter[str] = Counter()
+    for entry in index.tensors:
+        known = layout_of(entry, found)
+        if known is not None:
+            counts[_in_words(known[0], found)] += 1
+        elif len(entry.chunks) > 1:
+            counts["cut in a way that no mesh explains"] += 1
+        else:
+            counts["in one piece"] += 1
+    return counts.most_common()
+
+
+def _in_words(layout: Layout, found: FoundMesh | None) -> str:
+    text = ", ".join(placement_names(layout))
+    if found is None or layout.mesh == found.mesh:
+        return text
+    return f"{text} on {layout.mesh}"
+
+
+def placement_names(layout: Layout) -> list[str]:
+    """What torch calls the placements: ``Replicate``, ``Shard(0)``, ``_StridedShard(0, 2)``.
+
+    A strided shard is one that a mesh dimension to its right has cut first; the second number is
+    torch's split factor, the number of those first pieces.
+    """
+    names = []
+    for mesh_dim, placement in enumerate(layout.placements):
+        factor = _split_factor(layout, mesh_dim)
+        if isinstance(placement, Shard) and factor > 1:
+            names.append(f"_StridedShard({placement.dim}, {factor})")
+        else:
+            names.append(str(placement))
+    return names
+
+
+def _split_factor(layout: Layout, mesh_dim: int) -> int:
+    """Into how many pieces mesh dimensions to the right have cut before this one does."""
+    earlier = layout.order[: layout.order.index(mesh_dim)]
+    same = [
+        layout.mesh.shape[other]
+        for other in earlier
+        if other > mesh_dim and layout.placements[other] == layout.placements[mesh_dim]
+    ]
+    return prod(same)
+
+
+def sections_of(index: CheckpointIndex) -> dict[Section, SectionSum]:
+    """The sums of each section, empty ones included, in the order of `SECTIONS`."""
+    return {section: _sum(index, section) for section in SECTIONS}
+
+
+def _sum(index: CheckpointIndex, section: Section) -> SectionSum:
+    tensors = [entry for entry in index.tensors if entry.section == section]
+    dtypes: Counter[str] = Counter()
+    for entry in tensors:
+        dtypes[entry.dtype.name] += entry.numel
+    return SectionSum(
+        tensors=len(tensors),
+        objects=sum(entry.section == section for entry in index.objects),
+        numel=sum(dtypes.values()),
+        nbytes=sum(entry.nbytes for entry in tensors),
+        dtypes=dict(dtypes.most_common()),
+    )
+
+
+def optimizer_of(index: CheckpointIndex) -> Optimizer | None:
+    """Which optimizer the names of its state speak of, or None when there is no such state."""
+    names = {
+        str(entry.path[-1]).rpartition(".")[2]
+        for entry in index.tensors
+        if entry.section == "optim"
+    }
+    if not names:
+        return None
+    for states, kind in _OPTIMIZERS:
+        if states <= names:
+            return Optimizer(kind, tuple(sorted(states | (names & {"step"}))))
+    return Optimizer("unknown", tuple(sorted(names)[:_MAX_NAMED]))
+
+
+def step_entries(index: CheckpointIndex) -> list[TensorEntry | ObjectEntry]:
+    """Entries that may count the training's steps, the likeliest first.
+
+    They have one of the usual names, one element if they are tensors, and do not belong to the
+    optimizer, which counts for each parameter.
+    """
+    all_entries: list[TensorEntry | ObjectEntry] = [*index.objects, *index.tensors]
+    entries = [
+        entry
+        for entry in all_entries
+        if entry.path[-1] in _STEP_NAMES
+        and entry.section != "optim"
+        and (isinstance(entry, ObjectEntry) or entry.numel == 1)
+    ]
+    return sorted(entries, key=_by_likelihood)
+
+
+def _by_likelihood(entry: TensorEntry | ObjectEntry) -> tuple[int, int, str]:
+    return _STEP_NAMES.index(str(entry.path[-1])), len(entry.path), entry.fqn
+
+
+def resume_verdict(index: CheckpointIndex) -> Verdict:
+    """Whether training can go on from this checkpoint, as far as what is there tells."""
+    if index.problems:
+        return Verdict(yes=False, reason=index.problems[0].message.partition("\n")[0])
+    held = {entry.section for entry in index.tensors}
+    if "model" not in held:
+        return Verdict(yes=False, reason="there are no model weights here")
+    if "optim" not in held:
+        reason = "there is no optimizer state; the weights can start a new run"
+        return Verdict(yes=False, reason=reason)
+    return Verdict(yes=True, reason="model and optimizer state are there, and nothing is missing")
+
+
+def name_some(names: Sequence[str]) -> str:
+    """The first few of these names, and how many more there are."""
+    shown = ", ".join(names[:_MAX_NAMED])
+    more = len(names) - _MAX_NAMED
+    return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+def file_loads(index: CheckpointIndex) -> list[FileLoad]:
+    """What each file holds, replicas included, in the order of ranks and then of paths."""
+    lengths = {file.path: file.length for file in index.files}
+    ranks: dict[str, int | None] = {}
+    chunks: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            ranks.setdefault(chunk.data.path, chunk.rank)
+            for place in (chunk.data, *chunk.replicas):
+                chunks[place.path] += 1
+                nbytes[place.path] += chunk.box.numel * entry.dtype.itemsize
+    loads = [
+        FileLoad(path, ranks.get(path), chunks[path], nbytes[path], lengths.get(path))
+        for path in {**lengths, **chunks}
+    ]
+    return sorted(loads, key=_by_rank)
+
+
+def _by_rank(load: FileLoad) -> tuple[bool, int, str]:
+    return load.rank is None, load.rank or 0, load.path

@@ -1,0 +1,1 @@
+"""Plans exports and reshards and writes them."""

@@ -1,0 +1,402 @@
+"""`reshard`: any checkpoint to shards for training on another mesh.
+
+Planned from the index alone, like every conversion: which box each rank of the target mesh holds,
+and which chunks fill it. Who carries the plan out (threads, worker processes, the ranks of a
+torchrun job) is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Literal
+
+from ckpt_tools.analysis import infer_mesh as inference
+from ckpt_tools.convert.export import WriteOptions, rename
+from ckpt_tools.copying import atomic_output
+from ckpt_tools.copying import lock as claim
+from ckpt_tools.core import names
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.index import CheckpointIndex, Path, Section, TensorEntry
+from ckpt_tools.core.layout import (
+    Layout,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    on_mesh,
+)
+from ckpt_tools.core.mesh_spec import (
+    PlaceRule,
+    default_placements,
+    fsdp_order,
+    in_words,
+)
+from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.selection import select
+from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms import base as steps
+from ckpt_tools.transforms.base import Made, Outcome, Step
+from ckpt_tools.transforms.dtypes import cast_dtype
+from ckpt_tools.transforms.frameworks import FrameworkLayout
+from ckpt_tools.transforms.optimizer_names import ParamNames
+
+# The codec of objects that DCP keeps as they are; see `formats.dcp_items`.
+TORCH_SAVE = "torch.save"
+
+CarryOut = Callable[[Sequence[FilePlan], str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardOptions:
+    """The target: a mesh, how tensors lie on it, the format, and which tensors go along.
+
+    ``placements`` None means FSDP2's own; ``rules`` overrule them by name, the last match wins;
+    ``like`` takes each tensor's layout from another checkpoint where that has one. ``steps`` change
+    the tensors after containers and wrappers are off their names. ``layout`` is the framework whose
+    loader the output is for. ``param_names`` name a numbered optimizer's parameters in its order;
+    empty, they are those that its groups store.
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...] | None = None
+    rules: tuple[PlaceRule, ...] = ()
+    like: CheckpointIndex | None = None
+    format: Literal["dcp", "ranks"] = "dcp"
+    device_type: str = "cuda"
+    dtype: DType | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    only: Section | None = None
+    steps: tuple[Step, ...] = ()
+    layout: FrameworkLayout | None = None
+    param_names: ParamNames | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """Files to write, the tensors in them with their layouts, and what a person should know."""
+
+    files: tuple[FilePlan, ...]
+    targets: tuple[Target, ...]
+    mesh: Mesh
+    notes: tuple[str, ...]
+    nbytes: int
+
+
+def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan:
+    """Plan a reshard from headers alone; nothing is written.
+
+    Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
+    layouts that the tensors or torch's own loader cannot have.
+    """
+    from ckpt_tools import formats  # the readers: not needed to name the options
+
+    if options.param_names is not None:
+        index = _with_names(index, options.param_names, options)
+    chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    with Files() as files:
+        located = formats.locate(chosen, files)
+        located.require_whole()
+        foreign = any(e.codec != TORCH_SAVE for e in located.objects)
+        if options.format == "ranks" or options.layout is not None or foreign:
+            located = formats.open_objects(located, files)
+    located, left_out = _without_unopened(located, options)
+    sharded = _sharded(index)
+    stepped: list[str] = []
+    if options.steps:
+        outcome, stepped = _stepped(index, located, options)
+        located = replace(located, tensors=tuple(one.entry for one in outcome.made))
+        sharded = frozenset(
+            one.entry.fqn for one in outcome.made if not sharded.isdisjoint(one.origins)
+        )
+    layouts = _layouts(located.tensors, options, sharded=sharded)
+    targets = tuple(
+        Target(e.fqn, e.path, e, cast_dtype(e, options.dtype), layouts[e.fqn])
+        for e in located.tensors
+    )
+    plans, targets, arranged = _plan_layout(targets, located, options)
+    placements = options.placements or default_placements(options.mesh)
+    notes = [*stepped, *_notes(layouts, options), *left_out, *arranged]
+    return ReshardPlan(
+        files=tuple(plans),
+        targets=targets,
+        mesh=options.mesh,
+        notes=(*index.notes, in_words(options.mesh, placements), *notes),
+        nbytes=sum(plan.length for plan in plans),
+    )
+
+
+def _with_names(
+    index: CheckpointIndex, given: ParamNames, options: ReshardOptions
+) -> CheckpointIndex:
+    """The index with its numbered optimizer's state by name, before anything is chosen by name."""
+    from ckpt_tools import formats
+    from ckpt_tools.transforms import optimizer_names
+
+    groups = [entry for entry in index.objects if "param_groups" in entry.path]
+    with Files() as files:
+        opened = formats.open_objects(replace(index, objects=tuple(groups)), files).objects
+    known = {entry.fqn: entry for entry in opened}
+    index = replace(index, objects=tuple(known.get(e.fqn, e) for e in index.objects))
+    if options.layout == "verl" and not optimizer_names.numbered(index):
+        return index  # they are then the order in which to number
+    return optimizer_names.with_names(index, given)
+
+
+def _plan_layout(
+    targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
+) -> tuple[list[FilePlan], tuple[Target, ...], tuple[str, ...]]:
+    """The files of the output as its framework wants them, what the targets are called in them,
+    and what is to be told of it.
+    """
+    if options.layout is None:
+        return _plan_files(targets, located, options), targets, ()
+    from ckpt_tools.transforms import framework_files
+    from ckpt_tools.transforms import frameworks as framework_layouts
+
+    order = options.param_names.names if options.param_names else None
+    arranged = framework_layouts.arrange(
+        located, options.layout, world_size=options.mesh.size, order=order or None
+    )
+
+    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> list[FilePlan]:
+        return _plan_files(part, moved, options)
+
+    plans = framework_files.plan_files(arranged, located, targets, plan_folder)
+    return plans, framework_files.renamed(arranged.placed, targets), arranged.notes
+
+
+def _stepped(
+    index: CheckpointIndex, located: CheckpointIndex, options: ReshardOptions
+) -> tuple[Outcome, list[str]]:
+    """What the steps make of the tensors, in the order of their new names, and what to tell."""
+    renamed, notes = rename(index, located.tensors, keep_names=False)
+    made = tuple(
+        Made(replace(e, fqn=renamed[e.fqn], path=(renamed[e.fqn],)), (e.fqn,))
+        for e in located.tensors
+    )
+    with Files() as files:
+        outcome = steps.carry_out(options.steps, made, files)
+    ordered = tuple(sorted(outcome.made, key=lambda one: one.entry.fqn))
+    return outcome._replace(made=ordered), [*notes, *outcome.notes]
+
+
+def reshard(
+    index: CheckpointIndex,
+    out: str,
+    *,
+    options: ReshardOptions,
+    write: WriteOptions,
+    carry_out: CarryOut,
+) -> ReshardPlan:
+    """Write the chosen tensors and objects as shards of the target mesh to the folder ``out``.
+
+    ``carry_out(plans, folder)`` writes the files of the plan: none, when a run that is gone on with
+    had written all. Raises what `plan_reshard` and `output.appearing` raise; in every case ``out``
+    is as it was.
+    """
+    atomic_output.refuse_existing(out, force=write.force, resume=write.resume)
+    if write.check and options.layout not in (None, "plain"):
+        raise UsageError(
+            f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
+            hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
+        )
+    plan = plan_reshard(index, options)
+    origin = claim.Origin.of(index, plan.files, claim.in_words(options))
+    with atomic_output.appearing(
+        atomic_output.Order(out, plan.files, origin, resume=write.resume)
+    ) as started:
+        carry_out(() if started.is_written else plan.files, started.place.folder)
+        proven = _check(plan, started.place.folder, index, write) if write.check else ()
+    return replace(plan, notes=(*plan.notes, *started.notes, *proven))
+
+
+def _check(
+    plan: ReshardPlan, folder: str, index: CheckpointIndex, write: WriteOptions
+) -> tuple[str, ...]:
+    """Read the output back, and record the proof beside it."""
+    from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
+
+    words = checking.check(folder, plan.targets, source=index, threads=write.threads)
+    checking.record_beside(folder, words, source=index)
+    return (words,)
+
+
+def _layouts(
+    tensors: Sequence[TensorEntry], options: ReshardOptions, *, sharded: frozenset[str]
+) -> dict[str, Layout | None]:
+    """The layout of each tensor on the target mesh; None for one that each rank holds whole."""
+    rules = [(names.selector((rule.pattern,), ()), rule.placements) for rule in options.rules]
+    like = _layouts_of(options.like) if options.like is not None else {}
+    found: dict[str, Layout | None] = {}
+    for entry in tensors:
+        ruled = [placements for matches, placements in rules if matches(entry.fqn)]
+        if not entry.shape:  # a glob for a weight also matches the step counter of its optimizer
+            found[entry.fqn] = None
+        elif ruled:
+            found[entry.fqn] = _checked(entry, _layout(options.mesh, ruled[-1]))
+        elif entry.fqn in like:
+            found[entry.fqn] = _checked(entry, _alike(entry, like[entry.fqn], options.mesh))
+        elif _is_cut(entry, sharded):
+            placements = options.placements or default_placements(options.mesh)
+            found[entry.fqn] = _checked(entry, _layout(options.mesh, placements))
+        else:
+            found[entry.fqn] = None
+    return found
+
+
+def _layout(mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
+    return Layout(mesh, placements, fsdp_order(mesh, placements))
+
+
+def _sharded(index: CheckpointIndex) -> frozenset[str]:
+    """Names that the source stores in pieces; empty when it stores everything whole."""
+    return frozenset(
+        entry.fqn
+        for entry in index.tensors
+        if entry.layout is not None or inference.cut_of(entry) is not None
+    )
+
+
+def _is_cut(entry: TensorEntry, sharded: frozenset[str]) -> bool:
+    """Whether a tensor is cut without being told to be.
+
+    What the source's job held whole on each rank beside sharded tensors (buffers, steps, random
+    states) stays whole. A source that stores everything whole tells nothing: its weights and its
+    optimizer state are cut.
+    """
+    if not entry.shape:
+        return False
+    if sharded:
+        return entry.fqn in sharded
+    return entry.section != "other"
+
+
+def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
+    """Each tensor's layout in another checkpoint: stated, or inferred from its boxes."""
+    if like.mesh is not None or any(entry.layout is not None for entry in like.tensors):
+        return {entry.fqn: entry.layout for entry in like.tensors}
+    inferred = inference.infer(like.tensors, world_size=like.world_size)
+    if inferred is None:
+        raise UsageError(f"{like.root}: it tells no mesh, so nothing can be laid out like it.")
+    return {entry.fqn: inferred.layout_of(entry) for entry in like.tensors}
+
+
+def _alike(entry: TensorEntry, layout: Layout | None, mesh: Mesh) -> Layout | None:
+    """Another checkpoint's layout on the target mesh, of which its own mesh may be a named part."""
+    if layout is None:
+        return None
+    found = on_mesh(layout, mesh)
+    if found is None:
+        raise UsageError(
+            f"{entry.fqn}: the other checkpoint has it on mesh {layout.mesh}, which is no part of "
+            f"{mesh}.",
+            hint=f"Give --to-mesh that checkpoint's mesh, or --place '{entry.fqn}=…'.",
+        )
+    return found
+
+
+def _checked(entry: TensorEntry, layout: Layout | None) -> Layout | None:
+    """The layout, when the tensor can have it and torch's own loader gets it right.
+
+    Where two mesh dimensions cut the same tensor dimension in strided order, torch computes wrong
+    offsets unless the dimension divides by the parts of the first cut (measured on torch 2.13).
+    """
+    if layout is None or all(isinstance(p, Replicate) for p in layout.placements):
+        return layout
+    beyond = [p for p in layout.placements if isinstance(p, Shard) and p.dim >= len(entry.shape)]
+    if beyond:
+        raise UnsupportedError(
+            f"{entry.fqn}: {beyond[0]} of a tensor of shape {list(entry.shape)}.",
+            hint=f"Place it by its name: --place '{entry.fqn}=…'.",
+        )
+    if layout.order == tuple(range(len(layout.order))):
+        return layout
+    first = layout.order[0]
+    placement = layout.placements[first]
+    if isinstance(placement, Shard) and entry.shape[placement.dim] % layout.mesh.shape[first]:
+        raise UnsupportedError(
+            f"{entry.fqn}: dimension {placement.dim} of {list(entry.shape)} does not divide by "
+            f"{layout.mesh.shape[first]}, and torch itself loads such shards wrong.",
+            hint=f"Leave it whole on that mesh dimension: --place '{entry.fqn}=…' with R there.",
+        )
+    return layout
+
+
+def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> list[str]:
+    notes = []
+    whole = sum(layout is None for layout in layouts.values())
+    if whole:
+        notes.append(f"{whole} tensors (scalars, buffers, other state) stay whole on each rank.")
+    if options.placements is None and options.mesh.dim_names is not None:
+        placed = default_placements(options.mesh)
+        idle = [
+            name
+            for name, size, p in zip(
+                options.mesh.dim_names, options.mesh.shape, placed, strict=True
+            )
+            if isinstance(p, Replicate) and size > 1 and not re.search("replicate|ddp", name)
+        ]
+        if idle and not options.rules and options.like is None:
+            notes.append(
+                f"Nothing says what {', '.join(idle)} cuts, so it replicates; --place or --like do."
+            )
+    return notes
+
+
+def _without_unopened(
+    index: CheckpointIndex, options: ReshardOptions
+) -> tuple[CheckpointIndex, list[str]]:
+    """The index without objects that the target cannot take, and a note that names them.
+
+    DCP takes an item of another DCP directory byte for byte. Everything else is written from its
+    value, and what is not plain (random states of NumPy, say) has none that was read.
+    """
+    as_bytes = options.format == "dcp"
+    lost = [
+        entry
+        for entry in index.objects
+        if not entry.opened and not (as_bytes and entry.codec == TORCH_SAVE)
+    ]
+    if not lost:
+        return index, []
+    shown = ", ".join(f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost[:5])
+    more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+    note = f"Left out {len(lost)} objects that are no plain values: {shown}{more}."
+    kept = tuple(entry for entry in index.objects if entry not in lost)
+    return replace(index, objects=kept), [note]
+
+
+def _planner_data(index: CheckpointIndex) -> dict[str, Path]:
+    """The path of each name, in the order of the source's state dict where that is known."""
+    paths = {entry.fqn: entry.path for entry in index.entries}
+    first = {fqn: paths[fqn] for fqn in index.order if fqn in paths}
+    return first | paths
+
+
+def _plan_files(
+    targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
+) -> list[FilePlan]:
+    if options.format == "ranks":
+        from ckpt_tools.formats.rank_files import write as ranks_write
+        from ckpt_tools.formats.torch_file.dtensor_write import parse_version
+
+        return ranks_write.plan_files(
+            targets,
+            located.objects,
+            mesh=options.mesh,
+            device_type=options.device_type,
+            style=ranks_write.RankFileStyle(torch_version=parse_version(version("torch"))),
+        )
+    from ckpt_tools.formats.dcp import write as dcp_write
+
+    return dcp_write.plan_files(
+        targets,
+        located.objects,
+        world_size=options.mesh.size,
+        planner_data=_planner_data(located),
+    )

@@ -1,0 +1,1 @@
+"""Moves tensor bytes as plans say; knows no format."""

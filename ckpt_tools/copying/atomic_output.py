@@ -1,0 +1,371 @@
+"""An output that appears whole or not at all, and can be gone on with.
+
+Everything is written to ``OUT.partial/new``, made durable, and renamed once. What was at OUT before
+stays untouched until that moment; then it is ``OUT.replaced`` for an instant. Whoever is killed at
+any point leaves a state that the next run puts right. This room knows files and folders, never what
+is in them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from ckpt_tools.copying import journal
+from ckpt_tools.copying.journal import Place
+from ckpt_tools.copying.lock import Claim, Origin, claimed, folder_in
+from ckpt_tools.copying.tasks import cut
+from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.sizes import format_size
+from ckpt_tools.errors import (
+    CheckpointError,
+    CkptError,
+    OutputExistsError,
+    UsageError,
+    WriteError,
+)
+from ckpt_tools.storage.paths import is_address
+
+# What --force may replace in a folder that is there already: files that a loader would take for
+# part of a checkpoint. Anything else in the folder is the user's and survives.
+CHECKPOINT_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+    "*.distcp",
+    ".metadata",
+    "__*.metadata",
+    "*rank_*.pt",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An output to make at ``out`` from ``origin``; ``single_file`` of the plans is all of it.
+
+    ``resume`` goes on with what an earlier run of the same order has finished.
+    """
+
+    out: str
+    plans: Sequence[FilePlan]
+    origin: Origin
+    single_file: str | None = None
+    resume: bool = False
+
+    @property
+    def partial(self) -> str:
+        """The folder in which the output is made."""
+        return partial_of(self.out)
+
+    @property
+    def place(self) -> Place:
+        """Where its files and its journals are."""
+        return place_of(self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An output that is being made in ``place``; ``notes`` say what an earlier run has done of it.
+
+    With ``is_written`` nothing is left to write.
+    """
+
+    place: Place
+    notes: tuple[str, ...] = ()
+    is_written: bool = False
+
+
+def partial_of(out: str) -> str:
+    """The folder in which an output is made before it appears."""
+    return f"{os.path.normpath(out)}.partial"
+
+
+def place_of(out: str) -> Place:
+    """Where the files of an output, and its journals, are before it appears."""
+    return Place(folder_in(partial_of(out)), partial_of(out))
+
+
+def _replaced(out: str) -> str:
+    return f"{os.path.normpath(out)}.replaced"
+
+
+def refuse_existing(out: str, *, force: bool, resume: bool = False) -> None:
+    """Raise OutputExistsError when something is at ``out`` and may not be replaced.
+
+    What a killed run left half renamed is put right first. With ``resume``, its result may be there
+    when that run was killed just before it would have ended.
+    """
+    if is_address(out):
+        raise UsageError(
+            f"{out} is an address, and the ranks of a job write to a shared file system only.",
+            hint="Without torchrun, one process makes it here and sends it; -j N helps.",
+        )
+    if os.path.lexists(partial_of(out)) and _settle(out, resume=resume):
+        return
+    if os.path.lexists(out) and not force:
+        raise OutputExistsError(
+            f"{out} is there already; nothing was read or written.",
+            hint="Name another output, or add --force to replace the checkpoint files in it.",
+        )
+
+
+def _settle(out: str, *, resume: bool) -> bool:
+    """End what a killed run left between its last steps, or give back the old OUT.
+
+    Gives whether the new OUT is in place and the rest is left to the run that resumes.
+    """
+    replaced = _replaced(out)
+    with claimed(partial_of(out)) as claim:
+        is_placed = claim.has("complete") and not os.path.lexists(claim.result)
+        if is_placed and os.path.lexists(out):
+            if not resume:
+                _tidy(claim, out)
+            return resume
+        if claim.has("replacing") and os.path.lexists(replaced) and not os.path.lexists(out):
+            os.rename(replaced, out)
+        if is_placed or claim.origin is None:
+            claim.remove()
+        return False
+
+
+def _tidy(claim: Claim, out: str) -> None:
+    """Remove all but the new OUT."""
+    if claim.has("replacing"):
+        _remove(_replaced(out))
+    claim.remove()
+
+
+def check_space(out: str, plans: Sequence[FilePlan]) -> None:
+    """Raise WriteError when the output's file system has fewer bytes free than are to be written.
+
+    What an unfinished output holds already counts as written.
+    """
+    folder = place_of(out).folder
+    needed = sum(max(0, p.length - _allocated(os.path.join(folder, p.path))) for p in plans)
+    free = free_space(out)
+    if needed > free:
+        raise WriteError(
+            f"{out} needs {needed:,} bytes, and its file system has {free:,} free; "
+            "nothing was written.",
+            hint="Free some space, or name an output on another file system.",
+        )
+
+
+def free_space(out: str) -> int:
+    """Bytes that are free on the file system on which ``out`` will be."""
+    return shutil.disk_usage(_existing_parent(out)).free
+
+
+def _allocated(path: str) -> int:
+    try:
+        return os.stat(path).st_blocks * 512
+    except OSError:
+        return 0
+
+
+@contextmanager
+def appearing(order: Order) -> Iterator[Started]:
+    """A place to write into, whose files become ``order.out`` when the block ends without an error.
+
+    Raises WriteError for what the system does not allow, and UsageError when another process writes
+    there, when ``order.resume`` cannot go on, or when something is in the way. After a failure the
+    finished tasks are kept, if there are any and the checkpoint is not at fault, and the error says
+    so; what was at ``out`` before is as it was.
+    """
+    _refuse_obstacles(order)
+    with claimed(order.partial) as claim:
+        with _beginning(claim, order):
+            started = _start(claim, order)
+        with _kept_on_failure(claim, order):
+            check_space(order.out, order.plans)
+            yield started
+            _appear(claim, order)
+
+
+@contextmanager
+def _beginning(claim: Claim, order: Order) -> Iterator[None]:
+    """Leave all as it is when nothing is begun."""
+    try:
+        yield
+    except BaseException as error:
+        if claim.origin is None:
+            claim.remove()
+        if isinstance(error, OSError):
+            raise _unwritten(order, error) from error
+        raise
+
+
+@contextmanager
+def _kept_on_failure(claim: Claim, order: Order) -> Iterator[None]:
+    """Keep or remove what a failed run has written, and let its error say so."""
+    try:
+        yield
+    except OSError as error:
+        told = _unwritten(order, error)
+        told.hint = _kept(claim, order)
+        raise told from error
+    except KeyboardInterrupt as error:
+        kept = _kept(claim, order)
+        raise KeyboardInterrupt(*filter(None, [kept])) from error
+    except CkptError as error:
+        if _is_about_source(error):
+            claim.remove()
+        else:
+            error.hint = " ".join(filter(None, [error.hint, _kept(claim, order)])) or None
+        raise
+    except BaseException:
+        _kept(claim, order)
+        raise
+
+
+def _unwritten(order: Order, error: OSError) -> WriteError:
+    return WriteError(f"{order.out} could not be written: {error.strerror or error}.")
+
+
+def _refuse_obstacles(order: Order) -> None:
+    """Raise OutputExistsError for what would only be in the way at the end."""
+    if order.single_file is not None and os.path.isdir(order.out):
+        raise OutputExistsError(
+            f"{order.out} is a folder, and one file is to be written.",
+            hint="Name a file in it, or another output.",
+        )
+
+
+def _start(claim: Claim, order: Order) -> Started:
+    """Go on with what is there, or begin anew."""
+    notes: tuple[str, ...] = ()
+    if order.resume:
+        going_on = _resumed(claim, order)
+        if going_on is not None:
+            return going_on
+        notes = ("Nothing to resume: began anew.",)
+    if os.path.lexists(_replaced(order.out)):
+        raise OutputExistsError(
+            f"{_replaced(order.out)} is there; nothing may be lost in it.", hint="Move it away."
+        )
+    claim.begin(order.origin, single_file=order.single_file)
+    return Started(order.place, notes)
+
+
+def _resumed(claim: Claim, order: Order) -> Started | None:
+    """What an earlier run has done of this order; None when it has done nothing."""
+    if claim.origin is None:
+        return None
+    is_written = claim.has("complete")
+    if not is_written and not order.place.shares():
+        return None
+    different = claim.origin.differences(order.origin)
+    if different:
+        raise UsageError(
+            f"{order.partial} was begun otherwise, so it cannot be gone on with. "
+            + " ".join(different[:3]),
+            hint="Without --resume it is removed, and the output is made anew.",
+        )
+    if is_written:
+        return Started(order.place, ("An earlier run had written everything.",), is_written=True)
+    tasks = journal.gather_up(order.place, order.plans)
+    if not tasks:
+        return None
+    return Started(order.place, (f"Going on: {_progress(tasks, order)} were finished before.",))
+
+
+def _progress(tasks: dict[journal.TaskId, int], order: Order) -> str:
+    """How much of an order these tasks are."""
+    done = total = 0
+    for plan in order.plans:
+        for task in cut(plan):
+            total += task.nbytes
+            done += task.nbytes if (plan.path, task.number) in tasks else 0
+    return f"{format_size(done)} of {format_size(total)}"
+
+
+def _is_about_source(error: BaseException) -> bool:
+    """Whether going on is of no use; what the system refused may go well the next time."""
+    return isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError)
+
+
+def _kept(claim: Claim, order: Order) -> str | None:
+    """How to go on with what is finished; None when nothing is, and it is removed."""
+    tasks = journal.finished_tasks(order.place, order.plans)
+    if not tasks and not claim.has("complete"):
+        claim.remove()
+        return None
+    if claim.has("complete"):
+        return f"All is written in {order.partial}: the same command with --resume ends it."
+    return (
+        f"{_progress(tasks, order)} are finished and kept in {order.partial}: the same command "
+        "with --resume goes on; delete that folder to give it up."
+    )
+
+
+def _appear(claim: Claim, order: Order) -> None:
+    """Make all durable, and put it in place."""
+    if not claim.has("complete"):
+        try:
+            _sync_tree(claim.folder)
+        except OSError:
+            journal.distrust(order.place)
+            raise
+        claim.mark("complete")
+    if os.path.lexists(claim.result):
+        if order.single_file is None:
+            _put_folder(claim, order)
+        else:
+            os.replace(claim.result, order.out)
+        journal.sync_files([os.path.abspath(order.out)])
+    _tidy(claim, order.out)
+
+
+def _existing_parent(path: str) -> str:
+    parent = os.path.dirname(os.path.abspath(path))
+    while not os.path.isdir(parent):
+        parent = os.path.dirname(parent)
+    return parent
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def _put_folder(claim: Claim, order: Order) -> None:
+    """Rename the new folder into place, taking along what is the user's in the old one."""
+    out = order.out
+    if not os.path.lexists(out):
+        os.rename(claim.folder, out)
+        return
+    if os.path.isdir(out):
+        _link_survivors(out, claim.folder, planned={plan.path for plan in order.plans})
+    claim.mark("replacing")
+    os.rename(out, _replaced(out))
+    try:
+        os.rename(claim.folder, out)
+    except BaseException:
+        os.rename(_replaced(out), out)
+        raise
+
+
+def _link_survivors(old: str, new: str, *, planned: set[str]) -> None:
+    """Give the new folder every file of the old one that is no part of a checkpoint."""
+    for name in sorted(os.listdir(old)):
+        source, target = os.path.join(old, name), os.path.join(new, name)
+        if name in planned or any(fnmatch(name, glob) for glob in CHECKPOINT_FILES):
+            continue
+        _remove(target)  # an earlier try has linked it
+        if os.path.isdir(source) and not os.path.islink(source):
+            shutil.copytree(source, target, symlinks=True, copy_function=os.link)
+        else:
+            os.link(source, target, follow_symlinks=False)
+
+
+def _sync_tree(folder: str) -> None:
+    """Make every file below the folder durable, one fsync a file, after all is written."""
+    for parent, _, names in os.walk(folder):
+        journal.sync_files([os.path.join(parent, name) for name in names] or [parent])

@@ -1,0 +1,215 @@
+"""Gathers boxes of tensors, packed row-major, out of the files that hold their chunks.
+
+Handles any strides, any number of chunks, and boxes of any size, through buffers of a fixed size.
+It knows nothing of where the bytes go afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from ckpt_tools.copying.strided import (
+    Dim,
+    Job,
+    Move,
+    blocks_of,
+    is_packed,
+    move_of,
+    span_of,
+    steps,
+)
+from ckpt_tools.core.geometry import Box, slabs
+from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.core.plan import Finder, Nearby, ReadItem
+from ckpt_tools.errors import CheckpointError, UnreadableError
+from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.reader import Files
+
+SLAB_BYTES = 2 << 20
+# Rows shorter than this are read together and spread by numpy: one iovec costs more than they do.
+_LONG_ROW = 1 << 10
+_MAX_IOVECS = 1024
+_MAX_VIEWS = 4096
+# Small reads that lie this close are one read: the bytes between cost less than a system call.
+_NEAR = 8 << 10
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
+
+
+class Gatherer:
+    """Fills buffers with boxes; it has one staging buffer, so each thread needs its own."""
+
+    def __init__(self, files: Files, *, stage_bytes: int = SLAB_BYTES) -> None:
+        self._files = files
+        self._stage = memoryview(bytearray(stage_bytes))
+        self._views: dict[tuple[int, int, tuple[Dim, ...]], list[memoryview]] = {}
+        self._views_of: memoryview | None = None
+
+    def fill(self, reads: Sequence[ReadItem], box: Box, *, itemsize: int, out: memoryview) -> None:
+        """Write the elements of ``box``, packed row-major, to the start of ``out``.
+
+        Raises CheckpointError when the reads do not hold every element once, UnreadableError when a
+        file is cut short or cannot be read.
+        """
+        filled = 0
+        for read in reads:
+            part = read.box.intersect(box)
+            if part is not None:
+                self.run(move_of(read, part, within=box, itemsize=itemsize), out)
+                filled += part.numel
+        if filled != box.numel:
+            raise CheckpointError(f"{filled:,} of {box.numel:,} elements of {box} are to be read.")
+
+    def run(self, move: Move, out: memoryview) -> None:
+        """Carry out one move. Raises UnreadableError."""
+        if is_address(move.path):
+            self._run_blocks(None, move, out)
+            return
+        try:
+            with self._files.descriptor(move.path) as fd:
+                if move.dims and move.unit >= _LONG_ROW and is_packed(move):
+                    self._scatter(fd, move, out)
+                else:
+                    self._run_blocks(fd, move, out)
+        except OSError as error:
+            raise unreadable(move.path, error) from error
+
+    def run_jobs(self, jobs: list[Job], out: memoryview) -> None:
+        """Carry out many small copies; those that lie close in a file are one read.
+
+        Sorts ``jobs`` in place. Raises UnreadableError.
+        """
+        jobs.sort()
+        stage, limit = self._stage, len(self._stage)
+        first, count = 0, len(jobs)
+        while first < count:
+            path, start, nbytes, target = jobs[first]
+            end, last = start + nbytes, first + 1
+            while last < count:
+                other, source, length, _ = jobs[last]
+                if other != path or source - end > _NEAR or source + length - start > limit:
+                    break
+                end, last = max(end, source + length), last + 1
+            if last == first + 1:
+                self._read(path, start, out[target : target + nbytes])
+            else:
+                self._read(path, start, stage[: end - start])
+                for _, source, length, target in jobs[first:last]:
+                    place = source - start
+                    out[target : target + length] = stage[place : place + length]
+            first = last
+
+    def _read(self, path: str, offset: int, view: memoryview) -> None:
+        try:
+            self._files.read_into(path, offset, view)
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+    def _run_blocks(self, fd: int | None, move: Move, out: memoryview) -> None:
+        """Read block by block into the staging buffer, and spread each block from there."""
+        blocks = blocks_of(move, limit=len(self._stage))
+        for source, target in steps(blocks.outer):
+            start, place = move.source + source, move.target + target
+            if not blocks.inner:
+                self._read_full(fd, move.path, out[place : place + move.unit], start)
+                continue
+            count, by, to = blocks.inner[0]
+            for first in range(0, count, blocks.step):
+                cut = Dim(min(blocks.step, count - first), by, to)
+                block = move._replace(
+                    source=start + first * by,
+                    target=place + first * to,
+                    dims=(cut, *blocks.inner[1:]),
+                )
+                self._spread(fd, block, out)
+
+    def _spread(self, fd: int | None, block: Move, out: memoryview) -> None:
+        """Read a block into the staging buffer, and copy it from there to its places."""
+        import numpy as np  # late: it costs more than a small copy, and most copies have no strides
+
+        stage = self._stage[: span_of(block)]
+        self._read_full(fd, block.path, stage, block.source)
+        width = block.itemsize if block.unit == block.itemsize else 1
+        shape = (*(dim.size for dim in block.dims), block.unit // width)
+        word = _WORDS[width]
+        into = (*(dim.target for dim in block.dims), width)
+        by = (*(dim.source for dim in block.dims), width)
+        spread = np.ndarray(shape, word, buffer=out, offset=block.target, strides=into)
+        spread[...] = np.ndarray(shape, word, buffer=stage, strides=by)
+
+    def _scatter(self, fd: int, move: Move, out: memoryview) -> None:
+        """Read long rows that follow one another in the file straight to their places."""
+        views = self._views_for(move, out)
+        source = move.source
+        for first in range(0, len(views), _MAX_IOVECS):
+            some = views[first : first + _MAX_IOVECS]
+            nbytes = len(some) * move.unit
+            if os.preadv(fd, some, source) != nbytes:
+                for place, view in enumerate(some):
+                    self._files.read_into(move.path, source + place * move.unit, view)
+            source += nbytes
+
+    def _views_for(self, move: Move, out: memoryview) -> list[memoryview]:
+        """The places of a move's rows; slabs of one box share them, so they are kept."""
+        if out is not self._views_of or sum(map(len, self._views.values())) > _MAX_VIEWS:
+            self._views_of = out
+            self._views.clear()
+        key = move.target, move.unit, move.dims
+        views = self._views.get(key)
+        if views is None:
+            starts = (move.target + target for _, target in steps(move.dims))
+            views = self._views[key] = [out[start : start + move.unit] for start in starts]
+        return views
+
+    def _read_full(self, fd: int | None, path: str, view: memoryview, offset: int) -> None:
+        """Fill a view; ``fd`` is None for a file that is not on this machine."""
+        if fd is None or os.preadv(fd, [view], offset) != len(view):
+            self._files.read_into(path, offset, view)  # goes on after a short read, or says why not
+
+
+class Sieve:
+    """The reads of one item that may meet a box, found without trying them all."""
+
+    def __init__(self, reads: Sequence[ReadItem]) -> None:
+        self._reads = reads
+        self._nearby = Nearby([read.box for read in reads]) if len(reads) > 4 else None
+
+    def near(self, box: Box) -> Sequence[ReadItem]:
+        """The reads that may meet this box."""
+        if self._nearby is None:
+            return self._reads
+        return [self._reads[place] for place in self._nearby.near(box)]
+
+
+def read_box(
+    entry: TensorEntry, box: Box, *, files: Files, slab_bytes: int = SLAB_BYTES
+) -> Iterator[memoryview]:
+    """The raw bytes of a box of a tensor, packed row-major, in pieces of about ``slab_bytes``.
+
+    Each piece holds whole elements. All pieces share one buffer: use or copy a piece before asking
+    for the next. Twice ``slab_bytes`` are held in memory, whatever the size of the box.
+
+    Raises IncompleteError when the chunks do not cover the box, UnreadableError when a file is cut
+    short or cannot be read.
+    """
+    itemsize = entry.dtype.itemsize
+    sieve = Sieve(Finder(entry).reads(box))
+    slab_bytes = max(itemsize, min(slab_bytes, box.numel * itemsize))
+    buffer = memoryview(bytearray(slab_bytes))
+    gatherer = Gatherer(files, stage_bytes=max(slab_bytes, 4096))
+    for slab in slabs(box, max_numel=slab_bytes // itemsize):
+        gatherer.fill(sieve.near(slab), slab, itemsize=itemsize, out=buffer)
+        yield buffer[: slab.numel * itemsize]
+
+
+def read_array(entry: TensorEntry, box: Box, *, files: Files) -> bytearray:
+    """The raw bytes of a box of a tensor, packed row-major: all in memory, so for small boxes."""
+    out = bytearray()
+    for piece in read_box(entry, box, files=files):
+        out += piece
+    return out
+
+
+def unreadable(path: str, error: OSError) -> UnreadableError:
+    """What to raise for an operating system's error while reading this file."""
+    return UnreadableError(f"{path} cannot be read: {error.strerror or error}.")

@@ -1,0 +1,205 @@
+"""Where the elements of a chunk lie in its file, and where they go in a packed buffer: all numbers.
+
+Boxes and strides in elements come in, byte offsets and byte steps go out. Nothing here reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tools.core.geometry import Box, row_major_strides
+from ckpt_tools.core.index import Chunk
+from ckpt_tools.core.plan import ReadItem, WriteItem
+from ckpt_tools.errors import CheckpointError
+
+# Reading this many useless bytes costs about as much as one more system call and its Python step.
+_GAP = 16 << 10
+# A small item in more pieces than this is gathered on its own.
+_MAX_JOBS = 64
+
+
+class Dim(NamedTuple):
+    """``size`` steps of ``source`` bytes in the file and ``target`` bytes in the buffer."""
+
+    size: int
+    source: int
+    target: int
+
+
+class Move(NamedTuple):
+    """How the elements of one chunk go into a buffer.
+
+    ``unit`` bytes lie together on both sides, at byte ``source`` of the file and ``target`` of the
+    buffer, and again for each step along ``dims``, which are sorted by their steps in the file,
+    longest first. An element has ``itemsize`` bytes.
+    """
+
+    path: str
+    source: int
+    target: int
+    unit: int
+    itemsize: int
+    dims: tuple[Dim, ...]
+
+
+# Copy from a file (path, first byte, number of bytes) to this byte of the buffer. A plain tuple:
+# there is one for every chunk of every small tensor.
+Job = tuple[str, int, int, int]
+
+
+def move_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> Move:
+    """How ``part`` of a chunk goes into the packed row-major memory of ``within``.
+
+    Raises CheckpointError when the chunk's byte range does not hold it, or is not raw bytes.
+    """
+    chunk = read.chunk
+    into = row_major_strides(within.sizes)
+    strides = chunk.strides
+    if strides is None:
+        strides = row_major_strides(chunk.box.sizes)
+    source = target = last = 0
+    dims: list[Dim] = []
+    for dim, (start, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+        source += (start - chunk.box.offsets[dim]) * strides[dim]
+        target += (start - within.offsets[dim]) * into[dim]
+        last += (size - 1) * strides[dim]
+        if size > 1:
+            dims.append(Dim(size, strides[dim] * itemsize, into[dim] * itemsize))
+    _check_range(chunk, (source + last + 1) * itemsize)
+    dims = _joined(sorted(dims, key=_source_step, reverse=True))
+    unit = itemsize
+    if dims and dims[-1].source == dims[-1].target == itemsize:
+        unit *= dims.pop().size
+    start = chunk.data.offset + source * itemsize
+    return Move(chunk.data.path, start, target * itemsize, unit, itemsize, tuple(dims))
+
+
+def _check_range(chunk: Chunk, needed: int) -> None:
+    if chunk.codec is not None:
+        raise CheckpointError(f"The bytes of {chunk.box} in {chunk.data.path} are not located yet.")
+    if needed > chunk.data.length:
+        raise CheckpointError(
+            f"{chunk.data.path}: chunk {chunk.box} has {chunk.data.length:,} bytes at "
+            f"{chunk.data.offset:,}, its shape and strides need {needed:,}."
+        )
+
+
+def _source_step(dim: Dim) -> int:
+    return dim.source
+
+
+def _joined(dims: Sequence[Dim]) -> list[Dim]:
+    """The same steps in as few dimensions as possible."""
+    out: list[Dim] = []
+    for dim in dims:
+        count, source, target = dim
+        if out and out[-1].source == count * source and out[-1].target == count * target:
+            out[-1] = Dim(out[-1].size * count, source, target)
+        else:
+            out.append(dim)
+    return out
+
+
+def steps(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
+    """The source and target bytes of every step along these dimensions, relative to the first."""
+    if not dims:
+        return iter(((0, 0),))
+    if len(dims) == 1:
+        count, source, target = dims[0]
+        return zip(range(0, count * source, source), range(0, count * target, target), strict=True)
+    return _many_steps(dims)
+
+
+def _many_steps(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
+    for index in product(*(range(dim.size) for dim in dims)):
+        yield (
+            sum(i * dim.source for i, dim in zip(index, dims, strict=True)),
+            sum(i * dim.target for i, dim in zip(index, dims, strict=True)),
+        )
+
+
+class Blocks(NamedTuple):
+    """A move cut into blocks that are read in one go.
+
+    Each step along ``outer`` begins anew; along the first dimension of ``inner`` (none: a block is
+    one unit) ``step`` elements are one block, and all of the other dimensions.
+    """
+
+    outer: tuple[Dim, ...]
+    inner: tuple[Dim, ...]
+    step: int
+
+
+def blocks_of(move: Move, *, limit: int) -> Blocks:
+    """The largest blocks whose bytes in the file, gaps included, are few and at most ``limit``."""
+    dims, span, step = move.dims, move.unit, 0
+    place = len(dims)
+    while place > 0:
+        count, source, _ = dims[place - 1]
+        fit = count if source == 0 else min(count, (limit - span) // source + 1)
+        if fit < 2 or source - span > _GAP:
+            break
+        place, step = place - 1, fit
+        if fit < count:
+            break
+        span += (count - 1) * source
+    return Blocks(dims[:place], dims[place:], step)
+
+
+def is_packed(move: Move) -> bool:
+    """Whether the bytes in the file follow one another without a gap."""
+    span = move.unit
+    for count, source, _ in reversed(move.dims):
+        if source != span:
+            return False
+        span *= count
+    return True
+
+
+def span_of(move: Move) -> int:
+    """Bytes in the file from the first to the last, gaps included."""
+    return move.unit + sum((dim.size - 1) * dim.source for dim in move.dims)
+
+
+def add_jobs(item: WriteItem, target: int, jobs: list[Job]) -> bool:
+    """Append the copies that gather a small item to byte ``target`` of a buffer.
+
+    Returns False, and appends nothing, when they are too many to be worth it.
+    Raises CheckpointError when the reads do not hold every element once.
+    """
+    box, itemsize = item.box, item.source.itemsize
+    tail = box.sizes[1:]
+    row = prod(tail) * itemsize
+    before = len(jobs)
+    nbytes = 0
+    # This loop runs for every chunk of every small tensor: a whole packed chunk takes no detour.
+    for read in item.reads:
+        chunk, part = read
+        data = chunk.data
+        length = part.sizes[0] * row if tail or part.sizes else itemsize
+        if (
+            chunk.strides is None
+            and length == data.length
+            and part.sizes[1:] == tail
+            and part == chunk.box
+            and chunk.codec is None
+        ):
+            place = (part.offsets[0] - box.offsets[0]) * row if part.sizes else 0
+            jobs.append((data.path, data.offset, length, target + place))
+            nbytes += length
+            continue
+        move = move_of(read, part, within=box, itemsize=itemsize)
+        count = prod(dim.size for dim in move.dims)
+        if count > _MAX_JOBS:
+            del jobs[before:]
+            return False
+        nbytes += count * move.unit
+        for source, place in steps(move.dims):
+            start = target + move.target + place
+            jobs.append((data.path, move.source + source, move.unit, start))
+    if nbytes != box.numel * itemsize:
+        raise CheckpointError(f"{item.fqn}: {nbytes:,} bytes are to be read for {box}.")
+    return True

@@ -1,0 +1,313 @@
+"""Carries out one task at a time: gathers, casts, checks and writes its bytes.
+
+It holds a few buffers of a fixed size and knows one open file; threads and tasks are `copy`'s.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt_tools.copying.read import SLAB_BYTES, Gatherer, Sieve
+from ckpt_tools.copying.strided import Job, add_jobs
+from ckpt_tools.copying.tasks import (
+    SLOT_BYTES,
+    Literal,
+    Piece,
+    Task,
+    contents_of,
+    nbytes_of,
+)
+from ckpt_tools.core.geometry import slabs
+from ckpt_tools.core.plan import WriteItem
+from ckpt_tools.errors import WriteError
+from ckpt_tools.storage.reader import Files
+
+if TYPE_CHECKING:
+    from ckpt_tools.copying.cast import Caster
+
+SLOT = struct.Struct("<I")
+# What is written past the page cache is whole blocks of this: a page that the cache holds, or a
+# block that it writes back, must never lie partly in them. No disk asks for more than 4096.
+BLOCK = max(4096, mmap.PAGESIZE)
+_LEAST_DIRECT = 128 << 10
+_WIDEST = 16  # bytes of the largest element
+_CAST_SCRATCH = 16  # bytes of a slab for each element that is cast in one step
+
+
+class Stopped(Exception):
+    """Another thread has failed, or the user has had enough: the task is left as it is."""
+
+
+class Output:
+    """One open output file; ``path`` names it in errors.
+
+    ``direct`` is the same file, opened with O_DIRECT: what is to be on the disk in the end gets
+    there sooner when it does not pass the page cache.
+    """
+
+    __slots__ = ("direct", "fd", "path")
+
+    def __init__(self, path: str, fd: int, direct: int | None = None) -> None:
+        self.path = path
+        self.fd = fd
+        self.direct = direct
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.fd)
+        if self.direct is not None:
+            os.close(self.direct)
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Write all of these bytes at this place of the file, whole blocks past the page cache.
+
+        Only memory that lies to the block's size as ``offset`` does can go that way. Raises
+        WriteError.
+        """
+        end = offset + len(data)
+        first, last = -(-offset // BLOCK) * BLOCK, end // BLOCK * BLOCK
+        if self.direct is None or last - first < _LEAST_DIRECT:
+            self.write(offset, data)
+            return
+        try:
+            done = first + os.pwrite(self.direct, data[first - offset : last - offset], first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise unwritable(self.path, error) from error
+            done = first  # this system asks for more than blocks: all goes the other way
+        self.write(offset, data[: first - offset])
+        self.write(done, data[done - offset :])
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Write all of these bytes at this place of the file. Raises WriteError."""
+        try:
+            done = os.pwrite(self.fd, data, offset)
+            while done < len(data):
+                done += os.pwrite(self.fd, data[done:], offset + done)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+    def send(self, start: int, end: int) -> None:
+        """Have the system send these bytes to the disk now, and not wait for it.
+
+        Otherwise it waits until a large part of the memory is dirty, and then makes the writers
+        wait: writing and syncing takes several times as long.
+        """
+        with suppress(OSError, AttributeError):  # not every system takes this advice
+            os.posix_fadvise(self.fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def unwritable(path: str, error: OSError) -> WriteError:
+    """What to raise for an operating system's error while writing this file."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "Free some space, or name an output on another file system." if full else None
+    return WriteError(f"{path} cannot be written: {error.strerror or error}.", hint=hint)
+
+
+@dataclass(slots=True)
+class _Cast:
+    """Small pieces in a row that are cast alike: where they wait, and where they go."""
+
+    item: WriteItem
+    raw: int
+    raw_end: int
+    out: int
+    out_end: int
+
+
+class _Group:
+    """Small contents that follow one another in the file: gathered together, written at once."""
+
+    __slots__ = ("_limit", "casts", "checked", "jobs", "raw_jobs", "raw_size", "size", "start")
+
+    def __init__(self, start: int, limit: int) -> None:
+        self.start, self.size, self.raw_size = start, 0, 0
+        self.jobs: list[Job] = []
+        self.raw_jobs: list[Job] = []
+        self.casts: list[_Cast] = []
+        self.checked: list[tuple[int, Piece]] = []
+        self._limit = limit
+
+    def has_room(self, content: Literal | Piece) -> bool:
+        """Whether this content comes next in the file, and fits."""
+        if content.offset != self.start + self.size:
+            return False
+        raw = _raw_nbytes(content)
+        return max(self.size + nbytes_of(content), self.raw_size + raw) <= self._limit
+
+    def add_cast(self, piece: Piece) -> int:
+        """Make room for a piece that is to be cast, and give its place in the raw buffer."""
+        raw, item = self.raw_size, piece.item
+        out_end = self.size + piece.nbytes
+        self.raw_size += _raw_nbytes(piece)
+        last = self.casts[-1] if self.casts else None
+        if last is not None and last.out_end == self.size and _alike(last.item, item):
+            last.raw_end, last.out_end = self.raw_size, out_end
+        else:
+            self.casts.append(_Cast(item, raw, self.raw_size, self.size, out_end))
+        return raw
+
+
+def _alike(one: WriteItem, other: WriteItem) -> bool:
+    return one.source == other.source and one.target == other.target
+
+
+def _raw_nbytes(content: Literal | Piece) -> int:
+    """Bytes that a content takes before its cast; 0 when it needs none."""
+    if isinstance(content, Literal) or content.item.source == content.item.target:
+        return 0
+    return content.nbytes // content.item.target.itemsize * content.item.source.itemsize
+
+
+class Carrier:
+    """Writes tasks through buffers of at most ``memory`` bytes in all; one for each thread.
+
+    ``moved`` is told how many bytes were written, ``stop`` is looked at between two slabs.
+    """
+
+    def __init__(
+        self, files: Files, *, memory: int, moved: Callable[[int], None], stop: threading.Event
+    ) -> None:
+        slab = max(_WIDEST, min(SLAB_BYTES, memory // 4) // _WIDEST * _WIDEST)
+        self._memory = memoryview(mmap.mmap(-1, slab + BLOCK))  # which begins with a page
+        self._slab = slab
+        self._out = self._memory[:slab]
+        self._raw: memoryview | None = None
+        self._gatherer = Gatherer(files, stage_bytes=slab)
+        self._casters: dict[tuple[str, str], Caster] = {}
+        self._sieve: tuple[WriteItem, Sieve] | None = None
+        self._moved, self._stop = moved, stop
+
+    def carry_out(self, task: Task, output: Output) -> int:
+        """Write everything of one task, and give the CRC-32 of its bytes when it is ``checked``.
+
+        Raises WriteError, what `Gatherer.fill` raises, and Stopped.
+        """
+        if task.is_part:
+            return self._write_piece(task.pieces[0], output)
+        late: list[tuple[int, int]] = []
+        group = _Group(0, self._slab)
+        self._lie_as(0)
+        for content in contents_of(task):
+            if not group.has_room(content):
+                self._flush(group, output, late)
+                group = _Group(content.offset, self._slab)
+                self._lie_as(group.start)
+            if group.has_room(content):
+                self._add(content, group)
+            elif isinstance(content, Piece):
+                crc = self._write_piece(content, output)
+                late += [(slot, crc) for slot in content.item.crc_at]
+            else:
+                output.write(content.offset, content.data)
+                self._moved(len(content.data))
+        self._flush(group, output, late)
+        for slot, crc in late:
+            output.write(slot, SLOT.pack(crc))
+        return 0
+
+    def _write_piece(self, piece: Piece, output: Output) -> int:
+        """Write a piece slab by slab, and give its CRC-32 when its item wants one."""
+        item = piece.item
+        is_cast = item.source != item.target
+        most = self._slab // max(item.source.itemsize, item.target.itemsize)
+        sieve = self._sieve_of(item)
+        offset, crc = piece.offset, 0
+        for slab in slabs(piece.box, max_numel=most):
+            self._check_stop()
+            self._lie_as(offset)
+            itemsize = item.source.itemsize
+            into = self._raw_buffer() if is_cast else self._out
+            self._gatherer.fill(sieve.near(slab), slab, itemsize=itemsize, out=into)
+            view = self._out[: slab.numel * item.target.itemsize]
+            if is_cast:
+                self._caster(item).cast(into[: slab.numel * itemsize], view)
+            if item.crc_at:
+                crc = zlib.crc32(view, crc)
+            output.put(offset, view)
+            offset += len(view)
+            self._moved(len(view))
+        return crc
+
+    def _add(self, content: Literal | Piece, group: _Group) -> None:
+        """Put a literal into the group's buffer; of a small piece, note what it needs."""
+        if isinstance(content, Literal):
+            self._out[group.size : group.size + len(content.data)] = content.data
+            group.size += len(content.data)
+            return
+        item = content.item
+        if item.source == item.target:
+            buffer, jobs, place = self._out, group.jobs, group.size
+        else:
+            buffer, jobs, place = self._raw_buffer(), group.raw_jobs, group.add_cast(content)
+        if not add_jobs(item, place, jobs):
+            reads, itemsize = item.reads, item.source.itemsize
+            self._gatherer.fill(reads, item.box, itemsize=itemsize, out=buffer[place:])
+        if item.crc_at:
+            group.checked.append((group.size, content))
+        group.size += content.nbytes
+
+    def _flush(self, group: _Group, output: Output, late: list[tuple[int, int]]) -> None:
+        """Gather and write a group; CRC slots that it does not hold go to ``late``."""
+        self._check_stop()
+        if not group.size and not group.checked:
+            return
+        self._gatherer.run_jobs(group.jobs, self._out)
+        if group.casts:
+            raw = self._raw_buffer()
+            self._gatherer.run_jobs(group.raw_jobs, raw)
+            for cast in group.casts:
+                out = self._out[cast.out : cast.out_end]
+                self._caster(cast.item).cast(raw[cast.raw : cast.raw_end], out)
+        self._put_crcs(group, late)
+        output.put(group.start, self._out[: group.size])
+        self._moved(group.size)
+
+    def _put_crcs(self, group: _Group, late: list[tuple[int, int]]) -> None:
+        for place, piece in group.checked:
+            crc = zlib.crc32(self._out[place : place + piece.nbytes])
+            for slot in piece.item.crc_at:
+                if group.start <= slot <= group.start + group.size - SLOT_BYTES:
+                    SLOT.pack_into(self._out, slot - group.start, crc)
+                else:
+                    late.append((slot, crc))
+
+    def _lie_as(self, offset: int) -> None:
+        """Have the buffer lie in its block of memory as ``offset`` lies in its block of a file."""
+        start = offset % BLOCK
+        self._out = self._memory[start : start + self._slab]
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise Stopped
+
+    def _raw_buffer(self) -> memoryview:
+        """Where elements wait for their cast; most runs have none."""
+        if self._raw is None:
+            self._raw = memoryview(bytearray(self._slab))
+        return self._raw
+
+    def _caster(self, item: WriteItem) -> Caster:
+        from ckpt_tools.copying.cast import (
+            Caster,  # late: numpy comes with it, most copies need none
+        )
+
+        key = item.source.name, item.target.name
+        if key not in self._casters:
+            block = max(1, self._slab // _CAST_SCRATCH)
+            self._casters[key] = Caster(item.source, item.target, block=block)
+        return self._casters[key]
+
+    def _sieve_of(self, item: WriteItem) -> Sieve:
+        if self._sieve is None or self._sieve[0] is not item:
+            self._sieve = item, Sieve(item.reads)
+        return self._sieve[1]

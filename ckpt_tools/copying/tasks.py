@@ -1,0 +1,228 @@
+"""Cuts file plans into tasks: contiguous ranges of files that can be written in any order.
+
+The cut depends on the plan alone, never on threads or memory, so that a task's number means the
+same in every process and after a restart. This room opens no file.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from ckpt_tools.core.geometry import Box, slabs
+from ckpt_tools.core.plan import FilePlan, WriteItem
+from ckpt_tools.errors import WriteError
+
+TASK_BYTES = 16 << 20
+SLOT_BYTES = 4
+
+
+class Literal(NamedTuple):
+    """Bytes that are known already, to write at byte ``offset`` of the file."""
+
+    offset: int
+    data: bytes
+
+
+class Piece(NamedTuple):
+    """The part ``box`` of one item, to write at byte ``offset`` of the file."""
+
+    offset: int
+    nbytes: int
+    item: WriteItem
+    box: Box
+
+
+class Task(NamedTuple):
+    """The literals and pieces of a contiguous range of one file.
+
+    ``nbytes`` counts the bytes to write. ``checked`` is the item when the task is one of several
+    that write an item whose CRC-32 is wanted: no single task can know that number.
+    """
+
+    file: FilePlan
+    number: int
+    nbytes: int
+    literals: tuple[Literal, ...]
+    pieces: tuple[Piece, ...]
+    checked: WriteItem | None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the task is one of several that write one large item."""
+        return bool(self.pieces) and self.pieces[0].box != self.pieces[0].item.box
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte of the file that the task writes, and the byte after the last."""
+        return _span(self.literals, self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Worker ``index`` of ``count`` (0-based) does its own part of the tasks."""
+
+    index: int
+    count: int
+
+
+ALL = Share(0, 1)
+
+
+class _Range(NamedTuple):
+    """What goes into one task, before holes are cut into its literals."""
+
+    literals: list[Literal]
+    pieces: list[Piece]
+    checked: WriteItem | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(nbytes_of, self.literals)) + sum(map(nbytes_of, self.pieces))
+
+
+def _span(literals: Sequence[Literal], pieces: Sequence[Piece]) -> tuple[int, int]:
+    """The first byte, and the byte after the last, of contents that are each in order."""
+    ends: list[Literal | Piece] = [*literals[:1], *literals[-1:], *pieces[:1], *pieces[-1:]]
+    first = min((content.offset for content in ends), default=0)
+    return first, max((content.offset + nbytes_of(content) for content in ends), default=0)
+
+
+def contents_of(task: Task) -> list[Literal | Piece]:
+    """The literals and pieces of a task, in the order of the file."""
+    contents: list[Literal | Piece] = [*task.literals, *task.pieces]
+    contents.sort(key=_place)
+    return contents
+
+
+def cut(plan: FilePlan) -> Iterator[Task]:
+    """The tasks of one file, in ascending order of their ranges.
+
+    A large item becomes tasks of about ``TASK_BYTES``, small ones that lie together become one.
+    The four bytes of a CRC-32 that a task cannot write itself are left out of every literal, so
+    that no order between tasks matters.
+
+    Raises WriteError when the plan writes a byte twice or beyond the end of the file.
+    """
+    ranges = list(_ranges(_contents(plan)))
+    slots = sorted(slot for part in ranges for slot in _foreign_slots(part))
+    for number, part in enumerate(ranges):
+        literals = part.literals
+        if slots:
+            literals = [left for literal in literals for left in _without_slots(literal, slots)]
+        checked = part.checked if part.checked is not None and part.checked.crc_at else None
+        yield Task(plan, number, part.nbytes, tuple(literals), tuple(part.pieces), checked)
+
+
+def _contents(plan: FilePlan) -> list[Literal | Piece]:
+    """Everything that the plan writes, in order, checked not to overlap."""
+    contents: list[Literal | Piece] = [Literal(*literal) for literal in plan.literals]
+    contents += [
+        Piece(item.offset, item.box.numel * item.target.itemsize, item, item.box)
+        for item in plan.items
+    ]
+    contents.sort(key=_place)
+    end = 0
+    for content in contents:
+        if content.offset < end:
+            raise WriteError(f"The plan of {plan.path} writes byte {content.offset:,} twice.")
+        end = content.offset + nbytes_of(content)
+    if end > plan.length:
+        raise WriteError(f"The plan of {plan.path} writes beyond its {plan.length:,} bytes.")
+    return contents
+
+
+def _place(content: Literal | Piece) -> tuple[int, int]:
+    return content.offset, nbytes_of(content)
+
+
+def nbytes_of(content: Literal | Piece) -> int:
+    """Bytes that a content takes in the file."""
+    return content.nbytes if isinstance(content, Piece) else len(content.data)
+
+
+def _ranges(contents: Iterable[Literal | Piece]) -> Iterator[_Range]:
+    """Group contents into ranges of about ``TASK_BYTES``; what is larger is cut or stands alone."""
+    group = _Range([], [], None)
+    size = 0
+    for content in contents:
+        nbytes = nbytes_of(content)
+        if size and size + nbytes > TASK_BYTES:
+            yield group
+            group, size = _Range([], [], None), 0
+        if isinstance(content, Literal):
+            group.literals.append(content)
+        elif nbytes > TASK_BYTES:
+            if size:
+                yield group
+            yield from _split(content)
+            group, size = _Range([], [], None), 0
+            continue
+        else:
+            group.pieces.append(content)
+        size += nbytes
+    if group.literals or group.pieces:
+        yield group
+
+
+def _split(piece: Piece) -> Iterator[_Range]:
+    itemsize = piece.item.target.itemsize
+    offset = piece.offset
+    for box in slabs(piece.box, max_numel=TASK_BYTES // itemsize):
+        nbytes = box.numel * itemsize
+        yield _Range([], [Piece(offset, nbytes, piece.item, box)], piece.item)
+        offset += nbytes
+
+
+def _foreign_slots(part: _Range) -> Iterator[int]:
+    """The CRC slots of a range's items that another range's literals may cover."""
+    slots = [slot for piece in part.pieces for slot in piece.item.crc_at]
+    if not slots:
+        return
+    start, end = _span(part.literals, part.pieces)
+    for slot in slots:
+        if part.checked is not None or slot < start or slot + SLOT_BYTES > end:
+            yield slot
+
+
+def _without_slots(literal: Literal, slots: Sequence[int]) -> Iterator[Literal]:
+    """The parts of a literal around the slots (sorted) that lie in it."""
+    offset, data = literal
+    start, end = offset, offset + len(data)
+    for slot in slots[bisect_left(slots, offset - SLOT_BYTES + 1) : bisect_left(slots, end)]:
+        if slot > start:
+            yield Literal(start, data[start - offset : slot - offset])
+        start = max(start, slot + SLOT_BYTES)
+    if start < end:
+        yield Literal(start, data[start - offset :])
+
+
+def share_of(tasks: Sequence[Task], share: Share) -> list[Task]:
+    """The tasks of one worker: neighbours stay together, and bytes are as even as that allows.
+
+    All tasks of an item with a CRC-32 go to one worker. Every task goes to exactly one.
+    """
+    if share.count == 1:
+        return list(tasks)
+    total = sum(task.nbytes for task in tasks)
+    mine: list[Task] = []
+    before = 0
+    for _, same in groupby(tasks, key=_unit):
+        unit = list(same)
+        nbytes = sum(task.nbytes for task in unit)
+        middle = 2 * before + nbytes
+        index = min(share.count - 1, middle * share.count // max(1, 2 * total))
+        if index == share.index:
+            mine += unit
+        before += nbytes
+    return mine
+
+
+def _unit(task: Task) -> tuple[str, int]:
+    """What must stay on one worker: tasks with equal answers."""
+    if task.checked is None:
+        return task.file.path, task.number
+    return task.file.path, -1 - task.checked.offset

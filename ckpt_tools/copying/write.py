@@ -1,0 +1,314 @@
+"""Carries out file plans: the only writer of tensor bytes, with several threads and bounded memory.
+
+Threads take tasks from one list, so that several work inside one file. What a task is and how its
+bytes are made is `tasks`' and `carrier`'s; this room knows threads, open outputs, and what is done.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Protocol
+
+from ckpt_tools.copying import crc
+from ckpt_tools.copying.read import read_array, read_box
+from ckpt_tools.copying.task_writer import (
+    BLOCK,
+    SLOT,
+    Carrier,
+    Output,
+    Stopped,
+    unwritable,
+)
+from ckpt_tools.copying.tasks import ALL, Share, Task, cut, share_of
+from ckpt_tools.core.plan import FilePlan, WriteItem
+from ckpt_tools.errors import UsageError
+from ckpt_tools.storage.reader import Files
+
+__all__ = ["ALL", "NO_JOURNAL", "Journal", "Share", "read_array", "read_box", "write_files"]
+
+MIN_MEMORY = 1 << 20
+_MIN_MEMORY_PER_THREAD = 256 << 10
+# Shorter files are written through the page cache, from which they may well be read next.
+DIRECT_FROM = 64 << 20
+
+
+class Journal(Protocol):
+    """Remembers which tasks are finished, so that a later run can leave them out.
+
+    A task is known by its file's path in the plan and its number there. Its CRC-32 counts only for
+    tasks that are part of a larger item with one; it is 0 for any other.
+    """
+
+    def done(self, path: str, number: int) -> int | None:
+        """The CRC-32 of a task that an earlier run finished, or None when it did not."""
+
+    def finished(self, path: str, number: int, crc: int) -> None:
+        """Take note of a task whose bytes are all written; called by one thread at a time."""
+
+
+class _NoJournal:
+    def done(self, path: str, number: int) -> int | None:  # noqa: ARG002 - the protocol's
+        return None
+
+    def finished(self, path: str, number: int, crc: int) -> None:
+        pass
+
+
+NO_JOURNAL: Journal = _NoJournal()
+
+
+def write_files(  # noqa: PLR0913 - each is one plain fact, and most have no natural group
+    plans: Sequence[FilePlan],
+    *,
+    root: str,
+    files: Files,
+    threads: int,
+    max_memory: int,
+    on_bytes: Callable[[int], None],
+    share: Share = ALL,
+    journal: Journal = NO_JOURNAL,
+) -> None:
+    """Write every file of the plans below the folder ``root``.
+
+    Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together. ``on_bytes`` is
+    told how many bytes were written, or found done, since it was last called. A file that is there
+    with the right length is written into, not begun anew. With a ``share``, one of several workers
+    does its part: together they write every byte once, in any order.
+
+    Raises UsageError for too little memory, WriteError when an output cannot be written,
+    UnreadableError when a source cannot be read, and KeyboardInterrupt as it comes; what was
+    written so far stays, and the journal knows it.
+    """
+    if max_memory < MIN_MEMORY or threads < 1:
+        raise UsageError(
+            f"{threads} threads with {max_memory:,} bytes of memory: "
+            f"one thread and {MIN_MEMORY:,} bytes are the least."
+        )
+    tasks = share_of([task for plan in plans for task in cut(plan)], share)
+    outputs = _Outputs(root)
+    work = _Work(tasks, outputs=outputs, journal=journal, on_bytes=on_bytes)
+    try:
+        if share.index == 0:
+            outputs.create(plan for plan in plans if not plan.literals and not plan.items)
+        work.begin()
+        threads = min(threads, max_memory // _MIN_MEMORY_PER_THREAD, max(1, work.left))
+        work.run(files, threads=threads, memory=max_memory // threads)
+    finally:
+        outputs.close()
+
+
+class _Outputs:
+    """The output files that are open now: each from its first task to its last."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._open: dict[str, Output] = {}
+        self._left: Counter[str] = Counter()
+
+    def expect(self, tasks: Sequence[Task]) -> None:
+        """Say which tasks will be opened and closed."""
+        self._left.update(task.file.path for task in tasks)
+
+    def open(self, plan: FilePlan) -> Output:
+        """The file of a plan, made and set to its length if need be. Raises WriteError."""
+        output = self._open.get(plan.path)
+        if output is None:
+            output = self._open[plan.path] = self._make(plan)
+        return output
+
+    def done_with(self, plan: FilePlan) -> None:
+        """Close the file of a plan when this was its last task."""
+        self._left[plan.path] -= 1
+        self.close_idle(plan)
+
+    def close_idle(self, plan: FilePlan) -> None:
+        """Close the file of a plan when it is open and no task of it is left."""
+        if self._left[plan.path] == 0 and plan.path in self._open:
+            self._open.pop(plan.path).close()
+
+    def create(self, plans: Iterator[FilePlan]) -> None:
+        """Make files that no task writes to. Raises WriteError."""
+        for plan in plans:
+            self._make(plan).close()
+
+    def close(self) -> None:
+        """Close all that are still open."""
+        for output in self._open.values():
+            output.close()
+        self._open.clear()
+
+    def _make(self, plan: FilePlan) -> Output:
+        path = os.path.join(self._root, plan.path)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                status = os.fstat(fd)
+                if status.st_size != plan.length:
+                    os.ftruncate(fd, plan.length)
+                direct = _open_direct(path) if _is_for_disk(status, plan.length) else None
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as error:
+            raise unwritable(path, error) from error
+        return Output(path, fd, direct)
+
+
+def _is_for_disk(status: os.stat_result, length: int) -> bool:
+    """Whether a file is large and on a block device, in blocks that are not larger than ours.
+
+    Memory and servers have a major number of 0, and their own ways.
+    """
+    is_on_device = os.major(status.st_dev) != 0 and status.st_blksize <= BLOCK
+    return length >= DIRECT_FROM and is_on_device
+
+
+def _open_direct(path: str) -> int | None:
+    """The file for writing past the page cache, where the system can do that."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except (OSError, AttributeError):
+        return None
+
+
+class _Checksums:
+    """Puts the CRC-32 of an item together from the tasks that write parts of it."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._parts: dict[tuple[str, int], dict[int, tuple[int, int | None]]] = {}
+        for task in tasks:
+            if task.checked is not None:
+                parts = self._parts.setdefault(_key(task, task.checked), {})
+                parts[task.number] = task.nbytes, None
+
+    def add(self, task: Task, item: WriteItem, value: int) -> int | None:
+        """Take the CRC-32 of one task; gives that of the whole item when it was the last part."""
+        parts = self._parts[_key(task, item)]
+        parts[task.number] = task.nbytes, value
+        whole = 0
+        for nbytes, part in parts.values():
+            if part is None:
+                return None
+            whole = crc.combine(whole, part, length=nbytes)
+        return whole
+
+
+def _key(task: Task, item: WriteItem) -> tuple[str, int]:
+    return task.file.path, item.offset
+
+
+class _Work:
+    """The tasks that are left, shared between threads; everything public takes the lock itself."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        outputs: _Outputs,
+        journal: Journal,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self._tasks = tasks
+        self._outputs, self._journal, self._on_bytes = outputs, journal, on_bytes
+        self._checksums = _Checksums(tasks)
+        self._left: list[list[Task]] = [[]]
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    @property
+    def left(self) -> int:
+        """How many tasks nobody has taken yet."""
+        return sum(map(len, self._left))
+
+    def begin(self) -> None:
+        """Leave out what the journal knows."""
+        known = [(task, self._journal.done(task.file.path, task.number)) for task in self._tasks]
+        self._left = [[task for task, value in known if value is None]]
+        self._outputs.expect(self._left[0])
+        for task, value in known:
+            if value is not None:
+                self._on_bytes(task.nbytes)
+                self._check(task, value)
+                self._outputs.close_idle(task.file)
+
+    def run(self, files: Files, *, threads: int, memory: int) -> None:
+        """Do all that is left; the first error of any thread stops the others and is raised."""
+        # Threads begin far apart: two that write one file wait for each other's writes.
+        parts = [share_of(self._left[0], Share(number, threads)) for number in range(threads)]
+        self._left = [part[::-1] for part in parts]
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="copy")
+        try:
+            with _interrupts_held():
+                futures = [pool.submit(self._work, files, memory, part) for part in self._left]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            with _interrupts_held():
+                self._stop.set()  # all is done, or something failed, or the user has had enough
+                pool.shutdown()  # nobody may still write when the files are closed
+        for future in done:
+            future.result()
+
+    def _work(self, files: Files, memory: int, part: list[Task]) -> None:
+        """Do one part of the tasks, then what the others have left: what each thread does."""
+        carrier = Carrier(files, memory=memory, moved=self._moved, stop=self._stop)
+        try:
+            while (task := self._next(part)) is not None:
+                with self._lock:
+                    output = self._outputs.open(task.file)
+                value = carrier.carry_out(task, output)
+                output.send(*task.span)
+                with self._lock:
+                    self._check(task, value)
+                    self._journal.finished(task.file.path, task.number, value)
+                    self._outputs.done_with(task.file)
+        except Stopped:
+            return
+
+    def _next(self, part: list[Task]) -> Task | None:
+        with self._lock:
+            if part:
+                return part.pop()
+            longest = max(self._left, key=len)
+            return longest.pop(0) if longest else None
+
+    def _moved(self, nbytes: int) -> None:
+        with self._lock:
+            self._on_bytes(nbytes)
+
+    def _check(self, task: Task, value: int) -> None:
+        """Write the CRC-32 of an item when this was the last task of it."""
+        if task.checked is None:
+            return
+        whole = self._checksums.add(task, task.checked, value)
+        if whole is not None:
+            output = self._outputs.open(task.file)
+            for slot in task.checked.crc_at:
+                output.write(slot, SLOT.pack(whole))
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C comes after the block: an executor that is interrupted while it starts or awaits a
+    thread loses it, and that thread would go on writing after the files are closed.
+
+    The handler is exchanged rather than the signal blocked: any other thread may receive a signal
+    that this one blocks, and Python then raises here all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python interrupts the main thread alone
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if came:
+        signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,1 @@
+"""What a checkpoint is, in plain types and integers; no file is opened here."""

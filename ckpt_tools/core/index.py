@@ -1,0 +1,354 @@
+"""The common index: every tensor of a checkpoint as boxes, every box as a byte range.
+
+Readers make it, everything else uses it. It knows nothing of formats, and it opens no file.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from operator import add, attrgetter
+from typing import Literal, NamedTuple
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.layout import Layout, Mesh
+from ckpt_tools.errors import CheckpointError, IncompleteError
+
+Section = Literal["model", "optim", "other"]
+SECTIONS: tuple[Section, ...] = ("model", "optim", "other")
+Path = tuple[str | int, ...]
+PlainValue = (
+    None | bool | int | float | str | Sequence["PlainValue"] | Mapping[str | int, "PlainValue"]
+)
+
+
+class ByteRange(NamedTuple):
+    """``length`` bytes of a file, from byte ``offset`` on."""
+
+    path: str
+    offset: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """One stored box of a tensor, and where its bytes are.
+
+    ``strides`` are in elements, None for packed row-major data. ``codec`` names what the bytes are:
+    None for the raw little-endian elements; anything else must go through `formats.locate` first.
+    ``replicas`` are other byte ranges that hold the same box, ``rank`` who saved it, if known.
+    """
+
+    box: Box
+    data: ByteRange
+    strides: tuple[int, ...] | None = None
+    codec: str | None = None
+    replicas: tuple[ByteRange, ...] = ()
+    rank: int | None = None
+
+
+class Grid:
+    """The boxes of a tensor with the file and the rank of each, shared by all that are cut and
+    saved alike; told from others by identity, so that what was found out of one is known of all.
+    """
+
+    __slots__ = ("boxes", "paths", "ranks")
+
+    def __init__(
+        self, boxes: tuple[Box, ...], paths: tuple[str, ...], ranks: tuple[int | None, ...]
+    ) -> None:
+        self.boxes = boxes
+        self.paths = paths
+        self.ranks = ranks
+
+
+class GridChunks(Sequence[Chunk]):
+    """Chunks of which a format keeps the boxes once for many tensors."""
+
+    __slots__ = ("grid",)
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    @abstractmethod
+    def ends(self) -> Iterator[tuple[str, int]]:
+        """The file of each chunk, and the byte after its last."""
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.grid.boxes)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is a sequence of the same chunks."""
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One logical tensor: its name, type and global shape, and the chunks that hold it.
+
+    ``path`` is where it sits in the nested state dict, container by container; ``fqn`` the same
+    joined by dots. ``layout`` is what the format states, None when it states none.
+    """
+
+    fqn: str
+    path: Path
+    section: Section
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: Sequence[Chunk]
+    layout: Layout | None = None
+
+    @property
+    def grid(self) -> Grid | None:
+        """What the chunks have in common with those of other tensors, where that is known."""
+        return self.chunks.grid if isinstance(self.chunks, GridChunks) else None
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """The box of each chunk."""
+        grid = self.grid
+        return [chunk.box for chunk in self.chunks] if grid is None else grid.boxes
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, without replicas or padding."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """Something that is not a tensor: where its bytes are, and its value when it is plain.
+
+    ``value`` holds numbers, strings, bools and small lists or dicts of them; ``opened`` says if it
+    was read at all, since None is a value too. ``type_name`` names what is not opened, ``codec``
+    what the bytes are: None when they have no meaning of their own and ``value`` is all there is.
+    """
+
+    fqn: str
+    path: Path
+    section: Section
+    data: ByteRange
+    value: PlainValue = None
+    opened: bool = False
+    type_name: str | None = None
+    codec: str | None = None
+
+
+class FileEntry(NamedTuple):
+    """A file that the checkpoint needs; ``length`` in bytes, None when it is not there."""
+
+    path: str
+    length: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointIndex:
+    """Everything that is known of a checkpoint without reading its values.
+
+    ``tensors`` and ``objects`` are sorted by name; ``order`` has names as the state dict had them,
+    where the format tells. ``problems`` are what keeps it from being whole, ``ties`` groups of
+    names that share one storage.
+    """
+
+    root: str
+    format: str
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...] = ()
+    files: tuple[FileEntry, ...] = ()
+    world_size: int | None = None
+    mesh: Mesh | None = None
+    torch_version: str | None = None
+    framework: str | None = None
+    ties: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+    problems: tuple[CheckpointError, ...] = ()
+    order: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Paths of the files that are needed and not there."""
+        return tuple(file.path for file in self.files if file.length is None)
+
+    @property
+    def entries(self) -> list[TensorEntry | ObjectEntry]:
+        """Every tensor, then every object."""
+        return [*self.tensors, *self.objects]
+
+    def tensor(self, fqn: str) -> TensorEntry | None:
+        """The tensor of this name, or None."""
+        place = bisect_left(self.tensors, fqn, key=_fqn)
+        found = place < len(self.tensors) and self.tensors[place].fqn == fqn
+        return self.tensors[place] if found else None
+
+    def object(self, fqn: str) -> ObjectEntry | None:
+        """The object of this name, or None."""
+        place = bisect_left(self.objects, fqn, key=_fqn)
+        found = place < len(self.objects) and self.objects[place].fqn == fqn
+        return self.objects[place] if found else None
+
+    def select(self, fqns: Collection[str]) -> CheckpointIndex:
+        """The same checkpoint with only these tensors and objects, and the problems they have."""
+        return replace(
+            self,
+            problems=tuple(p for p in self.problems if not p.about or not p.about.isdisjoint(fqns)),
+            tensors=tuple(entry for entry in self.tensors if entry.fqn in fqns),
+            objects=tuple(entry for entry in self.objects if entry.fqn in fqns),
+        )
+
+    def require_whole(self) -> None:
+        """Raise what keeps the checkpoint from being whole; do nothing when it is."""
+        if not self.problems:
+            return
+        first = self.problems[0]
+        if len(self.problems) == 1:
+            raise first
+        shown = [problem.message for problem in self.problems[:5]]
+        if len(self.problems) > len(shown):
+            shown.append(f"… and {len(self.problems) - len(shown)} more.")
+        raise type(first)("\n  ".join(shown), hint=first.hint)
+
+
+def _fqn(entry: TensorEntry | ObjectEntry) -> str:
+    return entry.fqn
+
+
+_offsets = attrgetter("offsets")
+_sizes = attrgetter("sizes")
+
+
+def check_coverage(entry: TensorEntry) -> None:
+    """Check that the chunks of a tensor tile its shape: no gap, no overlap, none outside.
+
+    Equal boxes count as replicas of one another, empty ones as nothing. Works by a sweep, in
+    O(n log n) for n chunks that form a grid.
+
+    Raises IncompleteError for a gap and CheckpointError for an overlap, with the box where it is.
+    """
+    shape = entry.shape
+    boxes = list(set(entry.boxes))
+    _check_inside(entry, boxes)
+    solid = [box for box in boxes if 0 not in box.sizes]
+    flaw = _first_flaw(solid, shape)
+    if flaw is None:
+        return
+    where = Box(flaw.offsets, flaw.sizes)
+    if flaw.times == 0:
+        covered = sum(box.numel for box in solid)
+        raise IncompleteError(
+            f"{entry.fqn}: chunks cover {covered:,} of {entry.numel:,} elements; "
+            f"the first hole is {where}.",
+            hint="Some shards are not there. Look for the missing files, or for an older save.",
+            about=(entry.fqn,),
+        )
+    raise CheckpointError(
+        f"{entry.fqn}: {flaw.times} chunks overlap in {where}.", about=(entry.fqn,)
+    )
+
+
+def _check_inside(entry: TensorEntry, boxes: Sequence[Box]) -> None:
+    """Check that no box leaves the shape, column by column: a million boxes take part."""
+    ndim = len(entry.shape)
+    if set(map(len, map(_sizes, boxes))) <= {ndim}:
+        offsets = list(zip(*map(_offsets, boxes), strict=True))
+        sizes = list(zip(*map(_sizes, boxes), strict=True))
+        columns = zip(offsets, sizes, entry.shape, strict=False)
+        if all(
+            min(starts) >= 0 <= min(extents) and max(map(add, starts, extents)) <= size
+            for starts, extents, size in columns
+        ):
+            return
+    whole = Box.whole(entry.shape)
+    for box in boxes:
+        if len(box.sizes) != ndim or not whole.contains(box) or min(box.sizes, default=0) < 0:
+            raise CheckpointError(
+                f"{entry.fqn}: a chunk {box} lies outside of shape {list(entry.shape)}.",
+                about=(entry.fqn,),
+            )
+
+
+class _Flaw(NamedTuple):
+    """A region that is covered by ``times`` boxes, where one was expected."""
+
+    times: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def _first_flaw(boxes: Sequence[Box], shape: Sequence[int]) -> _Flaw | None:
+    """The first region, in row-major order, that is not covered exactly once."""
+    if 0 in shape:
+        return None
+    whole = Box.whole(shape)
+    if not boxes:
+        return _Flaw(0, whole.offsets, whole.sizes)
+    cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
+    if not cut:
+        return None if len(boxes) == 1 else _Flaw(len(boxes), whole.offsets, whole.sizes)
+    if len(cut) == 1:
+        return _flaw_of_line(boxes, shape, dim=cut[0])
+    return _flaw_of_slices(boxes, shape, dim=cut[0])
+
+
+def _within(shape: Sequence[int], dim: int, start: int, end: int) -> tuple[list[int], list[int]]:
+    """Offsets and sizes of a slice of the whole shape."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[dim], sizes[dim] = start, end - start
+    return offsets, sizes
+
+
+def _flaw_of_line(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _Flaw | None:
+    """The first flaw of boxes that differ along one dimension only: a sort and one pass."""
+    end = 0
+    spans = sorted((box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box in boxes)
+    for start, stop in [*spans, (shape[dim], shape[dim])]:
+        if start != end:
+            count, low, high = (0, end, start) if start > end else (2, start, min(end, stop))
+            offsets, sizes = _within(shape, dim, low, max(high, low + 1))
+            return _Flaw(count, tuple(offsets), tuple(sizes))
+        end = stop
+    return None
+
+
+def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _Flaw | None:
+    """The first flaw, slice by slice between the edges along ``dim``, each a smaller problem."""
+    edges = sorted({0, shape[dim]} | {edge for box in boxes for edge in _edges(box, dim)})
+    waiting = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
+    active: list[Box] = []
+    for start, end in pairwise(edges):
+        active = [box for box in active if box.offsets[dim] + box.sizes[dim] > start]
+        while waiting and waiting[-1].offsets[dim] <= start:
+            active.append(waiting.pop())
+        flaw = _first_flaw([_drop(box, dim) for box in active], _without(shape, dim))
+        if flaw is not None:
+            return _Flaw(
+                flaw.times,
+                (*flaw.offsets[:dim], start, *flaw.offsets[dim:]),
+                (*flaw.sizes[:dim], end - start, *flaw.sizes[dim:]),
+            )
+    return None
+
+
+def _edges(box: Box, dim: int) -> tuple[int, int]:
+    return box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+
+
+def _without(values: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*values[:dim], *values[dim + 1 :])
+
+
+def _drop(box: Box, dim: int) -> Box:
+    return Box(_without(box.offsets, dim), _without(box.sizes, dim))

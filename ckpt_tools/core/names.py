@@ -1,0 +1,146 @@
+"""Names and sections: wrapper components, containers, selection. Strings only.
+
+A path is the place of an entry in the nested state dict, e.g. ``("app", "model", "emb.weight")``;
+its fqn is the same joined by dots. A container is the part of a path above the parameter's own
+name, and it is known from the path, never from splitting a name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import translate
+
+from ckpt_tools.core.index import Path, Section
+from ckpt_tools.errors import UsageError
+
+# Wrapper modules leave one of these components in a parameter's name: torch.compile, FSDP1, and
+# torch.distributed.algorithms' checkpoint_wrapper.
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+# What frameworks call the container of the model's weights and that of the optimizer's state.
+_MODEL = frozenset({"model", "module", "state_dict", "model_state_dict", "models", "net"})
+_OPTIM = frozenset(
+    {"optim", "optimizer", "optimizers", "optimizer_state_dict", "optimizer_states"}
+    | {"optim_state_dict", "optimizer_0"}
+)
+# Containers that hold the others: Composer nests all in "state", torch's examples in "app".
+_OUTER = frozenset({"state", "app", "checkpoint"})
+_OTHER = frozenset(
+    {"lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "dataloader", "dataloaders"}
+    | {"train_state", "trainer", "rng", "rng_state", "step", "epoch", "global_step", "callbacks"}
+    | {
+        "loops",
+        "hparams_name",
+        "hyper_parameters",
+        "pytorch-lightning_version",
+        "extra",
+        "extra_state",
+    }
+    | {"timestamp", "train_dataloader", "algorithms", "integrations", "metadata", "meta"}
+)
+
+
+def join(path: Path) -> str:
+    """The fqn of a path."""
+    return ".".join(map(str, path))
+
+
+def container_of(paths: Iterable[Path]) -> dict[Path, Section]:
+    """Which container prefixes of these paths hold the model, and which the optimizer.
+
+    Returns prefixes (without the entry's own last part) with their section. A prefix counts only
+    when its last component is one of the names that frameworks use, and all components before it
+    are outer containers.
+    """
+    found: dict[Path, Section] = {}
+    for path in paths:
+        for depth, part in enumerate(path[:-1]):
+            name = str(part)
+            if name in _MODEL or name in _OPTIM:
+                found[path[: depth + 1]] = "model" if name in _MODEL else "optim"
+                break
+            if name not in _OUTER:
+                break
+    return found
+
+
+def classify(
+    paths: Sequence[Path], *, objects: Collection[Path] = ()
+) -> list[tuple[Section, Path]]:
+    """The section of each path, and the container prefix that its names stand in.
+
+    ``objects`` are those of the paths that are not tensors. Beside a model container, names outside
+    of any container are other state. Without one, the tensors that no container of other state
+    holds are the model (TorchTitan saves it so), unless the whole is a bare optimizer state dict:
+    ``state`` and ``param_groups`` at the top.
+    """
+    containers = container_of(paths)
+    has_model = "model" in containers.values()
+    bare_optim = not has_model and any(path[0] == "param_groups" for path in paths)
+    return [
+        _section_of(
+            path,
+            containers,
+            bare_optim=bare_optim,
+            is_model=not (has_model or bare_optim) and _may_be_weight(path, objects),
+        )
+        for path in paths
+    ]
+
+
+def _may_be_weight(path: Path, objects: Collection[Path]) -> bool:
+    """Whether a name outside of any container can be a model's."""
+    if path in objects:
+        return str(path[-1]).endswith("_extra_state")
+    return str(path[0]) not in _OTHER
+
+
+def _section_of(
+    path: Path, containers: Mapping[Path, Section], *, bare_optim: bool, is_model: bool
+) -> tuple[Section, Path]:
+    for depth in range(1, len(path)):
+        if path[:depth] in containers:
+            return containers[path[:depth]], path[:depth]
+        if str(path[depth - 1]) not in _OUTER:
+            break
+    if bare_optim and path[0] in ("state", "param_groups"):
+        return "optim", ()
+    return ("model" if is_model else "other"), ()
+
+
+def clean(name: str) -> str:
+    """The name without wrapper components and without a leading DDP ``module``.
+
+    Whole components only: ``gate_orig_mod.weight`` keeps its name.
+    """
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    if len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def selector(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
+    """A test for names: in any of ``include`` (all when it is empty) and in none of ``exclude``.
+
+    Patterns are globs on the whole fqn, or regular expressions after ``re:``.
+    Raises UsageError for a pattern that cannot be read.
+    """
+    wanted = [_pattern(text) for text in include]
+    unwanted = [_pattern(text) for text in exclude]
+
+    def chosen(fqn: str) -> bool:
+        if any(pattern.search(fqn) for pattern in unwanted):
+            return False
+        return not wanted or any(pattern.search(fqn) for pattern in wanted)
+
+    return chosen
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    if not text.startswith("re:"):
+        return re.compile(r"\A" + translate(text))
+    try:
+        return re.compile(text[3:])
+    except re.error as error:
+        raise UsageError(f"The regular expression {text[3:]!r} cannot be read: {error}.") from error

@@ -1,0 +1,138 @@
+"""What is wrong with a DCP directory, told from `.metadata` and file sizes: which files are missing
+or short, which names that hurts, and what is still whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+from ckpt_tools.core.index import (
+    CheckpointIndex,
+    Grid,
+    GridChunks,
+    TensorEntry,
+    check_coverage,
+)
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
+
+DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
+
+
+def rank_of(file_name: str) -> int | None:
+    """The rank that wrote a data file, by its name."""
+    match = DATA_FILE.fullmatch(file_name)
+    return int(match[1]) if match else None
+
+
+def some(words: Sequence[str], most: int = 5) -> str:
+    """The first few of many words, for a person."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
+def problems_of(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[CheckpointError]:
+    """What keeps a DCP directory from being whole: files missing or short, holes, overlaps.
+
+    ``sizes`` are the lengths in bytes of the files that are there, by name.
+    """
+    problems = _file_problems(index, sizes)
+    whole: set[tuple[Grid | None, tuple[int, ...]]] = set()
+    for entry in index.tensors:
+        kind = entry.grid, entry.shape
+        if kind in whole:
+            continue
+        try:
+            check_coverage(entry)
+        except CheckpointError as error:
+            problems.append(error)
+        else:
+            if entry.grid is not None:
+                whole.add(kind)
+    return problems
+
+
+def _file_problems(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[CheckpointError]:
+    """Missing and short files, each with the names that it hurts."""
+    needs: dict[str, int] = defaultdict(int)
+    for path, end in _ends(index):
+        if end > needs[path]:  # noqa: PLR1730 - max would take twice as long, a million times
+            needs[path] = end
+    bad = {}
+    for path, need in needs.items():
+        size = sizes.get(os.path.relpath(path, index.root))
+        if size is None or size < need:
+            bad[path] = size
+    if not bad:
+        return []
+    hurt = _hurt(index, bad)
+    missing = sorted(path for path, size in bad.items() if size is None)
+    problems: list[CheckpointError] = []
+    if missing:
+        shown = ", ".join(os.path.basename(path) for path in missing)
+        problems.append(
+            IncompleteError(
+                f"{index.root}: {len(missing)} of {len(needs)} data files are not there: {shown}.",
+                hint=_damage(index, hurt, missing),
+                about=sorted(set().union(*(hurt[path] for path in missing))),
+            )
+        )
+    for path, size in sorted(bad.items()):
+        if size is not None:
+            problems.append(
+                UnreadableError(
+                    f"{path} is cut short: {size:,} bytes, the index needs {needs[path]:,}.",
+                    hint=_damage(index, hurt, [path]),
+                    about=sorted(hurt[path]),
+                )
+            )
+    return problems
+
+
+def _ends(index: CheckpointIndex) -> Iterable[tuple[str, int]]:
+    """The file of each chunk and object, and the byte after its last."""
+    return chain(
+        chain.from_iterable(map(_ends_of, index.tensors)),
+        ((item.data.path, item.data.offset + item.data.length) for item in index.objects),
+    )
+
+
+def _ends_of(entry: TensorEntry) -> Iterable[tuple[str, int]]:
+    if isinstance(entry.chunks, GridChunks):
+        return entry.chunks.ends()
+    places = (chunk.data for chunk in entry.chunks)
+    return ((place.path, place.offset + place.length) for place in places)
+
+
+def _hurt(index: CheckpointIndex, bad: Mapping[str, int | None]) -> dict[str, set[str]]:
+    """The names that have bytes past the end of each bad file."""
+    hurt: dict[str, set[str]] = {path: set() for path in bad}
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            path, offset, length = chunk.data
+            is_lost = path in bad and offset + length > (bad[path] or 0)
+            if is_lost and 0 not in chunk.box.sizes:
+                hurt[path].add(entry.fqn)
+    for item in index.objects:
+        path, offset, length = item.data
+        if path in bad and offset + length > (bad[path] or 0):
+            hurt[path].add(item.fqn)
+    return hurt
+
+
+def _damage(index: CheckpointIndex, hurt: Mapping[str, set[str]], paths: Sequence[str]) -> str:
+    """How much is hurt and what is whole, for a person."""
+    fqns = set().union(*(hurt[path] for path in paths))
+    tensors = [entry for entry in index.tensors if entry.fqn in fqns]
+    total = len(index.tensors)
+    ranks = {chunk.rank for entry in index.tensors for chunk in entry.chunks}
+    bad_ranks = {rank_of(os.path.basename(path)) for path in hurt}
+    intact = sorted(rank for rank in ranks - bad_ranks if rank is not None)
+    text = f"Hurt: {len(tensors)} of {total} tensors; {total - len(tensors)} are whole."
+    if intact:
+        verb = "Rank {} is" if len(intact) == 1 else "Ranks {} are"
+        text += f" {verb.format(some([str(rank) for rank in intact], 8))} intact."
+    return text

@@ -1,0 +1,282 @@
+"""What one item of a DCP data file is: the raw bytes of a chunk inside its own torch.save archive.
+
+`locate` turns the items that a `.metadata` names into raw byte ranges, and checks what each item
+says of itself against what `.metadata` says of it. torch 2.13 itself writes directories in which
+the two disagree (FSDP2 over a tensor-parallel dimension that does not divide).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ckpt_tools.core.geometry import row_major_strides
+from ckpt_tools.core.index import (
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    ObjectEntry,
+    PlainValue,
+    TensorEntry,
+)
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+from ckpt_tools.formats.dcp import math_bits
+from ckpt_tools.formats.dcp.chunks import StoredChunks
+from ckpt_tools.formats.dcp.templates import Found, Templates
+from ckpt_tools.formats.pickle import load as pickles
+from ckpt_tools.formats.pickle.torch_stubs import (
+    Opaque,
+    StoredDTensor,
+    StoredTensor,
+)
+from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.storage.reader import Files
+
+TORCH_SAVE = "torch.save"
+ZSTD = "zstd"
+
+# A plain value is worth opening; a pickled tokenizer or dataloader is not.
+_MAX_PLAIN = 1 << 20
+_CACHED_PICKLES = 4096
+# From so many items on, numpy's start takes less time than looking at them one by one.
+_MANY = 50_000
+# The constructors that NamedTuple generates would take half a second of a million items.
+_make = tuple.__new__
+
+
+def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The same index with every chunk as raw little-endian elements.
+
+    Items that cannot be used become problems of the index, so that one damaged item does not hide
+    the others.
+    """
+    lengths = {file.path: file.length or 0 for file in index.files}
+    opener = _Opener(files, lengths)
+    tensors, problems = [], list(index.problems)
+    hurt = {fqn for problem in problems for fqn in problem.about}
+    known = opener.many([entry for entry in index.tensors if entry.fqn not in hurt])
+    for entry in index.tensors:
+        raw = known.get(entry.fqn)
+        if raw is not None:
+            tensors.append(replace(entry, chunks=raw))
+            continue
+        if entry.fqn in hurt or all(chunk.codec is None for chunk in entry.chunks):
+            tensors.append(entry)
+            continue
+        try:
+            chunks = [opener.raw(entry, chunk) for chunk in entry.chunks]
+            tensors.append(replace(entry, chunks=chunks))
+        except CheckpointError as error:
+            problems.append(type(error)(error.message, hint=error.hint, about=(entry.fqn,)))
+            tensors.append(entry)
+    return replace(index, tensors=tuple(tensors), problems=tuple(problems))
+
+
+class _Opener:
+    """Opens items, remembering pickles: chunks of one shape have the same one, byte for byte."""
+
+    def __init__(self, files: Files, lengths: Mapping[str, int]) -> None:
+        self._files = files
+        self._lengths = lengths
+        self._seen: dict[bytes, StoredTensor] = {}
+        self._templates = Templates(files, lengths)
+
+    def many(self, entries: Sequence[TensorEntry]) -> Mapping[str, StoredChunks]:
+        """The raw chunks of tensors with many small items, as far as all are like one another."""
+        stored = [entry for entry in entries if _is_stored(entry)]
+        if sum(len(entry.chunks) for entry in stored) < _MANY:
+            return {}
+        from ckpt_tools.formats.dcp.bulk import Bulk  # late: numpy comes with it
+
+        def learn(tensor: int, chunk: int) -> None:
+            entry = stored[tensor]
+            with suppress(CheckpointError):  # told when its own tensor is looked at
+                self.raw(entry, entry.chunks[chunk])
+
+        found = Bulk(stored, self._files, self._lengths, self._templates, learn).resolved()
+        pairs = zip(stored, found, strict=True)
+        return {entry.fqn: chunks for entry, chunks in pairs if chunks is not None}
+
+    def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
+        """The chunk as raw elements, checked against its own archive."""
+        found = self._known(entry, chunk)
+        if found is not None:
+            return self._as_found(entry, chunk, chunk.data, found)
+        if chunk.codec is None:
+            return chunk
+        if 0 in chunk.box.sizes and not self._is_there(chunk.data):
+            return chunk._replace(data=chunk.data._replace(length=0), codec=None)
+        if chunk.codec in math_bits.CODECS:
+            return math_bits.resolved(chunk, entry.dtype, self._files)
+        item = unpacked(self._files, chunk.data, chunk.codec)
+        return self._as_found(entry, chunk, item, self._read(entry, chunk, item))
+
+    def _known(self, entry: TensorEntry, chunk: Chunk) -> Found | None:
+        """What an item is, when it is like one that was read and as `.metadata` says."""
+        if chunk.codec != TORCH_SAVE or not self._is_there(chunk.data):
+            return None
+        found = self._templates.find(chunk.data)
+        if found is None or found.stored.dtype != entry.dtype.name:
+            return None
+        return found if found.stored.shape == chunk.box.sizes else None
+
+    def _as_found(self, entry: TensorEntry, chunk: Chunk, item: ByteRange, found: Found) -> Chunk:
+        """The chunk as raw elements, which lie in the item where it was found."""
+        path, offset, _ = item
+        data = _make(ByteRange, (path, offset + found.offset, found.length))
+        sign = found.stored.sign
+        raw = _make(Chunk, (chunk.box, data, found.strides, sign, chunk.replicas, chunk.rank))
+        return raw if sign is None else math_bits.resolved(raw, entry.dtype, self._files)
+
+    def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> Found:
+        """What an item is, from its own archive."""
+        where = f"{item.path}, item of {entry.fqn}"
+        archive = _archive(self._files, item, where)
+        stored = self._stored(archive.read("data.pkl"), where)
+        _check(entry, chunk, stored, where)
+        record = archive.record(f"data/{stored.storage.key}")
+        data = _view(stored, record, entry.dtype.itemsize, path=item.path, where=where)
+        if entry.dtype.itemsize > 1:
+            torch_zip.require_little_endian(archive)
+        packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
+        strides = None if packed else stored.strides
+        found = Found(stored, data.offset - item.offset, data.length, strides)
+        if self._is_there(item):
+            self._templates.learn(item, archive, found)
+        return found
+
+    def _is_there(self, data: ByteRange) -> bool:
+        return data.offset + data.length <= self._lengths.get(data.path, 0)
+
+    def _stored(self, data: bytes, where: str) -> StoredTensor:
+        stored = self._seen.get(data)
+        if stored is None:
+            value = pickles.load_tensors(data, where=where)
+            if not isinstance(value, StoredTensor):
+                raise UnreadableError(f"{where} holds no tensor but {type(value).__name__}.")
+            if len(self._seen) >= _CACHED_PICKLES:
+                self._seen.clear()
+            stored = self._seen[data] = value
+        return stored
+
+
+def _is_stored(entry: TensorEntry) -> bool:
+    return isinstance(entry.chunks, StoredChunks) and entry.chunks.codec == TORCH_SAVE
+
+
+def _check(entry: TensorEntry, chunk: Chunk, stored: StoredTensor, where: str) -> None:
+    """The item's own dtype and shape must be what `.metadata` says."""
+    if stored.dtype != entry.dtype.name:
+        raise CheckpointError(f"{where} is {stored.dtype}, but .metadata says {entry.dtype.name}.")
+    if stored.shape != chunk.box.sizes:
+        raise CheckpointError(
+            f"{where} has shape {list(stored.shape)}, but .metadata says {list(chunk.box.sizes)} "
+            f"at {list(chunk.box.offsets)}.",
+            hint="torch saved it so: FSDP2 over a tensor-parallel dimension that does not divide. "
+            "Which rows these are cannot be known; save again from the job, gathered.",
+        )
+
+
+def _view(
+    stored: StoredTensor,
+    record: torch_zip.Record,
+    itemsize: int,
+    *,
+    path: str,
+    where: str,
+) -> ByteRange:
+    """The bytes from the first to the last element of a view into a storage record."""
+    start = stored.storage_offset * itemsize
+    length = span(stored.shape, stored.strides) * itemsize
+    if start + length > record.length:
+        raise UnreadableError(
+            f"{where}: its tensor needs bytes {start:,} to {start + length:,} of a storage that "
+            f"has {record.length:,}."
+        )
+    return ByteRange(path, record.offset + start, length)
+
+
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last one of a view, both included; 0 when it is empty."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The same index with the values of its plain objects.
+
+    Raises UnsafePickleError when an object asks for a global that could run code.
+    """
+    return replace(index, objects=tuple(_opened(entry, files) for entry in index.objects))
+
+
+def _opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
+    if entry.opened or entry.codec is None or entry.data.length > _MAX_PLAIN:
+        return entry
+    value = plain_value(files, entry)
+    if isinstance(value, Opaque):
+        return replace(entry, type_name=value.qualname)
+    return replace(entry, value=value, opened=True)
+
+
+def plain_value(files: Files, entry: ObjectEntry) -> PlainValue | Opaque:
+    """What a pickled object is: its plain value, or the name of what is not opened."""
+    item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
+    where = f"{item.path}, item of {entry.fqn}"
+    return pickles.load_plain(_archive(files, item, where).read("data.pkl"), where=where)
+
+
+def holds_shards(entry: ObjectEntry, files: Files) -> bool:
+    """Whether an object is a whole state dict with one rank's shards (flatten_state_dict=False)."""
+    item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
+    where = f"{item.path}, item of {entry.fqn}"
+    value = pickles.load_tensors(_archive(files, item, where).read("data.pkl"), where=where)
+    return any(isinstance(leaf, StoredDTensor) for leaf in _leaves(value))
+
+
+def _leaves(value: object) -> Iterator[object]:
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+        yield value
+
+
+def _archive(files: Files, item: ByteRange, where: str) -> torch_zip.Archive:
+    def read(offset: int, length: int) -> bytes:
+        return files.read(item.path, offset, length)
+
+    return torch_zip.read_archive(read, offset=item.offset, length=item.length, where=where)
+
+
+def unpacked(files: Files, item: ByteRange, codec: str) -> ByteRange:
+    """The torch.save archive of an item: itself, or inflated into a temporary file for zstd."""
+    if codec == TORCH_SAVE:
+        return item
+    if codec != ZSTD:
+        raise UnsupportedError(f"{item.path}: unknown codec {codec!r}.")
+    return ByteRange(*files.spill(item, _inflate))
+
+
+def _inflate(blocks: Iterator[bytes], write: Callable[[bytes], object], where: str) -> None:
+    """Inflate zstd blocks; raises UnsupportedError without the zstandard package."""
+    try:
+        import zstandard  # an extra: only compressed checkpoints need it
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{where} is compressed with zstd, and the zstandard package is not installed.",
+            hint="pip install 'ckpt-tools[zstd]'",
+        ) from error
+    inflater = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        for block in blocks:
+            write(inflater.decompress(block))
+    except zstandard.ZstdError as error:
+        raise UnreadableError(f"{where}: its zstd data is damaged: {error}.") from error
+    if not inflater.eof:
+        raise UnreadableError(f"{where}: its zstd data is cut short.")

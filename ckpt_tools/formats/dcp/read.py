@@ -1,0 +1,279 @@
+"""DCP directories: `.metadata` and the data files that it names, as torch.distributed.checkpoint
+writes them (FSDP2, and FSDP1 through DCP).
+
+The index comes from `.metadata` and the sizes of the files alone; what lies inside the items is the
+business of `dcp_items`. DCP stores boxes and no mesh, so no layout is stated here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ckpt_tools.core import names
+from ckpt_tools.core.dtypes import dtype_named
+from ckpt_tools.core.index import (
+    ByteRange,
+    CheckpointIndex,
+    FileEntry,
+    ObjectEntry,
+    Path,
+    Section,
+    TensorEntry,
+)
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    UnreadableError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.dcp import (
+    items as dcp_items,
+)
+from ckpt_tools.formats.dcp import (
+    safetensors_data as dcp_safetensors,
+)
+from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of, rank_of, some
+from ckpt_tools.formats.dcp.chunks import Columns, Place
+from ckpt_tools.formats.dcp.metadata import Metadata, TensorMeta
+from ckpt_tools.formats.dcp.storage import StorageInfo, StorageKey, StorageLists
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.pickle import load as pickles
+from ckpt_tools.formats.pickle.unpickler import collector_paused
+from ckpt_tools.storage import paths
+from ckpt_tools.storage.reader import Files
+
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_FLAT_PARAM = ("_flat_param", "flat_param")
+
+
+def matches(path: str) -> bool:
+    """Whether this is a directory that DCP wrote, or began to write."""
+    if not paths.is_dir(path):
+        return False
+    return any(
+        name in (".metadata", ".metadata.tmp")
+        or DATA_FILE.fullmatch(name)
+        or _RANK_METADATA.fullmatch(name)
+        for name in paths.listdir(path)
+    )
+
+
+def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:  # noqa: ARG001 (one signature for all)
+    """The index of a DCP directory, from `.metadata` and file sizes.
+
+    Raises IncompleteError without `.metadata`, UnreadableError when it is damaged or names a
+    foreign class, UnsupportedError for transforms and flat parameters. Missing or short files,
+    holes and overlaps become problems of the index.
+    """
+    with collector_paused():  # it would look through millions of new chunks again and again
+        return _read_index(path)
+
+
+def _read_index(path: str) -> CheckpointIndex:
+    sizes = _file_sizes(path)
+    metadata = _read_metadata(path, sizes)
+    _refuse_flat_parameters(path, metadata.tensors)
+    path_of = _paths(metadata)
+    stored = _Stored(path, metadata)
+    sections = _sections(metadata, path_of)
+    tensors = tuple(
+        TensorEntry(
+            fqn=fqn,
+            path=path_of[fqn],
+            section=sections[fqn],
+            dtype=dtype_named(meta.dtype),
+            shape=tuple(meta.shape),
+            chunks=stored.columns.chunks(fqn, meta),
+        )
+        for fqn, meta in sorted(metadata.tensors.items())
+    )
+    objects = tuple(
+        stored.object(fqn, path_of[fqn], sections[fqn]) for fqn in sorted(metadata.objects)
+    )
+    needed = metadata.storage.paths
+    index = CheckpointIndex(
+        root=path,
+        format="dcp",
+        tensors=tensors,
+        objects=tuple(entry for entry in objects if entry is not None),
+        files=tuple(
+            FileEntry(os.path.join(path, name), sizes.get(name))
+            for name in (".metadata", *sorted(needed))
+        ),
+        world_size=_world_size((*sizes, *needed)),
+        torch_version=None,
+        notes=tuple(_notes(sizes, needed, objects)),
+        order=tuple(metadata.planner_data or ()),
+    )
+    with Files() as files:
+        index = dcp_safetensors.resolve(index, files)
+        _refuse_one_ranks_dict(index, files)
+    return replace(index, problems=(*index.problems, *problems_of(index, sizes)))
+
+
+def _file_sizes(path: str) -> dict[str, int]:
+    """Length in bytes of every file in the directory, those in sub-folders not included."""
+    try:
+        return paths.file_sizes(path)
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be listed: {error.strerror}.") from error
+
+
+def _read_metadata(path: str, sizes: Mapping[str, int]) -> Metadata:
+    with Files() as files:
+
+        def load(name: str) -> Metadata:
+            where = os.path.join(path, name)
+            if sizes[name] == 0:
+                raise UnreadableError(f"{where} is empty.", hint="The save was interrupted.")
+            return pickles.load_metadata(files.read(where, 0, sizes[name]), where=where)
+
+        if ".metadata" in sizes:
+            return load(".metadata")
+        parts = sorted(
+            (int(match[1]), name) for name in sizes if (match := _RANK_METADATA.fullmatch(name))
+        )
+        if not parts:
+            raise _no_metadata(path, sizes)
+        return _union([load(name) for _, name in parts], path)
+
+
+def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
+    if any(name.endswith(".metadata.tmp") for name in sizes):
+        return IncompleteError(
+            f"{path} has no .metadata, only .metadata.tmp: the save was interrupted.",
+            hint="Use the checkpoint before this one.",
+        )
+    ranks = sorted({int(m[1]) for name in sizes if (m := DATA_FILE.fullmatch(name))})
+    return IncompleteError(
+        f"{path} has no .metadata, only data files of ranks {', '.join(map(str, ranks))}.",
+        hint="Rank 0 writes .metadata when all ranks are done: look on the node of rank 0, or the "
+        "save was interrupted. With node-local disks, gather the files of all nodes in one folder.",
+    )
+
+
+def _union(parts: Sequence[Metadata], path: str) -> Metadata:
+    """One metadata out of those that each rank wrote for itself (use_collectives=False)."""
+    tensors: dict[str, TensorMeta] = {}
+    storage: dict[StorageKey, StorageInfo] = {}
+    planner: dict[str, Path] = {}
+    for part in parts:
+        planner |= part.planner_data or {}
+        storage = {**part.storage, **storage}
+        for fqn, meta in part.tensors.items():
+            tensors[fqn] = _joined(tensors.get(fqn, meta), meta, where=f"{path}: {fqn}")
+    return parts[0]._replace(
+        tensors=tensors,
+        objects=frozenset().union(*(part.objects for part in parts)),
+        storage=StorageLists((fqn, at, info) for (fqn, at), info in storage.items()),
+        planner_data=planner or None,
+    )
+
+
+def _joined(known: TensorMeta, meta: TensorMeta, *, where: str) -> TensorMeta:
+    if known is meta:
+        return known
+    if (known.shape, known.dtype) != (meta.shape, meta.dtype):
+        raise CheckpointError(
+            f"{where}: the ranks disagree: {known.dtype} {list(known.shape)} and "
+            f"{meta.dtype} {list(meta.shape)}."
+        )
+    return known._replace(chunks=[*known.chunks, *meta.chunks])
+
+
+def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
+    for fqn in fqns:
+        if fqn.rpartition(".")[2] in _FLAT_PARAM:
+            raise UnsupportedError(
+                f"{path} holds flat parameters ({fqn}): FSDP1 saved it with LOCAL_STATE_DICT, and "
+                "neither names nor shapes of the parameters in them are stored.",
+                hint="Load it in the job that saved it, with as many ranks, and save again with "
+                "SHARDED_STATE_DICT and a device_mesh, or with FULL_STATE_DICT.",
+            )
+
+
+def _paths(metadata: Metadata) -> dict[str, Path]:
+    """The path of every entry: planner_data's, or the name alone where there is none."""
+    planner = metadata.planner_data or {}
+    return {fqn: tuple(planner.get(fqn, (fqn,))) for fqn in (*metadata.tensors, *metadata.objects)}
+
+
+def _sections(metadata: Metadata, path_of: Mapping[str, Path]) -> dict[str, Section]:
+    objects = {path_of[fqn] for fqn in metadata.objects}
+    found = names.classify(list(path_of.values()), objects=objects)
+    return {fqn: section for fqn, (section, _) in zip(path_of, found, strict=True)}
+
+
+class _Stored:
+    """Where the items of each name are."""
+
+    def __init__(self, root: str, metadata: Metadata) -> None:
+        self._storage = metadata.storage
+        self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
+        self._root = root
+        self.columns = Columns(metadata.storage, self._place)
+
+    def _place(self, relative_path: str, transforms: tuple[str, ...]) -> Place:
+        key = relative_path, transforms
+        place = self._places.get(key)
+        if place is None:
+            path = os.path.join(self._root, relative_path)
+            place = Place(path, _codec(path, transforms), rank_of(relative_path))
+            self._places[key] = place
+        return place
+
+    def object(self, fqn: str, path: Path, section: Section) -> ObjectEntry | None:
+        info = self._storage.get((fqn, None))
+        if info is None:
+            return None
+        place = self._place(info.relative_path, info.transforms)
+        data = ByteRange(place.path, info.offset, info.length)
+        return ObjectEntry(fqn, path, section, data, codec=place.codec)
+
+
+def _codec(path: str, transforms: tuple[str, ...]) -> str:
+    """How an item is packed. Raises UnsupportedError for a transform that is not known."""
+    if not transforms:
+        return dcp_items.TORCH_SAVE
+    if transforms == ("stream.zstd/1",):
+        return dcp_items.ZSTD
+    raise UnsupportedError(
+        f"{path} is packed with {list(transforms)}, which is not known here; only stream.zstd/1 "
+        "is.",
+        hint="Save again without this extension.",
+    )
+
+
+def _world_size(file_names: Iterable[str]) -> int | None:
+    """Number of ranks that saved: even a rank with nothing leaves a file."""
+    ranks = [int(m[1]) for name in file_names if (m := DATA_FILE.fullmatch(name))]
+    return max(ranks) + 1 if ranks else None
+
+
+def _notes(
+    sizes: Mapping[str, int], needed: Collection[str], objects: Sequence[ObjectEntry | None]
+) -> Iterable[str]:
+    stray = sorted(
+        name for name in sizes if DATA_FILE.fullmatch(name) and name not in needed and sizes[name]
+    )
+    if stray:
+        yield f"Ignored {len(stray)} data files that .metadata does not name: {some(stray)}."
+    lost = sum(entry is None for entry in objects)
+    if lost:
+        yield f"{lost} objects are named in .metadata without a place in any file."
+
+
+def _refuse_one_ranks_dict(index: CheckpointIndex, files: Files) -> None:
+    """Refuse directories of a save without flattening, which hold the shards of rank 0 alone."""
+    if index.tensors:
+        return
+    for entry in index.objects:
+        if dcp_items.holds_shards(entry, files):
+            raise IncompleteError(
+                f"{index.root} was saved with flatten_state_dict=False: {entry.fqn!r} is one "
+                "pickle with one rank's shards, and those of the other ranks were never written.",
+                hint="Save again with the default planner (flatten_state_dict=True).",
+            )

@@ -1,0 +1,125 @@
+"""DCP directories whose data files are safetensors (`SerializationFormat.SAFETENSORS`).
+
+`.metadata` does not say that they are, but its lengths tell. For every tensor of a file it gives
+the byte at which the safetensors data begins (objects lie before it, each where `.metadata` says):
+the byte ranges come from the header found there, which names the first element of each shard in
+``DCP_SHARDING_INFO``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.errors import CheckpointError, UnreadableError
+from ckpt_tools.formats.dcp.items import TORCH_SAVE
+from ckpt_tools.formats.safetensors.header import Stored, read_header
+from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.storage.reader import Files
+
+
+class _Shard(NamedTuple):
+    """Which shard of which tensor: its name, its first element, and the file that holds it."""
+
+    fqn: str
+    offsets: tuple[int, ...]
+    path: str
+
+
+def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The same index with raw byte ranges, when its data files are safetensors; else as it is.
+
+    Raises UnreadableError when a header is damaged. A shard that differs from what `.metadata`
+    says of it becomes a problem.
+    """
+    lengths = {file.path: file.length or 0 for file in index.files}
+    if not _lengths_are_bare(index):
+        return index
+    first = _first_place(index, lengths)
+    if first is None or torch_zip.sniff(files.read(*first, 9)) != "safetensors":
+        return index
+    starts = {
+        chunk.data.path: chunk.data.offset
+        for entry in index.tensors
+        for chunk in entry.chunks
+        if chunk.data.offset + 9 <= lengths.get(chunk.data.path, 0)
+    }
+    found = {
+        shard: stored
+        for path, start in starts.items()
+        for shard, stored in _shards(files, path, start)
+    }
+    problems = list(index.problems)
+    tensors = []
+    for entry in index.tensors:
+        try:
+            tensors.append(_from_headers(entry, found))
+        except CheckpointError as error:
+            problems.append(error)
+            tensors.append(entry)
+    return replace(
+        index, format="dcp-safetensors", tensors=tuple(tensors), problems=tuple(problems)
+    )
+
+
+def _lengths_are_bare(index: CheckpointIndex) -> bool:
+    """Whether `.metadata` gives an item the length of its elements alone, as it does only here.
+
+    An item that is a torch.save archive is longer, a compressed one has a transform. So a usual
+    directory is told apart without a look into its data files.
+    """
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            if 0 not in chunk.box.sizes:
+                is_archive = chunk.codec == TORCH_SAVE
+                return is_archive and chunk.data.length == chunk.box.numel * entry.dtype.itemsize
+    return False
+
+
+def _first_place(index: CheckpointIndex, lengths: Mapping[str, int]) -> tuple[str, int] | None:
+    """The first byte of some tensor data that is there; what is lacking is told elsewhere."""
+    for entry in index.tensors:
+        for chunk in entry.chunks:
+            if chunk.data.offset + 9 <= lengths.get(chunk.data.path, 0):
+                return chunk.data.path, chunk.data.offset
+    return None
+
+
+def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:
+    """The shards of one data file, with the offsets that its header tells."""
+    header = read_header(files, path, offset=start)
+    offsets = _saved_offsets(header.metadata, path)
+    for fqn, stored in header.tensors.items():
+        yield _Shard(fqn, offsets.get(fqn, (0,) * len(stored.shape)), path), stored
+
+
+def _saved_offsets(metadata: Mapping[str, str], path: str) -> dict[str, tuple[int, ...]]:
+    try:
+        info = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+        return {fqn: tuple(map(int, told["saved_offsets"])) for fqn, told in info.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnreadableError(f"{path}: its DCP_SHARDING_INFO cannot be read: {error}.") from error
+
+
+def _from_headers(entry: TensorEntry, found: Mapping[_Shard, Stored]) -> TensorEntry:
+    """The tensor with its chunks' bytes from the headers; a shard that no header has is left out,
+    which the coverage check then names as a hole.
+    """
+    chunks: list[Chunk] = []
+    for chunk in entry.chunks:
+        stored = found.get(_Shard(entry.fqn, chunk.box.offsets, chunk.data.path))
+        if stored is None:
+            continue
+        if (stored.dtype, stored.shape) != (entry.dtype, chunk.box.sizes):
+            raise CheckpointError(
+                f"{os.path.basename(chunk.data.path)} holds {entry.fqn} as {stored.dtype.name} "
+                f"{list(stored.shape)}, but .metadata says {entry.dtype.name} "
+                f"{list(chunk.box.sizes)}.",
+                about=(entry.fqn,),
+            )
+        chunks.append(chunk._replace(data=stored.data, codec=None))
+    return replace(entry, chunks=chunks)

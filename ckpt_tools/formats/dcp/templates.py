@@ -1,0 +1,112 @@
+"""Items that are like one that was read before: equal but for their elements and the sums of them.
+
+torch saves every item as an archive of its own, and those of one shape and type are equal byte for
+byte outside of a few places. What was found out about the first then holds for all. This room
+compares bytes; what an archive is, and what is made of it, is known to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.core.index import ByteRange
+from ckpt_tools.formats.pickle.torch_stubs import StoredTensor
+from ckpt_tools.formats.zip.read import Archive
+from ckpt_tools.storage.reader import Files
+
+# What an item may have before and after its elements; torch writes less than 2 KiB of each.
+_MAX_FRAME = 4096
+_MAX_OF_ONE_LENGTH = 16
+_AHEAD = 16 << 20
+_MAX_WINDOW = 64 << 10
+
+
+class Found(NamedTuple):
+    """What an item is: the tensor that it says it holds, and where its bytes lie in the item.
+
+    ``strides`` are None for elements that are packed row-major.
+    """
+
+    stored: StoredTensor
+    offset: int
+    length: int
+    strides: tuple[int, ...] | None
+
+
+class Template(NamedTuple):
+    """The bytes around the elements, which end at ``tail_at``, and what such an item is."""
+
+    head: bytes
+    tail_at: int
+    parts: tuple[tuple[int, bytes], ...]
+    found: Found
+
+
+class Templates:
+    """The items that were learned, by their length, and blocks of files read ahead."""
+
+    def __init__(self, files: Files, lengths: Mapping[str, int]) -> None:
+        self._files = files
+        self._lengths = lengths
+        self._known: dict[int, list[Template]] = {}
+        self._window = min(_MAX_WINDOW, max(_MAX_FRAME, _AHEAD // max(1, len(lengths))))
+        self._blocks: dict[str, tuple[int, bytes]] = {}
+
+    def find(self, item: ByteRange) -> Found | None:
+        """What an item is, when it is like one that was learned."""
+        path, offset, length = item
+        for head, tail_at, parts, found in self._known.get(length, ()):
+            block, at = self._block(path, offset, len(head))
+            if not block.startswith(head, at):
+                continue
+            block, at = self._block(path, offset + tail_at, length - tail_at)
+            for start, data in parts:
+                if not block.startswith(data, at + start):
+                    break
+            else:
+                return found
+        return None
+
+    def of_length(self, length: int) -> Sequence[Template]:
+        """The items of this length that were learned."""
+        return self._known.get(length, ())
+
+    def learn(self, item: ByteRange, archive: Archive, found: Found) -> None:
+        """Remember an item that was read, when little stands around its elements."""
+        record = f"data/{found.stored.storage.key}"
+        start, length = archive.record(record).offset - item.offset, archive.record(record).length
+        tail_at = start + length
+        templates = self._known.setdefault(item.length, [])
+        if max(start, item.length - tail_at) > _MAX_FRAME or len(templates) >= _MAX_OF_ONE_LENGTH:
+            return
+        holes = archive.loose_ranges((record, ".data/serialization_id"))
+        if any(hole[0] < start for hole in holes):
+            return  # its sums stand before the elements, which torch does not do
+        head = self._take(item.path, item.offset, start)
+        tail = self._take(item.path, item.offset + tail_at, item.length - tail_at)
+        inside = [(a - tail_at, b - tail_at) for a, b in holes if a >= tail_at]
+        templates.append(Template(head, tail_at, tuple(_around(tail, inside)), found))
+
+    def _take(self, path: str, offset: int, length: int) -> bytes:
+        block, at = self._block(path, offset, length)
+        return block[at : at + length]
+
+    def _block(self, path: str, offset: int, length: int) -> tuple[bytes, int]:
+        """A block of a file that holds these bytes, and where: the last one, or one read now."""
+        start, data = self._blocks.get(path, (0, b""))
+        if offset < start or offset + length > start + len(data):
+            start = offset
+            left = self._lengths.get(path, 0) - offset
+            data = self._files.read(path, offset, max(length, min(self._window, left)))
+            self._blocks[path] = start, data
+        return data, offset - start
+
+
+def _around(data: bytes, holes: Iterable[tuple[int, int]]) -> Iterable[tuple[int, bytes]]:
+    """The parts of the data between the holes, each with its place."""
+    at = 0
+    for start, end in sorted(holes):
+        yield at, data[at:start]
+        at = end
+    yield at, data[at:]

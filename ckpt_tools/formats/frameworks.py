@@ -1,0 +1,209 @@
+"""Framework folders: where the checkpoint sits inside one, and which framework made it.
+
+Frameworks are not formats. They put a checkpoint of a known format under names of their own, with
+side files around it; this room knows those names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable
+
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.storage import paths
+
+SUPPORTED = (
+    "Known are: DCP directories (.metadata with .distcp files), folders of per-rank .pt files of "
+    "DTensors, torch.save files (.pt, .pth, .bin, .ckpt), and safetensors files and folders."
+)
+
+_MAX_DEPTH = 4
+_MAX_FOLDERS = 5_000
+_MAX_LINK = 1_024  # bytes of a path in a text file
+# Files that torch.save wrote, and that hold no weights: not checkpoints of their own.
+_SIDE_FILE = re.compile(
+    r"(random_states_\d+\.pkl|rng_state.*\.pth|scheduler\.(bin|pt)|scaler\.(bin|pt)"
+    r"|training_args\.bin|meta\.pt|common\.pt|sampler.*\.bin|dl_state_dict.*\.bin"
+    r"|data(_\d+)?\.pt)"
+)
+# Folders beside the checkpoint that hold the same weights again, or none.
+_SIDE_FOLDER = frozenset({"sharded", "huggingface", ".git", "__pycache__"})
+
+
+def quote(path: str) -> str:
+    """The path as a shell takes it."""
+    return shlex.quote(path)
+
+
+def member(path: str) -> str:
+    """The checkpoint that a path means: through links, and the folder when a file is but a part."""
+    path = followed(path)
+    name = os.path.basename(path)
+    if paths.is_file(path) and (name == ".metadata" or name.endswith(".distcp")):
+        return os.path.dirname(path) or "."
+    return path
+
+
+def followed(path: str) -> str:
+    """Where a link leads that git or an archive turned into a text file; else the path itself.
+
+    Such a file holds nothing but the path of something that is there (``latest-rank0.pt`` of
+    Composer is a link by birth). Links of the file system need no help.
+    """
+    if paths.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
+        return path
+    with open(path, "rb") as file:
+        text = file.read(_MAX_LINK)
+    try:
+        target = os.path.join(os.path.dirname(path), text.decode())
+    except UnicodeDecodeError:
+        return path
+    is_path = text.strip() == text and text and b"\n" not in text and b"\0" not in text
+    return target if is_path and os.path.exists(target) else path
+
+
+def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
+    """Checkpoints below a folder, shallow ones first, each once however many links lead to it.
+
+    What is inside of a checkpoint is not looked into.
+    """
+    found: dict[str, str] = {}
+    level = [folder]
+    seen = 0
+    for _ in range(_MAX_DEPTH):
+        below: list[str] = []
+        for parent in level:
+            for path in _candidates(parent):
+                seen += 1
+                if is_checkpoint(followed(path)):
+                    _keep(found, followed(path))
+                elif paths.is_dir(path) and not os.path.islink(path):
+                    below.append(path)
+        level = below
+        if seen > _MAX_FOLDERS:
+            break
+    return list(found.values())
+
+
+def _keep(found: dict[str, str], path: str) -> None:
+    """Remember a checkpoint once, by its own name rather than by that of a link to it."""
+    real = path if paths.is_address(path) else os.path.realpath(path)
+    if real not in found or os.path.islink(found[real]):
+        found[real] = path
+
+
+def _candidates(parent: str) -> list[str]:
+    """What in a folder could be a checkpoint or lead to one."""
+    try:
+        names = sorted(paths.listdir(parent))
+    except OSError:
+        return []
+    return [
+        os.path.join(parent, name)
+        for name in names
+        if name not in _SIDE_FOLDER and not _SIDE_FILE.fullmatch(name)
+    ]
+
+
+_FOREIGN = (
+    (
+        "DeepSpeed ZeRO",
+        re.compile(r"(bf16_)?zero_pp_rank_\d+.*optim_states\.pt|.*_model_states\.pt"),
+        "zero_to_fp32.py, which DeepSpeed puts beside the checkpoint",
+    ),
+    ("Orbax", re.compile(r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+"), "orbax-checkpoint"),
+)
+
+
+def refuse_foreign(path: str) -> None:
+    """Raise UnsupportedError, naming the tool, for folders in another tool's own format."""
+    if not paths.is_dir(path):
+        return
+    names = paths.listdir(path)
+    if "metadata.json" in names and _megatron_backend(os.path.join(path, "metadata.json")):
+        raise UnsupportedError(
+            f"{path} is a Megatron checkpoint (its metadata.json names a sharded_backend): its "
+            "tensors are flattened and renamed by Megatron's own rules.",
+            hint="Use Megatron-LM's or Megatron-Bridge's own converter.",
+        )
+    for tool, pattern, reader in _FOREIGN:
+        seen = next((name for name in names if pattern.fullmatch(name)), None)
+        if seen is not None:
+            raise UnsupportedError(
+                f"{path} is a {tool} checkpoint (it holds {seen}), which is not read here.",
+                hint=f"Use {reader}.",
+            )
+
+
+def _megatron_backend(path: str) -> bool:
+    """Whether this JSON file is one of Megatron's dist_checkpointing."""
+    text = paths.head(path, _MAX_LINK)
+    return re.search(rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"', text) is not None
+
+
+def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
+    """Which framework made a checkpoint, and what told it; (None, None) when nothing does."""
+    root = paths.absolute(index.root)
+    folder, name = os.path.split(root)
+    parent = os.path.basename(folder)
+    for told in (
+        _by_accelerate_names(name, folder),
+        _by_files(root),
+        _by_folder_names(index, name, parent),
+        _by_entries(index),
+    ):
+        if told is not None:
+            return told
+    return None, None
+
+
+def _by_accelerate_names(name: str, folder: str) -> tuple[str, str] | None:
+    ours = r"(pytorch_model_fsdp|optimizer)(_\d+|\.bin)|pytorch_model_fsdp_\d+"
+    if not re.fullmatch(ours, name):
+        return None
+    if paths.is_file(os.path.join(folder, "trainer_state.json")):
+        return "transformers", f"trainer_state.json beside {name}"
+    if name.startswith("pytorch_model_fsdp") or _has(
+        folder, r"(pytorch_model_fsdp|random_states).*"
+    ):
+        return "accelerate", f"the name {name}"
+    return None
+
+
+def _by_files(root: str) -> tuple[str, str] | None:
+    folder = root if paths.is_dir(root) else os.path.dirname(root)
+    if paths.is_dir(root) and paths.is_file(os.path.join(root, "meta.pt")):
+        return "lightning", "meta.pt beside .metadata"
+    if paths.is_dir(root) and paths.is_file(os.path.join(folder, "fsdp_config.json")):
+        return "verl", "fsdp_config.json beside the rank files"
+    return None
+
+
+def _by_folder_names(index: CheckpointIndex, name: str, parent: str) -> tuple[str, str] | None:
+    if index.format == "ranks" and re.fullmatch(r"global_step_\d+", parent):
+        return "verl", f"the folder {parent}/{name}"
+    if re.match(r"(ep\d+-ba\d+|latest-rank\d+|latest-sharded)", name):
+        return "composer", f"the name {name}"
+    if name == "model_and_optim":
+        return "olmo", "the folder name model_and_optim"
+    return None
+
+
+def _by_entries(index: CheckpointIndex) -> tuple[str, str] | None:
+    tops = {str(entry.path[0]) for entry in index.entries}
+    if "pytorch-lightning_version" in tops:
+        return "lightning", "the entry pytorch-lightning_version"
+    if {"train_state", "dataloader"} <= tops or {"train_state", "lr_scheduler"} <= tops:
+        return "torchtitan", "the entries train_state, dataloader and lr_scheduler"
+    if any(top == "state" for top in tops) and index.tensor("state.model") is None:
+        beginnings = {entry.path[:2] for entry in index.objects}
+        if ("state", "timestamp") in beginnings:
+            return "composer", "the entry state.timestamp"
+    return None
+
+
+def _has(folder: str, pattern: str) -> bool:
+    return any(re.fullmatch(pattern, name) for name in paths.listdir(folder))

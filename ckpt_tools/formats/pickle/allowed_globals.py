@@ -1,0 +1,284 @@
+"""Which globals a pickle may ask for, and what it gets in place of each.
+
+Only names are looked at: nothing is imported, and no name gives the thing that it means. Names are
+written ``module.name`` with the module of Python 3 (``builtins``, not ``__builtin__``).
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.formats.pickle.rebuild import (
+    DTENSOR,
+    PARAMETER,
+    REBUILD_FROM_TYPE,
+    REBUILD_PARAMETER,
+    REBUILD_TENSOR,
+    REBUILD_TENSOR_V3,
+    REBUILD_WRAPPER,
+    TENSOR,
+)
+from ckpt_tools.formats.pickle.torch_stubs import (
+    DeviceMeshRecord,
+    MeshLayoutRecord,
+    PartialRecord,
+    ReplicateRecord,
+    ShardOrderRecord,
+    ShardRecord,
+    SpecRecord,
+    StorageClass,
+    StridedShardRecord,
+    TensorMetaRecord,
+    TorchDType,
+)
+
+SHARDED_TENSOR_MODULES = ("torch.distributed._shard.", "torch.distributed._sharded_tensor.")
+
+DTYPES: dict[str, TorchDType] = {f"torch.{name}": TorchDType(f"torch.{name}") for name in BY_NAME}
+
+_DTYPE_NAME = re.compile(
+    r"torch\.(?:q?u?int\d+(?:x\d+)?|b?float\d+(?:_e\d+m\d+\w*)?|complex\d+|bits\d+(?:x\d+)?|bool)"
+)
+
+_STORAGE_DTYPES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    # Quantized elements mean nothing without their scales: a tensor of them is refused by name.
+    "QInt8": "qint8",
+    "QUInt8": "quint8",
+    "QInt32": "qint32",
+    "QUInt4x2": "quint4x2",
+    "QUInt2x4": "quint2x4",
+}
+_UNTYPED_STORAGES = (
+    "torch.storage.UntypedStorage",
+    "torch.storage._UntypedStorage",
+    "torch.UntypedStorage",
+)
+
+
+def _storages() -> dict[str, StorageClass]:
+    """The storage classes; torch before 2.0 had the same names again under ``torch.cuda``."""
+    table = {name: StorageClass(name, None) for name in _UNTYPED_STORAGES}
+    for stem, dtype in _STORAGE_DTYPES.items():
+        for module in ("torch", "torch.cuda"):
+            name = f"{module}.{stem}Storage"
+            table[name] = StorageClass(name, dtype)
+    return table
+
+
+_PLACEMENT_MODULES = (
+    "torch.distributed.tensor.placement_types",
+    "torch.distributed._tensor.placement_types",
+    "torch.distributed.tensor._dtensor_spec",
+    "torch.distributed._tensor._dtensor_spec",
+)
+_PLACEMENT_CLASSES: dict[str, type] = {
+    "Shard": ShardRecord,
+    "_StridedShard": StridedShardRecord,
+    "Replicate": ReplicateRecord,
+    "Partial": PartialRecord,
+    "_Partial": PartialRecord,
+    "_MaskPartial": PartialRecord,
+    "DTensorSpec": SpecRecord,
+    "TensorMeta": TensorMetaRecord,
+    "ShardOrderEntry": ShardOrderRecord,
+}
+
+TENSOR_GLOBALS: dict[str, object] = {
+    **DTYPES,
+    **_storages(),
+    **{
+        f"{module}.{name}": stand_in
+        for module in _PLACEMENT_MODULES
+        for name, stand_in in _PLACEMENT_CLASSES.items()
+    },
+    "torch.Tensor": TENSOR,
+    "torch.nn.parameter.Parameter": PARAMETER,
+    "torch.nn.Parameter": PARAMETER,
+    "torch.distributed.tensor.DTensor": DTENSOR,
+    "torch.distributed.tensor._api.DTensor": DTENSOR,
+    "torch.distributed._tensor.DTensor": DTENSOR,
+    "torch.distributed._tensor.api.DTensor": DTENSOR,
+    "torch.distributed.device_mesh.DeviceMesh": DeviceMeshRecord,
+    "torch.distributed._tensor.device_mesh.DeviceMesh": DeviceMeshRecord,
+    "torch.distributed._mesh_layout._MeshLayout": MeshLayoutRecord,
+    "torch.distributed._mesh_layout._FlatLayout": MeshLayoutRecord,
+    "torch.fx.passes.shape_prop.TensorMetadata": TensorMetaRecord,
+    "torch._utils._rebuild_tensor": REBUILD_TENSOR,
+    "torch._utils._rebuild_tensor_v2": REBUILD_TENSOR,
+    "torch._utils._rebuild_tensor_v3": REBUILD_TENSOR_V3,
+    "torch._utils._rebuild_parameter": REBUILD_PARAMETER,
+    "torch._utils._rebuild_parameter_with_state": REBUILD_PARAMETER,
+    "torch._utils._rebuild_wrapper_subclass": REBUILD_WRAPPER,
+    "torch._tensor._rebuild_from_type_v2": REBUILD_FROM_TYPE,
+    "torch._tensor._rebuild_from_type": REBUILD_FROM_TYPE,
+}
+
+# Data of Python and numpy, and the constants of torch, that training states are full of. They are
+# never opened. A module stands for every name in it.
+_OPAQUE_MODULES = frozenset(
+    {
+        "argparse",
+        "collections",
+        "datetime",
+        "decimal",
+        "fractions",
+        "numpy",
+        "numpy._core.multiarray",
+        "numpy._core.numeric",
+        "numpy.core.multiarray",
+        "numpy.core.numeric",
+        "numpy.dtypes",
+        "numpy.random",
+        "numpy.random._generator",
+        "numpy.random._mt19937",
+        "numpy.random._pcg64",
+        "numpy.random._philox",
+        "numpy.random._pickle",
+        "numpy.random._sfc64",
+        "numpy.random.bit_generator",
+        "numpy.random.mtrand",
+        "pathlib",
+        "pathlib._local",
+        "random",
+        "uuid",
+        "zoneinfo",
+    }
+)
+_OPAQUE_NAMES = frozenset(
+    {
+        "_codecs.encode",
+        "_io.BytesIO",
+        "copyreg._reconstructor",
+        "torch.Generator",
+        "torch._C.Generator",
+        "torch._C._distributed_c10d.RedOpType",
+        "torch._C._distributed_c10d.ReduceOp",
+        "torch.device",
+        "torch.serialization._get_layout",
+        "torch.torch_version.TorchVersion",
+        "torch.utils._get_qscheme",
+        "types.SimpleNamespace",
+    }
+)
+_TORCH_CONSTANTS = frozenset(
+    {
+        "channels_last",
+        "channels_last_3d",
+        "contiguous_format",
+        "preserve_format",
+        "strided",
+        "sparse_coo",
+        "sparse_csr",
+    }
+)
+_BUILTIN_TYPES = frozenset(
+    {
+        "NotImplementedType",
+        "bool",
+        "bytearray",
+        "bytes",
+        "complex",
+        "dict",
+        "ellipsis",
+        "float",
+        "frozenset",
+        "int",
+        "list",
+        "object",
+        "range",
+        "set",
+        "slice",
+        "str",
+        "tuple",
+    }
+)
+
+# What can run code, reach the system, or open the way to either. They would be harmless here, where
+# nothing is run, but a checkpoint that asks for one is hostile, and says so when it is refused.
+# fmt: off
+_RUNNERS = frozenset({
+    "_ctypes", "_imp", "_io", "_pickle", "_posixsubprocess", "_socket", "_sqlite3", "_thread",
+    "_winapi", "aiohttp", "ast", "asyncio", "atexit", "bdb", "bz2", "cProfile", "cffi",
+    "cloudpickle", "code", "codecs", "codeop", "commands", "concurrent", "copyreg", "ctypes",
+    "dill", "dis", "distutils", "doctest", "ensurepip", "faulthandler", "ftplib", "functools",
+    "gc", "gzip", "http", "httplib", "idlelib", "imp", "importlib", "inspect", "io", "joblib",
+    "lib2to3", "linecache", "lzma", "mailcap", "marshal", "mmap", "multiprocessing", "nt",
+    "ntpath", "nturl2path", "operator", "os", "pdb", "pickle", "pip", "pkg_resources", "pkgutil",
+    "platform", "posix", "posixpath", "profile", "pstats", "pty", "pydoc", "requests", "resource",
+    "runpy", "select", "setuptools", "shelve", "shutil", "signal", "site", "smtplib", "socket",
+    "socketserver", "sqlite3", "ssl", "subprocess", "sys", "sysconfig", "tarfile", "telnetlib",
+    "tempfile", "threading", "timeit", "trace", "types", "urllib", "urllib2", "venv", "weakref",
+    "webbrowser", "xmlrpc", "zipapp", "zipfile", "zipimport",
+})
+# fmt: on
+_TORCH_RUNNERS = (
+    "torch._C",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.fx",
+    "torch.hub",
+    "torch.jit",
+    "torch.load",
+    "torch.package",
+    "torch.serialization.load",
+    "torch.storage._load_from_bytes",
+    "torch.utils.cpp_extension",
+    "torch.utils.data.datapipes",
+)
+_NUMPY_RUNNERS = ("numpy.testing", "numpy.load", "numpy.f2py", "numpy.distutils")
+
+
+# What an object is, where a pickle asks for the function that makes it.
+_MADE_BY = {
+    "numpy._core.multiarray._reconstruct": "numpy.ndarray",
+    "numpy._core.multiarray.scalar": "numpy.generic",
+    "numpy.core.multiarray._reconstruct": "numpy.ndarray",
+    "numpy.core.multiarray.scalar": "numpy.generic",
+    "torch._tensor._rebuild_from_type": "torch.Tensor",
+    "torch._tensor._rebuild_from_type_v2": "torch.Tensor",
+}
+
+
+def made_by(name: str) -> str:
+    """The class of what a global makes, as far as it is known; else the global itself."""
+    if name.startswith("torch._utils._rebuild"):
+        return "torch.Tensor"
+    return _MADE_BY.get(name, name)
+
+
+def is_harmless(name: str) -> bool:
+    """Whether a global is known to be data, which is kept as an opaque value."""
+    module, _, last = name.rpartition(".")
+    if module == "builtins":
+        return last in _BUILTIN_TYPES
+    if module == "torch" and last in _TORCH_CONSTANTS:
+        return True
+    return name in _OPAQUE_NAMES or (module in _OPAQUE_MODULES and not is_runner(name))
+
+
+def is_runner(name: str) -> bool:
+    """Whether a global is known to run code or reach the system; it can never be allowed."""
+    module, _, last = name.rpartition(".")
+    if name in _OPAQUE_NAMES or module in _OPAQUE_MODULES:
+        return name.startswith(_NUMPY_RUNNERS)
+    if module == "builtins":
+        return last not in _BUILTIN_TYPES
+    return name.partition(".")[0] in _RUNNERS or name.startswith(_TORCH_RUNNERS + _NUMPY_RUNNERS)
+
+
+def is_torch_dtype(name: str) -> bool:
+    """Whether a global is an element type of torch, those included that we cannot read."""
+    return _DTYPE_NAME.fullmatch(name) is not None

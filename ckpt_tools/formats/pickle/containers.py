@@ -1,0 +1,251 @@
+"""Python's own containers and small values in pickles: how they are made, and made plain again.
+
+What a pickle gives is a graph: values can be shared a thousand times over, or contain themselves.
+Here it becomes nested plain dicts, lists and tuples that are safe to walk through.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.core.index import PlainValue
+from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.torch_stubs import (
+    Function,
+    Marker,
+    Opaque,
+    OpaqueObject,
+    StoredDTensor,
+    StoredTensor,
+    as_counts,
+    shown,
+)
+
+_MAX_DEPTH = 200
+_MAX_INT_BITS = 1024
+_MAX_COPIED = 64 * 1024 * 1024
+_BYTES_OF_ITEM = 32
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_STORED = frozenset({StoredTensor, StoredDTensor, Opaque})
+
+
+class PickledDict(dict[object, object]):
+    """An OrderedDict or a defaultdict: a dict that takes no attributes."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        """Drop attributes, such as the ``_metadata`` of a module's state dict."""
+
+
+class Containers:
+    """The globals that make containers and small values, for one pickle.
+
+    A call costs three bytes of a pickle and can copy a long list, so what they copy is summed up.
+    """
+
+    def __init__(self) -> None:
+        self._copied = 0
+        self._table: dict[str, Function] = {
+            "_codecs.encode": Function(self._encode),
+            "builtins.bytes": Function(self._bytes, "builtins.bytes"),
+            "builtins.complex": Function(self._complex, "builtins.complex"),
+            "builtins.frozenset": Function(self._set, "builtins.frozenset"),
+            "builtins.set": Function(self._set, "builtins.set"),
+            "collections.Counter": Function(self._counter, "collections.Counter"),
+            "collections.OrderedDict": Function(self._dict, "collections.OrderedDict"),
+            "collections.defaultdict": Function(self._empty, "collections.defaultdict"),
+            "torch.Size": Function(self._size, "torch.Size"),
+        }
+
+    def get(self, name: str) -> Function | None:
+        """The stand-in for a global, or None."""
+        return self._table.get(name)
+
+    def _copy(self, size: int) -> None:
+        self._copied += size
+        if self._copied > _MAX_COPIED:
+            raise UnreadableError("is hostile: it copies values again and again.")
+
+    def _encode(self, args: tuple[object, ...]) -> bytes:
+        """``(text, "latin1")``: how protocol 2 writes bytes."""
+        text, encoding = args if len(args) == 2 else (None, None)
+        if type(text) is not str or encoding not in {"latin1", "latin-1"}:
+            raise UnreadableError(f"has bytes in encoding {shown(encoding)}.")
+        self._copy(len(text))
+        return text.encode("latin-1")
+
+    def _bytes(self, args: tuple[object, ...]) -> object:
+        return Opaque("builtins.bytes") if args else b""
+
+    def _complex(self, args: tuple[object, ...]) -> object:
+        real, imag = args if len(args) == 2 else (None, None)
+        if type(real) is float and type(imag) is float:
+            return complex(real, imag)
+        return Opaque("builtins.complex")
+
+    def _set(self, args: tuple[object, ...]) -> object:
+        items = args[0] if args else ()
+        if not isinstance(items, list | tuple):
+            return Opaque("builtins.set")
+        self._copy(_BYTES_OF_ITEM * len(items))
+        return set(items) if all(type(item) in _ATOMS for item in items) else Opaque("builtins.set")
+
+    def _counter(self, args: tuple[object, ...]) -> object:
+        return args[0] if args and type(args[0]) is dict else PickledDict()
+
+    def _empty(self, _args: tuple[object, ...]) -> PickledDict:
+        return PickledDict()
+
+    def _dict(self, args: tuple[object, ...]) -> PickledDict:
+        """``()``, or ``([[key, value], …],)`` as Python 2 wrote it."""
+        made = PickledDict()
+        pairs = args[0] if args else ()
+        if not isinstance(pairs, list | tuple):
+            raise UnreadableError(f"has an OrderedDict made of {shown(pairs)}.")
+        self._copy(_BYTES_OF_ITEM * len(pairs))
+        for pair in pairs:
+            if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in _ATOMS:
+                raise UnreadableError("has an OrderedDict that is no list of pairs.")
+            made[pair[0]] = pair[1]
+        return made
+
+    def _size(self, args: tuple[object, ...]) -> tuple[int, ...]:
+        return as_counts(args[0] if args else (), "a torch.Size")
+
+
+def settled(value: object, *, max_nodes: int) -> object:
+    """The same value of plain dicts, lists, tuples and sets, with only known leaves.
+
+    What is shared stays shared. Raises UnreadableError for a value that contains itself, that is
+    nested more than 200 deep, or that has more than ``max_nodes`` nodes when each is counted as
+    often as it is met, and UnsupportedError for a dict with an opaque object as a key.
+    """
+    return _Settler(max_nodes).settle(value, 0)
+
+
+class _Settler:
+    """One walk over a graph of values."""
+
+    def __init__(self, max_nodes: int) -> None:
+        # id → the settled container and its nodes; None while it is being walked through.
+        self._done: dict[int, tuple[object, int] | None] = {}
+        self._nodes = 0
+        self._max_nodes = max_nodes
+
+    def settle(self, value: object, depth: int) -> object:
+        """The settled value."""
+        self._count(1)
+        if type(value) not in _CONTAINERS:
+            return _leaf(value)
+        if depth > _MAX_DEPTH:
+            raise UnreadableError(f"is nested more than {_MAX_DEPTH} deep.")
+        if id(value) in self._done:
+            return self._again(self._done[id(value)])
+        self._done[id(value)] = None
+        before = self._nodes
+        made = self._container(value, depth + 1)
+        self._done[id(value)] = (made, self._nodes - before)
+        return made
+
+    def _container(self, value: object, depth: int) -> object:
+        if isinstance(value, dict):
+            return {_key(key): self.settle(item, depth) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.settle(item, depth) for item in value]
+        if isinstance(value, tuple):
+            return tuple(self.settle(item, depth) for item in value)
+        items = value if isinstance(value, set | frozenset) else ()
+        self._count(len(items))
+        atoms = all(type(item) in _ATOMS for item in items)
+        return set(items) if atoms else Opaque("builtins.set")
+
+    def _again(self, done: tuple[object, int] | None) -> object:
+        if done is None:
+            raise UnreadableError("has a value that contains itself.")
+        made, nodes = done
+        self._count(nodes)
+        return made
+
+    def _count(self, nodes: int) -> None:
+        self._nodes += nodes
+        if self._nodes > self._max_nodes:
+            raise UnreadableError(f"unfolds to more than {self._max_nodes:,} values.")
+
+
+_CONTAINERS = frozenset({dict, PickledDict, list, tuple, set, frozenset})
+
+
+def _key(key: object) -> object:
+    """A key that is plain; of a tuple, every item is."""
+    if type(key) is str:
+        return key if key.isascii() else as_name(key)
+    parts = key if type(key) is tuple else (key,)
+    if not all(type(part) in _ATOMS for part in parts):
+        raise UnsupportedError(f"has a dict with {shown(key)} as a key.")
+    return key
+
+
+def _leaf(value: object) -> object:
+    """A value that is known, or the name of what is not."""
+    kind = type(value)
+    if kind in _STORED:
+        return value
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        return Opaque("builtins.int")
+    if kind is str and not _is_text(str(value)):
+        return Opaque("builtins.str")
+    if kind in _ATOMS:
+        return value
+    known = isinstance(value, OpaqueObject | Marker | Function)
+    if known or (isinstance(value, type) and issubclass(value, OpaqueObject)):
+        return Opaque(str(getattr(value, "qualname", "")))
+    return Opaque(kind.__name__)
+
+
+def _is_text(value: str) -> bool:
+    """Whether a string can be written as UTF-8; a pickle can hold lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def as_name(value: object) -> str:
+    """A name that can be printed and written again, else UnreadableError."""
+    if type(value) is not str:
+        raise UnreadableError(f"has {shown(value)} where a name should be.")
+    if not _is_text(value):
+        raise UnreadableError(f"has a name that is no text: {value[:80]!a}.")
+    return value
+
+
+def plain_value(value: object, *, asked: frozenset[str], max_nodes: int) -> PlainValue | Opaque:
+    """The value when it is plain, else Opaque with the name of what is not; see `settled`."""
+    try:
+        return _plain(settled(value, max_nodes=max_nodes))
+    except _NotPlainError as error:
+        return Opaque(error.qualname, asked)
+    except UnsupportedError:
+        return Opaque("builtins.dict", asked)
+
+
+class _NotPlainError(Exception):
+    """Something in a value is not plain."""
+
+    def __init__(self, qualname: str) -> None:
+        super().__init__(qualname)
+        self.qualname = qualname
+
+
+def _plain(value: object) -> PlainValue:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        return {key: _plain(item) for key, item in value.items()}
+    raise _NotPlainError(
+        value.qualname if isinstance(value, Opaque) else f"builtins.{type(value).__name__}"
+    )

@@ -1,0 +1,296 @@
+"""Writes the pickles that torch.save would write, without torch and without its classes.
+
+What to pickle is told by nodes: plain Python values, and `Global`, `Call`, `Instance`,
+`Persistent` for what a pickle says about classes. Protocol 2, with the same opcodes in the same
+order as `pickle.Pickler`, so that a tensor's pickle is the same bytes. Equal strings are memoized
+as one; pickle itself would do so only for the same object.
+
+This room knows tensors; of checkpoint formats it knows nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
+from typing import NamedTuple, TypeAlias
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.geometry import row_major_strides
+from ckpt_tools.core.index import ObjectEntry
+from ckpt_tools.errors import UnsupportedError
+
+Node: TypeAlias = (
+    "bool | int | float | str | bytes | Global | Call | Instance | Persistent | Blank"
+    " | Sequence[Node] | Mapping[str, Node] | Mapping[str | int, Node] | None"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function by name."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What a function gives for these arguments; the same `Call` twice is one object."""
+
+    function: Global
+    args: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """An object made by ``cls.__new__(cls, *args)`` and given this state (None: it has none)."""
+
+    cls: Global
+    args: tuple[Node, ...] = ()
+    state: Node = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Persistent:
+    """Something outside of the pickle: in torch.save, a storage."""
+
+    value: Node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blank:
+    """An integer not known yet: the value of this number among those that fill a `Draft`."""
+
+    number: int
+
+
+class Draft(NamedTuple):
+    """A pickle with blanks: ``parts[0]``, value ``blanks[0]``, ``parts[1]``… to the last part."""
+
+    parts: tuple[bytes, ...]
+    blanks: tuple[int, ...]
+
+    def filled(self, values: Sequence[int]) -> bytes:
+        """The pickle with these integers in its blanks."""
+        codes = [encode_int(values[number]) for number in self.blanks]
+        return b"".join(chain.from_iterable(zip_longest(self.parts, codes, fillvalue=b"")))
+
+
+_BATCH = 1000  # how many items pickle puts between a MARK and a SETITEMS or APPENDS
+_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+
+ORDERED_DICT = Global("collections", "OrderedDict")
+
+_REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
+_UNTYPED = Global("torch.storage", "UntypedStorage")
+# Types that torch had before 2.1 have a storage class each, later ones go by _rebuild_tensor_v3.
+_STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+
+
+def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str = "cpu") -> Call:
+    """A packed row-major tensor that fills the storage ``data/{key}``, on device ``location``."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    name = _STORAGES.get(dtype.name)
+    cls = _UNTYPED if name is None else Global("torch", name)
+    units = numel * dtype.itemsize if name is None else numel
+    storage = Persistent(("storage", cls, str(key), location, units))
+    # torch gives an empty tensor the strides of one whose empty dimensions have size 1.
+    strides = row_major_strides([max(1, size) for size in shape])
+    sizes = (*shape,)  # a tuple of its own: the same one twice would be memoized, torch's are not
+    common = (storage, 0, sizes, strides, False, Call(ORDERED_DICT))
+    if name is None:
+        return Call(_REBUILD_V3, (*common, Global("torch", dtype.name)))
+    return Call(_REBUILD_V2, common)
+
+
+def object_node(entry: ObjectEntry) -> Node:
+    """The value of an object that was opened.
+
+    Raises UnsupportedError for an object that was not opened: there is no value to pickle.
+    """
+    if not entry.opened:
+        raise UnsupportedError(
+            f"{entry.fqn}: an object of type {entry.type_name or 'unknown'} was not opened, and "
+            "its bytes cannot go into this output as they are.",
+            hint=f"Leave it out with --exclude '{entry.fqn}'.",
+        )
+    return entry.value
+
+
+def dumps(node: Node) -> bytes:
+    """The pickle of a node without blanks, protocol 2."""
+    return draft(node).filled(())
+
+
+def draft(node: Node) -> Draft:
+    """The pickle of a node, protocol 2, to be filled with what its blanks stand for."""
+    writer = _Writer()
+    writer.parts.append(b"\x80\x02")
+    writer.save(node)
+    writer.parts.append(b".")
+    ends = [*(place for place, _ in writer.blanks), len(writer.parts)]
+    starts = [0, *ends]
+    parts = tuple(b"".join(writer.parts[a:b]) for a, b in zip(starts, ends, strict=False))
+    return Draft(parts, tuple(number for _, number in writer.blanks))
+
+
+class _Writer:
+    """Emits opcodes; ``_memo`` maps what was written before to its number."""
+
+    __slots__ = ("_alive", "_memo", "blanks", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.blanks: list[tuple[int, int]] = []  # how many parts lie before it, and its number
+        self._memo: dict[int | str | Global, int] = {}
+        self._alive: list[Node] = []  # an id stays taken for as long as its object lives
+
+    def save(self, node: Node) -> None:
+        atom = _atom(node)
+        if atom is not None:
+            self.parts.append(atom)
+            return
+        if isinstance(node, Blank):
+            self.blanks.append((len(self.parts), node.number))
+            return
+        key = node if isinstance(node, (str, Global)) else id(node)
+        place = self._memo.get(key)
+        if place is not None:
+            self.parts.append(b"h%c" % place if place < 256 else b"j" + struct.pack("<I", place))
+            return
+        self._save_new(node, key)
+
+    def _save_new(self, node: Node, key: int | str | Global) -> None:
+        if isinstance(node, str):
+            data = node.encode("utf-8", "surrogatepass")
+            self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
+        elif isinstance(node, Global):
+            self.parts.append(f"c{node.module}\n{node.name}\n".encode())
+        elif isinstance(node, (Call, Instance, Persistent, bytes)):
+            self._save_special(node, key)
+            return
+        elif isinstance(node, Mapping):
+            self._save_dict(node, key)
+            return
+        elif isinstance(node, Sequence):
+            self._save_sequence(node, key)
+            return
+        self._memoize(key, node)
+
+    def _save_special(
+        self, node: Call | Instance | Persistent | bytes, key: int | str | Global
+    ) -> None:
+        if isinstance(node, Persistent):
+            self.save(node.value)
+            self.parts.append(b"Q")
+            return
+        if isinstance(node, bytes):
+            node = Call(Global("_codecs", "encode"), (node.decode("latin-1"), "latin1"))
+        self.save(node.function if isinstance(node, Call) else node.cls)
+        self.save(node.args)
+        self.parts.append(b"R" if isinstance(node, Call) else b"\x81")
+        self._memoize(key, node)
+        if isinstance(node, Instance) and node.state is not None:
+            self.save(node.state)
+            self.parts.append(b"b")
+
+    def _save_sequence(self, node: Sequence[Node], key: int | str | Global) -> None:
+        if isinstance(node, tuple):
+            self._save_tuple(node)
+            self._memoize(key, node)
+            return
+        self.parts.append(b"]")
+        self._memoize(key, node)
+        if len(node) == 1:
+            self.save(node[0])
+            self.parts.append(b"a")
+            return
+        self._save_batches(((item,) for item in node), count=len(node), end=b"e")
+
+    def _save_tuple(self, node: tuple[Node, ...]) -> None:
+        few = len(node) < len(_TUPLES)
+        if not few:
+            self.parts.append(b"(")
+        for item in node:
+            self.save(item)
+        self.parts.append(_TUPLES[len(node)] if few else b"t")
+
+    def _save_dict(
+        self, node: Mapping[str, Node] | Mapping[str | int, Node], key: int | str | Global
+    ) -> None:
+        self.parts.append(b"}")
+        self._memoize(key, node)
+        if len(node) == 1:
+            for pair in node.items():
+                self._save_all(pair)
+            self.parts.append(b"s")
+            return
+        self._save_batches(node.items(), count=len(node), end=b"u")
+
+    def _save_batches(self, groups: Iterable[tuple[Node, ...]], *, count: int, end: bytes) -> None:
+        rest = iter(groups)
+        for _ in range(0, count, _BATCH):
+            self.parts.append(b"(")
+            for group in islice(rest, _BATCH):
+                self._save_all(group)
+            self.parts.append(end)
+
+    def _save_all(self, nodes: tuple[Node, ...]) -> None:
+        for node in nodes:
+            self.save(node)
+
+    def _memoize(self, key: int | str | Global, node: Node) -> None:
+        place = len(self._memo)
+        self._memo[key] = place
+        self._alive.append(node)
+        self.parts.append(b"q%c" % place if place < 256 else b"r" + struct.pack("<I", place))
+
+
+def _atom(node: Node) -> bytes | None:
+    """The opcode of what is never memoized, or None."""
+    if node is None:
+        return b"N"
+    if node is True or node is False:
+        return b"\x88" if node else b"\x89"
+    if isinstance(node, int):
+        return encode_int(node)
+    if isinstance(node, float):
+        return b"G" + struct.pack(">d", node)
+    if isinstance(node, tuple) and not node:
+        return b")"
+    return None
+
+
+def encode_int(value: int) -> bytes:
+    """The shortest opcode for an integer, as pickle chooses it."""
+    if 0 <= value < 1 << 8:
+        return b"K%c" % value
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    # Python's own length: no byte that only repeats the sign of the one before.
+    if value < 0 and len(data) > 1 and data[-1] == 0xFF and data[-2] & 0x80:
+        data = data[:-1]
+    if len(data) < 256:
+        return b"\x8a%c" % len(data) + data
+    return b"\x8b" + struct.pack("<i", len(data)) + data

@@ -1,0 +1,320 @@
+"""How stored tensors, DTensors and their meshes are put together from what a pickle hands over.
+
+These are the functions that a pickle of tensors calls in place of torch's. They check everything
+that they are given and read no storage. What torch can pickle and we cannot read right is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.torch_stubs import (
+    DeviceMeshRecord,
+    Function,
+    Marker,
+    MeshLayoutRecord,
+    PartialRecord,
+    ReplicateRecord,
+    ShardOrderRecord,
+    ShardRecord,
+    Sign,
+    SpecRecord,
+    StorageClass,
+    StoredDTensor,
+    StoredMesh,
+    StoredPlacement,
+    StoredStorage,
+    StoredTensor,
+    StridedShardRecord,
+    TensorMetaRecord,
+    TorchDType,
+    as_count,
+    as_counts,
+    shown,
+)
+
+TENSOR = Marker("torch.Tensor")
+PARAMETER = Marker("torch.nn.parameter.Parameter")
+DTENSOR = Marker("torch.distributed.tensor.DTensor")
+
+_RESAVE = "Load it where it was saved, make plain dense tensors of it, and save it again."
+
+
+def storage_from_id(pid: object) -> StoredStorage:
+    """The storage that a persistent id names, in torch.save's zip and older formats alike.
+
+    The id is ("storage", class, key, location, numel), and in the older format one item more: None,
+    or the part of the storage that is meant, which only files of torch 0.3 and before have.
+    """
+    if type(pid) is not tuple or not 5 <= len(pid) <= 6 or pid[0] != "storage":
+        if type(pid) is tuple and pid[:1] == ("module",):
+            raise UnsupportedError(
+                "a whole module was pickled, with its code; only state dicts are read.",
+                hint="Load it where its code is, and save model.state_dict() instead.",
+            )
+        raise UnreadableError(f"a persistent id that torch.save does not write: {shown(pid)}.")
+    _, kind, key, location, numel = pid[:5]
+    if type(kind) is not StorageClass or type(key) is not str or type(location) is not str:
+        raise UnreadableError("a storage without a class, a key or a location.")
+    if len(pid) == 6 and pid[5] is not None:
+        raise UnsupportedError("a storage that is a view of another one.", hint=_RESAVE)
+    return StoredStorage(key, kind.dtype, location, as_count(numel, "the size of a storage"))
+
+
+def _rebuild_tensor(args: tuple[object, ...]) -> StoredTensor:
+    """``(storage, storage_offset, size, stride[, requires_grad[, hooks[, metadata]]])``."""
+    if not 4 <= len(args) <= 7:
+        raise UnreadableError(f"a tensor made of {len(args)} values.")
+    return _tensor(args, None, sign=_sign(args[6] if len(args) == 7 else None))
+
+
+def _rebuild_tensor_v3(args: tuple[object, ...]) -> StoredTensor:
+    """``(storage, storage_offset, size, stride, requires_grad, hooks, dtype[, metadata])``."""
+    if not 7 <= len(args) <= 8 or not isinstance(args[6], TorchDType):
+        raise UnreadableError("a tensor without an element type.")
+    return _tensor(args, args[6].name, sign=_sign(args[7] if len(args) == 8 else None))
+
+
+def _tensor(args: tuple[object, ...], dtype: str | None, *, sign: Sign | None) -> StoredTensor:
+    """The view of a storage, checked to lie inside of it."""
+    storage = args[0]
+    if type(storage) is not StoredStorage:
+        raise UnreadableError(f"a tensor without a storage, but {shown(storage)}.")
+    name = dtype or storage.dtype
+    if name is None or name not in BY_NAME:
+        raise UnsupportedError(f"a tensor of element type {name}, which is not read here.")
+    tensor = StoredTensor(
+        storage,
+        dtype=name,
+        storage_offset=as_count(args[1], "the storage offset of a tensor"),
+        shape=as_counts(args[2], "the shape of a tensor"),
+        strides=as_counts(args[3], "the strides of a tensor"),
+        requires_grad=len(args) > 4 and args[4] is True,
+        sign=sign,
+    )
+    if len(tensor.shape) != len(tensor.strides):
+        raise UnreadableError(f"a tensor of shape {tensor.shape} with strides {tensor.strides}.")
+    numel = storage.numel if storage.dtype else storage.numel // BY_NAME[name].itemsize
+    if tensor.end > numel and 0 not in tensor.shape:
+        raise UnreadableError(
+            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.strides)} ends at "
+            f"element {tensor.end:,} of storage {shown(storage.key)}, which has {numel:,}."
+        )
+    return tensor
+
+
+def _sign(metadata: object) -> Sign | None:
+    """How the values of a tensor differ from its stored elements: torch may negate lazily."""
+    if type(metadata) is not dict:
+        return None
+    bits = [bit for bit in ("conj", "neg") if metadata.get(bit)]
+    if len(bits) == 2:
+        raise UnsupportedError(
+            "a lazily conjugated and negated tensor.",
+            hint="Call .resolve_conj() and .resolve_neg() on it before saving.",
+        )
+    return None if not bits else "negated" if bits == ["neg"] else "conjugated"
+
+
+def _rebuild_parameter(args: tuple[object, ...]) -> StoredTensor | StoredDTensor:
+    """``(data, requires_grad, hooks[, state])``."""
+    if not 3 <= len(args) <= 4 or not isinstance(args[0], StoredTensor | StoredDTensor):
+        raise UnreadableError("a parameter without a tensor.")
+    if isinstance(args[0], StoredTensor):
+        return replace(args[0], requires_grad=args[1] is True, is_parameter=True)
+    return replace(args[0], requires_grad=args[1] is True)
+
+
+def _rebuild_wrapper_subclass(_args: tuple[object, ...]) -> object:
+    """Never called by itself: `_rebuild_from_type` gives it the state that it needs."""
+    raise UnreadableError("a distributed tensor without its state.")
+
+
+REBUILD_TENSOR = Function(_rebuild_tensor)
+REBUILD_TENSOR_V3 = Function(_rebuild_tensor_v3)
+REBUILD_PARAMETER = Function(_rebuild_parameter)
+REBUILD_WRAPPER = Function(_rebuild_wrapper_subclass)
+_REBUILDS = (REBUILD_TENSOR, REBUILD_TENSOR_V3, REBUILD_PARAMETER)
+
+
+def _rebuild_from_type(args: tuple[object, ...]) -> object:
+    """``(function, class, its arguments, state of the subclass)``."""
+    function, kind, inner, state = args if len(args) == 4 else (None,) * 4
+    if not isinstance(inner, tuple):
+        raise UnreadableError(f"a tensor subclass made of {len(args)} values.")
+    if function is REBUILD_WRAPPER and kind is DTENSOR:
+        return _dtensor(inner, state)
+    if kind not in {TENSOR, PARAMETER} or not isinstance(function, Function):
+        raise UnsupportedError(f"a tensor of class {shown(kind)}.", hint=_RESAVE)
+    # Attributes that a program hung on a tensor are in the state; no value depends on them.
+    return function(*inner) if function in _REBUILDS else _refuse_function(function)
+
+
+REBUILD_FROM_TYPE = Function(_rebuild_from_type)
+
+
+def _refuse_function(function: Function) -> object:
+    raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=_RESAVE)
+
+
+def refused_function(qualname: str) -> Function:
+    """A function that stands for one of torch's that makes tensors we cannot read."""
+
+    def refuse(_args: tuple[object, ...]) -> object:
+        raise UnsupportedError(f"a tensor made by {qualname}, which is not read.", hint=_RESAVE)
+
+    return Function(refuse, qualname)
+
+
+def _dtensor(args: tuple[object, ...], state: object) -> StoredDTensor:
+    """A DTensor: (class, dtype, global size, stride, …) and its local tensor and spec."""
+    if type(state) is tuple and len(state) == 2:
+        state = state[1]
+    spec = state.get("_spec") if type(state) is dict else None
+    if type(state) is not dict or type(spec) is not SpecRecord or len(args) != 8:
+        raise UnreadableError("a DTensor without its spec.")
+    local = state.get("_local_tensor")
+    if type(local) is not StoredTensor or not isinstance(args[1], TorchDType):
+        raise UnreadableError(f"a DTensor whose local part is {shown(local)}.")
+    shape = as_counts(args[2], "the shape of a DTensor")
+    if args[1].name != local.dtype or _meta_shape(spec) not in {None, shape}:
+        raise UnreadableError(
+            f"a DTensor of shape {list(shape)} whose spec or local tensor says something else."
+        )
+    mesh = _mesh(spec.state.get("mesh"))
+    return StoredDTensor(
+        local,
+        shape=shape,
+        strides=as_counts(args[3], "the strides of a DTensor"),
+        dtype=local.dtype,
+        mesh=mesh,
+        placements=_placements(spec.state.get("placements"), mesh),
+        shard_order=_shard_order(spec.state.get("shard_order")),
+        requires_grad=args[7] is True,
+    )
+
+
+def _meta_shape(spec: SpecRecord) -> tuple[int, ...] | None:
+    """The global shape that the spec states, None when it states none."""
+    meta = spec.state.get("tensor_meta")
+    if not isinstance(meta, TensorMetaRecord):
+        return None
+    shape = meta.args[0] if meta.args else meta.state.get("shape")
+    return None if shape is None else as_counts(shape, "the shape in a DTensor's spec")
+
+
+def _placements(value: object, mesh: StoredMesh) -> tuple[StoredPlacement, ...]:
+    """One placement for each dimension of the mesh."""
+    if not isinstance(value, tuple | list) or len(value) != len(mesh.shape):
+        raise UnreadableError(f"a mesh of {len(mesh.shape)} dimensions, placements {shown(value)}.")
+    return tuple(_placement(item) for item in value)
+
+
+def _placement(record: object) -> StoredPlacement:
+    """What a pickled placement says."""
+    if isinstance(record, ReplicateRecord):
+        return StoredPlacement("R")
+    if isinstance(record, PartialRecord):
+        op = record.state.get("reduce_op")
+        return StoredPlacement("P", op=op if type(op) is str else shown(op))
+    if not isinstance(record, ShardRecord | StridedShardRecord):
+        raise UnsupportedError(f"a placement of kind {shown(record)}.")
+    dim = as_count(record.state.get("dim"), "the dimension of a Shard")
+    if isinstance(record, ShardRecord):
+        return StoredPlacement("S", dim)
+    factor = as_count(record.state.get("split_factor"), "the split factor of a strided Shard")
+    return StoredPlacement("SS", dim, factor)
+
+
+def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    """The mesh dimensions that cut each tensor dimension, in order, or None."""
+    if type(value) is not tuple or len(value) > 64:
+        return None
+    order = []
+    for record in value:
+        if not isinstance(record, ShardOrderRecord) or len(record.args) != 2:
+            raise UnreadableError(f"a shard order of {shown(record)}.")
+        tensor_dim, mesh_dims = record.args
+        order.append((as_count(tensor_dim, "a dimension"), as_counts(mesh_dims, "a shard order")))
+    return tuple(order)
+
+
+def _mesh(record: object) -> StoredMesh:
+    """The mesh that a pickled DeviceMesh states, whichever torch wrote it."""
+    if not isinstance(record, DeviceMeshRecord):
+        raise UnreadableError(f"a DTensor whose mesh is {shown(record)}.")
+    if not hasattr(record, "mesh"):
+        record.mesh = _read_mesh(record.state)
+    return record.mesh
+
+
+def _read_mesh(state: dict[object, object]) -> StoredMesh:
+    layout = state.get("_layout")
+    grid = state.get("mesh")
+    if isinstance(layout, MeshLayoutRecord):
+        shape, strides = _layout_grid(layout)
+        rank_map = state.get("_flatten_rank_map")
+    elif isinstance(grid, StoredTensor):
+        shape = grid.shape
+        strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        rank_map = state.get("_flatten_mesh_list")
+    else:
+        raise UnreadableError("a mesh without its shape.")
+    coordinate = state.get("_coordinate_on_dim")
+    rank = state.get("_rank")
+    device = state.get("_device_type", state.get("device_type"))
+    return StoredMesh(
+        shape,
+        dim_names=_dim_names(state.get("_mesh_dim_names", state.get("mesh_dim_names")), shape),
+        coordinate=None if coordinate is None else _coordinate(coordinate, shape),
+        rank=rank if type(rank) is int else None,
+        device_type=device if type(device) is str else "cpu",
+        rank_map=rank_map if type(rank_map) is tuple else None,
+        strides=strides,
+    )
+
+
+def _layout_grid(layout: MeshLayoutRecord) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Sizes and strides of the mesh dimensions.
+
+    torch 2.13 keeps one flat layout per dimension; from 2.10 to then one layout had them all, with
+    a nested tuple where a dimension was flattened from several.
+    """
+    axes = layout.state.get("axes")
+    if axes is None:
+        pairs = [(layout.state.get("shape"), layout.state.get("stride"))]
+        if all(isinstance(part, tuple) for part in pairs[0]):
+            pairs = list(zip(*map(_items, pairs[0]), strict=True))
+    else:
+        flats = [axis for axis in _items(axes) if isinstance(axis, MeshLayoutRecord)]
+        pairs = [(axis.state.get("shape"), axis.state.get("stride")) for axis in flats]
+    shape = tuple(prod(as_counts(size, "the shape of a mesh")) for size, _ in pairs)
+    steps = [as_counts(stride, "the strides of a mesh") for _, stride in pairs]
+    single = all(len(step) == 1 for step in steps)
+    return shape, tuple(step[0] for step in steps) if single else None
+
+
+def _items(value: object) -> tuple[object, ...]:
+    if type(value) is not tuple or len(value) > 64:
+        raise UnreadableError(f"a mesh layout of {shown(value)}.")
+    return value
+
+
+def _coordinate(value: object, shape: tuple[int, ...]) -> tuple[int, ...]:
+    coordinate = as_counts(value, "the coordinate of a rank")
+    inside = all(index < size for index, size in zip(coordinate, shape, strict=False))
+    if len(coordinate) != len(shape) or not inside:
+        raise UnreadableError(f"a rank at {coordinate} of a mesh of shape {shape}.")
+    return coordinate
+
+
+def _dim_names(value: object, shape: tuple[int, ...]) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    names = value if isinstance(value, tuple | list) and len(value) == len(shape) else ()
+    if len(names) != len(shape) or not all(type(name) is str for name in names):
+        raise UnreadableError(f"a mesh of shape {shape} with names {shown(value)}.")
+    return tuple(str(name) for name in names)

@@ -1,0 +1,149 @@
+"""The C unpickler with the two ways out of it closed: globals and persistent ids.
+
+Whoever loads says what each global gives; here it is made sure that a pickle can do nothing else,
+that it costs what its length says, and that every damage is an error of ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedReader, BytesIO
+from typing import BinaryIO
+
+from ckpt_tools.errors import CheckpointError, UnreadableError
+from ckpt_tools.formats.pickle.guard import CutPickleError, end_of_pickle
+
+Resolve = Callable[[str], object]
+
+# Everything that the C unpickler raises for bytes that are no good pickle.
+DAMAGE = (
+    pickle.UnpicklingError,
+    EOFError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+)
+_MAX_SHOWN = 160
+_FIRST_READ = 64 * 1024
+_MAX_PICKLE = 1 << 30
+
+
+class _Unpickler(pickle.Unpickler):
+    """The C unpickler, with the two ways out of it closed."""
+
+    def __init__(self, stream: BinaryIO, resolve: Resolve, storage: Callable[[object], object]):
+        # As torch.load decodes the byte strings of Python 2; only names and plain texts are used.
+        super().__init__(stream, encoding="utf-8", errors="backslashreplace")
+        self._resolve = resolve
+        self._storage = storage
+
+    def find_class(self, module_name: str, global_name: str, /) -> object:
+        """The stand-in for a global."""
+        module = _PYTHON_2.get(module_name, module_name)
+        return self._resolve(printable(f"{module}.{global_name}"))
+
+    def persistent_load(self, pid: object) -> object:
+        """The stand-in for a storage."""
+        return self._storage(pid)
+
+
+_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
+
+def unpickle(data: bytes, *, resolve: Resolve, storage: Callable[[object], object]) -> object:
+    """What a pickle makes of what ``resolve`` gives for globals and ``storage`` for storages.
+
+    Raises UnreadableError for any damage, and what the two raise.
+    """
+    end_of_pickle(data)
+    return unpickle_walked(data, resolve=resolve, storage=storage)
+
+
+def unpickle_walked(
+    data: bytes, *, resolve: Resolve, storage: Callable[[object], object]
+) -> object:
+    """As `unpickle`, of a pickle that was walked."""
+    try:
+        # The buffer saves a call for each opcode of a pickle without frames.
+        return _Unpickler(BufferedReader(BytesIO(data)), resolve, storage).load()
+    except DAMAGE as error:
+        reason = printable(str(error)) or type(error).__name__
+        raise UnreadableError(f"is damaged: its pickle cannot be read ({reason}).") from error
+
+
+def load_with_memo(
+    data: bytes, resolve: Resolve, storage: Callable[[object], object]
+) -> tuple[object, Mapping[int, object]]:
+    """As `unpickle_walked`, with all that was remembered. Raises any of `DAMAGE`."""
+    unpickler = _Unpickler(BufferedReader(BytesIO(data)), resolve, storage)
+    return unpickler.load(), unpickler.memo.copy()
+
+
+def printable(text: str) -> str:
+    """One short line, whatever the text is."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def pickle_at(file: BinaryIO) -> bytes:
+    """The bytes of the pickle that begins here in a seekable file, which is left right after it.
+
+    Raises UnreadableError when it is cut, or longer than 1 GiB.
+    """
+    start, wanted = file.tell(), _FIRST_READ
+    while True:
+        file.seek(start)
+        data = file.read(wanted)
+        try:
+            end = end_of_pickle(data)
+        except CutPickleError:
+            if len(data) < wanted or wanted >= _MAX_PICKLE:
+                raise
+            wanted *= 8
+            continue
+        file.seek(start + end)
+        return data[:end]
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Begin the message of every error with the name of the file."""
+    try:
+        yield
+    except CheckpointError as error:
+        message = error.message
+        link = " " if message.startswith(_VERBS) else ": "
+        raise type(error)(f"{where}{link}{message}", hint=error.hint) from error
+
+
+_VERBS: tuple[str, ...] = (
+    "asks ",
+    "describes ",
+    "does ",
+    "gives ",
+    "has ",
+    "holds ",
+    "is ",
+    "lists ",
+    "places ",
+    "unfolds ",
+)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the collector from looking through millions of new objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""Per-rank files of DTensors."""

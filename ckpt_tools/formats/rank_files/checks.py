@@ -1,0 +1,181 @@
+"""Whether the rank files of one checkpoint are all there, and are who their names say.
+
+A file states the mesh of its tensors and its own place on it; names state a rank and a world size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckpt_tools.core.geometry import row_major_strides
+from ckpt_tools.core.index import TensorEntry, check_coverage
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.formats.pickle.state_dict import Stored
+from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredMesh
+from ckpt_tools.formats.rank_files.file_names import Family, RankFile
+from ckpt_tools.formats.torch_file.dtensor_read import mesh_of
+
+_LISTED = 32
+_ROWS_SHOWN = 3
+
+
+@dataclass(slots=True)
+class Ranks:
+    """What the files say of the meshes that they are on, and of their own ranks."""
+
+    mesh: Mesh | None = None
+    _sizes: dict[Mesh, list[RankFile]] = field(default_factory=dict)
+    _stated: dict[str, tuple[RankFile, int]] = field(default_factory=dict)
+    _seats: dict[tuple[object, ...], list[RankFile]] = field(default_factory=dict)
+
+    def see(self, file: RankFile, stored: Sequence[Stored]) -> None:
+        """Take in the meshes of one file's tensors."""
+        meshes = {id(s.mesh): s.mesh for s in stored if isinstance(s, StoredDTensor)}
+        if not meshes:
+            return
+        for held in meshes.values():
+            rank = own_rank(held)
+            if rank is not None:
+                self._stated.setdefault(file.path, (file, rank))
+        largest = max(meshes.values(), key=lambda stored: mesh_of(stored).size)
+        mesh = mesh_of(largest)
+        self._sizes.setdefault(mesh, []).append(file)
+        if largest.coordinate is not None:
+            seat = (file.pattern, mesh, largest.coordinate)
+            self._seats.setdefault(seat, []).append(file)
+        if self.mesh is None or mesh.size > self.mesh.size:
+            self.mesh = mesh
+
+    def add(self, other: Ranks) -> None:
+        """Take in what another process has seen of other files."""
+        self._stated.update(other._stated)
+        for mesh, files in other._sizes.items():
+            self._sizes.setdefault(mesh, []).extend(files)
+        for seat, files in other._seats.items():
+            self._seats.setdefault(seat, []).extend(files)
+        if other.mesh is not None and (self.mesh is None or other.mesh.size > self.mesh.size):
+            self.mesh = other.mesh
+
+    def world_size(self, families: Sequence[Family]) -> int:
+        """The number of ranks: as the names say, else as the meshes and the numbers have it."""
+        stated = [family.world_size for family in families if family.world_size is not None]
+        if stated:
+            return stated[0]
+        highest = max(file.rank for family in families for file in family.files)
+        return max(highest + 1, self.mesh.size if self.mesh is not None else 1)
+
+    def problems(self, families: Sequence[Family], world: int) -> Iterator[CheckpointError]:
+        """Files that are not who their names say, and meshes that do not fit."""
+        beyond = [f.path for family in families for f in family.files if f.rank >= world]
+        if beyond:
+            yield UnsupportedError(
+                f"{beyond[0]} is of a rank that a world of {world} does not have.", hint=_MIXED
+            )
+        sizes = sorted({mesh.size for mesh in self._sizes})
+        if len(sizes) > 1:
+            shown = "; ".join(
+                f"{mesh} on ranks {listed([file.rank for file in files])}"
+                for mesh, files in self._sizes.items()
+            )
+            yield UnsupportedError(
+                f"The files are of saves with {len(sizes)} mesh sizes: {shown}.", hint=_MIXED
+            )
+        if self.mesh is not None and self.mesh.size > world:
+            yield UnsupportedError(
+                f"The names say {world} ranks, but the files' mesh {self.mesh} has "
+                f"{self.mesh.size}.",
+                hint=_MIXED,
+            )
+        yield from self._wrong_names()
+        yield from self._twins(world)
+
+    def _wrong_names(self) -> Iterator[CheckpointError]:
+        wrong = [(file, rank) for file, rank in self._stated.values() if file.rank != rank]
+        if wrong:
+            file, rank = wrong[0]
+            more = f" {len(wrong) - 1} more files are not of their rank." if len(wrong) > 1 else ""
+            yield UnsupportedError(
+                f"{file.path} is of rank {file.rank} by its name, but rank {rank} saved it.{more}",
+                hint="It was copied or renamed. Bring back the file of that rank.",
+            )
+
+    def _twins(self, world: int) -> Iterator[CheckpointError]:
+        for (_, mesh, at), files in self._seats.items():
+            if len(files) > 1 and isinstance(mesh, Mesh) and mesh.size == world:
+                one, other = files[:2]
+                yield UnsupportedError(
+                    f"{one.path} and {os.path.basename(other.path)} were both saved by the rank at "
+                    f"{at} of mesh {mesh}.",
+                    hint="One of them is a copy. Bring back the file of the other rank.",
+                )
+                return
+
+
+_MIXED = "Files of several saves are mixed; choose those of one with a quoted glob."
+
+
+def own_rank(mesh: StoredMesh) -> int | None:
+    """The rank that saved a tensor, or None when the mesh does not tell it."""
+    if mesh.rank is not None:
+        return mesh.rank
+    ranks = mesh.ranks()
+    if ranks is None or mesh.coordinate is None:
+        return None
+    steps = zip(mesh.coordinate, row_major_strides(mesh.shape), strict=True)
+    return ranks[sum(index * step for index, step in steps)]
+
+
+def missing(
+    family: Family, world: int, tensors: Sequence[TensorEntry]
+) -> Iterator[IncompleteError]:
+    """An error when files of a family are missing: of which ranks, and some rows that they held."""
+    have = {file.rank for file in family.files}
+    absent = [rank for rank in range(world) if rank not in have]
+    if not absent:
+        return
+    rows = _rows_of(absent[0], world, tensors)
+    held = f" Rank {absent[0]} held {'; '.join(rows)}." if rows else ""
+    yield IncompleteError(
+        f"{len(absent):,} of {world:,} files {family.pattern} are missing: "
+        f"{'ranks' if len(absent) > 1 else 'rank'} {listed(absent)}.{held}",
+        hint=f"Bring them from the other nodes or an older save, e.g. {family.path_of(absent[0])}.",
+    )
+
+
+def _rows_of(rank: int, world: int, tensors: Sequence[TensorEntry]) -> list[str]:
+    """Some boxes of a rank, as the layouts of the tensors have them."""
+    rows: list[str] = []
+    for entry in tensors:
+        if entry.layout is None or entry.layout.mesh.size != world:
+            continue
+        box = entry.layout.box(entry.shape, entry.layout.mesh.coordinate(rank))
+        if box.numel and len(rows) < _ROWS_SHOWN:
+            rows.append(f"{entry.fqn} {box}")
+    return rows
+
+
+def holes(tensors: Sequence[TensorEntry], known: Collection[str]) -> Iterator[CheckpointError]:
+    """What chunks do not cover, or cover twice, of tensors that nothing else is known against."""
+    for entry in tensors:
+        if entry.fqn in known:
+            continue
+        try:
+            check_coverage(entry)
+        except CheckpointError as error:
+            yield error
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks one by one, or as spans when they are many: ``0, 1, 5`` or ``0-99, 120``."""
+    if len(ranks) <= _LISTED:
+        return ", ".join(map(str, ranks))
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return ", ".join("-".join(map(str, span)) for span in spans)

@@ -1,0 +1,186 @@
+"""From what every rank holds to the entries of one checkpoint.
+
+What must be the same on all ranks and is not becomes a problem or a note here; which rank files
+there should be is the business of `rank_checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckpt_tools.core import names
+from ckpt_tools.core.index import Chunk, ObjectEntry, Path, Section, TensorEntry
+from ckpt_tools.errors import CheckpointError, UnsupportedError
+from ckpt_tools.formats.rank_files.parts import (
+    Comparison,
+    Joined,
+    ObjectPart,
+    Part,
+    join,
+)
+from ckpt_tools.storage.reader import Files
+
+_SHOWN = 5
+_LEAVE_OUT = "Leave them out with -x, or save again from a job in which all ranks agree."
+_FLAT_SHARDS = (
+    "Leave them out with -x, or save again: FSDP1's optimizer.state_dict() has flat pieces without "
+    "a layout, FSDP.optim_state_dict() has whole tensors or DTensors."
+)
+
+
+@dataclass(slots=True)
+class Gathered:
+    """What the ranks hold, by the path of the entry, in the order of the ranks."""
+
+    tensors: dict[Path, list[Part]] = field(default_factory=dict)
+    objects: dict[Path, list[ObjectPart]] = field(default_factory=dict)
+
+
+class Entries(NamedTuple):
+    """Entries sorted by name, and what is to be said of them."""
+
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+    problems: tuple[CheckpointError, ...]
+    notes: tuple[str, ...]
+
+
+def entries_of(gathered: Gathered, files: Files) -> Entries:
+    """The entries of all ranks' files; ``files`` is read only to compare small replicas."""
+    sections = _sections(gathered)
+    comparison = Comparison(files)
+    report = _Report()
+    tensors: list[TensorEntry] = []
+    for path, parts in gathered.tensors.items():
+        joined = join(parts, comparison)
+        section = sections[path]
+        if joined.differing and joined.complaint is None and section == "other":
+            tensors += [_own_tensor(path, part, section) for part in parts]
+            report.per_rank.append(names.join(path))
+            continue
+        entry = _tensor(path, parts[0], joined, section)
+        tensors.append(entry)
+        report.see(entry, joined)
+    objects: list[ObjectEntry] = []
+    for path, held in gathered.objects.items():
+        if len(held) > 1 and not _all_equal(held):
+            objects += [
+                _object((*path, f"rank_{part.rank}"), part, sections[path]) for part in held
+            ]
+            report.per_rank.append(names.join(path))
+        else:
+            objects.append(_object(path, held[0], sections[path]))
+    return Entries(
+        tuple(sorted(tensors, key=lambda entry: entry.fqn)),
+        tuple(sorted(objects, key=lambda entry: entry.fqn)),
+        tuple(report.problems()),
+        tuple(report.notes()),
+    )
+
+
+def _sections(gathered: Gathered) -> dict[Path, Section]:
+    paths = [*gathered.tensors, *gathered.objects]
+    classified = names.classify(paths, objects=gathered.objects.keys())
+    return {path: section for path, (section, _) in zip(paths, classified, strict=True)}
+
+
+def _tensor(path: Path, first: Part, joined: Joined, section: Section) -> TensorEntry:
+    return TensorEntry(
+        fqn=names.join(path),
+        path=path,
+        section=section,
+        dtype=first.dtype,
+        shape=joined.shape,
+        chunks=joined.chunks,
+        layout=joined.layout,
+    )
+
+
+def _own_tensor(path: Path, part: Part, section: Section) -> TensorEntry:
+    """The entry of one rank's own tensor, such as the state of its random numbers."""
+    own = (*path, f"rank_{part.rank}")
+    chunk = Chunk(part.box, part.data, strides=part.strides, codec=part.codec, rank=part.rank)
+    return TensorEntry(names.join(own), own, section, part.dtype, part.shape, (chunk,))
+
+
+def _object(path: Path, part: ObjectPart, section: Section) -> ObjectEntry:
+    return ObjectEntry(
+        fqn=names.join(path),
+        path=path,
+        section=section,
+        data=part.data,
+        value=part.value,
+        opened=part.type_name is None,
+        type_name=part.type_name,
+    )
+
+
+def _all_equal(held: Sequence[ObjectPart]) -> bool:
+    """Whether all ranks hold the same value; what is not opened is never known to be the same."""
+    first = held[0]
+    if first.type_name is not None:
+        return False
+    return all(
+        part.type_name is None
+        and (part.value is first.value or repr(part.value) == repr(first.value))
+        for part in held
+    )
+
+
+@dataclass(slots=True)
+class _Report:
+    """What was seen of all tensors, said once for many of them."""
+
+    complaints: dict[str, list[str]] = field(default_factory=dict)
+    differing: dict[str, int] = field(default_factory=dict)
+    unlike: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    per_rank: list[str] = field(default_factory=list)
+    optim_differs: bool = False
+
+    def see(self, entry: TensorEntry, joined: Joined) -> None:
+        """Take in what was found when a tensor was joined."""
+        if joined.complaint is not None:
+            self.complaints.setdefault(joined.complaint, []).append(entry.fqn)
+        elif joined.differing:
+            self.differing[entry.fqn] = joined.differing[0]
+            self.optim_differs = self.optim_differs or entry.section == "optim"
+        if joined.unlike:
+            self.unlike.append(f"{entry.fqn} {joined.unlike[0]}")
+        if joined.unseen:
+            self.unseen.append(entry.fqn)
+
+    def problems(self) -> Iterator[CheckpointError]:
+        """What keeps tensors from being used."""
+        for complaint, fqns in self.complaints.items():
+            yield UnsupportedError(
+                f"{some(fqns)}: {complaint}.",
+                hint="The files are of different saves, or torch saved them so; save again.",
+                about=fqns,
+            )
+        if self.differing:
+            fqns = list(self.differing)
+            yield UnsupportedError(
+                f"{some(fqns)}: plain tensors (no DTensors) that differ between ranks, so that "
+                "none is known to be right; "
+                f"rank {self.differing[fqns[0]]} is the first that differs.",
+                hint=_FLAT_SHARDS if self.optim_differs else _LEAVE_OUT,
+                about=fqns,
+            )
+
+    def notes(self) -> Iterator[str]:
+        """What a person should know."""
+        if self.per_rank:
+            yield f"Kept once per rank, as ….rank_N: {some(sorted(self.per_rank))}."
+        if self.unlike:
+            yield f"Replicas hold other values than the rank that is read: {some(self.unlike)}."
+        if self.unseen:
+            yield f"Replicas too large to be compared: {some(self.unseen)}."
+
+
+def some(items: Sequence[str]) -> str:
+    """The first few of them, and how many more there are."""
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more

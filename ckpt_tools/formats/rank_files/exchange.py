@@ -1,0 +1,147 @@
+"""The rank files of one rank alone, as a value that can be sent, and the index of all such values.
+
+A rank may see no file but its own. What it finds there is joined with what the others found, and
+gives the index that a reader of all files would give. Who sends the values is not known here.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from glob import escape, glob
+
+from ckpt_tools.core import names
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.errors import IncompleteError, UnsupportedError
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.rank_files import (
+    checks as rank_checks,
+)
+from ckpt_tools.formats.rank_files import (
+    file_names as rank_names,
+)
+from ckpt_tools.formats.rank_files.entries import Gathered
+from ckpt_tools.formats.rank_files.file_names import Family, RankFile
+from ckpt_tools.formats.rank_files.parts import MAX_COMPARED, Part, elements
+from ckpt_tools.formats.rank_files.read import Reading
+from ckpt_tools.storage.reader import Files
+
+
+@dataclass(frozen=True, slots=True)
+class RankHeaders:
+    """What one rank's files hold, without their bytes."""
+
+    rank: int
+    gathered: Gathered
+    ranks: rank_checks.Ranks
+    sizes: dict[str, int]
+    held: dict[str, set[str]]
+    notes: list[str]
+
+    def parts(self) -> dict[str, Part]:
+        """The rank's part of each tensor, by name."""
+        return {names.join(path): parts[0] for path, parts in self.gathered.tensors.items()}
+
+
+def listing(path: str) -> list[RankFile]:
+    """The rank files that a folder holds or a glob chooses; none when there are none."""
+    if os.path.isdir(path):
+        paths = [os.path.join(path, name) for name in sorted(os.listdir(path))]
+    else:
+        paths = sorted(glob(path))
+    return list(filter(None, map(rank_names.parse, paths)))
+
+
+def families_of(listings: Sequence[Sequence[RankFile]], *, where: str) -> tuple[Family, ...]:
+    """The families of the files that all ranks found, each rank's own as that rank sees it.
+
+    Raises IncompleteError when nobody found any, and what `rank_names.joined` raises.
+    """
+    found: dict[tuple[str, int], RankFile] = {}
+    for rank, files in enumerate(listings):
+        for file in files:
+            if file.rank == rank:
+                found[file.pattern, rank] = file
+            else:
+                found.setdefault((file.pattern, file.rank), file)
+    if not found:
+        raise IncompleteError(
+            f"{where} holds no file of any rank.",
+            hint="--engine gather reads a folder of per-rank files, or a quoted glob of them; "
+            "--engine copy reads every format.",
+        )
+    paths = [file.path for file in found.values()]
+    return rank_names.joined(rank_names.families(paths), where=escape(where))
+
+
+def world_size(families: Sequence[Family]) -> int:
+    """How many ranks saved the files: as their names say, else by the highest rank."""
+    return rank_checks.Ranks().world_size(families)
+
+
+def read_headers(
+    families: Sequence[Family], *, rank: int, where: str, options: ReadOptions
+) -> RankHeaders:
+    """The headers of the files of one rank, which are the only ones that are opened.
+
+    Raises IncompleteError when there are none, and what reading a file raises.
+    """
+    with Files() as files:
+        reading = Reading(files, options)
+        for family in families:
+            own = tuple(file for file in family.files if file.rank == rank)
+            reading.read(family._replace(files=own), contained=len(families) > 1)
+        if reading.broken:
+            raise reading.broken[0][1]
+        if not reading.sizes:
+            raise IncompleteError(
+                f"{where} holds no file of rank {rank} on the machine of that rank.",
+                hint=f"It should be {families[0].path_of(rank)}.",
+            )
+        for parts in reading.gathered.tensors.values():
+            parts[:] = [_with_digest(part, files) for part in parts]
+    return RankHeaders(
+        rank, reading.gathered, reading.ranks, reading.sizes, reading.held, reading.notes
+    )
+
+
+def _with_digest(part: Part, files: Files) -> Part:
+    """The part with the CRC of its own elements, where others would read them to compare."""
+    known = part.crc is not None and part.fills_record
+    if known or part.data.length > MAX_COMPARED:
+        return part
+    return part._replace(crc=zlib.crc32(elements(part, files)), fills_record=True)
+
+
+def joined_index(
+    root: str, headers: Sequence[RankHeaders], families: Sequence[Family]
+) -> CheckpointIndex:
+    """The index of all ranks' files, from the headers of every rank in order.
+
+    Raises UnsupportedError when a name is in the files of two families. Ties are not looked for.
+    """
+    with Files() as files:
+        reading = Reading(files, ReadOptions())
+        for one in headers:
+            _add(reading, one)
+        try:
+            return reading.index(root, families)
+        except IncompleteError as error:
+            raise UnsupportedError(
+                f"{root}: two ranks hold tensors that can only be compared side by side: {error}",
+                hint="Bring all rank files into one folder, and use --engine copy.",
+            ) from error
+
+
+def _add(reading: Reading, one: RankHeaders) -> None:
+    for path, parts in one.gathered.tensors.items():
+        reading.gathered.tensors.setdefault(path, []).extend(parts)
+    for path, objects in one.gathered.objects.items():
+        reading.gathered.objects.setdefault(path, []).extend(objects)
+    reading.ranks.add(one.ranks)
+    reading.sizes.update(one.sizes)
+    for pattern, held in one.held.items():
+        reading.held.setdefault(pattern, set()).update(held)
+    reading.notes.extend(one.notes)

@@ -1,0 +1,266 @@
+"""What one rank's file holds of each entry, and what all ranks together say of one.
+
+The parts of a tensor are joined here: boxes from the layouts that the ranks state, replicas where
+boxes are equal, and a complaint where ranks do not agree. It reads no file but to compare small
+tensors that should be equal, and it knows nothing of file names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
+
+from ckpt_tools.core.dtypes import DType, dtype_named
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, Chunk, PlainValue
+from ckpt_tools.core.layout import Layout
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.pickle.state_dict import Stored
+from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredTensor
+from ckpt_tools.formats.torch_file.dtensor_read import held_box, layout_of
+from ckpt_tools.formats.torch_file.open import (
+    SavedFile,
+    byte_range_of,
+    strides_of,
+)
+from ckpt_tools.storage.reader import Files
+
+# Buffers and step counters are small; what is larger is compared by the CRCs of its records.
+MAX_COMPARED = 1 << 20
+_MAX_COMPARED_IN_ALL = 512 << 20
+
+
+class Part(NamedTuple):
+    """What one rank holds of a tensor.
+
+    ``shape`` is the whole tensor's, ``layout`` None for a plain tensor. ``crc`` is that of the
+    record, which the part fills when ``fills_record``. ``flaw`` says why the part cannot be placed.
+    """
+
+    rank: int
+    dtype: DType
+    shape: tuple[int, ...]
+    box: Box
+    data: ByteRange
+    strides: tuple[int, ...] | None
+    layout: Layout | None
+    crc: int | None
+    fills_record: bool
+    flaw: str | None = None
+    codec: str | None = None
+
+
+class ObjectPart(NamedTuple):
+    """What one rank holds that is not a tensor."""
+
+    rank: int
+    data: ByteRange
+    value: PlainValue
+    type_name: str | None
+
+
+class Parts:
+    """Makes parts out of stored tensors; layouts and boxes are shared between equal ones."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[object, Layout] = {}
+        self._boxes: dict[object, Box] = {}
+
+    def part(self, stored: Stored, saved: SavedFile, rank: int) -> Part:
+        """The part of a tensor that this file holds."""
+        local = stored if isinstance(stored, StoredTensor) else stored.local
+        record = saved.record_of(local.storage)
+        data = byte_range_of(local, record, saved.path)
+        layout, box, flaw = None, Box.whole(local.shape), None
+        if isinstance(stored, StoredDTensor):
+            try:
+                layout = self._layout(stored)
+                box = self._box(stored, layout)
+            except UnsupportedError as error:
+                flaw = error.message
+        return Part(
+            rank=rank,
+            dtype=dtype_named(stored.dtype),
+            shape=stored.shape,
+            box=box,
+            data=data,
+            strides=strides_of(local),
+            layout=layout,
+            crc=record.crc,
+            fills_record=data.length == record.length,
+            flaw=flaw,
+            codec=local.sign,
+        )
+
+    def _layout(self, stored: StoredDTensor) -> Layout:
+        key = (stored.mesh.shape, stored.mesh.dim_names, stored.placements, stored.shard_order)
+        if key not in self._layouts:
+            self._layouts[key] = layout_of(stored)
+        return self._layouts[key]
+
+    def _box(self, stored: StoredDTensor, layout: Layout) -> Box:
+        key = (layout, stored.shape, stored.mesh.coordinate, stored.local.shape)
+        if key not in self._boxes:
+            self._boxes[key] = held_box(stored, layout)
+        return self._boxes[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A tensor put together from its parts; ``complaint`` says why it must not be used as it is.
+
+    ``differing`` are the ranks whose plain values are not those of the first, ``unlike`` the boxes
+    of replicas that are not equal, ``unseen`` says that something was too large to be compared.
+    """
+
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    layout: Layout | None
+    complaint: str | None = None
+    differing: tuple[int, ...] = ()
+    unlike: tuple[Box, ...] = ()
+    unseen: bool = False
+
+
+def join(parts: Sequence[Part], comparison: Comparison) -> Joined:
+    """One tensor from the parts of its ranks, which come in the order of the ranks."""
+    first = parts[0]
+    complaint = next((part.flaw for part in parts if part.flaw is not None), None)
+    if complaint is None:
+        complaint = _disagreement(first, parts)
+    if first.layout is None and first.flaw is None:
+        return _join_plain(parts, comparison, complaint)
+    layout = first.layout
+    same = [part for part in parts if part.flaw is None and part.shape == first.shape]
+    groups: dict[Box, list[Part]] = {}
+    for part in same:
+        groups.setdefault(part.box, []).append(part)
+    unlike, unseen = [], False
+    for box, group in groups.items():
+        verdicts = [comparison.equal(group[0], other) for other in group[1:]]
+        unseen = unseen or None in verdicts
+        if False in verdicts:
+            unlike.append(box)
+    return Joined(
+        shape=first.shape,
+        chunks=tuple(_chunk(group) for group in groups.values()),
+        layout=layout,
+        complaint=complaint,
+        unlike=tuple(unlike),
+        unseen=unseen,
+    )
+
+
+def _join_plain(parts: Sequence[Part], comparison: Comparison, complaint: str | None) -> Joined:
+    """A plain tensor: the first rank's, when that of every other rank is the same."""
+    first = parts[0]
+    alike, differing, unseen = [first], [], False
+    for part in parts[1:]:
+        verdict = comparison.equal(first, part)
+        unseen = unseen or verdict is None
+        if verdict is False:
+            differing.append(part.rank)
+        else:
+            alike.append(part)
+    return Joined(
+        shape=first.shape,
+        chunks=(_chunk(alike),),
+        layout=None,
+        complaint=complaint,
+        differing=tuple(differing),
+        unseen=unseen,
+    )
+
+
+def _chunk(group: Sequence[Part]) -> Chunk:
+    """One chunk of the parts that hold the same box; the lowest rank's bytes come first."""
+    first = group[0]
+    return Chunk(
+        first.box,
+        first.data,
+        strides=first.strides,
+        codec=first.codec,
+        replicas=tuple(
+            part.data
+            for part in group[1:]
+            if part.strides == first.strides
+            and part.codec == first.codec
+            and part.data.length == first.data.length
+        ),
+        rank=first.rank,
+    )
+
+
+def _disagreement(first: Part, parts: Sequence[Part]) -> str | None:
+    """What two ranks say differently of one tensor, or None."""
+    for part in parts:
+        if (part.layout is None) != (first.layout is None):
+            kinds = ("a plain tensor", "a DTensor")
+            here, there = (kinds[p.layout is not None] for p in (first, part))
+            return f"it is {here} on rank {first.rank} and {there} on rank {part.rank}"
+        if part.dtype != first.dtype:
+            return (
+                f"it is {first.dtype.name} on rank {first.rank} "
+                f"and {part.dtype.name} on rank {part.rank}"
+            )
+        if part.layout is None or first.layout is None:
+            continue
+        if part.shape != first.shape:
+            return (
+                f"its global shape is {list(first.shape)} on rank {first.rank} "
+                f"and {list(part.shape)} on rank {part.rank}"
+            )
+        if part.layout != first.layout:
+            here, there = (f"({x}) of {x.mesh}" for x in (first.layout, part.layout))
+            return f"it is {here} on rank {first.rank} and {there} on rank {part.rank}"
+    return None
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Compares parts that should be equal, by the CRCs of their records or by their bytes."""
+
+    files: Files
+    left: int = field(default=_MAX_COMPARED_IN_ALL)
+    _kept: tuple[ByteRange, bytes] | None = None
+
+    def equal(self, one: Part, other: Part) -> bool | None:
+        """Whether two parts hold the same elements; None when they are too large to be read."""
+        if one.shape != other.shape or one.box != other.box or one.dtype != other.dtype:
+            return False
+        if one.box.numel == 0 or one.data == other.data:
+            return True
+        if one.codec != other.codec:
+            return None
+        whole = one.fills_record and other.fills_record and one.strides == other.strides
+        if whole and one.crc is not None and other.crc is not None:
+            return one.crc == other.crc
+        if max(one.data.length, other.data.length) > MAX_COMPARED or self.left <= 0:
+            return None
+        self.left -= one.data.length
+        return self._elements(one) == self._elements(other, keep=False)
+
+    def _elements(self, part: Part, *, keep: bool = True) -> bytes:
+        if self._kept is not None and self._kept[0] == part.data:
+            return self._kept[1]
+        data = elements(part, self.files)
+        if keep:
+            self._kept = (part.data, data)
+        return data
+
+
+def elements(part: Part, files: Files) -> bytes:
+    """The elements of a small part, row-major, as they are stored."""
+    data = files.read(*part.data)
+    return data if part.strides is None else b"".join(_gathered(data, part))
+
+
+def _gathered(data: bytes, part: Part) -> Iterator[bytes]:
+    """The elements of a strided part, row-major."""
+    size = part.dtype.itemsize
+    strides = part.strides or ()
+    for index in product(*map(range, part.box.sizes)):
+        start = size * sum(i * stride for i, stride in zip(index, strides, strict=True))
+        yield data[start : start + size]

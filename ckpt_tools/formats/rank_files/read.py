@@ -1,0 +1,215 @@
+"""A folder of per-rank torch.save files of DTensors, as `torch.save(model.state_dict())` on every
+rank leaves it.
+
+Each file states its own mesh, placements and coordinate; they are checked against the other files,
+the file names and their number. Families of one save (``model_…``, ``optim_…``, ``extra_state_…``)
+are one checkpoint, and the name of a family is the container of its entries unless the files
+themselves have it. Files are opened one after the other.
+
+An object has no bytes of its own: its byte range is that of its file's pickle, and its value
+carries the truth.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from glob import escape
+
+from ckpt_tools.core import names
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry, Path
+from ckpt_tools.errors import (
+    CheckpointError,
+    UnreadableError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.pickle import load as pickles
+from ckpt_tools.formats.pickle import shared_storage as ties
+from ckpt_tools.formats.pickle.state_dict import StateDict, flatten
+from ckpt_tools.formats.rank_files import (
+    checks as rank_checks,
+)
+from ckpt_tools.formats.rank_files import (
+    file_names as rank_names,
+)
+from ckpt_tools.formats.rank_files.entries import Gathered, entries_of
+from ckpt_tools.formats.rank_files.file_names import Family, RankFile
+from ckpt_tools.formats.rank_files.parts import ObjectPart, Parts
+from ckpt_tools.formats.torch_file.open import open_saved
+from ckpt_tools.storage import paths
+from ckpt_tools.storage.reader import Files
+
+# Opened one after the other, so that a thousand of them need few descriptors.
+_MAX_OPEN = 16
+
+
+def matches(path: str) -> bool:
+    """Whether a folder holds files of more than one rank, or of one that says it is the only one.
+
+    A lone ``rank0.pt`` without a world size is a file like any other.
+    """
+    if not paths.is_dir(path):
+        return False
+    try:
+        found = paths.listdir(path)
+    except OSError:
+        return False
+    return any(
+        file.rank > 0 or file.world_size is not None
+        for file in filter(None, map(rank_names.parse, found))
+    )
+
+
+def read_index(
+    path: str | Sequence[str], *, options: ReadOptions = ReadOptions()
+) -> CheckpointIndex:
+    """The index of a folder of rank files, or of those of them that a list names.
+
+    Raises UnsupportedError for ShardedTensors, flat parameters and files of two world sizes,
+    UsageError for several families that are not one checkpoint, and UnreadableError when no file
+    can be read. Missing or damaged ranks, and ranks that disagree, become problems of the index.
+    """
+    file_paths = _files_in(path) if isinstance(path, str) else list(path)
+    root = path if isinstance(path, str) else os.path.dirname(file_paths[0]) or "."
+    families = rank_names.joined(rank_names.families(file_paths), where=escape(root))
+    with Files(max_open=_MAX_OPEN) as files, pickles.collector_paused():
+        reading = Reading(files, options)
+        for family in families:
+            reading.read(family, contained=len(families) > 1)
+        return reading.index(root, families)
+
+
+def _files_in(folder: str) -> list[str]:
+    found = [os.path.join(folder, name) for name in sorted(paths.listdir(folder))]
+    return [path for path in found if paths.is_file(path)]
+
+
+@dataclass(slots=True)
+class Reading:
+    """What the files read so far hold."""
+
+    files: Files
+    options: ReadOptions
+    gathered: Gathered = field(default_factory=Gathered)
+    parts: Parts = field(default_factory=Parts)
+    ranks: rank_checks.Ranks = field(default_factory=rank_checks.Ranks)
+    sizes: dict[str, int] = field(default_factory=dict)
+    ties: ties.Ties = ()
+    broken: list[tuple[Family, UnreadableError]] = field(default_factory=list)
+    held: dict[str, set[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def read(self, family: Family, *, contained: bool) -> None:
+        """Read the files of a family, in the order of their ranks."""
+        family_ties: ties.Ties | None = None
+        for file in family.files:
+            try:
+                state, pickle, container = self._state(file, contained=contained)
+            except (UnsupportedError, UnsafePickleError) as error:
+                if not rank_names.holds_other_state(family.name):
+                    raise
+                self._keep_closed(file, error)
+                continue
+            except UnreadableError as error:
+                self.broken.append((family, error))
+                continue
+            self._gather(file, state, pickle, container)
+            if family_ties is None:
+                family_ties = ties.tied(state.tensors, container)
+            elif family_ties:
+                family_ties = ties.still_tied(family_ties, state.tensors, container)
+        self.ties = (*self.ties, *(family_ties or ()))
+
+    def _state(self, file: RankFile, *, contained: bool) -> tuple[StateDict, ByteRange, Path]:
+        """The leaves of one file, the place of its pickle, and the container they belong into."""
+        self.sizes[file.path] = self.files.size(file.path)
+        saved = open_saved(file.path, self.files, options=self.options)
+        state = flatten(saved.value, where=file.path)
+        container: Path = ()
+        tops = saved.value.keys() if isinstance(saved.value, dict) else ()
+        if contained and not rank_names.has_container(tops, file.family):
+            container = (file.family or "model",)
+        parts = [self.parts.part(leaf.stored, saved, file.rank) for leaf in state.tensors]
+        for leaf, part in zip(state.tensors, parts, strict=True):
+            self.gathered.tensors.setdefault((*container, *leaf.path), []).append(part)
+        return state, saved.pickle, container
+
+    def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange, container: Path) -> None:
+        for leaf in state.objects:
+            part = ObjectPart(file.rank, pickle, leaf.value, leaf.type_name)
+            self.gathered.objects.setdefault((*container, *leaf.path), []).append(part)
+        self.ranks.see(file, [leaf.stored for leaf in state.tensors])
+        held = self.held.setdefault(file.pattern, set())
+        found = {names.join((*container, *leaf.path)) for leaf in state.tensors}
+        found |= {names.join((*container, *leaf.path)) for leaf in state.objects}
+        for pattern, others in self.held.items():
+            twins = found & others if pattern != file.pattern else ()
+            if twins:
+                raise UnsupportedError(
+                    f"{min(twins)} is in the files {pattern} and in {file.pattern}.",
+                    hint="Choose one of them with a quoted glob.",
+                )
+        held |= found
+
+    def _keep_closed(self, file: RankFile, error: CheckpointError) -> None:
+        """Keep a file of other state that cannot be opened as one opaque object."""
+        data = ByteRange(file.path, 0, self.sizes[file.path])
+        part = ObjectPart(file.rank, data, None, "torch.save file")
+        path = (file.family, f"rank_{file.rank}")
+        self.gathered.objects[path] = [part]
+        self.notes.append(f"Kept closed: {error.message}")
+
+    def index(self, root: str, families: Sequence[Family]) -> CheckpointIndex:
+        """The index of all that was read; raises the first error when that is nothing."""
+        if self.broken and len(self.broken) == sum(len(family.files) for family in families):
+            raise self.broken[0][1]
+        world = self.ranks.world_size(families)
+        entries = entries_of(self.gathered, self.files)
+        missing = list(_missing(families, world))
+        problems = [
+            *(_about(error, self._names(family, families)) for family, error in self.broken),
+            *self.ranks.problems(families, world),
+            *(
+                _about(error, self._names(family, families))
+                for family in families
+                for error in rank_checks.missing(family, world, entries.tensors)
+            ),
+            *entries.problems,
+        ]
+        known = {fqn for problem in problems for fqn in problem.about}
+        if all(problem.about for problem in problems):
+            problems += rank_checks.holes(entries.tensors, known)
+        return CheckpointIndex(
+            root=root,
+            format="ranks",
+            tensors=entries.tensors,
+            objects=entries.objects,
+            files=(
+                *(FileEntry(path, length) for path, length in self.sizes.items()),
+                *(FileEntry(path, None) for path in missing),
+            ),
+            world_size=world,
+            mesh=self.ranks.mesh,
+            ties=tuple(sorted(self.ties)),
+            notes=(*self.notes, *entries.notes),
+            problems=tuple(problems),
+        )
+
+    def _names(self, family: Family, families: Sequence[Family]) -> Collection[str]:
+        """The entries that a fault of one family hurts; none are named when that is all."""
+        return self.held.get(family.pattern, ()) if len(families) > 1 else ()
+
+
+def _about(error: CheckpointError, fqns: Collection[str]) -> CheckpointError:
+    """The same error, about these entries."""
+    return type(error)(error.message, hint=error.hint, about=sorted(fqns))
+
+
+def _missing(families: Sequence[Family], world: int) -> Iterator[str]:
+    """Where the files of missing ranks should be."""
+    for family in families:
+        have = {file.rank for file in family.files}
+        yield from (family.path_of(rank) for rank in range(world) if rank not in have)

@@ -1,0 +1,250 @@
+"""Plans per-rank torch.save files of DTensors, as `torch.save(state_dict)` leaves on every rank.
+
+Each file holds its rank's shards with the mesh as that rank has it, and every plain tensor and
+object. It loads without a process group, also from a mesh of GPUs on a machine that has none.
+
+A shard is saved on the bare device type (``cuda``, no index), which torch takes as the current
+device of the loading process; a real job saves its own index. Plain tensors are saved on the CPU.
+`.data/serialization_id` and the order of the records differ as well.
+
+This room plans; it opens no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ObjectEntry, Path
+from ckpt_tools.core.layout import Layout, Mesh
+from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.pickle.dump import (
+    Blank,
+    Draft,
+    Node,
+    draft,
+    object_node,
+    tensor_node,
+)
+from ckpt_tools.formats.pickle.nest import nested
+from ckpt_tools.formats.rank_files import file_names as rank_names
+from ckpt_tools.formats.torch_file.dtensor_write import (
+    NEWEST,
+    MeshPlace,
+    RankMesh,
+    TorchVersion,
+    check_version,
+    dtensor_node,
+    mesh_ranks,
+    rank_mesh,
+)
+from ckpt_tools.formats.torch_file.write import archive_name
+from ckpt_tools.formats.zip.layout import lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class RankFileStyle:
+    """How the files are named, and the torch that is to read them.
+
+    ``naming`` has ``{rank}``, and may have ``{world}`` and ``{family}``. With ``{family}`` and a
+    state dict that consists of well-known parts (model, optim, extra_state…) each part has its own
+    files, without the part's name in the nesting, as verl writes them; all else is one family,
+    ``model``. Each torch reads only the DeviceMesh of its own time: of 2.5 to 2.9, of 2.10 to 2.12,
+    or from 2.13 on.
+    """
+
+    naming: str = "{family}_world_size_{world}_rank_{rank}.pt"
+    torch_version: TorchVersion = NEWEST
+
+
+class _Family(NamedTuple):
+    """What goes into the files of one name; ``depth`` parts of each path are left to the name."""
+
+    name: str
+    depth: int
+    targets: list[Target]
+    objects: list[ObjectEntry]
+
+
+def plan_files(
+    targets: Sequence[Target],
+    objects: Sequence[ObjectEntry],
+    *,
+    mesh: Mesh,
+    device_type: str,
+    style: RankFileStyle = RankFileStyle(),
+) -> list[FilePlan]:
+    """One file for each rank of the mesh, or one for each rank and each part of the checkpoint.
+
+    Raises UsageError when a layout's mesh has another size than ``mesh`` or the naming has no
+    rank, IncompleteError when the source's chunks do not cover a tensor, UnsupportedError for an
+    object that was not opened and for paths that exclude each other.
+    """
+    check_version(style.torch_version)
+    for target in targets:
+        _check(target, mesh)
+    plans: list[FilePlan] = []
+    for family in _families(targets, objects, naming=style.naming):
+        planner = _Planner(family, device_type=device_type, torch_version=style.torch_version)
+        for rank in range(mesh.size):
+            path = _filename(style.naming, family=family.name, world=mesh.size, rank=rank)
+            plans.append(planner.plan(path, rank=rank))
+    return plans
+
+
+def _check(target: Target, mesh: Mesh) -> None:
+    if target.layout is not None and target.layout.mesh.size != mesh.size:
+        raise UsageError(
+            f"{target.fqn}: a mesh of {target.layout.mesh.size} ranks ({target.layout.mesh}) in a "
+            f"checkpoint for {mesh.size}."
+        )
+
+
+def _filename(naming: str, *, family: str, world: int, rank: int) -> str:
+    if "{rank}" not in naming:
+        raise UsageError(f"The naming {naming!r} of rank files has no {{rank}}.")
+    path = naming.replace("{family}", family).replace("{world}", str(world))
+    return path.replace("{rank}", str(rank))
+
+
+def _families(
+    targets: Sequence[Target], objects: Sequence[ObjectEntry], *, naming: str
+) -> Iterator[_Family]:
+    """The families of files: one for each part of the checkpoint, or one for all."""
+    paths = [target.path for target in targets] + [entry.path for entry in objects]
+    tops = dict.fromkeys(str(path[0]) for path in paths)
+    if "{family}" not in naming or len(tops) < 2 or not _are_parts(paths):
+        yield _Family("model", 0, list(targets), list(objects))
+        return
+    for top in tops:
+        yield _Family(
+            top,
+            1,
+            [target for target in targets if target.path[0] == top],
+            [entry for entry in objects if entry.path[0] == top],
+        )
+
+
+def _are_parts(paths: Iterable[Path]) -> bool:
+    """Whether each path stands in a container that a family of rank files can be named after."""
+    known = ("model", "optim", "optimizer")
+    return all(
+        len(path) > 1 and (path[0] in known or rank_names.holds_other_state(str(path[0])))
+        for path in paths
+    )
+
+
+class _Contents(NamedTuple):
+    """What a rank's file holds but for the bytes of tensors: a pickle, storages, and its meshes.
+
+    The first blank of the pickle is the rank; its coordinates on each of the meshes follow.
+    """
+
+    pickle: Draft
+    storages: tuple[int | bytes, ...]
+    meshes: tuple[Mesh, ...]
+
+
+class _Planner:
+    """Plans the files of one family; ranks whose shards have the same sizes share a pickle."""
+
+    def __init__(self, family: _Family, *, device_type: str, torch_version: TorchVersion) -> None:
+        self._family = family
+        self._device_type = device_type
+        self._torch_version = torch_version
+        self._finders = [Finder(target.entry) for target in family.targets]
+        self._boxes: dict[tuple[Layout, tuple[int, ...]], list[Box]] = {}
+        self._contents: dict[tuple[tuple[int, ...], ...], _Contents] = {}
+
+    def plan(self, path: str, *, rank: int) -> FilePlan:
+        """The file of one rank."""
+        boxes = [self._box(target, rank) for target in self._family.targets]
+        contents = self._of(tuple(box.sizes for box in boxes))
+        values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
+        pickle = contents.pickle.filled(values)
+        archive = lay_out(pickle, contents.storages, archive=archive_name(path))
+        items = tuple(
+            WriteItem(
+                target.fqn,
+                path,
+                slot.offset,
+                box,
+                target.entry.dtype,
+                target.dtype,
+                finder.reads(box),
+                slot.crc_at,
+            )
+            for target, box, finder, slot in zip(
+                self._family.targets, boxes, self._finders, archive.slots, strict=True
+            )
+            if slot.length
+        )
+        return FilePlan(path, archive.length, archive.literals, items)
+
+    def _box(self, target: Target, rank: int) -> Box:
+        shape = target.entry.shape
+        if target.layout is None:
+            return Box.whole(shape)
+        key = (target.layout, shape)
+        known = self._boxes.get(key)
+        if known is None:
+            known = self._boxes[key] = target.layout.boxes(shape)
+        return known[rank]
+
+    def _of(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
+        known = self._contents.get(sizes)
+        if known is None:
+            known = self._contents[sizes] = self._new(sizes)
+        return known
+
+    def _new(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
+        shards = _Shards(self._device_type, self._torch_version)
+        depth = self._family.depth
+        leaves: list[tuple[Path, Node]] = [
+            (target.path[depth:], shards.add(target, local))
+            for target, local in zip(self._family.targets, sizes, strict=True)
+        ]
+        leaves += [(entry.path[depth:], object_node(entry)) for entry in self._family.objects]
+        return _Contents(draft(nested(leaves)), tuple(shards.storages), tuple(shards.meshes))
+
+
+class _Shards:
+    """Adds the tensors of one file, with ``storages`` by their keys, and the meshes they are on."""
+
+    def __init__(self, device_type: str, torch_version: TorchVersion) -> None:
+        self.storages: list[int | bytes] = []
+        self.meshes: dict[Mesh, RankMesh] = {}
+        self._device_type = device_type
+        self._torch_version = torch_version
+        self._blanks = 1  # the first one is the rank
+
+    def add(self, target: Target, sizes: tuple[int, ...]) -> Node:
+        """The node of a tensor whose shard has these sizes; a storage is added for it."""
+        dtype = target.dtype
+        key = len(self.storages)
+        self.storages.append(prod(sizes) * dtype.itemsize)
+        if target.layout is None:
+            return tensor_node(dtype, sizes, key=key)
+        local = tensor_node(dtype, sizes, key=key, location=self._device_type)
+        mesh = self._mesh(target.layout.mesh)
+        return dtensor_node(dtype, target.entry.shape, local=local, layout=target.layout, mesh=mesh)
+
+    def _mesh(self, mesh: Mesh) -> RankMesh:
+        known = self.meshes.get(mesh)
+        if known is None:
+            first = self._blanks
+            self._blanks += len(mesh.shape)
+            known = self.meshes[mesh] = rank_mesh(
+                mesh,
+                MeshPlace(Blank(0), tuple(map(Blank, range(first, self._blanks)))),
+                device_type=self._device_type,
+                key=len(self.storages),
+                torch_version=self._torch_version,
+            )
+            self.storages.append(mesh_ranks(mesh))
+        return known

@@ -1,0 +1,261 @@
+"""The head of one safetensors file: eight bytes of length, JSON, and data ranges without holes.
+
+Nothing foreign passes this door unchecked. It knows nothing of folders, ranks or sections, and it
+reads no values. The rules are those of the format's own README: the data ranges tile the rest of
+the file, ``__metadata__`` maps strings to strings, no name is there twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tools.core.dtypes import BY_SAFETENSORS, DType
+from ckpt_tools.core.index import ByteRange
+from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.storage.reader import Files
+
+PREFIX = 8  # bytes of the header's length
+MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_MAX_NDIM = 1024  # far more than any tensor has; keeps a hostile shape from costing minutes
+
+_ZIP_HINT = (
+    "Give it the suffix .pt; or, if torch's HuggingFaceStorageWriter wrote it, save again with "
+    "tensors only: plain values in the state dict go in front of the header and break the file."
+)
+# What people find in place of a checkpoint, by its first bytes.
+_FOREIGN = (
+    (b"version https://git-lfs", "is a Git LFS pointer", "Fetch the file itself: git lfs pull."),
+    (b"<", "is an HTML or XML page", "The download went wrong; fetch the file again."),
+    (b"PK\x03\x04", "begins with a zip archive, as torch.save writes", _ZIP_HINT),
+    (b"\x80", "is a pickle, as old torch.save wrote", "Give it the suffix .pt."),
+    (b"{", "is a JSON file", None),
+)
+
+
+class Stored(NamedTuple):
+    """What a header says of one tensor: its type, its shape, and where its bytes are."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Everything before the data: free strings, the tensors by name, and where the data ends.
+
+    ``end`` is a byte offset in the file; a sound file is exactly that long.
+    """
+
+    metadata: dict[str, str]
+    tensors: dict[str, Stored]
+    end: int
+
+
+def read_header(files: Files, path: str, *, offset: int = 0, length: int | None = None) -> Header:
+    """The header of the safetensors data in bytes ``offset`` to ``offset + length`` of a file.
+
+    Without ``length`` the data reaches to the end of the file. Byte ranges count from the start of
+    the file.
+
+    Raises UnreadableError when the header is not sound or the data is shorter or longer than it
+    says, UnsupportedError when it names an element type that is not known here.
+    """
+    if length is None:
+        length = files.size(path) - offset
+    header = parse_header(files, path, offset=offset, length=length)
+    problem = length_problem(header, path, end=offset + length)
+    if problem is not None:
+        raise problem
+    return header
+
+
+def parse_header(files: Files, path: str, *, offset: int, length: int) -> Header:
+    """The header alone, whether or not all of its data is there; see `length_problem`.
+
+    Raises UnreadableError when the header is not sound, UnsupportedError as `read_header`.
+    """
+    text = _header_text(files, path, offset=offset, length=length)
+    try:
+        parsed: object = json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path}: its header is not sound JSON: {error}.") from error
+    if not isinstance(parsed, dict):
+        raise UnreadableError(f"{path}: its header is no JSON object.")
+    metadata = _metadata(parsed.pop("__metadata__", {}), path)
+    start = offset + PREFIX + len(text)
+    tensors = _tensors(parsed, path=path, start=start)
+    return Header(metadata, tensors, _check_tiling(tensors, path=path, start=start))
+
+
+def length_problem(header: Header, path: str, *, end: int) -> UnreadableError | None:
+    """What is wrong when the data really ends at byte ``end`` of the file, None if nothing is."""
+    if end == header.end:
+        return None
+    if end > header.end:
+        return UnreadableError(
+            f"{path} is {end - header.end:,} bytes longer than its header says: "
+            f"{end:,} bytes, expected {header.end:,}.",
+            hint="Something wrote past its end, or it is not the file that was saved.",
+        )
+    hurt = [
+        fqn
+        for fqn, stored in header.tensors.items()
+        if stored.data.offset + stored.data.length > end
+    ]
+    return UnreadableError(
+        f"{path} is cut short: {end:,} bytes, its header needs {header.end:,}; "
+        f"{len(hurt):,} of {len(header.tensors):,} tensors are hurt.",
+        hint="It may still be copying, or the disk was full; compare its size with the original's.",
+        about=hurt,
+    )
+
+
+def looks_like_safetensors(start: bytes) -> bool:
+    """Whether a file that begins with these bytes (nine or more) has a safetensors header."""
+    length = int.from_bytes(start[:PREFIX], "little")
+    return start[PREFIX : PREFIX + 1] == b"{" and 2 <= length <= MAX_HEADER
+
+
+def foreign(path: str, start: bytes) -> UnreadableError | None:
+    """What the file is instead, if its first bytes tell."""
+    if not start:
+        return UnreadableError(
+            f"{path} is empty.", hint="The save or the copy stopped before it wrote anything."
+        )
+    for magic, what, hint in _FOREIGN:
+        if start.lstrip().startswith(magic) and not looks_like_safetensors(start):
+            return UnreadableError(f"{path} is no safetensors file: it {what}.", hint=hint)
+    return None
+
+
+def _header_text(files: Files, path: str, *, offset: int, length: int) -> bytes:
+    """The bytes of the JSON, after the checks that need no parsing."""
+    start = files.read(path, offset, min(length, 64))
+    stranger = foreign(path, start)
+    if stranger is not None:
+        raise stranger
+    if length < PREFIX + 2:
+        raise UnreadableError(f"{path} is cut short: {length:,} bytes hold no safetensors header.")
+    size = int.from_bytes(start[:PREFIX], "little")
+    if not 2 <= size <= MAX_HEADER:
+        raise UnreadableError(
+            f"{path} is no safetensors file: its first 8 bytes give a header of {size:,} bytes, "
+            f"2 to {MAX_HEADER:,} expected."
+        )
+    if start[PREFIX : PREFIX + 1] != b"{":
+        raise UnreadableError(
+            f"{path} is no safetensors file: its header does not begin with '{{'."
+        )
+    if PREFIX + size > length:
+        raise UnreadableError(
+            f"{path} is cut short inside its header: {length:,} bytes, "
+            f"the header alone needs {PREFIX + size:,}.",
+            hint="It may still be copying; compare its size with the original's.",
+        )
+    return files.read(path, offset + PREFIX, size)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object, whose names must differ: which of two would win is anyone's guess."""
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    counts = Counter(name for name, _ in pairs)
+    raise ValueError(f"the name {counts.most_common(1)[0][0]!r} is there twice")
+
+
+def _metadata(raw: object, path: str) -> dict[str, str]:
+    if not isinstance(raw, dict):
+        raise UnreadableError(f"{path}: its __metadata__ is no JSON object.")
+    for name, value in raw.items():
+        if not isinstance(value, str):
+            raise UnreadableError(f"{path}: __metadata__ {name!r} is no string but {value!r:.40}.")
+    return raw
+
+
+def _tensors(raw: dict[str, object], *, path: str, start: int) -> dict[str, Stored]:
+    """All tensors by name. Types that are not known are told all at once."""
+    tensors: dict[str, Stored] = {}
+    unknown: dict[str, list[str]] = {}
+    for name, entry in raw.items():
+        if not is_text(name) or not isinstance(entry, dict):
+            raise UnreadableError(f"{path}: the header entry {name!r} describes no tensor.")
+        dtype = entry.get("dtype")
+        if not isinstance(dtype, str):
+            raise UnreadableError(f"{path}: {name}: its dtype is no string but {dtype!r:.40}.")
+        known = BY_SAFETENSORS.get(dtype)
+        if known is None:
+            unknown.setdefault(dtype, []).append(name)
+            continue
+        tensors[name] = _stored(name, entry, dtype=known, path=path, start=start)
+    if unknown:
+        raise _unknown_types(unknown, path)
+    return tensors
+
+
+def is_text(name: str) -> bool:
+    """Whether a name can be written at all: JSON can spell lone surrogates, no file can."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unknown_types(unknown: dict[str, list[str]], path: str) -> UnsupportedError:
+    shown = "; ".join(
+        f"{dtype!r}: {names[0]}" + (f" and {len(names) - 1:,} more" if len(names) > 1 else "")
+        for dtype, names in unknown.items()
+    )
+    return UnsupportedError(
+        f"{path} has element types that are not known here: {shown}.",
+        hint=f"Known are {', '.join(BY_SAFETENSORS)}.",
+    )
+
+
+def _stored(name: str, entry: dict[str, object], *, dtype: DType, path: str, start: int) -> Stored:
+    """One tensor, with its shape and its byte range held against each other."""
+    shape = natural_numbers(entry.get("shape"))
+    if shape is not None and len(shape) > _MAX_NDIM:
+        raise UnreadableError(f"{path}: {name}: a shape of {len(shape):,} dimensions.")
+    span = natural_numbers(entry.get("data_offsets"))
+    if shape is None or span is None or len(span) != 2 or span[0] > span[1]:
+        raise UnreadableError(
+            f"{path}: {name}: its shape {entry.get('shape')!r:.60} or its data_offsets "
+            f"{entry.get('data_offsets')!r:.60} cannot be meant."
+        )
+    found, needed = span[1] - span[0], prod(shape) * dtype.itemsize
+    if found != needed:
+        raise UnreadableError(
+            f"{path}: {name}: shape {list(shape)} of {dtype.name} takes {needed:,} bytes, "
+            f"its range has {found:,}."
+        )
+    return Stored(dtype, shape, ByteRange(path, start + span[0], found))
+
+
+def natural_numbers(raw: object) -> tuple[int, ...] | None:
+    """The integers of a JSON list, or None when it is anything else or has negative ones."""
+    if not isinstance(raw, list) or any(type(value) is not int or value < 0 for value in raw):
+        return None
+    return tuple(raw)
+
+
+def _check_tiling(tensors: dict[str, Stored], *, path: str, start: int) -> int:
+    """Check that the ranges follow one another without hole or overlap; where the last one ends."""
+    end = start
+    for name, stored in sorted(
+        tensors.items(), key=lambda item: (item[1].data.offset, item[1].data.length)
+    ):
+        if stored.data.offset != end:
+            fault = "a hole before it" if stored.data.offset > end else "an overlap"
+            raise UnreadableError(
+                f"{path}: {name} begins at byte {stored.data.offset - start:,} of the data, "
+                f"{end - start:,} expected: {fault}."
+            )
+        end += stored.data.length
+    return end

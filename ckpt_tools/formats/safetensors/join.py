@@ -1,0 +1,321 @@
+"""Many safetensors files as one checkpoint: whose boxes they are, and whether any file is missing.
+
+torch's HuggingFaceStorageWriter lets every rank write its own files and says in ``__metadata__``
+where each box begins, but not how large the tensor is. So shapes are the largest corner seen, and
+everything that the file names and the boxes can prove is held against them. This room opens no
+file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tools.core import names
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import Chunk, Section, TensorEntry, check_coverage
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
+from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
+
+SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+_SHARDING_INFO = "DCP_SHARDING_INFO"
+_SHOWN = 3  # names shown of a longer list
+_MOST_RANKS = 100_000
+_MOST_MISSING = 1000  # a gap in numbers is not listed further than this
+
+
+class Part(NamedTuple):
+    """One file of a checkpoint.
+
+    ``offsets`` say where each tensor's box begins, in elements; None when the file holds whole
+    tensors. ``rank`` is who wrote it, None when the name does not tell.
+    """
+
+    path: str
+    header: Header
+    offsets: Mapping[str, tuple[int, ...]] | None
+    rank: int | None
+
+
+class Joined(NamedTuple):
+    """The tensors of several files, sorted by name, and what keeps them from being whole."""
+
+    tensors: list[TensorEntry]
+    problems: list[CheckpointError]
+
+
+class _Held(NamedTuple):
+    part: Part
+    stored: Stored
+
+
+def make_part(path: str, header: Header) -> Part:
+    """The file with what its header says of boxes. Raises UnreadableError when that is unsound."""
+    match = SHARD.fullmatch(Path(path).name)
+    rank = int(match[1]) - 1 if match else None
+    return Part(path, header, _offsets(path, header), rank)
+
+
+def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
+    text = header.metadata.get(_SHARDING_INFO)
+    if text is None:
+        return None
+    try:
+        info: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path}: {_SHARDING_INFO} is not sound JSON: {error}.") from error
+    if not isinstance(info, dict):
+        raise UnreadableError(f"{path}: {_SHARDING_INFO} is no JSON object.")
+    absent = sorted(name for name in info if name not in header.tensors)
+    if absent:
+        raise UnreadableError(
+            f"{path}: {_SHARDING_INFO} speaks of {listing(absent)}, which the file does not hold."
+        )
+    return {
+        fqn: _offsets_of(info.get(fqn), fqn, path=path, ndim=len(stored.shape))
+        for fqn, stored in header.tensors.items()
+    }
+
+
+def _offsets_of(raw: object, fqn: str, *, path: str, ndim: int) -> tuple[int, ...]:
+    found = natural_numbers(raw.get("saved_offsets")) if isinstance(raw, dict) else None
+    if found is None or len(found) != ndim:
+        raise UnreadableError(
+            f"{path}: {fqn}: {_SHARDING_INFO} should give {ndim} offsets, found {raw!r:.60}."
+        )
+    return found
+
+
+def listing(fqns: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(fqns[:_SHOWN])
+    return shown if len(fqns) <= _SHOWN else f"{shown} and {len(fqns) - _SHOWN:,} more"
+
+
+def join(parts: Sequence[Part], *, weight_map: Mapping[str, str] | None = None) -> Joined:
+    """The tensors of all files together; a name in two files is a problem unless boxes differ.
+
+    ``weight_map`` gives the full path of the file that counts for a name.
+    """
+    held: dict[str, list[_Held]] = defaultdict(list)
+    for part in parts:
+        for fqn, stored in part.header.tensors.items():
+            held[fqn].append(_Held(part, stored))
+    order = sorted(held)
+    sections = names.classify([(fqn,) for fqn in order])
+    doubles: dict[tuple[str, str], list[str]] = defaultdict(list)
+    joined = Joined([], [])
+    for fqn, (section, _) in zip(order, sections, strict=True):
+        group = held[fqn]
+        if len(group) > 1 and any(part.offsets is None for part, _ in group):
+            group = _choose(group, fqn, weight_map=weight_map or {}, doubles=doubles)
+        group = _agreeing(group, fqn, problems=joined.problems)
+        joined.tensors.append(_entry(group, fqn, section=section, problems=joined.problems))
+    joined.problems.extend(_double_problems(doubles))
+    return joined
+
+
+def _choose(
+    group: list[_Held],
+    fqn: str,
+    *,
+    weight_map: Mapping[str, str],
+    doubles: dict[tuple[str, str], list[str]],
+) -> list[_Held]:
+    """The one file that counts for a name that several hold whole."""
+    listed = [held for held in group if held.part.path == weight_map.get(fqn)]
+    if not listed:
+        doubles[group[0].part.path, group[1].part.path].append(fqn)
+    return listed or group[:1]
+
+
+def _double_problems(
+    doubles: Mapping[tuple[str, str], Sequence[str]],
+) -> Iterator[CheckpointError]:
+    for (first, second), fqns in doubles.items():
+        yield CheckpointError(
+            f"{first} and {Path(second).name} both hold {listing(fqns)}.",
+            hint="They are files of two saves. Read the file that you mean by its own name, "
+            "or move the others away.",
+            about=fqns,
+        )
+
+
+def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) -> list[_Held]:
+    """The boxes that have the type and the number of dimensions of the first one."""
+    first = group[0].stored
+    for part, stored in group[1:]:
+        if stored.dtype != first.dtype or len(stored.shape) != len(first.shape):
+            problems.append(
+                CheckpointError(
+                    f"{fqn}: {group[0].part.path} has {first.dtype.name} {list(first.shape)}, "
+                    f"{Path(part.path).name} has {stored.dtype.name} {list(stored.shape)}.",
+                    about=(fqn,),
+                )
+            )
+            break
+    else:
+        return group
+    return [
+        held
+        for held in group
+        if held.stored.dtype == first.dtype and len(held.stored.shape) == len(first.shape)
+    ]
+
+
+def _entry(
+    group: Sequence[_Held], fqn: str, *, section: Section, problems: list[CheckpointError]
+) -> TensorEntry:
+    """One tensor: the largest corner of its boxes is its shape, and they must cover it."""
+    dtype = group[0].stored.dtype
+    chunks = _chunks(group, fqn)
+    if len(chunks) == 1 and not any(chunks[0].box.offsets):
+        return TensorEntry(fqn, (fqn,), section, dtype, chunks[0].box.sizes, chunks)
+    shape = tuple(map(max, zip(*(chunk.box.ends for chunk in chunks), strict=True)))
+    entry = TensorEntry(fqn, (fqn,), section, dtype, shape, chunks)
+    try:
+        check_coverage(entry)
+    except CheckpointError as problem:
+        problems.append(problem)
+    return entry
+
+
+def _chunks(group: Sequence[_Held], fqn: str) -> tuple[Chunk, ...]:
+    """The boxes in the order of their offsets; equal ones are replicas of the first."""
+    found: dict[Box, Chunk] = {}
+    for part, stored in group:
+        offsets = part.offsets[fqn] if part.offsets is not None else (0,) * len(stored.shape)
+        box = Box(offsets, stored.shape)
+        first = found.get(box)
+        found[box] = (
+            Chunk(box, stored.data, rank=part.rank)
+            if first is None
+            else first._replace(replicas=(*first.replicas, stored.data))
+        )
+    return tuple(found[box] for box in sorted(found))
+
+
+class Gaps(NamedTuple):
+    """Files that others prove to have been there: their paths, and the problem of each kind."""
+
+    paths: list[str]
+    problems: list[CheckpointError]
+
+
+def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorEntry]) -> Gaps:
+    """What the numbers in ``shard-R-model-i-of-N`` names, and the boxes, prove to be missing.
+
+    A last rank whose files are all missing leaves no trace: nothing here can see it.
+    """
+    matches = [match for name in present if (match := SHARD.fullmatch(name))]
+    have = {(int(match[1]), int(match[2])) for match in matches}
+    counts = sorted({int(match[3]) for match in matches})
+    gaps = Gaps([], [])
+    if not have:
+        return gaps
+    if len(counts) > 1:
+        gaps.problems.append(_two_saves(folder, counts))
+        return gaps
+    ranks, count = {rank for rank, _ in have}, counts[0]
+    for rank in _absent(ranks, max(ranks)):
+        gaps.paths.append(f"{folder}/{_shard_name(rank, 1, count)}")
+        gaps.problems.append(_missing_rank(gaps.paths[-1], rank, top=max(ranks)))
+    for number in _absent({number for _, number in have}, count):
+        gaps.paths.append(f"{folder}/{_shard_name(1, number, count)}")
+        gaps.problems.append(
+            IncompleteError(f"{folder}: no rank has its file {number} of {count}.")
+        )
+    _shortened(folder, have, tensors, count=count, gaps=gaps)
+    return gaps
+
+
+def _shard_name(rank: int, number: int, count: int) -> str:
+    return f"shard-{rank:05}-model-{number:05}-of-{count:05}.safetensors"
+
+
+def _two_saves(folder: str, counts: Sequence[int]) -> CheckpointError:
+    shown = " and ".join(f"-of-{count:05}" for count in counts)
+    return CheckpointError(
+        f"{folder} holds files of more than one save: {shown}.",
+        hint="Move the files of the other save away.",
+    )
+
+
+def _absent(numbers: set[int], top: int) -> list[int]:
+    """The numbers from 1 to ``top`` that are not there, a thousand of them at most."""
+    return list(islice((n for n in range(1, top + 1) if n not in numbers), _MOST_MISSING))
+
+
+def _missing_rank(path: str, rank: int, *, top: int) -> IncompleteError:
+    return IncompleteError(
+        f"{path} is not there: rank {rank - 1} has no file, ranks up to {top - 1} have.",
+        hint="Copy the files of every rank into one folder.",
+    )
+
+
+def _shortened(
+    folder: str,
+    have: set[tuple[int, int]],
+    tensors: Sequence[TensorEntry],
+    *,
+    count: int,
+    gaps: Gaps,
+) -> None:
+    """Files of the last rank that must have been there, by the sizes of the others' pieces.
+
+    Holes show where any other rank's file is missing. Without the last one a tensor only ends
+    early, and then its pieces are larger than an even split of what is there.
+    """
+    top = max(rank for rank, _ in have)
+    widths = [width for width in range(1, min(top, _MOST_RANKS) + 1) if top % width == 0]
+    numbers = {number for _, number in have}
+    for number in sorted(number for number in numbers if (top, number) not in have):
+        tail = f"-model-{number:05}-of-{count:05}.safetensors"
+        cut = next((t for t in tensors if _held_by(t, tail) and not _even(t, widths)), None)
+        if cut is not None:
+            gaps.paths.append(f"{folder}/{_shard_name(top, number, count)}")
+            gaps.problems.append(
+                IncompleteError(
+                    f"{gaps.paths[-1]} is not there, and {cut.fqn} ends early without it: "
+                    f"{list(cut.chunks[0].box.sizes)} is no even piece of {list(cut.shape)}."
+                )
+            )
+
+
+def _held_by(entry: TensorEntry, tail: str) -> bool:
+    return any(chunk.data.path.endswith(tail) for chunk in entry.chunks)
+
+
+def _even(entry: TensorEntry, widths: Sequence[int]) -> bool:
+    """Whether the pieces are ceil(n / w) long for some of these numbers of pieces."""
+    return all(
+        max(chunk.box.sizes[dim] for chunk in entry.chunks) in {-(-size // w) for w in widths}
+        for dim, size in enumerate(entry.shape)
+    )
+
+
+def gaps_in_numbers(folder: str, present: Iterable[str]) -> Gaps:
+    """What the numbers in ``NAME-i-of-N`` names prove to be missing."""
+    families: dict[str, list[re.Match[str]]] = defaultdict(list)
+    for name in present:
+        match = NUMBERED.fullmatch(name)
+        if match and not SHARD.fullmatch(name):
+            families[match[1]].append(match)
+    gaps = Gaps([], [])
+    for stem, matches in sorted(families.items()):
+        counts = sorted({int(match[3]) for match in matches})
+        if len(counts) > 1:
+            gaps.problems.append(_two_saves(folder, counts))
+            continue
+        width = len(matches[0][2])
+        for number in _absent({int(match[2]) for match in matches}, counts[0]):
+            path = f"{folder}/{stem}-{number:0{width}}-of-{matches[0][3]}.safetensors"
+            gaps.paths.append(path)
+            gaps.problems.append(IncompleteError(f"{path} is not there."))
+    return gaps

@@ -1,0 +1,146 @@
+"""Plans safetensors files: which tensor goes into which shard, at which byte, and the index JSON.
+
+Nothing is opened here. The bytes depend on the targets and the metadata alone: tensors are put
+into shards in the order of their names, and into a file by falling element size, then by name, as
+the format's own serializer does, so that every tensor is aligned to its element size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
+from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX, is_text
+
+_ALIGNMENT = 8
+_RESERVED = "__metadata__"
+
+
+def plan_files(
+    targets: Iterable[Target],
+    *,
+    max_shard_size: int,
+    metadata: Mapping[str, str],
+    basename: str = "model",
+) -> list[FilePlan]:
+    """The files that hold these tensors whole: one, or numbered shards with an index JSON.
+
+    A shard holds at most ``max_shard_size`` bytes of tensors, or one tensor that is larger.
+    ``metadata`` goes into the header of each file, beside ``format: pt``. Paths are relative to the
+    output folder.
+
+    Raises UnsupportedError, with all their names, for types that safetensors cannot hold, and
+    UsageError for two tensors of one name.
+    """
+    ordered = sorted(targets, key=lambda target: target.fqn)
+    _check_targets(ordered)
+    if max_shard_size < 1 or not basename or "/" in basename:
+        raise UsageError(f"Shards {basename!r} of at most {max_shard_size} bytes cannot be meant.")
+    shards = _split(ordered, max_shard_size)
+    count = len(shards)
+    if count == 1:
+        return [_plan_file(f"{basename}.safetensors", shards[0], metadata)]
+    names = [f"{basename}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    plans = [_plan_file(*named, metadata) for named in zip(names, shards, strict=True)]
+    return [*plans, _plan_index(f"{basename}.safetensors.index.json", names, shards)]
+
+
+def _nbytes(target: Target) -> int:
+    return target.entry.numel * target.dtype.itemsize
+
+
+def _check_targets(ordered: Sequence[Target]) -> None:
+    for first, second in pairwise(ordered):
+        if first.fqn == second.fqn:
+            raise UsageError(
+                f"{first.entry.fqn} and {second.entry.fqn} would both be written as {first.fqn}."
+            )
+    for target in ordered:
+        if target.fqn == _RESERVED or not is_text(target.fqn):
+            raise UnsupportedError(
+                f"A tensor cannot be named {target.fqn!r} in a safetensors file."
+            )
+    wrong = [target for target in ordered if target.dtype.safetensors is None]
+    if wrong:
+        shown = ", ".join(f"{target.fqn} ({target.dtype.name})" for target in wrong)
+        raise UnsupportedError(
+            f"safetensors cannot hold the element type of {len(wrong)} tensors: {shown}.",
+            hint="Leave them out with --exclude, or write another format with --format torch.",
+        )
+
+
+def _split(ordered: Sequence[Target], max_shard_size: int) -> list[list[Target]]:
+    """The tensors of each shard. There is always one, though it may be empty."""
+    shards: list[list[Target]] = [[]]
+    filled = 0
+    for target in ordered:
+        size = _nbytes(target)
+        if shards[-1] and filled + size > max_shard_size:
+            shards.append([])
+            filled = 0
+        shards[-1].append(target)
+        filled += size
+    return shards
+
+
+def _plan_file(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) -> FilePlan:
+    """One file: its header as bytes that are known, and a box to fill for each tensor."""
+    placed = sorted(shard, key=lambda target: (-target.dtype.bits, target.fqn))
+    described: dict[str, object] = {_RESERVED: {"format": "pt", **dict(sorted(metadata.items()))}}
+    starts: list[int] = []
+    end = 0
+    for target in placed:
+        starts.append(end)
+        end += _nbytes(target)
+        described[target.fqn] = {
+            "dtype": target.dtype.safetensors,
+            "shape": list(target.entry.shape),
+            "data_offsets": [starts[-1], end],
+        }
+    head = _head(path, described)
+    items = tuple(
+        _item(path, target, len(head) + start)
+        for target, start in zip(placed, starts, strict=True)
+        if target.entry.numel
+    )
+    return FilePlan(path, len(head) + end, ((0, head),), items)
+
+
+def _head(path: str, described: Mapping[str, object]) -> bytes:
+    """The length and the JSON, padded with spaces so that the data begins aligned."""
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER:
+        raise UsageError(
+            f"{path}: a header of {len(text):,} bytes, safetensors reads at most {MAX_HEADER:,}.",
+            hint="Spread the tensors over more files with a smaller --max-shard-size.",
+        )
+    return len(text).to_bytes(PREFIX, "little") + text
+
+
+def _item(path: str, target: Target, offset: int) -> WriteItem:
+    box = Box.whole(target.entry.shape)
+    return WriteItem(
+        fqn=target.fqn,
+        path=path,
+        offset=offset,
+        box=box,
+        source=target.entry.dtype,
+        target=target.dtype,
+        reads=Finder(target.entry).reads(box),
+    )
+
+
+def _plan_index(path: str, names: Sequence[str], shards: Sequence[Sequence[Target]]) -> FilePlan:
+    """The index JSON, as Hugging Face's loaders read it; total_size counts bytes of tensors."""
+    weight_map = {
+        target.fqn: name for name, shard in zip(names, shards, strict=True) for target in shard
+    }
+    total = sum(_nbytes(target) for shard in shards for target in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    data = json.dumps(index, ensure_ascii=False, indent=2, sort_keys=True).encode() + b"\n"
+    return FilePlan(path, len(data), ((0, data),), ())

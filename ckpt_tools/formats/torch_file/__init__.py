@@ -1,0 +1,1 @@
+"""One torch.save file."""

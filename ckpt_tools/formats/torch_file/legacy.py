@@ -1,0 +1,105 @@
+"""The stream that torch.save wrote before version 1.6, and still does when asked to.
+
+Five pickles follow one another: a magic number, a version, the machine's properties, the saved
+value, and the keys of its storages. Then comes each storage: its number of elements as a 64-bit
+integer, and its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO, NamedTuple
+
+from ckpt_tools.core.dtypes import dtype_named
+from ckpt_tools.core.index import ByteRange
+from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.pickle import load as pickles
+from ckpt_tools.formats.pickle.torch_stubs import StoredStorage
+from ckpt_tools.formats.zip.read import Record
+from ckpt_tools.storage import paths
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_VERSION = 1001
+_COUNT = 8
+
+
+class Stream(NamedTuple):
+    """The saved value, the byte range of its pickle, and where each storage lies, by key."""
+
+    value: object
+    pickle: ByteRange
+    records: Mapping[str, Record]
+
+
+def read_stream(path: str, *, length: int, options: ReadOptions) -> Stream:
+    """Read the pickles and the places of the storages of a file of ``length`` bytes.
+
+    Raises UnreadableError for a pickle that torch.save did not write and for a file that is cut,
+    UnsupportedError for big-endian bytes, and what `pickles.load_stream` raises.
+    """
+    with paths.stream(path) as file:
+        _check_head(file, path)
+        start = file.tell()
+        storages: dict[str, StoredStorage] = {}
+        value = pickles.load_stream(
+            file, where=path, allow=options.allow_globals, storages=storages
+        )
+        end = file.tell()
+        keys = pickles.load_stream(file, where=path)
+        if not isinstance(keys, list):
+            raise UnreadableError(f"{path} is damaged: its list of storages cannot be read.")
+        records = _records(file, keys, storages, path=path, length=length)
+    return Stream(value, ByteRange(path, start, end - start), records)
+
+
+def _check_head(file: BinaryIO, path: str) -> None:
+    """Check the magic number, the version and the byte order."""
+    if pickles.load_stream(file, where=path) != _MAGIC:
+        raise UnreadableError(
+            f"{path} is a plain pickle, not a file of torch.save.",
+            hint="Load it where it was made, and save its state dict with torch.save.",
+        )
+    version = pickles.load_stream(file, where=path)
+    if version != _VERSION:
+        raise UnreadableError(f"{path}: version {version!r} of the old format is not known.")
+    machine = pickles.load_stream(file, where=path)
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise UnsupportedError(
+            f"{path} was saved on a big-endian machine; its bytes are not swapped here.",
+            hint="Load it with torch.load and save it again on a little-endian machine.",
+        )
+
+
+def _records(
+    file: BinaryIO,
+    keys: Sequence[object],
+    storages: Mapping[str, StoredStorage],
+    *,
+    path: str,
+    length: int,
+) -> dict[str, Record]:
+    """Where each storage lies; the file must end with the last one."""
+    records: dict[str, Record] = {}
+    offset = file.tell()
+    for key in keys:
+        storage = storages.get(key) if isinstance(key, str) else None
+        if storage is None:
+            raise UnreadableError(f"{path} is damaged: no tensor has its storage {key!r:.40}.")
+        file.seek(offset)
+        count = int.from_bytes(file.read(_COUNT), "little")
+        itemsize = 1 if storage.dtype is None else dtype_named(storage.dtype).itemsize
+        offset += _COUNT
+        if offset + storage.numel * itemsize > length:
+            raise UnreadableError(
+                f"{path} is cut short: {length:,} bytes, its storages need "
+                f"{offset + storage.numel * itemsize:,} or more."
+            )
+        if count != storage.numel:
+            raise UnreadableError(
+                f"{path} is damaged: storage {key!r:.40} has {count:,} elements, "
+                f"not {storage.numel:,}."
+            )
+        records[storage.key] = Record(offset, storage.numel * itemsize, None)
+        offset += storage.numel * itemsize
+    return records

@@ -1,0 +1,122 @@
+"""One file that torch.save wrote: its nested value, and where the bytes of each tensor lie.
+
+The zip format and the stream that torch wrote before 1.6 look the same from here on. Whether the
+file is a whole checkpoint or one rank's part of one is for others to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.core.dtypes import dtype_named
+from ckpt_tools.core.geometry import row_major_strides
+from ckpt_tools.core.index import ByteRange
+from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.pickle import load as pickles
+from ckpt_tools.formats.pickle.torch_stubs import StoredStorage, StoredTensor
+from ckpt_tools.formats.torch_file import legacy as torch_legacy
+from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.formats.zip.read import Record
+from ckpt_tools.storage.reader import Files
+
+# Bytes of the head that tell what a file is.
+HEAD = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A torch.save file: ``value`` is what was saved, with records in place of tensors.
+
+    ``pickle`` is the byte range of the pickle; ``record_of`` finds the bytes of a storage.
+    """
+
+    path: str
+    length: int
+    value: object
+    pickle: ByteRange
+    record_of: Callable[[StoredStorage], Record]
+
+
+def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
+    """Read the headers of a torch.save file.
+
+    Raises UnreadableError for anything else and for a file that is cut, UnsafePickleError for a
+    pickle that asks for unknown globals, UnsupportedError for what torch can save and we refuse.
+    """
+    length = files.size(path)
+    kind = torch_zip.sniff(files.read(path, 0, min(HEAD, length)))
+    if kind == "pickle":
+        stream = torch_legacy.read_stream(path, length=length, options=options)
+        return SavedFile(
+            path,
+            length,
+            stream.value,
+            stream.pickle,
+            lambda storage: _record_of(storage, stream.records, path),
+        )
+    if kind == "tar":
+        raise UnsupportedError(
+            f"{path} is a tar archive; torch.save wrote those before version 0.2.",
+            hint="Load it with an older torch (torch.load) and save it again.",
+        )
+
+    def read(offset: int, size: int) -> bytes:
+        return files.read(path, offset, size)
+
+    archive = torch_zip.read_archive(read, offset=0, length=length, where=path)
+    torch_zip.require_little_endian(archive)
+    value = pickles.load_tensors(archive.read("data.pkl"), where=path, allow=options.allow_globals)
+    pickle = archive.record("data.pkl")
+    return SavedFile(
+        path,
+        length,
+        value,
+        ByteRange(path, pickle.offset, pickle.length),
+        lambda storage: archive.record(f"data/{storage.key}"),
+    )
+
+
+def _record_of(storage: StoredStorage, records: Mapping[str, Record], path: str) -> Record:
+    record = records.get(storage.key)
+    if record is None:
+        raise UnreadableError(f"{path} is cut short or damaged: it lacks storage {storage.key!r}.")
+    return record
+
+
+def byte_range_of(stored: StoredTensor, record: Record, path: str) -> ByteRange:
+    """The bytes from the first to the last element of a tensor, whose storage is ``record``.
+
+    Raises UnreadableError when the storage is shorter than it says.
+    """
+    itemsize = dtype_named(stored.dtype).itemsize
+    unit = itemsize if stored.storage.dtype is None else dtype_named(stored.storage.dtype).itemsize
+    nbytes = stored.storage.numel * (1 if stored.storage.dtype is None else unit)
+    if record.length != nbytes:
+        raise UnreadableError(
+            f"{path}: storage {stored.storage.key!r} has {record.length:,} bytes, "
+            f"its tensors were saved with {nbytes:,}."
+        )
+    start = stored.storage_offset * itemsize
+    end = stored.end * itemsize
+    if end > nbytes and 0 not in stored.shape:
+        raise UnreadableError(
+            f"{path}: a tensor of {list(stored.shape)} needs bytes {start:,} to {end:,} of "
+            f"storage {stored.storage.key!r}, which has {nbytes:,}."
+        )
+    if 0 in stored.shape:
+        return ByteRange(path, record.offset, 0)
+    return ByteRange(path, record.offset + start, end - start)
+
+
+def strides_of(stored: StoredTensor) -> tuple[int, ...] | None:
+    """The strides of a tensor, or None when its elements are packed row-major."""
+    if 0 in stored.shape:
+        return None
+    packed = row_major_strides(stored.shape)
+    same = all(
+        size == 1 or stride == step
+        for size, stride, step in zip(stored.shape, stored.strides, packed, strict=True)
+    )
+    return None if same else stored.strides

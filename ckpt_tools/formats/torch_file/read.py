@@ -1,0 +1,242 @@
+"""One torch.save file as a whole checkpoint: FSDP1's FULL_STATE_DICT, a Composer monolith, a
+Lightning .ckpt, or any other .pt, .pth and .bin file of a state dict.
+
+What is not a tensor has no bytes of its own in such a file: the byte range of an object is that of
+the whole pickle, and its value carries the truth.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.core import names
+from ckpt_tools.core.dtypes import dtype_named
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import (
+    CheckpointIndex,
+    Chunk,
+    FileEntry,
+    ObjectEntry,
+    Path,
+    Section,
+    TensorEntry,
+)
+from ckpt_tools.core.layout import Layout, Replicate
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
+from ckpt_tools.formats.pickle.state_dict import (
+    ObjectLeaf,
+    StateDict,
+    TensorLeaf,
+    flatten,
+)
+from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredTensor
+from ckpt_tools.formats.torch_file import dtensor_read as dtensors
+from ckpt_tools.formats.torch_file.open import (
+    HEAD,
+    SavedFile,
+    byte_range_of,
+    open_saved,
+    strides_of,
+)
+from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.storage import paths
+from ckpt_tools.storage.reader import Files
+
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
+# Many archives one after the other, each of a part of one tensor.
+_DCP_DATA = ".distcp"
+# The magic number that every older file begins with, as a pickle of protocol 2.
+_LEGACY_HEAD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_SHOWN = 5
+
+
+def matches(path: str) -> bool:
+    """Whether this is a file that torch.save wrote, or that its name says it should have."""
+    suffix = os.path.splitext(path)[1].lower()
+    if not paths.is_file(path) or suffix == _DCP_DATA:
+        return False
+    try:
+        head = paths.head(path, HEAD)
+    except OSError:
+        return suffix in _SUFFIXES  # reading it will say what is wrong
+    kind = torch_zip.sniff(head)
+    if head.startswith(_LEGACY_HEAD) or (kind == "zip" and b"data.pkl" in head):
+        return True
+    if suffix not in _SUFFIXES or kind == "safetensors":
+        return False
+    return kind != "unknown" or suffix != ".bin"
+
+
+def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
+    """The index of one torch.save file, from its headers alone.
+
+    Raises UnreadableError for a file that is cut or something else, UnsafePickleError for a pickle
+    with unknown globals, UnsupportedError for ShardedTensors and flat parameters. A file with one
+    rank's shards of DTensors is read, with problems that say what is not in it.
+    """
+    with Files() as files:
+        saved = open_saved(path, files, options=options)
+    state = flatten(saved.value, where=path)
+    sections = _sections(state)
+    placed = [_placed(leaf, saved) for leaf in state.tensors]
+    tensors = [
+        _tensor(leaf, where, saved, sections[leaf.path])
+        for leaf, where in zip(state.tensors, placed, strict=True)
+    ]
+    tensors.sort(key=lambda entry: entry.fqn)
+    return CheckpointIndex(
+        root=path,
+        format="torch",
+        tensors=tuple(tensors),
+        objects=tuple(_objects(state.objects, saved, sections)),
+        files=(FileEntry(path, saved.length),),
+        ties=tied(state.tensors),
+        notes=(*_zero_weights(tensors), *_overlaps(state.tensors)),
+        problems=tuple(_problems(state.tensors, placed, path)),
+    )
+
+
+def _sections(state: StateDict) -> dict[Path, Section]:
+    """The section of each entry, by its path."""
+    objects = frozenset(leaf.path for leaf in state.objects)
+    leaf_paths = [*(leaf.path for leaf in state.tensors), *(leaf.path for leaf in state.objects)]
+    classified = names.classify(leaf_paths, objects=objects)
+    return {path: section for path, (section, _) in zip(leaf_paths, classified, strict=True)}
+
+
+class _Place(NamedTuple):
+    """Where a tensor's elements belong; ``flaw`` says why that cannot be known."""
+
+    box: Box
+    layout: Layout | None = None
+    flaw: UnsupportedError | None = None
+
+
+def _placed(leaf: TensorLeaf, saved: SavedFile) -> _Place:
+    """The box of a tensor: all of it, unless it is one rank's part of a DTensor."""
+    stored = leaf.stored
+    if isinstance(stored, StoredTensor):
+        return _Place(Box.whole(stored.shape))
+    try:
+        layout = dtensors.layout_of(stored)
+        return _Place(dtensors.held_box(stored, layout), layout)
+    except UnsupportedError as error:
+        fqn = names.join(leaf.path)
+        flaw = UnsupportedError(
+            f"{saved.path}: {fqn}: {error.message}.", hint=error.hint, about=(fqn,)
+        )
+        return _Place(Box.whole(stored.local.shape), flaw=flaw)
+
+
+def _tensor(leaf: TensorLeaf, place: _Place, saved: SavedFile, section: Section) -> TensorEntry:
+    stored = leaf.stored
+    local = stored if isinstance(stored, StoredTensor) else stored.local
+    chunk = Chunk(
+        place.box,
+        byte_range_of(local, saved.record_of(local.storage), saved.path),
+        strides=strides_of(local),
+        codec=local.sign,
+        rank=None if isinstance(stored, StoredTensor) else stored.mesh.rank,
+    )
+    return TensorEntry(
+        fqn=names.join(leaf.path),
+        path=leaf.path,
+        section=section,
+        dtype=dtype_named(stored.dtype),
+        shape=stored.shape,
+        chunks=(chunk,),
+        layout=place.layout,
+    )
+
+
+def _objects(
+    leaves: Sequence[ObjectLeaf], saved: SavedFile, sections: dict[Path, Section]
+) -> list[ObjectEntry]:
+    entries = [
+        ObjectEntry(
+            fqn=names.join(leaf.path),
+            path=leaf.path,
+            section=sections[leaf.path],
+            data=saved.pickle,
+            value=leaf.value,
+            opened=leaf.type_name is None,
+            type_name=leaf.type_name,
+        )
+        for leaf in leaves
+    ]
+    return sorted(entries, key=lambda entry: entry.fqn)
+
+
+def _problems(
+    leaves: Sequence[TensorLeaf], places: Sequence[_Place], path: str
+) -> Iterator[CheckpointError]:
+    """What keeps the tensors of the file from being whole: shards of one rank, Partial."""
+    yield from (place.flaw for place in places if place.flaw is not None)
+    shards = [
+        (names.join(leaf.path), leaf.stored, place.layout)
+        for leaf, place in zip(leaves, places, strict=True)
+        if isinstance(leaf.stored, StoredDTensor)
+        and place.layout is not None
+        and not _is_whole(place.layout)
+    ]
+    if not shards:
+        return
+    fqn, stored, layout = shards[0]
+    at = stored.mesh.coordinate
+    who = f"rank {stored.mesh.rank}" if stored.mesh.rank is not None else f"the rank at {at}"
+    yield IncompleteError(
+        f"{path} holds the shards of {who} of a mesh {layout.mesh}, not whole tensors: "
+        f"{len(shards)} of {len(leaves)} tensors, {fqn} among them. "
+        f"The files of the other {layout.mesh.size - 1} ranks are needed.",
+        hint="Give the folder of all ranks' files, or a quoted glob of them.",
+        about=tuple(name for name, _, _ in shards),
+    )
+
+
+def _is_whole(layout: Layout) -> bool:
+    """Whether each rank holds all of the tensor."""
+    return all(
+        size == 1 or isinstance(placement, Replicate)
+        for size, placement in zip(layout.mesh.shape, layout.placements, strict=True)
+    )
+
+
+def _zero_weights(tensors: Sequence[TensorEntry]) -> Iterator[str]:
+    """A note when weights have lost their elements: one rank's save of an FSDP1 model.
+
+    Outside of its FSDP unit's forward, a parameter of an FSDP1 model is flat and may be empty.
+    """
+    empty = [
+        entry.fqn
+        for entry in tensors
+        if entry.section == "model" and entry.shape == (0,) and entry.dtype.kind == "float"
+    ]
+    if not empty:
+        return
+    flat = [
+        f"{entry.fqn} {list(entry.shape)}"
+        for entry in tensors
+        if entry.section == "model" and len(entry.shape) == 1 and "emb" in entry.fqn.lower()
+    ]
+    also = f" {_some(flat)} flattened, too." if flat else ""
+    yield (
+        f"Broken save: {len(empty)} weights have no elements: {_some(empty)}.{also} "
+        "Such a file comes from saving an FSDP1 model's state on one rank without gathering it."
+    )
+
+
+def _overlaps(leaves: Sequence[TensorLeaf]) -> Iterator[str]:
+    pairs = overlapping(leaves)
+    if pairs:
+        shown = _some([f"{one} and {other}" for one, other in pairs])
+        yield f"Views that share elements of one storage: {shown}."
+
+
+def _some(items: Sequence[str]) -> str:
+    """The first few of them, and how many more there are."""
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more

@@ -1,0 +1,1 @@
+"""Where bytes are: local paths and addresses of stores."""

@@ -1,0 +1,150 @@
+"""Where files are: the questions that readers ask of paths, for local ones and for addresses.
+
+The one seam between formats and what holds their files. It knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import filter as filter_names
+from glob import glob as local_glob
+from typing import BinaryIO
+
+from ckpt_tools.storage import fsspec_store
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+def is_address(path: str) -> bool:
+    """Whether this is an address such as ``s3://bucket/run7``, and no local path."""
+    return _ADDRESS.match(path) is not None
+
+
+def listdir(path: str) -> list[str]:
+    """The names in a folder. Raises OSError."""
+    if is_address(path):
+        return [entry.name for entry in fsspec_store.listing(path)]
+    return os.listdir(path)
+
+
+def file_sizes(path: str) -> dict[str, int]:
+    """The files right in a folder, and the bytes of each. Raises OSError."""
+    if is_address(path):
+        return {entry.name: entry.size for entry in fsspec_store.listing(path) if not entry.is_dir}
+    with os.scandir(path) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+
+def is_dir(path: str) -> bool:
+    """Whether this is a folder."""
+    if is_address(path):
+        found = _facts(path)
+        return found is not None and found.is_dir
+    return os.path.isdir(path)
+
+
+def is_file(path: str) -> bool:
+    """Whether this is a file."""
+    if is_address(path):
+        found = _facts(path)
+        return found is not None and not found.is_dir
+    return os.path.isfile(path)
+
+
+def exists(path: str) -> bool:
+    """Whether something is there; a link counts even when it leads nowhere."""
+    if is_address(path):
+        return _facts(path) is not None
+    return os.path.lexists(path)
+
+
+def size(path: str) -> int:
+    """Bytes of a file. Raises OSError."""
+    return fsspec_store.facts(path).size if is_address(path) else os.path.getsize(path)
+
+
+def _facts(address: str) -> fsspec_store.Facts | None:
+    """What a store says, or None for what is not there. Raises other faults as OSError."""
+    try:
+        return fsspec_store.facts(address)
+    except FileNotFoundError:
+        return None
+
+
+def head(path: str, length: int) -> bytes:
+    """The first bytes of a file, fewer when it is shorter. Raises OSError."""
+    if is_address(path):
+        return fsspec_store.read(path, 0, min(length, fsspec_store.facts(path).size))
+    with open(path, "rb") as file:
+        return file.read(length)
+
+
+def stream(path: str) -> BinaryIO:
+    """The file, to be read from front to back. Raises OSError."""
+    return fsspec_store.stream(path) if is_address(path) else open(path, "rb")
+
+
+def glob(pattern: str) -> list[str]:
+    """The paths that a pattern chooses, sorted; at an address its last part alone may be one."""
+    if not is_address(pattern):
+        return sorted(local_glob(pattern))
+    folder, name = os.path.split(pattern)
+    try:
+        return sorted(os.path.join(folder, found) for found in filter_names(listdir(folder), name))
+    except FileNotFoundError:
+        return []
+
+
+def absolute(path: str) -> str:
+    """The same path, from the root on; an address is that already."""
+    return path.rstrip("/") if is_address(path) else os.path.abspath(path)
+
+
+def normal(path: str) -> str:
+    """The same path without doubled or trailing slashes."""
+    return path.rstrip("/") if is_address(path) else os.path.normpath(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A path with the few questions of `pathlib.Path` that readers ask, for addresses, too."""
+
+    path: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", normal(self.path))
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __truediv__(self, name: str) -> Place:
+        return Place(os.path.join(self.path, name))
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return os.path.basename(self.path)
+
+    @property
+    def parent(self) -> Place:
+        """The folder that it is in."""
+        return Place(os.path.dirname(self.path) or ".")
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder."""
+        return is_dir(self.path)
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        return is_file(self.path)
+
+    def exists(self) -> bool:
+        """Whether something is there."""
+        return is_dir(self.path) or is_file(self.path)
+
+    def iterdir(self) -> Iterator[Place]:
+        """What is in the folder. Raises OSError."""
+        return (self / name for name in listdir(self.path))

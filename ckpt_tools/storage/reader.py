@@ -1,0 +1,216 @@
+"""Files by ranges: sizes and positioned reads, with few files open at a time.
+
+It knows nothing of what the bytes mean. A path is a string, and `Files` is safe to share between
+threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import TracebackType
+
+from ckpt_tools.errors import IncompleteError, UnreadableError
+from ckpt_tools.storage import fsspec_store, paths
+
+_MAX_OPEN = 128
+_BLOCK = 1 << 20
+
+Unpack = Callable[[Iterator[bytes], Callable[[bytes], object], str], None]
+
+
+class _Handle:
+    """An open descriptor and how many readers are using it now."""
+
+    __slots__ = ("fd", "users")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.users = 0
+
+
+class Files:
+    """Open files, read by ranges; the least recently used is closed when too many are open."""
+
+    def __init__(self, *, max_open: int = _MAX_OPEN) -> None:
+        self._open: OrderedDict[str, _Handle] = OrderedDict()
+        self._lock = threading.Lock()
+        self._max_open = max_open
+        self._spill_lock = threading.Lock()
+        self._spilled: dict[tuple[tuple[str, int, int], Unpack], tuple[str, int, int]] = {}
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file; the object can be used again afterwards."""
+        with self._lock:
+            for handle in self._open.values():
+                os.close(handle.fd)
+            self._open.clear()
+
+    @contextmanager
+    def descriptor(self, path: str) -> Iterator[int]:
+        """A descriptor of this file, open for reading for as long as the block lasts.
+
+        What the system refuses inside of the block is raised as UnreadableError of this file.
+        """
+        with self._lock:
+            handle = self._open.get(path)
+            if handle is None:
+                handle = self._open[path] = _Handle(_open_file(path))
+            self._open.move_to_end(path)
+            handle.users += 1
+            self._evict()
+        try:
+            yield handle.fd
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        finally:
+            with self._lock:
+                handle.users -= 1
+
+    def _evict(self) -> None:
+        """Close idle files, oldest first, until few enough are open. The lock is held."""
+        if len(self._open) <= self._max_open:
+            return
+        idle = [path for path, handle in self._open.items() if handle.users == 0]
+        for path in idle[: len(self._open) - self._max_open]:
+            os.close(self._open.pop(path).fd)
+
+    def spill(self, item: tuple[str, int, int], unpack: Unpack) -> tuple[str, int, int]:
+        """Unpack a byte range (path, offset, length) into a temporary file, once; gives its range.
+
+        ``unpack(blocks, write, where)`` is handed the blocks of the range in order. The file goes
+        when the process ends: a plan that names it outlives the object that it was made with.
+        """
+        with self._spill_lock:
+            if (item, unpack) not in self._spilled:
+                self._spilled[item, unpack] = self._spill(item, unpack)
+            return self._spilled[item, unpack]
+
+    def _spill(self, item: tuple[str, int, int], unpack: Unpack) -> tuple[str, int, int]:
+        path, offset, length = item
+        blocks = (
+            self.read(path, start, min(_BLOCK, offset + length - start))
+            for start in range(offset, offset + length, _BLOCK)
+        )
+        from tempfile import NamedTemporaryFile  # late: few unpack, and it loads much
+
+        with NamedTemporaryFile(dir=temporary_folder(), delete=False) as file:
+            unpack(blocks, file.write, path)
+            return file.name, 0, file.tell()
+
+    def size(self, path: str) -> int:
+        """Length of the file in bytes. Raises IncompleteError when it is not there."""
+        if paths.is_address(path):
+            return self._remote_size(path)
+        with self.descriptor(path) as fd:
+            return os.fstat(fd).st_size
+
+    def _remote_size(self, address: str) -> int:
+        try:
+            return fsspec_store.facts(address).size
+        except FileNotFoundError as error:
+            raise IncompleteError(f"{address} is not there.") from error
+        except OSError as error:
+            raise _unreadable(address, error) from error
+
+    def _fetch(self, address: str, offset: int, length: int) -> bytes:
+        """These bytes of an object in a store, in one request."""
+        try:
+            data = fsspec_store.read(address, offset, length)
+        except FileNotFoundError as error:
+            raise IncompleteError(f"{address} is not there.") from error
+        except OSError as error:
+            raise _unreadable(address, error) from error
+        if len(data) > length:
+            raise UnreadableError(
+                f"{address}: its server was asked for {length:,} bytes and sent {len(data):,}.",
+                hint="It does not know ranges. Download the file, and read it from the disk.",
+            )
+        if len(data) < length:
+            raise _too_short(address, found=offset + len(data), needed=offset + length)
+        return data
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """These bytes of the file.
+
+        Raises UnreadableError when the file ends before them.
+        """
+        if paths.is_address(path):
+            return self._fetch(path, offset, length)
+        with self.descriptor(path) as fd:
+            data = os.pread(fd, length, offset)
+            while len(data) < length:
+                more = os.pread(fd, length - len(data), offset + len(data))
+                if not more:
+                    raise _too_short(path, found=offset + len(data), needed=offset + length)
+                data += more
+        return data
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a byte buffer from this place of the file on.
+
+        Raises UnreadableError when the file ends before the buffer is full.
+        """
+        if paths.is_address(path):
+            buffer[:] = self._fetch(path, offset, len(buffer))
+            return
+        with self.descriptor(path) as fd:
+            done = 0
+            while done < len(buffer):
+                count = os.preadv(fd, [buffer[done:]], offset + done)
+                if count == 0:
+                    raise _too_short(path, found=offset + done, needed=offset + len(buffer))
+                done += count
+
+
+@cache
+def temporary_folder() -> str:
+    """A folder for temporary files that is removed when this process ends, and by no other one."""
+    from shutil import rmtree
+    from tempfile import mkdtemp
+
+    folder = mkdtemp(prefix="ckpt-tools-")
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+def _open_file(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise IncompleteError(f"{path} is not there.") from error
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be opened: {error.strerror}.") from error
+
+
+def _unreadable(path: str, error: OSError) -> UnreadableError:
+    return UnreadableError(f"{path} cannot be read: {error.strerror or error}.")
+
+
+def _too_short(path: str, *, found: int, needed: int) -> UnreadableError:
+    return UnreadableError(
+        f"{path} is cut short: {found:,} bytes, the index needs {needed:,}.",
+        hint="It may still be copying, or the disk was full; compare its size with the original's.",
+    )

@@ -1,0 +1,83 @@
+"""Outputs in a store: made whole on this machine first, then sent file by file.
+
+A store has no rename, so what tells that a checkpoint is there (`.metadata`, an index) is sent
+last: until then its readers find nothing whole. It knows nothing else of formats.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from shutil import rmtree
+from tempfile import mkdtemp
+
+from ckpt_tools.errors import OutputExistsError, UsageError, WriteError
+from ckpt_tools.storage import fsspec_store, paths
+
+_LAST = (".metadata", ".index.json")
+
+
+@contextmanager
+def staged(out: str, *, force: bool, resume: bool) -> Iterator[str]:
+    """A path on this machine to write to; what is there when the block ends is sent to ``out``.
+
+    It lies in the folder for temporary files, which needs room for all of it. Raises what
+    `refuse_existing` raises, UsageError with ``resume``, and WriteError when the store refuses or
+    has not kept every byte.
+    """
+    if resume:
+        raise UsageError(
+            f"--resume goes on with what lies on a file system; {out} is an address.",
+            hint="Write to a folder of this machine, and copy it with the store's own tool.",
+        )
+    refuse_existing(out, force=force)
+    folder = mkdtemp(prefix="ckpt-tools-")
+    try:
+        here = os.path.join(folder, os.path.basename(paths.normal(out)))
+        yield here
+        _send(here, paths.normal(out))
+    finally:
+        rmtree(folder, ignore_errors=True)
+
+
+def refuse_existing(out: str, *, force: bool) -> None:
+    """Raise OutputExistsError when something is at the address.
+
+    Nothing is replaced there, not even with ``force``: old shards between new ones would be taken
+    for parts of the checkpoint.
+    """
+    try:
+        is_taken = paths.exists(out)
+    except OSError as error:
+        raise WriteError(f"{out} cannot be looked at: {error.strerror or error}.") from error
+    if is_taken:
+        hint = "Name another output, or remove it with the store's own tool."
+        more = "; --force replaces nothing in a store" if force else ""
+        raise OutputExistsError(f"{out} is there already{more}.", hint=hint)
+
+
+def _send(here: str, out: str) -> None:
+    """Send a file, or all of a folder: what makes a checkpoint of them last. Raises WriteError."""
+    for path in sorted(_files(here), key=_order):
+        inside = os.path.relpath(path, here)
+        address = out if path == here else f"{out}/{inside}"
+        try:
+            fsspec_store.put(path, address)
+            kept = fsspec_store.facts(address).size
+        except OSError as error:
+            raise WriteError(f"{address} cannot be sent: {error.strerror or error}.") from error
+        if kept != os.path.getsize(path):
+            raise WriteError(
+                f"{address} has {kept:,} bytes, and {os.path.getsize(path):,} were sent."
+            )
+
+
+def _files(here: str) -> list[str]:
+    if os.path.isfile(here):
+        return [here]
+    return [os.path.join(parent, name) for parent, _, names in os.walk(here) for name in names]
+
+
+def _order(path: str) -> tuple[bool, str]:
+    return path.endswith(_LAST), path

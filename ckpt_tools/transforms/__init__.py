@@ -1,0 +1,1 @@
+"""Turns entries into other entries: names, types, optimizers, frameworks."""

@@ -1,0 +1,86 @@
+"""Steps between what a checkpoint holds and what is written: each turns entries into other entries.
+
+A step renames, cuts, joins or leaves out entries, as boxes over byte ranges; what it cannot express
+so, it leaves as work to do before the files are written. This room knows what a step is, none of
+them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.errors import UsageError
+from ckpt_tools.storage.reader import Files
+
+
+class Made(NamedTuple):
+    """An entry to write, and the names in the source that its elements come from."""
+
+    entry: TensorEntry
+    origins: tuple[str, ...]
+
+
+class Work(Protocol):
+    """What must be done once before tensors are read: it makes the file ``path``, which their
+    chunks point at.
+    """
+
+    @property
+    def path(self) -> str: ...  # noqa: D102 (said above)
+
+    def __call__(self, files: Files) -> None: ...  # noqa: D102
+
+
+class Outcome(NamedTuple):
+    """What a step gives.
+
+    ``notes`` are for a person, ``files`` go into the output beside the tensors, ``works`` make
+    bytes that the entries' chunks point at.
+    """
+
+    made: tuple[Made, ...]
+    notes: tuple[str, ...] = ()
+    files: tuple[FilePlan, ...] = ()
+    works: tuple[Work, ...] = ()
+
+
+Step = Callable[[tuple[Made, ...], Files], Outcome]
+
+
+def carry_out(steps: Sequence[Step], made: tuple[Made, ...], files: Files) -> Outcome:
+    """One step after the other; what they say and leave to do is gathered.
+
+    Raises UsageError when two entries end with one name.
+    """
+    outcome = Outcome(made)
+    for step in steps:
+        one = step(outcome.made, files)
+        refuse_collisions(one.made)
+        outcome = Outcome(
+            one.made,
+            (*outcome.notes, *one.notes),
+            (*outcome.files, *one.files),
+            (*outcome.works, *one.works),
+        )
+    return outcome
+
+
+def refuse_collisions(made: Sequence[Made]) -> None:
+    """Raise UsageError, with where they came from, when two entries have one name."""
+    first: dict[str, Made] = {}
+    for one in made:
+        other = first.setdefault(one.entry.fqn, one)
+        if other is not one:
+            raise UsageError(
+                f"{_some(other.origins)} and {_some(one.origins)} would both be called "
+                f"{one.entry.fqn}.",
+                hint="Change the renaming, or leave one out with --exclude.",
+            )
+
+
+def _some(origins: tuple[str, ...]) -> str:
+    more = f" (and {len(origins) - 1} more)" if len(origins) > 1 else ""
+    return f"{origins[0]}{more}" if origins else "a new tensor"

@@ -1,0 +1,267 @@
+"""A folder that Hugging Face's loaders take: what lies beside the weights, and which weights.
+
+The asset folder (config, tokenizer, chat template; a downloaded base model will do) says which
+model it is. What that model needs is asked of `architecture`; here it is compared with what there
+is, and tied tensors are written once where their bytes prove that they are one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+
+from ckpt_tools.copying.read import read_box
+from ckpt_tools.core.dtypes import BY_NAME, DType, parse_dtype
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, ObjectEntry, TensorEntry
+from ckpt_tools.core.plan import (
+    FilePlan,
+    Finder,
+    WriteItem,
+    object_entry_as_tensor,
+)
+from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms import hf_architecture
+from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.hf_architecture import Needed
+
+CONFIG = "config.json"
+_ASSETS = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "additional_chat_templates/*",
+)
+# The model's own code, which loaders run only when they are told to trust it.
+_CODE = ("configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py")
+_NEVER = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.gguf", "*.distcp")
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """An asset folder: where it is, what its config says, which of its files are copied."""
+
+    folder: str
+    config: Mapping[str, object] = field(repr=False)
+    files: tuple[str, ...] = field(repr=False)
+
+
+def read_assets(folder: str) -> Assets:
+    """The assets in a folder.
+
+    Raises UsageError when it has no config.json, or one that cannot be read.
+    """
+    config = read_config(folder)
+    if config is None:
+        raise UsageError(
+            f"{folder} has no {CONFIG}.",
+            hint="--hf-assets takes the folder of a model on the hub, with or without its weights.",
+        )
+    wanted = _ASSETS + (_CODE if "auto_map" in config else ())
+    names = [
+        os.path.relpath(os.path.join(parent, name), folder)
+        for parent, _, found in os.walk(folder)
+        for name in found
+    ]
+    chosen = [name for name in sorted(names) if _is_asset(name, wanted)]
+    return Assets(folder, config, tuple(chosen))
+
+
+def read_config(folder: str) -> Mapping[str, object] | None:
+    """The config.json of a folder, or None when it has none. Raises UsageError for a broken one."""
+    path = os.path.join(folder, CONFIG)
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} holds no JSON object.")
+    return config
+
+
+def values_of(config: Mapping[str, object]) -> dict[str, int]:
+    """The sizes that a config names, e.g. ``hidden_size``, in elements.
+
+    ``head_dim`` and ``num_key_value_heads`` follow from others where a config leaves them out.
+    """
+    text = config.get("text_config")
+    both = {**config, **text} if isinstance(text, dict) else config
+    values = {
+        key: value
+        for key, value in both.items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    }
+    heads, hidden = values.get("num_attention_heads", 0), values.get("hidden_size", 0)
+    if heads and "num_key_value_heads" not in values:
+        values["num_key_value_heads"] = heads
+    if heads and hidden % heads == 0 and "head_dim" not in values:
+        values["head_dim"] = hidden // heads
+    return values
+
+
+def _is_asset(name: str, wanted: Sequence[str]) -> bool:
+    unwanted = any(fnmatch(name, glob) for glob in _NEVER)
+    return not unwanted and any(
+        fnmatch(name, glob) and name.count("/") == glob.count("/") for glob in wanted
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AssetsStep:
+    """Puts the assets beside the weights, once these are what the config's model needs.
+
+    ``dtype`` is the type that floating tensors will be written in, None for their own.
+    """
+
+    assets: Assets
+    allow_mismatch: bool = False
+    dtype: DType | None = None
+
+    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:
+        """Compare names and shapes, write tied tensors once, add the files.
+
+        Raises AnswerNo, with lists, when anything is missing, unexpected or misshapen.
+        """
+        needed = hf_architecture.needed_by(self.assets.folder, self.assets.config)
+        if needed is None and not self.allow_mismatch:
+            raise UsageError(
+                f"Nothing says which tensors the model of {self.assets.folder} needs.",
+                hint="Install transformers, or put the model's safetensors index there; "
+                "--allow-mismatch goes on without.",
+            )
+        ties = dict(needed.ties) if needed else hf_architecture.usual_ties(self.assets.config)
+        left, notes = _untied(made, ties, files)
+        if needed is not None:
+            notes.append(self._compared(left, needed, ties))
+        notes += _type_notes(left, self.assets.config, self.dtype)
+        plans = tuple(_copied(self.assets.folder, name) for name in self.assets.files)
+        notes.append(
+            f"Copies {len(plans)} files beside the weights: {', '.join(self.assets.files)}."
+        )
+        return Outcome(left, tuple(notes), plans)
+
+    def _compared(self, made: tuple[Made, ...], needed: Needed, ties: Mapping[str, str]) -> str:
+        """One line on the comparison. Raises AnswerNo."""
+        shapes = {one.entry.fqn: one.entry.shape for one in made}
+        faults = _faults(shapes, needed, ties)
+        if not faults:
+            return f"Names and shapes are what the model needs, told by {needed.told_by}."
+        text = f"The tensors are not what {needed.told_by} needs:\n" + "\n".join(faults)
+        if not self.allow_mismatch:
+            raise AnswerNo(
+                text,
+                hint="--map or --rename give other names, --exclude leaves tensors out; "
+                "--allow-mismatch writes the folder all the same.",
+            )
+        return text
+
+
+def _faults(
+    shapes: Mapping[str, tuple[int, ...]], needed: Needed, ties: Mapping[str, str]
+) -> list[str]:
+    """What is missing, unexpected and misshapen, a line for each kind."""
+    best = min(needed.choices, key=lambda choice: len(choice.keys() ^ shapes.keys()))
+    missing = sorted(n for n in best.keys() - shapes.keys() if ties.get(n) not in shapes)
+    unexpected = sorted(shapes.keys() - best.keys())
+    wrong = [
+        f"{name} {list(shapes[name])}, not {list(wanted)}"
+        for name, wanted in sorted(best.items())
+        if name in shapes and wanted is not None and shapes[name] != wanted
+    ]
+    kinds = {"missing": missing, "unexpected": unexpected, "misshapen": wrong}
+    return [f"{len(some)} {kind}: {_some(some)}" for kind, some in kinds.items() if some]
+
+
+def _untied(
+    made: tuple[Made, ...], ties: Mapping[str, str], files: Files
+) -> tuple[tuple[Made, ...], list[str]]:
+    """The entries without those that are proven copies of the tensor that they are tied to."""
+    entries = {one.entry.fqn: one.entry for one in made}
+    notes: list[str] = []
+    copies: set[str] = set()
+    for name, source in sorted(ties.items()):
+        if name not in entries or source not in entries:
+            continue
+        if same_bytes(entries[name], entries[source], files):
+            copies.add(name)
+            notes.append(f"{name} is tied to {source}, and equal to the bit: written once.")
+        else:
+            notes.append(
+                f"The config ties {name} to {source}, but their values differ: both are written, "
+                "and a loader that ties them loses one."
+            )
+    return tuple(one for one in made if one.entry.fqn not in copies), notes
+
+
+def same_bytes(one: TensorEntry, other: TensorEntry, files: Files) -> bool:
+    """Whether two located tensors hold the same bytes in the same shape and type.
+
+    Reads both, slab by slab, unless they are the same bytes of the same files.
+    """
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if tuple(one.chunks) == tuple(other.chunks):
+        return True
+    whole = Box.whole(one.shape)
+    pieces = zip(
+        read_box(one, whole, files=files), read_box(other, whole, files=files), strict=True
+    )
+    return all(first == second for first, second in pieces)
+
+
+def _type_notes(
+    made: Sequence[Made], config: Mapping[str, object], dtype: DType | None
+) -> list[str]:
+    """A warning when the config names another type than most elements will have."""
+    said = config.get("dtype", config.get("torch_dtype"))
+    told = parse_dtype(said) if isinstance(said, str) else None
+    counts: dict[DType, int] = {}
+    for one in made:
+        if one.entry.dtype.kind == "float":
+            kept = one.entry.dtype if dtype is None or one.entry.dtype.bits == 8 else dtype
+            counts[kept] = counts.get(kept, 0) + one.entry.numel
+    most = max(counts, key=lambda kind: counts[kind], default=None)
+    if told is None or most is None or told == most:
+        return []
+    note = f"{CONFIG} says {told.name}, and the tensors are {most.name}: loaders that follow the "
+    return [f"{note}config cast them. --dtype {told.name} writes what it says."]
+
+
+def _copied(folder: str, name: str) -> FilePlan:
+    """A plan that copies one file of the folder byte for byte."""
+    path = os.path.join(folder, name)
+    length = os.path.getsize(path)
+    if not length:
+        return FilePlan(name, 0, (), ())
+    data = ByteRange(path, 0, length)
+    entry = object_entry_as_tensor(ObjectEntry(name, (name,), "other", data))
+    box = Box.whole(entry.shape)
+    byte = BY_NAME["uint8"]
+    return FilePlan(
+        name, length, (), (WriteItem(name, name, 0, box, byte, byte, Finder(entry).reads(box)),)
+    )
+
+
+def _some(words: Sequence[str]) -> str:
+    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+    return ", ".join(words[:_SHOWN]) + more

@@ -1,0 +1,13 @@
+"""LoRA weights in a training checkpoint: to a PEFT adapter folder, or into the base weights.
+
+`parts` sorts a checkpoint's entries, `config` is what the adapter's configuration says, `adapter`
+makes the folder, `merge` the merged weights.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.transforms.lora.adapter import AdapterStep
+from ckpt_tools.transforms.lora.config import LoraConfig, read_config
+from ckpt_tools.transforms.lora.merge import MergeStep
+
+__all__ = ["AdapterStep", "LoraConfig", "MergeStep", "read_config"]

@@ -1,0 +1,50 @@
+"""Makes the folder that PEFT loads an adapter from: its tensors, renamed, and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks, content_of
+from ckpt_tools.transforms.lora.parts import PREFIX, Parts, parts_of
+
+_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStep:
+    """Keeps the tensors of one adapter, under the names that PEFT's own folders have."""
+
+    config: LoraConfig
+    adapter: str | None = None
+
+    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+        """Choose and rename. Raises what `parts_of` and `check_ranks` raise."""
+        parts = parts_of(made, self.adapter)
+        check_ranks(self.config, parts)
+        out = tuple(_renamed(parts))
+        ranks = sorted({one.rank for one in parts.factors})
+        data = content_of(self.config, parts)
+        who = f"Adapter {parts.adapter or '(without a name)'}"
+        what = f"{len(parts.factors)} modules of rank {', '.join(map(str, ranks))}"
+        notes = [f"{who}: {what}, alpha {self.config.alpha:g}."]
+        if parts.saved:
+            notes.append(f"With {len(parts.saved)} tensors of modules that were trained whole.")
+        notes.append(f"Left out {len(made) - len(out)} other tensors: those of the base model.")
+        return Outcome(out, tuple(notes), (FilePlan(_CONFIG, len(data), ((0, data),), ()),))
+
+
+def _renamed(parts: Parts) -> Iterator[Made]:
+    for one in parts.factors:
+        for side, made in (("A", one.a), ("B", one.b)):
+            kind = f"lora_embedding_{side}" if one.embedding else f"lora_{side}.weight"
+            yield _named(f"{PREFIX}{one.module}.{kind}", made)
+    for name, made in parts.saved.items():
+        yield _named(f"{PREFIX}{name}", made)
+
+
+def _named(fqn: str, made: Made) -> Made:
+    return made._replace(entry=replace(made.entry, fqn=fqn, path=(fqn,)))

@@ -1,0 +1,144 @@
+"""What an adapter's configuration says: alpha above all, which no tensor tells.
+
+It is read from PEFT's adapter_config.json, or any JSON object with `lora_alpha` (verl's
+lora_train_meta.json); the rank is always the tensors' own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+
+from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.transforms.lora.parts import Parts
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Alpha for all modules, exceptions by module pattern, and how alpha becomes a factor.
+
+    ``said`` is the file's own content, None when only alpha was given.
+    """
+
+    alpha: float
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    rslora: bool = False
+    transposed: bool = False
+    said: Mapping[str, object] | None = field(default=None, repr=False)
+
+    def scale(self, module: str, rank: int) -> float:
+        """The factor of B·A for this module: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        found = _matching(module, list(self.alphas))
+        alpha = self.alpha if found is None else self.alphas[found]
+        return alpha / (sqrt(rank) if self.rslora else rank)
+
+
+def read_config(path: str) -> LoraConfig:
+    """The configuration in a JSON file.
+
+    Raises UsageError when it cannot be read or has no alpha, UnsupportedError for another method
+    than plain LoRA.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            said = json.load(file)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(said, dict) or not _is_number(said.get("lora_alpha")):
+        raise UsageError(f"{path} has no number `lora_alpha`.")
+    odd = [key for key in ("use_dora", "lora_bias", "use_qalora", "use_bdlora") if said.get(key)]
+    if odd or said.get("peft_type", "LORA") != "LORA" or said.get("bias", "none") != "none":
+        raise UnsupportedError(
+            f"{path} is of no plain LoRA: {', '.join(odd) or 'another peft_type, or bias'}."
+        )
+    patterns = said.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or not all(map(_is_number, patterns.values())):
+        raise UsageError(f"{path}: `alpha_pattern` is no object of numbers.")
+    return LoraConfig(
+        alpha=said["lora_alpha"],
+        alphas=patterns,
+        rslora=said.get("use_rslora") is True,
+        transposed=said.get("fan_in_fan_out") is True,
+        said=said,
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _matching(module: str, patterns: Sequence[str]) -> str | None:
+    """The first pattern for a module, as PEFT looks for it: at the end, from a dot on."""
+    for text in patterns:
+        try:
+            if re.fullmatch(rf"(.*\.)?({text})", module):
+                return text
+        except re.error as error:
+            raise UsageError(f"The pattern {text!r} cannot be read: {error}.") from error
+    return None
+
+
+def check_ranks(config: LoraConfig, parts: Parts) -> None:
+    """Raise UsageError when the configuration says other ranks than the tensors have."""
+    said = config.said or {}
+    usual, patterns = said.get("r"), said.get("rank_pattern") or {}
+    if usual is None or not isinstance(patterns, dict):
+        return
+    for one in parts.factors:
+        found = _matching(one.module, list(patterns))
+        wanted = usual if found is None else patterns[found]
+        if wanted != one.rank:
+            raise UsageError(
+                f"{one.module}: the configuration says rank {wanted}, its tensors have {one.rank}.",
+                hint="It is of another adapter; give the one that this job was trained with.",
+            )
+
+
+def content_of(config: LoraConfig, parts: Parts) -> bytes:
+    """The adapter_config.json to write: the given one, or one with only what is known."""
+    said = dict(config.said or {})
+    if "peft_type" not in said:
+        said = _made(config, parts)
+    return json.dumps(said, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _made(config: LoraConfig, parts: Parts) -> dict[str, object]:
+    ranks = {one.module: one.rank for one in parts.factors}
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    said = config.said or {}
+    return {
+        "peft_type": "LORA",
+        "task_type": said.get("task_type"),
+        "base_model_name_or_path": said.get("base_model_name_or_path"),
+        "r": usual,
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+        "target_modules": _targets(parts),
+        "modules_to_save": _saved(parts) or None,
+        "rank_pattern": {
+            f"^{re.escape(module)}": rank for module, rank in ranks.items() if rank != usual
+        },
+        "alpha_pattern": dict(config.alphas),
+        "use_rslora": config.rslora,
+        "use_dora": False,
+        "fan_in_fan_out": config.transposed,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+
+
+def _targets(parts: Parts) -> list[str]:
+    """The last parts of the adapted modules' names, where they mean these modules and no other."""
+    adapted = {one.module for one in parts.factors}
+    last = {module.rpartition(".")[2] for module in adapted}
+    modules = {name.rpartition(".")[0] for name in parts.base}
+    others = {module for module in modules - adapted if module.rpartition(".")[2] in last}
+    return sorted(adapted if others or not modules else last)
+
+
+def _saved(parts: Parts) -> list[str]:
+    return sorted({name.rpartition(".")[0].rpartition(".")[2] for name in parts.saved})

@@ -1,0 +1,186 @@
+"""Merges LoRA factors into base weights: W + scale · B·A in float32, then cast, slab by slab.
+
+The merged tensors go to temporary files, which the output is then copied from; only a slab of rows
+and the smaller factor are in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING
+
+from ckpt_tools.copying.read import read_array
+from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
+from ckpt_tools.errors import IncompleteError, UnsupportedError, WriteError
+from ckpt_tools.storage.reader import Files, temporary_folder
+from ckpt_tools.transforms import dtypes as casts
+from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks
+from ckpt_tools.transforms.lora.parts import Factors, Parts, parts_of
+from ckpt_tools.transforms.maps import views
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+_SLAB_NUMEL = 1 << 20
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """One weight to make: ``base`` + ``scale`` · ``left`` · ``right``, written to ``path``.
+
+    ``left`` is (rows, r) and ``right`` (r, columns) of a base of (rows, columns).
+    """
+
+    base: TensorEntry
+    left: TensorEntry
+    right: TensorEntry
+    scale: float
+    dtype: DType
+    path: str
+
+    def __call__(self, files: Files) -> None:
+        """Write all rows. Raises WriteError, and what reading raises."""
+        rows, columns = self.base.shape
+        step = max(1, _SLAB_NUMEL // max(1, columns))
+        try:
+            with open(self.path, "wb") as out:
+                out.writelines(
+                    self._rows(files, start=start, count=min(step, rows - start))
+                    for start in range(0, rows, step)
+                )
+        except OSError as error:
+            raise WriteError(
+                f"{self.path} cannot be written: {error.strerror or error}.",
+                hint="Merged weights go to temporary files first; TMPDIR says where those are.",
+            ) from error
+
+    def _rows(self, files: Files, *, start: int, count: int) -> bytes:
+        """These rows of the merged weight, as raw bytes of its type."""
+        import numpy as np  # late, as torch: a dry run needs none of it
+
+        from ckpt_tools.copying.cast import Caster
+
+        base, left = (
+            _floats(one, files, start=start, count=count) for one in (self.base, self.left)
+        )
+        right = _floats(self.right, files, start=0, count=self.right.shape[0])
+        merged = base + np.float32(self.scale) * (left @ right)
+        if self.dtype.name == "float32":
+            return bytes(merged.tobytes())
+        out = bytearray(merged.size * self.dtype.itemsize)
+        caster = Caster(BY_NAME["float32"], self.dtype)
+        caster.cast(memoryview(merged.tobytes()), memoryview(out))
+        return bytes(out)
+
+
+def _floats(entry: TensorEntry, files: Files, *, start: int, count: int) -> Floats:
+    """Rows of a matrix as float32, in memory."""
+    import numpy as np
+
+    from ckpt_tools.copying.cast import Caster
+
+    shape = (count, entry.shape[1])
+    raw = read_array(entry, Box((start, 0), shape), files=files)
+    if entry.dtype.name != "float32":
+        words = bytearray(4 * count * entry.shape[1])
+        caster = Caster(entry.dtype, BY_NAME["float32"])
+        caster.cast(memoryview(raw), memoryview(words))
+        raw = words
+    return np.frombuffer(raw, "<f4").reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeStep:
+    """Gives the base model's weights, with one adapter in them, under the base model's names.
+
+    ``dtype`` and ``dtypes`` are those of the output: a sum is rounded once.
+    """
+
+    config: LoraConfig
+    adapter: str | None = None
+    dtype: DType | None = None
+    dtypes: tuple[tuple[str, DType | None], ...] = ()
+
+    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+        """Plan the merge; nothing is read.
+
+        Raises what `parts_of` and `check_ranks` raise, IncompleteError for a base weight that is
+        not there, and UnsupportedError for one that is quantized.
+        """
+        parts = parts_of(made, self.adapter)
+        check_ranks(self.config, parts)
+        folder = mkdtemp(dir=temporary_folder())
+        merged: dict[str, Made] = {}
+        works: list[Merge] = []
+        for number, factors in enumerate(parts.factors):
+            name = f"{factors.module}.weight"
+            path = os.path.join(folder, f"{number:06}.bin")
+            work = self._merge(parts, factors, path=path)
+            works.append(work)
+            origins = (*parts.base[name].origins, *factors.a.origins, *factors.b.origins)
+            merged[name] = Made(_entry_of(work), origins)
+        out = tuple(_merged_names(parts, merged))
+        return Outcome(out, tuple(self._notes(parts)), works=tuple(works))
+
+    def _merge(self, parts: Parts, factors: Factors, *, path: str) -> Merge:
+        name = f"{factors.module}.weight"
+        if name not in parts.base:
+            raise IncompleteError(
+                f"{name}: its LoRA factors are here, and the base weight is not.",
+                hint="Merge into a checkpoint that holds the base, or write the adapter alone with "
+                "--adapter.",
+            )
+        base = replace(parts.base[name].entry, fqn=name, path=(name,))
+        left, right = factors.b.entry, factors.a.entry
+        if factors.embedding or self.config.transposed:
+            left, right = _transposed(right), _transposed(left)
+        wanted = (left.shape[0], right.shape[1])
+        if base.shape != wanted:
+            raise UnsupportedError(
+                f"{name} has shape {list(base.shape)}, its LoRA factors make {list(wanted)}."
+            )
+        if not {base.dtype.name, left.dtype.name, right.dtype.name} <= _FLOATS:
+            raise UnsupportedError(
+                f"{name} is {base.dtype.name}: LoRA cannot be merged into quantized weights.",
+                hint="Write the adapter alone with --adapter.",
+            )
+        chosen, _ = casts.chosen_dtypes([base], self.dtype, self.dtypes)
+        scale = self.config.scale(factors.module, factors.rank)
+        return Merge(base, left, right, scale, chosen[name], path)
+
+    def _notes(self, parts: Parts) -> Iterator[str]:
+        ranks = sorted({one.rank for one in parts.factors})
+        yield (
+            f"Merges {len(parts.factors)} modules of rank {', '.join(map(str, ranks))} with alpha "
+            f"{self.config.alpha:g}: W + scale · B·A in float32, then cast."
+        )
+        if parts.saved:
+            yield f"Takes {len(parts.saved)} tensors from modules that were trained whole."
+
+
+def _entry_of(work: Merge) -> TensorEntry:
+    """The merged tensor, in the file that the work will write."""
+    length = work.base.numel * work.dtype.itemsize
+    chunk = Chunk(Box.whole(work.base.shape), ByteRange(work.path, 0, length))
+    return replace(work.base, dtype=work.dtype, chunks=(chunk,), layout=None)
+
+
+def _transposed(entry: TensorEntry) -> TensorEntry:
+    view = views.transpose(views.view_of(entry))
+    return replace(entry, shape=view.shape, chunks=view.chunks, layout=None)
+
+
+def _merged_names(parts: Parts, merged: dict[str, Made]) -> Iterator[Made]:
+    """Every tensor of the base model: merged, trained whole, or as it was."""
+    for name in sorted(parts.base.keys() | parts.saved.keys()):
+        made = merged.get(name) or parts.saved.get(name) or parts.base[name]
+        yield made._replace(entry=replace(made.entry, fqn=name, path=(name,)))

@@ -1,0 +1,154 @@
+"""Which entries of a checkpoint are LoRA's, which are the base model's, by PEFT's names.
+
+PEFT wraps a module into a layer with `base_layer`, `lora_A.<adapter>` and `lora_B.<adapter>`, and a
+module that is trained whole into `original_module` and `modules_to_save.<adapter>`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckpt_tools.errors import AnswerNo, UnsupportedError, UsageError
+from ckpt_tools.transforms.base import Made
+
+PREFIX = "base_model.model."
+_FACTOR = re.compile(
+    r"(?P<module>.+)\.lora_(?P<kind>embedding_|)(?P<side>[AB])(?:\.(?P<adapter>(?!weight$)[^.]+))?"
+    r"(?P<rest>\.weight|)"
+)
+_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+_ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
+_BASE = re.compile(r"(?P<module>.+)\.base_layer\.(?P<rest>.+)")
+_OTHER = re.compile(r".*\.(lora_[A-Za-z_]+|vera_[A-Za-z_]+)(\..+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The two factors of one module: ``a`` is (r, in), ``b`` is (out, r), or an embedding's."""
+
+    module: str
+    a: Made
+    b: Made
+    embedding: bool
+
+    @property
+    def rank(self) -> int:
+        """The rank r. Raises UnsupportedError when the shapes are no two factors."""
+        a, b = self.a.entry, self.b.entry
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+            raise UnsupportedError(
+                f"{self.module}: LoRA factors of {list(a.shape)} and {list(b.shape)} are no "
+                "matrices of one rank; convolutions are not supported."
+            )
+        return a.shape[0]
+
+
+@dataclass(slots=True)
+class Parts:
+    """The entries of one adapter and of the base model, under the base model's own names.
+
+    ``saved`` are modules that were trained whole, ``base`` all weights of the base model,
+    ``replaced`` those of them that ``saved`` takes the place of, which are not in ``base``.
+    """
+
+    adapter: str | None
+    factors: list[Factors] = field(default_factory=list)
+    saved: dict[str, Made] = field(default_factory=dict)
+    base: dict[str, Made] = field(default_factory=dict)
+    replaced: dict[str, Made] = field(default_factory=dict)
+
+
+def parts_of(made: Sequence[Made], adapter: str | None) -> Parts:
+    """Sort the entries; ``adapter`` names one of several adapters.
+
+    Raises AnswerNo when there is no LoRA, UsageError when several adapters leave a choice, and
+    UnsupportedError for weights of another kind of adapter.
+    """
+    factors, rest = _factors(made)
+    name = _chosen({adapter for _, adapter in factors} | set(_saved_adapters(rest)), adapter)
+    parts = Parts(name)
+    sides: dict[tuple[str, bool], dict[str, Made]] = {}
+    for (found, of), one in factors.items():
+        if of == name:
+            sides.setdefault((found.module, found.embedding), {})[found.side] = one
+    for (module, embedding), both in sorted(sides.items()):
+        if both.keys() != {"A", "B"}:
+            raise UnsupportedError(f"{module}: of the factors A and B only {min(both)} is there.")
+        parts.factors.append(Factors(module, both["A"], both["B"], embedding))
+    for one in rest:
+        _put(parts, one)
+    if name is None and not any(_BASE.fullmatch(one.entry.fqn) for one in rest):
+        # Names as in PEFT's own folders: there is no base, and what is no factor was trained whole.
+        parts.saved, parts.base = {**parts.base, **parts.saved}, {}
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    module: str
+    side: str
+    embedding: bool
+
+
+def _factors(
+    made: Sequence[Made],
+) -> tuple[dict[tuple[_Factor, str | None], Made], list[Made]]:
+    """The LoRA factors by what they are and whose, and all other entries."""
+    factors: dict[tuple[_Factor, str | None], Made] = {}
+    rest: list[Made] = []
+    for one in made:
+        name = one.entry.fqn
+        found = _FACTOR.fullmatch(name)
+        if found is not None:
+            factor = _Factor(_bare(found["module"]), found["side"], bool(found["kind"]))
+            factors[factor, found["adapter"]] = one
+        elif _OTHER.fullmatch(name):
+            raise UnsupportedError(
+                f"{name} is no plain LoRA (DoRA, biases of LoRA and others are not supported)."
+            )
+        else:
+            rest.append(one)
+    if not factors:
+        raise AnswerNo("There are no LoRA weights (lora_A, lora_B) among the chosen tensors.")
+    return factors, rest
+
+
+def _saved_adapters(rest: Sequence[Made]) -> Iterator[str]:
+    for one in rest:
+        found = _SAVED.fullmatch(one.entry.fqn)
+        if found is not None:
+            yield found["adapter"]
+
+
+def _chosen(names: set[str | None], asked: str | None) -> str | None:
+    """The adapter that is meant. Raises UsageError."""
+    if asked is None and len(names) == 1:
+        return names.pop()
+    shown = ", ".join(sorted(name or "(without a name)" for name in names))
+    if asked in names and asked is not None:
+        return asked
+    if asked is None:
+        raise UsageError(
+            f"There are {len(names)} adapters: {shown}.", hint="Choose with --adapter-name NAME."
+        )
+    raise UsageError(f"There is no adapter {asked!r}; there are: {shown}.")
+
+
+def _put(parts: Parts, one: Made) -> None:
+    """Put an entry that is no factor where it belongs."""
+    name = one.entry.fqn
+    for pattern, place in ((_SAVED, parts.saved), (_ORIGINAL, parts.replaced)):
+        found = pattern.fullmatch(name)
+        if found is not None:
+            if place is parts.replaced or found["adapter"] == parts.adapter:
+                place[_bare(f"{found['module']}.{found['rest']}")] = one
+            return
+    found = _BASE.fullmatch(name)
+    parts.base[_bare(f"{found['module']}.{found['rest']}" if found else name)] = one
+
+
+def _bare(name: str) -> str:
+    """The name in the base model."""
+    return name.removeprefix(PREFIX)

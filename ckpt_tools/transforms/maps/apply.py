@@ -1,0 +1,290 @@
+"""Applies a map to the entries of a checkpoint, and checks it from both sides.
+
+Every source name is used once, every name of the result is made once; whatever a map does not know
+is refused and listed. Tensors become views of the same bytes; nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.maps import views
+from ckpt_tools.transforms.maps.model import (
+    Rule,
+    TensorMap,
+    evaluate,
+    filled,
+    is_known,
+    pattern,
+    placeholders,
+)
+from ckpt_tools.transforms.maps.views import View
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class MapStep:
+    """The step that applies a map; ``values`` are what it may ask for, e.g. ``head_dim``."""
+
+    tensor_map: TensorMap
+    values: Mapping[str, int]
+
+    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+        """Apply the map. Raises what `apply` raises."""
+        return apply(self.tensor_map, made, values=self.values)
+
+
+def apply(tensor_map: TensorMap, made: Sequence[Made], *, values: Mapping[str, int]) -> Outcome:
+    """The entries under their new names.
+
+    Raises UsageError for names that the map does not know, or that two rules claim, for parts that
+    are not there, for shapes that do not fit, and for values that it asks for and nobody told.
+    """
+    sorted_out = _sorted_out(tensor_map, made, values=values)
+    out = [one for group in sorted_out.groups for one in _carried_out(group)]
+    if not out:
+        raise UsageError(f"The map {tensor_map.name} has a rule for none of these names.")
+    before = sum(len(group.found) for group in sorted_out.groups)
+    notes = [f"Map {tensor_map.name}: {before} tensors became {len(out)}."]
+    turned = [group for group in sorted_out.groups if any(group.rule.rotary)]
+    if turned:
+        sizes = sorted({evaluate(group.rule.head_dim, values) for group in turned})
+        rows = ", ".join(map(str, sizes))
+        notes.append(f"Rotary rows are reordered for {len(turned)} tensors, in heads of {rows}.")
+    if sorted_out.kept:
+        notes.append(f"It keeps {len(sorted_out.kept)} other names as they are.")
+    if sorted_out.dropped:
+        dropped = sorted_out.dropped
+        notes.append(f"It leaves out {len(dropped)} tensors: {_some(dropped)}.")
+    return Outcome((*out, *sorted_out.kept), tuple(notes))
+
+
+def knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:
+    """Whether a map has a rule for each of these names, and all that it requires is there."""
+    patterns = [pattern(text) for rule in tensor_map.rules for text in rule.sources]
+    patterns += [pattern(text) for text in tensor_map.drop]
+    return all(any(one.fullmatch(name) for one in patterns) for name in names) and all(
+        any(pattern(text).fullmatch(name) for name in names) for text in tensor_map.requires
+    )
+
+
+@dataclass(slots=True)
+class _Group:
+    """The sources of one rule that belong together, by part and by place in the stack."""
+
+    rule: Rule
+    bound: Mapping[str, str]
+    values: Mapping[str, int]
+    found: dict[tuple[int, int], Made] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> int:
+        """How often the parts alternate along their dimension."""
+        return evaluate(self.rule.groups, self.values)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The declared sizes of the parts; none when they are equal."""
+        return [evaluate(text, self.values) for text in self.rule.sizes]
+
+    def name(self, text: str, layer: int) -> str:
+        """A name of the rule, for one layer of the stack."""
+        number = {self.rule.stack: str(layer)} if self.rule.stack else {}
+        return filled(text, {**self.bound, **number})
+
+
+class _SortedOut(NamedTuple):
+    """Entries by what the map says of them."""
+
+    groups: list[_Group]
+    kept: list[Made]
+    dropped: list[str]
+
+
+def _sorted_out(
+    tensor_map: TensorMap, made: Sequence[Made], *, values: Mapping[str, int]
+) -> _SortedOut:
+    """Each entry in the group of its rule. Raises UsageError for names without one."""
+    groups: dict[tuple[int, tuple[tuple[str, str], ...]], _Group] = {}
+    dropped: list[str] = []
+    others: list[Made] = []
+    for one in made:
+        name = one.entry.fqn
+        claims = list(_claims(tensor_map, name))
+        if len(claims) > 1:
+            raise UsageError(f"{name}: {len(claims)} rules of the map {tensor_map.name} claim it.")
+        if claims:
+            number, part, bound = claims[0]
+            rule = tensor_map.rules[number]
+            layer = int(bound.pop(rule.stack)) if rule.stack in bound else 0
+            key = number, tuple(sorted(bound.items()))
+            group = groups.setdefault(key, _Group(rule, bound, values))
+            group.found[part, layer] = one
+        elif any(pattern(text).fullmatch(name) for text in tensor_map.drop):
+            dropped.append(name)
+        else:
+            others.append(one)
+    if others and not tensor_map.keeps_rest:
+        unknown = [one.entry.fqn for one in others]
+        raise UsageError(
+            f"The map {tensor_map.name} has no rule for {len(unknown)} names: {_some(unknown)}.",
+            hint="Leave them out with --exclude, or write a rule for them.",
+        )
+    return _SortedOut(list(groups.values()), others, dropped)
+
+
+def _claims(tensor_map: TensorMap, name: str) -> Iterator[tuple[int, int, dict[str, str]]]:
+    """The rules that a name matches: number, which of its sources, what its placeholders are."""
+    for number, rule in enumerate(tensor_map.rules):
+        for part, text in enumerate(rule.sources):
+            found = pattern(text).fullmatch(name)
+            if found is not None:
+                yield number, part, found.groupdict()
+
+
+def _carried_out(group: _Group) -> Iterator[Made]:
+    try:
+        if group.rule.gathers:
+            yield _gathered(group)
+        else:
+            yield from _scattered(group)
+    except UsageError as error:
+        about = ", ".join(group.rule.sources)
+        raise UsageError(f"The rule for {about}: {error.message}", hint=error.hint) from error
+
+
+def _gathered(group: _Group) -> Made:
+    """The one tensor that the parts of a group make."""
+    rule = group.rule
+    layers = 1 + max(layer for _, layer in group.found)
+    stacked = [_joined(_layer_of(group, layer), group) for layer in range(layers)]
+    view = stacked[0] if rule.stack is None else views.stack(stacked)
+    sources = [group.found[key] for key in sorted(group.found, key=lambda key: key[::-1])]
+    origins = tuple(origin for one in sources for origin in one.origins)
+    _check_shape(view, rule.target_shape, values=group.values)
+    return _made(filled(rule.targets[0], group.bound), view, like=sources[0], origins=origins)
+
+
+def _layer_of(group: _Group, layer: int) -> list[View]:
+    """The parts of one layer of the stack. Raises UsageError for one that is not there."""
+    sources = group.rule.sources
+    absent = [
+        group.name(text, layer)
+        for part, text in enumerate(sources)
+        if (part, layer) not in group.found
+    ]
+    if absent:
+        raise UsageError(f"parts are not there: {_some(absent)}.")
+    return [views.view_of(group.found[part, layer].entry) for part in range(len(sources))]
+
+
+def _joined(parts: list[View], group: _Group) -> View:
+    """Parts side by side: in each group the first of every part, in the next the second…"""
+    dim, count = group.rule.dim, group.groups
+    ready = []
+    for number, part in enumerate(parts):
+        _check_shape(part, group.rule.source_shape, values=group.values)
+        view = _rotated(part, group, number=number)
+        ready.append(views.transpose(view) if group.rule.transpose else view)
+    if len(ready) == 1:
+        return ready[0]
+    if any(dim >= len(part.shape) or part.shape[dim] % count for part in ready):
+        shapes = ", ".join(str(list(part.shape)) for part in ready)
+        raise UsageError(f"{shapes} do not divide into {count} groups along {dim}.")
+    found = [part.shape[dim] for part in ready]
+    if group.sizes and group.sizes != found:
+        raise UsageError(f"parts of {found} along {dim}, the map says {group.sizes}.")
+    pieces = [
+        views.narrow(part, dim, start=index * size // count, size=size // count)
+        for index in range(count)
+        for part, size in zip(ready, found, strict=True)
+    ]
+    return views.concat(pieces, dim)
+
+
+def _scattered(group: _Group) -> Iterator[Made]:
+    """The parts that the one tensor of a group falls into."""
+    rule, source = group.rule, group.found[0, 0]
+    whole = views.view_of(source.entry)
+    _check_shape(whole, rule.source_shape, values=group.values)
+    unstacks = rule.stack is not None and rule.stack in placeholders(rule.targets[0])
+    if unstacks and not whole.shape:
+        raise UsageError("a scalar is no stack.")
+    for layer in range(whole.shape[0] if unstacks else 1):
+        one = views.unstack(whole, layer) if unstacks else whole
+        for number, part in enumerate(_split(one, group)):
+            view = views.transpose(part) if rule.transpose else part
+            view = _rotated(view, group, number=number)
+            _check_shape(view, rule.target_shape, values=group.values)
+            name = group.name(rule.targets[number], layer)
+            yield _made(name, view, like=source, origins=source.origins)
+
+
+def _split(whole: View, group: _Group) -> list[View]:
+    """The parts that lie side by side in a tensor."""
+    parts, dim, count = len(group.rule.targets), group.rule.dim, group.groups
+    if parts == 1:
+        return [whole]
+    if dim >= len(whole.shape):
+        raise UsageError(f"{list(whole.shape)} has no dimension {dim} to split.")
+    sizes = group.sizes or [whole.shape[dim] // parts] * parts
+    if sum(sizes) != whole.shape[dim] or any(size % count for size in sizes):
+        raise UsageError(
+            f"{list(whole.shape)} does not fall into {sizes} along {dim}, in {count} groups."
+        )
+    each = [size // count for size in sizes]
+    starts = [sum(each[:number]) for number in range(parts)]
+    return [
+        views.concat(
+            [
+                views.narrow(whole, dim, start=index * sum(each) + start, size=size)
+                for index in range(count)
+            ],
+            dim,
+        )
+        for start, size in zip(starts, each, strict=True)
+    ]
+
+
+def _rotated(view: View, group: _Group, *, number: int) -> View:
+    """A part with its rows reordered as the rule says for it."""
+    rotary = group.rule.rotary
+    if number >= len(rotary) or not rotary[number]:
+        return view
+    head_dim = evaluate(group.rule.head_dim, group.values)
+    if rotary[number] == "pairs-to-halves":
+        return views.rotary_to_halves(view, head_dim)
+    return views.rotary_to_pairs(view, head_dim)
+
+
+def _check_shape(view: View, wanted: Sequence[str], *, values: Mapping[str, int]) -> None:
+    """Raise UsageError when a declared shape is not the tensor's.
+
+    ``_``, and what needs a value that nobody told, stand for any size.
+    """
+    if not wanted:
+        return
+    fits = len(wanted) == len(view.shape) and all(
+        not is_known(text, values) or evaluate(text, values) == size
+        for text, size in zip(wanted, view.shape, strict=True)
+    )
+    if not fits:
+        raise UsageError(f"shape {list(view.shape)}, the map says [{', '.join(wanted)}].")
+
+
+def _made(fqn: str, view: View, *, like: Made, origins: tuple[str, ...]) -> Made:
+    entry = replace(
+        like.entry, fqn=fqn, path=(fqn,), shape=view.shape, chunks=view.chunks, layout=None
+    )
+    return Made(entry, origins)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(sorted(names)[:_SHOWN]) + more

@@ -1,0 +1,40 @@
+"""Chooses a built-in map by the names alone, and only when they leave no doubt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.maps.apply import apply, knows_all
+from ckpt_tools.transforms.maps.toml import builtin_names, builtins_to_hf
+
+_ON_HUB = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class AutoMapStep:
+    """Applies the one built-in map to Hugging Face's names that knows every name."""
+
+    values: Mapping[str, int]
+
+    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+        """Choose and apply a map, or none when the names are Hugging Face's already.
+
+        Raises UsageError when no map, or more than one, knows all names.
+        """
+        names = [one.entry.fqn for one in made]
+        known = [one for one in builtins_to_hf() if not one.keeps_rest and knows_all(one, names)]
+        if len(known) == 1:
+            outcome = apply(known[0], made, values=self.values)
+            chosen = f"--map auto chose {known[0].name}: of all maps only it knows all names."
+            return outcome._replace(notes=(chosen, *outcome.notes))
+        if _ON_HUB in names and not known:
+            return Outcome(made, ("--map auto: the names are Hugging Face's already.",))
+        found = ", ".join(one.name for one in known) or "no built-in map"
+        raise UsageError(
+            f"--map auto is in doubt: {found} would fit all {len(names)} names.",
+            hint=f"Name the map: {', '.join(builtin_names())}, or a file of your own.",
+        )

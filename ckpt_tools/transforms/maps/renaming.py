@@ -1,0 +1,169 @@
+"""Small steps on names and sizes: renaming by regular expressions, and padding taken off.
+
+Nothing is read; a shorter vocabulary is a view of the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.errors import UsageError
+from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.maps import views
+
+# Modules that have a row for each token, as the model families call them.
+_VOCABULARY = re.compile(
+    r"(.*\.)?(embed_tokens|tok_embeddings|word_embeddings|wte|embedding|lm_head|output|output_layer)"
+    r"\.(weight|bias)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RenameStep:
+    """Renames by regular expressions, each applied to every name in turn: ``(RE, REPL)``."""
+
+    rules: tuple[tuple[str, str], ...]
+
+    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+        """Rename the entries.
+
+        Raises UsageError for an expression that cannot be read or that changes no name.
+        """
+        notes = []
+        for text, by in self.rules:
+            changed = tuple(_renamed(one, text, by=by) for one in made)
+            count = sum(new is not old for new, old in zip(changed, made, strict=True))
+            if not count:
+                raise UsageError(
+                    f"--rename '{text}={by}' changes no name.",
+                    hint="It is a regular expression, searched for in the names that the "
+                    "output has so far; --dry-run --json lists them.",
+                )
+            notes.append(f"--rename '{text}={by}' changed {count} names.")
+            made = changed
+        return Outcome(made, tuple(notes))
+
+
+def parse_rename(text: str) -> tuple[str, str]:
+    """The two sides of ``RE=REPL``, cut at its last equals sign.
+
+    Raises UsageError when there is none, or when the left side is no regular expression.
+    """
+    pattern, found, by = text.rpartition("=")
+    if not found or not pattern:
+        raise UsageError(f"A renaming is written RE=REPL, not {text!r}.")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"The regular expression {pattern!r} cannot be read: {error}.") from error
+    return pattern, by
+
+
+def _renamed(one: Made, text: str, *, by: str) -> Made:
+    try:
+        fqn = re.sub(text, by, one.entry.fqn)
+    except (re.error, IndexError) as error:
+        raise UsageError(f"--rename '{text}={by}' cannot be meant: {error}.") from error
+    if fqn == one.entry.fqn:
+        return one
+    if not fqn:
+        raise UsageError(f"--rename '{text}={by}' leaves nothing of the name {one.entry.fqn}.")
+    return one._replace(entry=replace(one.entry, fqn=fqn, path=(fqn,)))
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyStep:
+    """Takes rows off the end of embeddings and output layers until ``size`` are left."""
+
+    size: int
+
+    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+        """Take the padding off.
+
+        Raises UsageError when no tensor is known to have a row for each token, or one has fewer.
+        """
+        trimmed = {one.entry.fqn: self._trimmed(one) for one in made if _is_vocabulary(one)}
+        if not trimmed:
+            raise UsageError(
+                "--vocab-size: no embedding and no output layer is known by its name.",
+                hint="It knows embed_tokens, tok_embeddings, word_embeddings, wte, lm_head…",
+            )
+        notes = [
+            f"{one.entry.fqn}: kept the first {self.size:,} of {one.entry.shape[0]:,} rows."
+            for one in made
+            if one.entry.fqn in trimmed and one.entry.shape[0] != self.size
+        ]
+        out = tuple(trimmed.get(one.entry.fqn, one) for one in made)
+        return Outcome(out, tuple(notes) or ("--vocab-size: there is no padding to take off.",))
+
+    def _trimmed(self, one: Made) -> Made:
+        rows = one.entry.shape[0]
+        if rows < self.size:
+            raise UsageError(
+                f"{one.entry.fqn} has {rows:,} rows, fewer than --vocab-size {self.size:,}."
+            )
+        view = views.narrow(views.view_of(one.entry), 0, start=0, size=self.size)
+        entry = replace(one.entry, shape=view.shape, chunks=view.chunks, layout=None)
+        return one._replace(entry=entry)
+
+
+def _is_vocabulary(one: Made) -> bool:
+    """Whether a tensor has a row for each token: by its name, and in no numbered layer."""
+    name = one.entry.fqn
+    in_layer = any(part.isdecimal() for part in name.split("."))
+    return bool(one.entry.shape) and not in_layer and _VOCABULARY.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class UntieStep:
+    """Gives a tensor its own entry that the source holds only as the one it is tied to."""
+
+    name: str = "lm_head.weight"
+    source: str = "model.embed_tokens.weight"
+
+    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+        """Add the entry, over the same bytes, unless it is there.
+
+        Raises UsageError when there is nothing that it could be a copy of.
+        """
+        found = {one.entry.fqn: one for one in made}
+        if self.name in found:
+            return Outcome(made, (f"--untie: {self.name} is there already.",))
+        if self.source not in found:
+            raise UsageError(f"--untie: there is no {self.source} that {self.name} could equal.")
+        entry = replace(found[self.source].entry, fqn=self.name, path=(self.name,))
+        note = f"--untie: {self.name} is written too, with the values of {self.source}."
+        return Outcome((*made, Made(entry, found[self.source].origins)), (note,))
+
+
+@dataclass(frozen=True, slots=True)
+class UnderStep:
+    """Puts all names into a container, as a job has them that saves ``{"model": …}``."""
+
+    container: str
+
+    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+        """Put the container before every name and path."""
+        return Outcome(tuple(one._replace(entry=self._inside(one.entry)) for one in made))
+
+    def _inside(self, entry: TensorEntry) -> TensorEntry:
+        container = tuple(self.container.split("."))
+        fqn = f"{self.container}.{entry.fqn}"
+        return replace(entry, fqn=fqn, path=(*container, *entry.path))
+
+
+def parse_value(text: str) -> tuple[str, int]:
+    """The name and the number of ``NAME=N``. Raises UsageError."""
+    name, found, number = text.partition("=")
+    if not found or not number.isdecimal() or not name:
+        raise UsageError(f"A value is written NAME=N, not {text!r}.")
+    return name, int(number)
+
+
+def parse_values(texts: Sequence[str]) -> dict[str, int]:
+    """Several of them; the last of one name counts."""
+    return dict(map(parse_value, texts))

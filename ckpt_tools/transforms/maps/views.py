@@ -1,0 +1,224 @@
+"""Other views of stored tensors: cut, joined, transposed, stacked, rows reordered.
+
+Every view is chunks over the same byte ranges, with other boxes and strides: nothing is read, and
+no element exists twice. This room knows nothing of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.geometry import Box, row_major_strides
+from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
+from ckpt_tools.errors import UsageError
+
+
+class View(NamedTuple):
+    """A tensor without a name: its type, its shape, and the located chunks that hold it."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def view_of(entry: TensorEntry) -> View:
+    """The tensor of an entry whose chunks are located."""
+    return View(entry.dtype, entry.shape, tuple(entry.chunks))
+
+
+def narrow(view: View, dim: int, *, start: int, size: int) -> View:
+    """The elements ``start`` to ``start + size`` along a dimension."""
+    shape = _replaced(view.shape, dim, size)
+    part = Box(_replaced((0,) * len(shape), dim, start), shape)
+    chunks = []
+    for chunk in view.chunks:
+        box = part.intersect(chunk.box)
+        if box is not None:
+            cut = _cut(chunk, box, itemsize=view.dtype.itemsize)
+            chunks.append(cut._replace(box=box.relative_to(part)))
+    return View(view.dtype, shape, tuple(chunks))
+
+
+def concat(views: Sequence[View], dim: int) -> View:
+    """The views one behind the other along a dimension.
+
+    Raises UsageError when their types or other dimensions differ.
+    """
+    first = views[0]
+    chunks: list[Chunk] = []
+    place = 0
+    for view in views:
+        if _replaced(view.shape, dim, 0) != _replaced(first.shape, dim, 0):
+            raise UsageError(
+                f"Shapes {list(first.shape)} and {list(view.shape)} do not join along {dim}."
+            )
+        _same_type(first, view)
+        chunks += [_moved(chunk, dim, by=place) for chunk in view.chunks]
+        place += view.shape[dim]
+    return View(first.dtype, _replaced(first.shape, dim, place), tuple(chunks))
+
+
+def stack(views: Sequence[View]) -> View:
+    """The views under a new first dimension.
+
+    Raises UsageError when their types or shapes differ.
+    """
+    first = views[0]
+    chunks: list[Chunk] = []
+    for place, view in enumerate(views):
+        if view.shape != first.shape:
+            raise UsageError(
+                f"Shapes {list(first.shape)} and {list(view.shape)} do not stack (number {place})."
+            )
+        _same_type(first, view)
+        for chunk in view.chunks:
+            box = Box((place, *chunk.box.offsets), (1, *chunk.box.sizes))
+            strides = None if chunk.strides is None else (0, *chunk.strides)
+            chunks.append(chunk._replace(box=box, strides=strides, replicas=()))
+    return View(first.dtype, (len(views), *first.shape), tuple(chunks))
+
+
+def unstack(view: View, index: int) -> View:
+    """One element of the first dimension, which goes away."""
+    one = narrow(view, 0, start=index, size=1)
+    chunks = []
+    for chunk in one.chunks:
+        box = Box(chunk.box.offsets[1:], chunk.box.sizes[1:])
+        strides = None if chunk.strides is None else chunk.strides[1:]
+        chunks.append(chunk._replace(box=box, strides=strides))
+    return View(view.dtype, view.shape[1:], tuple(chunks))
+
+
+def transpose(view: View) -> View:
+    """The dimensions in reverse order: the transpose of a matrix."""
+    chunks = []
+    for chunk in view.chunks:
+        box = Box(chunk.box.offsets[::-1], chunk.box.sizes[::-1])
+        strides = _strides(chunk)[::-1]
+        chunks.append(chunk._replace(box=box, strides=_packed(strides, box), replicas=()))
+    return View(view.dtype, view.shape[::-1], tuple(chunks))
+
+
+def rotary_to_halves(view: View, head_dim: int) -> View:
+    """Rows of each head from pairs (x0 y0 x1 y1 …) to halves (x0 x1 … y0 y1 …).
+
+    A head has ``head_dim`` rows. Raises UsageError when they do not divide the rows.
+    """
+    half = _half(view, head_dim)
+    chunks: list[Chunk] = []
+    for chunk in view.chunks:
+        begin, end = chunk.box.offsets[0], chunk.box.offsets[0] + chunk.box.sizes[0]
+        for head in _heads(begin, end, head_dim):
+            for odd in (0, 1):
+                base = head * head_dim + odd
+                first = max(0, -(-(begin - base) // 2))
+                last = min(half, -(-(end - base) // 2))
+                source, target = base + 2 * first, head * head_dim + odd * half + first
+                if first < last:
+                    rows = _Rows(source, step=2, many=last - first, target=target)
+                    chunks.append(_rows_of(chunk, rows, itemsize=view.dtype.itemsize))
+    return view._replace(chunks=tuple(chunks))
+
+
+def rotary_to_pairs(view: View, head_dim: int) -> View:
+    """Rows of each head from halves to pairs: undoes `rotary_to_halves`."""
+    half = _half(view, head_dim)
+    chunks: list[Chunk] = []
+    for chunk in view.chunks:
+        begin, end = chunk.box.offsets[0], chunk.box.offsets[0] + chunk.box.sizes[0]
+        for head in _heads(begin, end, head_dim):
+            for row in range(half):
+                target, source = head * head_dim + 2 * row, head * head_dim + row
+                there = [begin <= at < end for at in (source, source + half)]
+                if all(there):
+                    rows = _Rows(source, step=half, many=2, target=target)
+                elif any(there):
+                    odd = there.index(True)
+                    rows = _Rows(source + odd * half, step=1, many=1, target=target + odd)
+                else:
+                    continue
+                chunks.append(_rows_of(chunk, rows, itemsize=view.dtype.itemsize))
+    return view._replace(chunks=tuple(chunks))
+
+
+class _Rows(NamedTuple):
+    """Every ``step``-th row from ``source`` on, ``many`` of them, to row ``target`` and on."""
+
+    source: int
+    step: int
+    many: int
+    target: int
+
+
+def _half(view: View, head_dim: int) -> int:
+    if not view.shape or head_dim < 2 or head_dim % 2 or view.shape[0] % head_dim:
+        raise UsageError(
+            f"{list(view.shape)}: its rows are not made of heads of {head_dim} rows each, "
+            "an even number."
+        )
+    return head_dim // 2
+
+
+def _heads(begin: int, end: int, head_dim: int) -> Iterator[int]:
+    yield from range(begin // head_dim, -(-end // head_dim))
+
+
+def _rows_of(chunk: Chunk, rows: _Rows, *, itemsize: int) -> Chunk:
+    """These rows of a chunk, which holds them, at their new place."""
+    strides = _strides(chunk)
+    skipped = (rows.source - chunk.box.offsets[0]) * strides[0]
+    box = Box(
+        (rows.target, *chunk.box.offsets[1:]),
+        (rows.many, *chunk.box.sizes[1:]),
+    )
+    strides = (rows.step * strides[0], *strides[1:])
+    return _at(chunk, box, strides=strides, skipped=skipped, itemsize=itemsize)
+
+
+def _cut(chunk: Chunk, box: Box, *, itemsize: int) -> Chunk:
+    """The part ``box`` of a chunk, in the same coordinates."""
+    if box == chunk.box:
+        return chunk._replace(replicas=())
+    strides = _strides(chunk)
+    places = zip(box.offsets, chunk.box.offsets, strides, strict=True)
+    skipped = sum((a - b) * stride for a, b, stride in places)
+    return _at(chunk, box, strides=strides, skipped=skipped, itemsize=itemsize)
+
+
+def _at(chunk: Chunk, box: Box, *, strides: tuple[int, ...], skipped: int, itemsize: int) -> Chunk:
+    """The elements of a chunk from the ``skipped``-th on, as this box with these strides."""
+    last = sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+    length = (last + 1) * itemsize if box.numel else 0
+    data = ByteRange(chunk.data.path, chunk.data.offset + skipped * itemsize, length)
+    return chunk._replace(box=box, data=data, strides=_packed(strides, box), replicas=())
+
+
+def _moved(chunk: Chunk, dim: int, *, by: int) -> Chunk:
+    offsets = _replaced(chunk.box.offsets, dim, chunk.box.offsets[dim] + by)
+    return chunk._replace(box=Box(offsets, chunk.box.sizes), replicas=())
+
+
+def _strides(chunk: Chunk) -> tuple[int, ...]:
+    return row_major_strides(chunk.box.sizes) if chunk.strides is None else chunk.strides
+
+
+def _packed(strides: tuple[int, ...], box: Box) -> tuple[int, ...] | None:
+    """None when these strides are those of a packed row-major box."""
+    packed = row_major_strides(box.sizes)
+    same = all(a == b or size == 1 for a, b, size in zip(strides, packed, box.sizes, strict=True))
+    return None if same or not prod(box.sizes) else strides
+
+
+def _same_type(one: View, other: View) -> None:
+    if one.dtype != other.dtype:
+        raise UsageError(
+            f"Tensors of {one.dtype.name} and {other.dtype.name} cannot become one tensor.",
+            hint="Cast them to one type first, in an export of their own.",
+        )
+
+
+def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])

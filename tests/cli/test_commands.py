@@ -1,0 +1,273 @@
+"""The commands inspect, ls, show and export: what they print, and how they end."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckpt_tools import __version__
+from ckpt_tools.cli import cli
+from ckpt_tools.copying import write as copy
+
+DATA = Path(__file__).parents[1] / "data"
+REAL = DATA / "checkpoints"
+DCP = str(REAL / "fsdp2_dcp_1d_4r" / "ckpt")
+HSDP = str(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt")
+RANKS = str(REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt")
+PARENT = str(DATA / "cases" / "C01_parent_folder" / "checkpoint-2000")
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args))
+
+
+@pytest.fixture
+def hurt(tmp_path: Path) -> Path:
+    """A DCP directory that lacks the data file of rank 2."""
+    folder = shutil.copytree(DCP, tmp_path / "hurt")
+    (folder / "__2_0.distcp").unlink()
+    return folder
+
+
+# ---------------------------------------------------------------------------------------- inspect
+
+
+def test_inspect_json_has_exactly_the_fields_of_its_schema() -> None:
+    told = json.loads(run("inspect", "--json", DCP).stdout)
+    assert list(told) == (
+        [
+            "schema",
+            "path",
+            "format",
+            "framework",
+            "torch",
+            "world_size",
+            "mesh",
+            "sections",
+            "files",
+            "complete",
+            "notes",
+        ]
+    )
+    assert told["schema"] == "ckpt-tools/inspect/1"
+    assert told["mesh"] == {"shape": [4], "dim_names": None, "status": "inferred"}
+    assert set(told["sections"]) == {"model", "optim", "other"}
+    model = told["sections"]["model"]
+    assert set(model) == {"tensors", "objects", "numel", "nbytes", "dtypes"}
+    assert (model["tensors"], model["numel"], model["nbytes"]) == (13, 354, 1420)
+    assert model["dtypes"] == {"float32": 353, "int64": 1}
+    assert set(told["files"]) == {"count", "nbytes", "missing"}
+    assert told["complete"] is True
+
+
+def test_inspect_infers_hsdp_from_boxes_and_says_so() -> None:
+    mesh = json.loads(run("inspect", "--json", HSDP).stdout)["mesh"]
+    assert (mesh["shape"], mesh["status"]) == ([2, 4], "inferred")
+
+
+def test_inspect_confirms_the_mesh_that_rank_files_state() -> None:
+    mesh = json.loads(run("inspect", "--json", RANKS).stdout)["mesh"]
+    assert (mesh["shape"], mesh["status"]) == ([2, 4], "confirmed")
+
+
+def test_an_incomplete_checkpoint_is_shown_and_then_refused(hurt: Path) -> None:
+    result = run("inspect", "--json", str(hurt))
+    told = json.loads(result.stdout)
+    assert result.exit_code == 3
+    assert told["complete"] is False
+    assert [Path(path).name for path in told["files"]["missing"]] == ["__2_0.distcp"]
+    assert "__2_0.distcp" in result.stderr
+    assert "Ranks 0, 1, 3 are intact" in result.stderr
+
+
+def test_a_parent_of_several_checkpoints_lists_the_command_for_each() -> None:
+    result = run("inspect", PARENT)
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert f"ckpt-tools inspect {PARENT}/pytorch_model_fsdp_0" in result.stderr
+    assert f"ckpt-tools inspect {PARENT}/optimizer_0" in result.stderr
+
+
+def test_a_parent_of_one_checkpoint_is_followed_and_told(tmp_path: Path) -> None:
+    inside = shutil.copytree(DCP, tmp_path / "run 7" / "step-2")
+    result = run("inspect", str(tmp_path))
+    assert result.exit_code == 0
+    assert f"Reading {inside}." in result.stderr + result.stdout
+
+
+def test_a_path_that_is_not_there_is_one_line() -> None:
+    result = run("inspect", "/nowhere/at/all")
+    assert result.exit_code == 3
+    assert result.stderr.startswith("Error: /nowhere/at/all is not there.")
+
+
+# --------------------------------------------------------------------------------------------- ls
+
+
+def test_ls_json_has_exactly_the_fields_of_its_schema() -> None:
+    told = json.loads(run("ls", "--json", DCP).stdout)
+    assert list(told) == ["schema", "entries"]
+    assert told["schema"] == "ckpt-tools/ls/1"
+    fields = [
+        "fqn",
+        "path",
+        "kind",
+        "section",
+        "dtype",
+        "shape",
+        "nbytes",
+        "placements",
+        "mesh",
+        "chunks",
+        "value",
+    ]
+    assert all(list(entry) == fields for entry in told["entries"])
+    by_name = {entry["fqn"]: entry for entry in told["entries"]}
+    emb = by_name["app.model.emb.weight"]
+    assert emb["path"] == ["app", "model", "emb.weight"]
+    assert (emb["kind"], emb["section"], emb["dtype"]) == ("tensor", "model", "float32")
+    assert (emb["shape"], emb["nbytes"]) == ([11, 7], 308)
+    assert by_name["step"]["value"] == 2
+    assert len(told["entries"]) == 93
+
+
+def test_ls_prints_one_line_for_each_entry() -> None:
+    result = run("ls", "--only", "model", DCP)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("app.model.")]
+    assert len(lines) == 13
+
+
+def test_a_filter_that_fits_nothing_is_no_success() -> None:
+    result = run("ls", "-i", "*.emb.wieght", DCP)
+    assert result.exit_code == 1
+    assert "app.model.emb.weight" in result.stderr
+
+
+def test_a_closed_pipe_ends_silently() -> None:
+    command = f"{sys.executable} -m ckpt_tools ls {DCP} | head -n 1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr.count("\n") <= 1
+    assert "Traceback" not in done.stderr
+
+
+# ------------------------------------------------------------------------------------------- show
+
+
+def test_show_raw_prints_a_plain_object_bare() -> None:
+    assert run("show", "--raw", DCP, "step").stdout == "2\n"
+
+
+def test_show_names_what_is_near_a_wrong_name() -> None:
+    result = run("show", DCP, "app.model.emb.wight")
+    assert result.exit_code == 1
+    assert "app.model.emb.weight" in result.stderr
+
+
+def test_show_lists_each_chunk_and_the_values_of_a_slice() -> None:
+    result = run("show", DCP, "app.model.emb.weight", "--slice", "0:1,:2")
+    assert result.exit_code == 0
+    assert "__3_0.distcp" in result.stdout
+
+
+# ----------------------------------------------------------------------------------------- export
+
+
+def test_export_says_on_stdout_what_it_wrote_and_on_stderr_what_it_did(tmp_path: Path) -> None:
+    result = run("export", DCP, "-o", str(tmp_path / "out"))
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"{tmp_path / 'out'}: 13 tensors")
+    assert "'app.model'" in result.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_the_ending_of_the_output_says_its_format(tmp_path: Path) -> None:
+    import torch
+
+    assert run("export", DCP, "-o", str(tmp_path / "model.pt")).exit_code == 0
+    assert torch.load(tmp_path / "model.pt")["emb.weight"].shape == (11, 7)
+    result = run("export", DCP, "-o", str(tmp_path / "o.pt"), "--format", "safetensors")
+    assert result.exit_code == 2
+    assert "ending of a torch file" in result.stderr
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    result = run("export", DCP, "-o", str(tmp_path / "out"), "--dry-run", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["written"] is False
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_exists_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    result = run("export", DCP, "-o", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "--force" in result.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_dtype_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
+    assert run("export", DCP, "-o", str(tmp_path / "o"), "--dtype", "bf17").exit_code == 2
+
+
+@pytest.mark.parametrize("case", ["hurt", "no_metadata", "html"])
+def test_bad_input_is_one_error_and_leaves_nothing(case: str, tmp_path: Path, hurt: Path) -> None:
+    if case == "no_metadata":
+        (hurt / ".metadata").unlink()
+    source = str(DATA / "cases" / "C35_truncated_pt" / "html.pt") if case == "html" else str(hurt)
+    result = run("export", source, "-o", str(tmp_path / "out"))
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert sum(line.startswith("Error:") for line in result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hurt"]
+
+
+def test_a_disk_that_fills_up_is_exit_code_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object, **_options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(copy, "write_files", full)
+    result = run("export", DCP, "-o", str(tmp_path / "out"))
+    assert result.exit_code == 4
+    assert "No space left on device" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_is_exit_code_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copy, "write_files", stopped)
+    result = run("export", DCP, "-o", str(tmp_path / "out"))
+    assert result.exit_code == 130
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------- general
+
+
+def test_every_command_has_help_with_examples() -> None:
+    for name in cli.list_commands(None):
+        result = run(name, "--help")
+        assert result.exit_code == 0
+        assert f"ckpt-tools {name}" in result.stdout
+
+
+def test_the_version_is_told() -> None:
+    assert run("--version").stdout.strip().endswith(__version__)
+
+
+def test_python_dash_m_is_the_command() -> None:
+    environment = {**os.environ, "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", "show", "--raw", DCP, "step"],
+        capture_output=True, text=True, check=True, env=environment,
+    )  # fmt: skip
+    assert done.stdout == "2\n"

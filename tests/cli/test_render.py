@@ -1,0 +1,101 @@
+"""Rows into text: nothing is lost in a pipe, and nothing is too wide for a terminal."""
+
+import csv
+import io
+import json
+
+import pytest
+from builders import index, tensor, value
+from click.testing import CliRunner
+
+from ckpt_tools.analysis.summary import mesh_of
+from ckpt_tools.cli import entries, render
+from ckpt_tools.cli.tree import tree_lines
+from ckpt_tools.core.layout import Layout, Mesh, Shard
+
+HEADER = ("NAME", "N", "LAST")
+ROWS = [("short", "1", "x"), ("a.much.longer.name", "1000", "y" * 90)]
+
+
+def test_a_pipe_gets_every_row_on_one_line() -> None:
+    header, *rows = render.columns(HEADER, ROWS, align="lrc", width=None)
+    assert header.split() == list(HEADER)
+    assert [row.split() for row in rows] == [list(row) for row in ROWS]
+
+
+def test_columns_are_aligned() -> None:
+    assert list(render.columns(HEADER[:2], [("a", "1"), ("bb", "20")], align="lr", width=None)) == [
+        "NAME   N",
+        "a      1",
+        "bb    20",
+    ]
+
+
+@pytest.mark.parametrize("width", [30, 40, 80, 200])
+def test_a_terminal_is_not_overrun_and_names_stay_whole(width: int) -> None:
+    shown = list(render.columns(HEADER, ROWS, align="lrc", width=width))
+    assert all(len(line) <= width for line in shown)
+    assert any(line.startswith("a.much.longer.name") for line in shown)
+
+
+def test_only_a_last_column_that_may_be_cut_is_cut() -> None:
+    *_, last = render.columns(HEADER, ROWS, align="lrl", width=40)
+    assert last.endswith("y" * 90)
+
+
+def test_a_name_cannot_move_the_cursor() -> None:
+    shown = render.printable("a\x1b[2Jb\n\udcffé")
+    assert shown.isprintable()
+    assert shown == "a\\x1b[2Jb\\n\\udcffé"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2,5,7-8")]
+)
+def test_ranks_are_told_as_spans(ranks: list[int], text: str) -> None:
+    assert entries.rank_spans(ranks) == text
+
+
+def test_placements_are_short_words() -> None:
+    strided = Layout(Mesh((2, 2)), (Shard(0), Shard(0)), (1, 0))
+    assert entries.short_placements(strided) == "_S(0),S(0)"
+
+
+def test_a_scalar_and_a_missing_value_keep_their_columns() -> None:
+    rows = [entries.row(entry, None) for entry in (tensor("s", ()), value("v", None))]
+    assert [row[2] for row in rows] == ["[]", "-"]
+    assert rows[1][4] == "= null"
+
+
+def test_what_is_not_opened_is_not_shown_as_a_value() -> None:
+    assert entries.row(value("v", None, opened=False), None)[4] == "= (not opened)"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_json_stays_json_where_numbers_are_none(number: float) -> None:
+    told = json.dumps(entries.entry_json(value("v", [number]), None), allow_nan=False)
+    assert json.loads(told)["value"] == [str(number)]
+
+
+def test_a_tree_joins_lonely_parts_and_sorts_numbers_as_numbers() -> None:
+    whole = index(
+        tensor("layers.10.w", (2,), path=("model", "layers.10.w")),
+        tensor("layers.2.w", (2,), path=("model", "layers.2.w")),
+        value("extra.note", 1),
+    )
+    shown = list(tree_lines(entries.sorted_entries(whole), mesh_of(whole)))
+    assert [line.split("  ")[0] for line in shown[:2]] == ["├─ extra.note", "└─ model.layers"]
+    assert shown[1].endswith("2 tensors of 16 B")
+    assert [line.split()[1] for line in shown[2:]] == ["2.w", "10.w"]
+
+
+def test_csv_is_read_back_as_it_was() -> None:
+    whole = index(tensor('odd,"name', (2, 3)), value("v", {"a": [1, 2]}))
+    rows = [entries.csv_row(entry, None) for entry in entries.sorted_entries(whole)]
+    with CliRunner().isolation() as streams:
+        render.emit_csv(entries.CSV_HEADER, rows)
+        text = streams[0].getvalue().decode()
+    read = list(csv.DictReader(io.StringIO(text)))
+    assert [row["fqn"] for row in read] == ['odd,"name', "v"]
+    assert (read[0]["shape"], read[0]["nbytes"]) == ("[2,3]", "24")
+    assert json.loads(read[1]["value"]) == {"a": [1, 2]}

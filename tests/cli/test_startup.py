@@ -1,0 +1,81 @@
+"""Looking commands start at once: what they may import, and how much that costs."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CKPT = str(Path(__file__).parents[1] / "data" / "checkpoints" / "fsdp2_dcp_1d_4r" / "ckpt")
+RANKS = str(Path(__file__).parents[1] / "data" / "checkpoints" / "fsdp2_torchsave_1d_4r" / "ckpt")
+
+_RUN = """
+import sys
+from ckpt_tools.cli import main
+sys.argv = ["ckpt-tools", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print(" ".join(sorted(sys.modules)), file=sys.stderr)
+"""
+
+
+def _loaded(*args: str) -> set[str]:
+    """The modules that are there when a command has ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, *args], capture_output=True, text=True, check=True
+    )
+    return set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--help",),
+        ("inspect", CKPT),
+        ("inspect", RANKS),
+        ("ls", CKPT),
+        ("ls", "-l", RANKS),
+        ("layout", CKPT),
+        ("verify", "--quick", CKPT),
+    ],
+    ids=" ".join,
+)
+def test_looking_loads_neither_torch_nor_numpy_nor_tqdm(args: tuple[str, ...]) -> None:
+    if args[0] == "layout":
+        pytest.importorskip("ckpt_tools.cli.layout")
+    assert not _loaded(*args) & {"torch", "numpy", "tqdm", "safetensors", "zstandard"}
+
+
+@pytest.mark.parametrize("command", ["export", "reshard"])
+def test_planning_never_loads_torch(command: str, tmp_path: Path) -> None:
+    more = ["--to-mesh", "2x2"] if command == "reshard" else []
+    loaded = _loaded(command, CKPT, "-o", str(tmp_path / "out"), "--dry-run", *more)
+    assert "torch" not in loaded
+
+
+def test_one_format_is_looked_at_without_loading_the_others() -> None:
+    loaded = _loaded("inspect", CKPT)
+    assert "ckpt_tools.formats.dcp.read" in loaded
+    assert not loaded & {"ckpt_tools.formats.rank_files.read", "ckpt_tools.convert.export"}
+
+
+def _cpu_seconds(*command: str) -> float:
+    """User and system time of the quickest of several runs of a command."""
+    best = float("inf")
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        best = min(best, spent)
+    return best
+
+
+@pytest.mark.slow
+def test_inspect_costs_no_more_than_twice_importing_click_and_tabulate() -> None:
+    base = _cpu_seconds(sys.executable, "-c", "import click, tabulate")
+    ours = _cpu_seconds(sys.executable, "-m", "ckpt_tools", "inspect", CKPT)
+    assert ours <= 2 * base + 0.02  # the clock counts in steps of up to 10 ms

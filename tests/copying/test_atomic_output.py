@@ -1,0 +1,402 @@
+"""Outputs appear whole or not at all, wherever the process that makes them is killed."""
+
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from reader_contract import DATA
+
+from ckpt_tools import api, formats
+from ckpt_tools.convert import export as convert
+from ckpt_tools.convert.export import ExportOptions, WriteOptions
+from ckpt_tools.copying import atomic_output, journal
+from ckpt_tools.copying import write as copy
+from ckpt_tools.errors import (
+    OutputExistsError,
+    UnreadableError,
+    UsageError,
+    WriteError,
+)
+
+FSDP2 = str(DATA / "checkpoints" / "fsdp2_dcp_1d_4r" / "ckpt")
+# What changes files and folders: a process may die right before any call of these.
+STEPS = (
+    *("fsync", "ftruncate", "link", "makedirs", "mkdir", "open"),
+    *("pwrite", "rename", "replace", "rmdir", "unlink", "write"),
+)
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tasks in a small checkpoint, each told of at once, and none waits for a disk."""
+    monkeypatch.setattr(os, "fsync", _nothing)
+    monkeypatch.setattr("ckpt_tools.copying.tasks.TASK_BYTES", 512)
+    monkeypatch.setattr(journal, "BATCH_SECONDS", 0.0)
+
+
+def export(out: Path, *, source: str = FSDP2, told: list[int] | None = None, **write: bool) -> None:
+    index = formats.read_index(source)
+    api.export(
+        index,
+        str(out),
+        options=ExportOptions(),
+        write=WriteOptions(threads=1, **write),
+        on_bytes=(told if told is not None else []).append,
+    )
+
+
+def content(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+def killed_before(step: int, run: Callable[[], None]) -> bool:
+    """Run it in a process that dies before this file operation; whether it did not get there."""
+    child = os.fork()
+    if child == 0:
+        _count_down(step)
+        run()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return False
+    assert os.waitstatus_to_exitcode(status) == 0
+    return True
+
+
+def _count_down(step: int) -> None:
+    left = iter(range(step, -1, -1))
+
+    def counted(call: Callable[..., object]) -> Callable[..., object]:
+        def counting(*args: object, **kwargs: object) -> object:
+            if next(left, 1) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return counting
+
+    for name in STEPS:
+        setattr(os, name, counted(getattr(os, name)))
+    os.fsync = counted(_nothing)
+
+
+def _nothing(*_: object) -> None:
+    """What fsync changes, a killed process does not show."""
+
+
+def every_kill(run: Callable[[], None], prepare: Callable[[], None]) -> Iterator[int]:
+    """Kill a run before its first, second, … file operation, until one run ends by itself."""
+    for step in range(10_000):
+        prepare()
+        if killed_before(step, run):
+            return
+        yield step
+
+
+@pytest.mark.parametrize("name", ["out", "model.safetensors"])
+def test_a_run_killed_at_any_step_is_gone_on_with(tmp_path: Path, name: str) -> None:
+    export(tmp_path / "undisturbed" / name)
+    want = content(tmp_path / "undisturbed" / name)
+    folder = tmp_path / "folder"
+
+    def prepare() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+
+    steps = 0
+    for step in every_kill(lambda: export(folder / name), prepare):
+        is_there = (folder / name).exists()
+        assert not is_there or content(folder / name) == want
+        try:
+            export(folder / name, resume=True)
+        except OutputExistsError:
+            assert is_there, step  # the killed run had ended but for its exit
+        assert content(folder / name) == want, step
+        assert [path.name for path in folder.iterdir()] == [name], step
+        steps += 1
+    assert steps > 20
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_the_old_output_is_never_lost(tmp_path: Path, *, resume: bool) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(DATA / "cases" / "C29_stale_output" / "prefilled_out", old)
+    (old / "notes").mkdir()
+    (old / "notes" / "mine.txt").write_text("mine")
+    export(shutil.copytree(old, tmp_path / "undisturbed" / "out"), force=True)
+    before, want = content(old), content(tmp_path / "undisturbed" / "out")
+    folder = tmp_path / "folder"
+    out = folder / "out"
+
+    def prepare() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(old, out)
+
+    for step in every_kill(lambda: export(out, force=True), prepare):
+        places = [content(p) for p in (out, folder / "out.replaced") if p.exists()]
+        assert before in places or want in places, step
+        export(out, force=True, resume=resume)
+        assert content(out) == want, step
+        assert [path.name for path in folder.iterdir()] == ["out"], step
+
+
+def test_without_force_the_old_output_comes_back(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+
+    def die() -> None:
+        real = os.rename
+
+        def rename(source: str, target: str) -> None:
+            if target == str(out):
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(source, target)
+
+        os.rename = rename
+        export(out, force=True)
+
+    assert not killed_before(9999, die)
+    assert not out.exists()
+    with pytest.raises(OutputExistsError, match="is there already"):
+        export(out)
+    assert content(out) == {"mine.txt": b"mine"}
+
+
+def failing(tmp_path: Path, error: OSError, *, after: int) -> WriteError:
+    """The error of an export whose disk fails after this many writes of tensor bytes."""
+    real, left = os.pwrite, iter(range(after))
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        if next(left, None) is None:
+            raise error
+        return real(fd, data, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(WriteError) as caught:
+            export(tmp_path / "out")
+    return caught.value
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_keeps_what_is_finished_and_says_how_to_go_on(tmp_path: Path) -> None:
+    error = failing(tmp_path, FULL, after=4)
+    assert error.exit_code == 4
+    assert "No space left" in error.message
+    assert "--resume goes on" in (error.hint or "")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    told: list[int] = []
+    export(tmp_path / "out", resume=True, told=told)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_with_nothing_finished_leaves_nothing(tmp_path: Path) -> None:
+    error = failing(tmp_path, FULL, after=0)
+    assert "--resume" not in (error.hint or "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_finished_tasks_are_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(tmp_path, FULL, after=4)
+    written: list[int] = []
+    real = os.pwrite
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        written.append(offset)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    export(tmp_path / "out", resume=True)
+    resumed = len(written)
+    export(tmp_path / "whole")
+    assert len(written) - resumed == resumed + 4
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("after", [4, 1000])
+def test_another_boot_believes_only_what_was_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    monkeypatch.setattr(journal, "SYNC_SECONDS", 0.0 if after == 1000 else 1000.0)
+    stop_before_the_end(tmp_path / "out")
+    place = atomic_output.place_of(str(tmp_path / "out"))
+    plans = plans_of()
+    here = journal.finished_tasks(place, plans)
+    assert here
+    monkeypatch.setattr(journal, "boot_id", lambda: "another")
+    elsewhere = journal.finished_tasks(place, plans)
+    assert elsewhere.items() <= here.items()
+    assert bool(elsewhere) == (after == 1000)
+
+
+def test_what_the_disk_did_not_take_is_written_again(tmp_path: Path) -> None:
+    def fsync(fd: int) -> None:
+        if "new" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(WriteError, match="Input/output"):
+            export(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def plans_of() -> tuple[atomic_output.FilePlan, ...]:
+    return convert.plan_export(formats.read_index(FSDP2), ExportOptions()).files
+
+
+def stop_before_the_end(out: Path, source: str = FSDP2) -> str:
+    """What Ctrl-C says after all but the last task is finished."""
+    real = journal.ShareJournal.close
+
+    def interrupted(kept: journal.ShareJournal) -> None:
+        real(kept)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal.ShareJournal, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            export(out, source=source)
+    return str(caught.value)
+
+
+def test_ctrl_c_keeps_what_is_finished_and_says_so(tmp_path: Path) -> None:
+    assert "--resume goes on" in stop_before_the_end(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+
+
+def test_a_source_that_has_changed_is_refused_by_name(tmp_path: Path) -> None:
+    source = shutil.copytree(FSDP2, tmp_path / "source")
+    stop_before_the_end(tmp_path / "out", source=str(source))
+    os.utime(source / "__2_0.distcp")
+    with pytest.raises(UsageError, match=r"__2_0\.distcp of the source has changed"):
+        export(tmp_path / "out", source=str(source), resume=True)
+    assert (tmp_path / "out.partial").exists()
+    export(tmp_path / "out", source=str(source))
+    assert (tmp_path / "out").exists()
+
+
+def test_a_source_that_has_moved_is_the_same(tmp_path: Path) -> None:
+    source = shutil.copytree(FSDP2, tmp_path / "source")
+    stop_before_the_end(tmp_path / "out", source=str(source))
+    source.rename(tmp_path / "moved")
+    export(tmp_path / "out", source=str(tmp_path / "moved"), resume=True)
+
+
+def test_other_options_are_refused_by_name(tmp_path: Path) -> None:
+    stop_before_the_end(tmp_path / "out")
+    with pytest.raises(UsageError, match="keep_names was False and is True"):
+        api.export(
+            formats.read_index(FSDP2),
+            str(tmp_path / "out"),
+            options=ExportOptions(keep_names=True),
+            write=WriteOptions(resume=True),
+            on_bytes=lambda _: None,
+        )
+
+
+def test_nothing_to_resume_is_a_fresh_start_with_a_note(tmp_path: Path) -> None:
+    plan = api.export(
+        formats.read_index(FSDP2),
+        str(tmp_path / "out"),
+        options=ExportOptions(),
+        write=WriteOptions(resume=True),
+        on_bytes=lambda _: None,
+    )
+    assert "Nothing to resume: began anew." in plan.notes
+
+
+def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.tex").write_text("all of it")
+    for resume in (True, False):
+        with pytest.raises(OutputExistsError, match="no unfinished output"):
+            export(tmp_path / "out", resume=resume)
+    assert (tmp_path / "out.partial" / "thesis.tex").read_text() == "all of it"
+
+
+def test_a_second_writer_of_the_same_output_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = copy.write_files
+
+    def meanwhile(*args: object, **options: object) -> None:
+        with pytest.raises(OutputExistsError, match="Another process is writing"):
+            export(tmp_path / "out", resume=True)
+        real(*args, **options)
+
+    monkeypatch.setattr(copy, "write_files", meanwhile)
+    monkeypatch.setattr("ckpt_tools.copying.lock._PATIENCE", 0.0)
+    export(tmp_path / "out")
+    assert (tmp_path / "out").exists()
+
+
+def test_damage_in_the_source_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_args: object, **_options: object) -> None:
+        raise UnreadableError("cut short")
+
+    monkeypatch.setattr(copy, "write_files", damaged)
+    with pytest.raises(UnreadableError):
+        export(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_read_that_the_system_refuses_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = formats.read_index(FSDP2)
+
+    def broken(*_args: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(UnreadableError, match=r"_0\.distcp cannot be read: Input/output") as caught:
+        api.export(
+            index,
+            str(tmp_path / "out"),
+            options=ExportOptions(),
+            write=WriteOptions(),
+            on_bytes=lambda _: None,
+        )
+    assert "--resume goes on" in (caught.value.hint or "")
+
+
+def test_what_is_written_already_counts_for_the_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_before_the_end(tmp_path / "out")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(atomic_output.shutil, "disk_usage", lambda _: usage._replace(free=10))
+    export(tmp_path / "out", resume=True)
+    assert (tmp_path / "out").exists()
+
+
+def test_a_torn_line_says_nothing(tmp_path: Path) -> None:
+    stop_before_the_end(tmp_path / "out")
+    place, plans = atomic_output.place_of(str(tmp_path / "out")), plans_of()
+    path = Path(place.share(0))
+    whole, tasks = path.read_bytes(), journal.finished_tasks(place, plans)
+    path.write_bytes(whole[:-3])
+    assert len(journal.finished_tasks(place, plans)) == len(tasks) - 1
+    path.write_bytes(whole + b"\0" * 40)
+    assert journal.finished_tasks(place, plans) == tasks
+
+
+def test_a_file_that_was_cut_meanwhile_is_written_again(tmp_path: Path) -> None:
+    stop_before_the_end(tmp_path / "out")
+    os.truncate(tmp_path / "out.partial" / "new" / "model.safetensors", 100)
+    export(tmp_path / "out", resume=True)
+    export(tmp_path / "whole")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")

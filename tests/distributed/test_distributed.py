@@ -1,0 +1,509 @@
+"""What several processes agree on, without any torchrun job: that is `test_torchrun`'s."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import contents
+
+from ckpt_tools.cli import cli
+from ckpt_tools.convert.export import ExportOptions, WriteOptions
+from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+from ckpt_tools.core.dtypes import dtype_named
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.layout import (
+    Layout,
+    Mesh,
+    Replicate,
+    Shard,
+    on_mesh,
+    strided_order,
+)
+from ckpt_tools.core.mesh_spec import parse_mesh
+from ckpt_tools.core.plan import WriteItem
+from ckpt_tools.distributed import environment, messages
+from ckpt_tools.distributed.agreement import digest
+from ckpt_tools.distributed.copy_engine import reshard_here
+from ckpt_tools.distributed.engines import Request, reshard_by
+from ckpt_tools.distributed.environment import Place
+from ckpt_tools.distributed.export_engine import ExportJob, export_here
+from ckpt_tools.distributed.group import ElsewhereError, Group
+from ckpt_tools.distributed.job import Job
+from ckpt_tools.distributed.pieces import PieceWriter
+from ckpt_tools.distributed.workers import Order, write_with_workers
+from ckpt_tools.errors import (
+    CkptError,
+    OutputExistsError,
+    UnreadableError,
+    UsageError,
+    WriteError,
+)
+from ckpt_tools.formats import read_index
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.rank_files import exchange as rank_exchange
+
+DATA = Path(__file__).parents[1] / "data" / "checkpoints"
+DCP = DATA / "fsdp2_dcp_1d_4r" / "ckpt"
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+def nothing(_: int) -> None:
+    """Take the news and do nothing."""
+
+
+def job(out: Path, *, mesh: str = "4x8") -> Job:
+    return Job(str(out), ReshardOptions(parse_mesh(mesh)), WriteOptions(), nothing)
+
+
+# --------------------------------------------------------------------------------- environment
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes this process look like a rank of a job."""
+
+    def become(rank: int) -> None:
+        for name, value in {**TORCHRUN, "RANK": str(rank)}.items():
+            monkeypatch.setenv(name, value)
+
+    return become
+
+
+def test_torchrun_is_known_by_its_environment(under_torchrun: Callable[[int], None]) -> None:
+    under_torchrun(3)
+    assert environment.place() == Place(3, 4, 0, 2)
+
+
+def test_a_rank_alone_is_no_torchrun_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert environment.place() is None
+
+
+def test_rank_0_runs_every_command(under_torchrun: Callable[[int], None]) -> None:
+    under_torchrun(0)
+    environment.let_rank_0_speak(["ls", "ckpt"])
+
+
+@pytest.mark.parametrize("arguments", [["ls", "ckpt"], ["--version"], ["verify", "x"], []])
+def test_other_ranks_leave_what_is_not_shared_to_rank_0(
+    under_torchrun: Callable[[int], None], arguments: list[str]
+) -> None:
+    under_torchrun(2)
+    with pytest.raises(SystemExit) as end:
+        environment.let_rank_0_speak(arguments)
+    assert end.value.code == 0
+
+
+def test_asking_for_torchrun_loads_no_torch() -> None:
+    code = (
+        "import sys, ckpt_tools.cli.reshard; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False False\n"
+
+
+# ------------------------------------------------------------------------------------ messages
+
+
+def test_an_error_comes_back_with_its_class_message_and_hint() -> None:
+    error = messages.decode(messages.encode(OutputExistsError("out is there", hint="Use --force.")))
+    assert (type(error), error.message, error.hint) == (
+        OutputExistsError,
+        "out is there",
+        "Use --force.",
+    )
+
+
+def test_an_error_of_the_system_is_told_in_its_words() -> None:
+    error = messages.decode(messages.encode(OSError(28, "No space left on device", "/data/x")))
+    assert error.message == "/data/x: No space left on device."
+
+
+def test_a_fault_of_our_own_is_told_as_one() -> None:
+    error = messages.decode(messages.encode(KeyError("x")))
+    assert error.message == "ckpt-tools itself failed: KeyError: 'x'"
+
+
+# --------------------------------------------------------------------------------------- group
+
+
+class MemoryStore:
+    """A key-value store as torch's, within one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        with self._lock:
+            self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def add(self, key: str, value: int) -> int:
+        with self._lock:
+            now = int(self._values.get(key, b"0")) + value
+            self._values[key] = str(now).encode()
+            return now
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+
+def run_ranks(count: int, work: Callable[[Group], object]) -> list[object]:
+    """What each rank gave or raised, all ranks being threads of this process."""
+    store = MemoryStore()
+    found: list[object] = [None] * count
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(Group(store, Place(rank, count, rank, count)))
+        except CkptError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "the ranks wait for each other forever"
+    return found
+
+
+def test_every_rank_hears_what_rank_0_says() -> None:
+    assert run_ranks(4, lambda group: group.tell(f"from {group.rank}")) == ["from 0"] * 4
+
+
+def test_what_one_rank_raises_all_raise() -> None:
+    def work(group: Group) -> None:
+        with group.together():
+            group.meet()
+            if group.rank == 2:
+                raise WriteError("the disk is full", hint="Free some.")
+            group.meet()
+
+    for error in run_ranks(4, work):
+        assert isinstance(error, WriteError)
+        assert (error.message, error.hint) == ("Rank 2: the disk is full", "Free some.")
+
+
+def test_the_lowest_rank_that_fails_is_told_of() -> None:
+    def work(group: Group) -> None:
+        with group.together():
+            raise UsageError(f"no, says {group.rank}")
+
+    assert {str(error) for error in run_ranks(3, work)} == {"no, says 0"}
+
+
+def test_a_fault_at_the_very_end_is_everybodys() -> None:
+    def work(group: Group) -> None:
+        with group.together():
+            group.meet()
+            if group.rank == 0:
+                raise WriteError("cannot rename")
+
+    assert [str(error) for error in run_ranks(3, work)] == ["cannot rename"] * 3
+
+
+def test_a_rank_that_looks_around_stops_when_another_has_failed() -> None:
+    def work(group: Group) -> None:
+        with group.together():
+            if group.rank == 1:
+                raise WriteError("the disk is full")
+            end = time.monotonic() + 10
+            while time.monotonic() < end:
+                group.look_around()
+                time.sleep(0.05)
+
+    started = time.monotonic()
+    assert {str(error) for error in run_ranks(3, work)} == {"Rank 1: the disk is full"}
+    assert time.monotonic() - started < 5
+
+
+def test_having_failed_elsewhere_is_never_what_is_told() -> None:
+    def work(group: Group) -> None:
+        with group.together():
+            if group.rank == 1:
+                raise WriteError("the disk is full")
+            raise ElsewhereError("Another rank has failed.")
+
+    assert {str(error) for error in run_ranks(3, work)} == {"Rank 1: the disk is full"}
+
+
+# ------------------------------------------------------------------------------------- workers
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What one process writes for 4x8."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    reshard_here(read_index(str(DCP)), job(out), workers=1)
+    return contents(out)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_workers_writes_the_same_bytes(
+    alone: dict[str, bytes], tmp_path: Path, workers: int
+) -> None:
+    reshard_here(read_index(str(DCP)), job(tmp_path / "out"), workers=workers)
+    assert contents(tmp_path / "out") == alone
+
+
+def test_workers_tell_how_many_bytes_they_wrote(alone: dict[str, bytes], tmp_path: Path) -> None:
+    told: list[int] = []
+    reshard_here(
+        read_index(str(DCP)), job(tmp_path / "out")._replace(on_bytes=told.append), workers=2
+    )
+    assert sum(told) == sum(map(len, alone.values()))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_export_tells_how_many_bytes_there_will_be(tmp_path: Path, workers: int) -> None:
+    told: list[int] = []
+    totals: list[int] = []
+    job = ExportJob(str(tmp_path / "out"), WriteOptions(), told.append, totals.append)
+    export_here(read_index(str(DCP)), ExportOptions(), job, workers=workers)
+    written = sum(map(len, contents(tmp_path / "out").values()))
+    assert totals == [written]
+    assert sum(told) == written
+
+
+@pytest.mark.parametrize("command", [["export"], ["reshard", "--to-mesh", "2"]])
+def test_an_output_that_is_there_is_refused_before_anything_is_read(
+    command: list[str], tmp_path: Path
+) -> None:
+    arguments = [*command, str(tmp_path / "nowhere"), "-o", str(tmp_path)]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 2
+    assert "is there already; nothing was read or written" in done.stderr
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> Order:
+    """What two workers are told, of a source that may be harmed."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(DCP, source)
+    out.mkdir()
+    plan = plan_reshard(read_index(str(source)), ReshardOptions(parse_mesh("4x8")))
+    return Order(plan.files, str(out), 2, 1, 4 << 20)
+
+
+def test_what_one_worker_raises_is_raised(order: Order, tmp_path: Path) -> None:
+    os.truncate(tmp_path / "source" / "__2_0.distcp", 100)
+    with pytest.raises(UnreadableError, match=r"__2_0\.distcp is cut short"):
+        write_with_workers(order, on_bytes=nothing)
+
+
+def test_a_worker_that_dies_is_an_error_that_says_how(order: Order) -> None:
+    plans = (order.plans[0]._replace(path="\0"),)  # no file can have this name: a fault of ours
+    with pytest.raises(WriteError, match=r"Worker \d of 2 died \(exit code 1\)"):
+        write_with_workers(order._replace(plans=plans), on_bytes=nothing)
+
+
+# ------------------------------------------------------------------------------------- engines
+
+
+@pytest.mark.parametrize("engine", ["dcp", "gather"])
+def test_an_engine_of_a_job_says_how_to_start_one(tmp_path: Path, engine: str) -> None:
+    with pytest.raises(UsageError, match="needs a torchrun job") as refused:
+        reshard_by(Request(str(DCP), engine), job(tmp_path / "out"))
+    assert "torchrun --nproc-per-node" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("engine", ["dcp", "gather"])
+def test_only_copy_rearranges_what_it_moves(tmp_path: Path, engine: str) -> None:
+    asked = job(tmp_path / "out")
+    asked = asked._replace(options=replace(asked.options, param_names=("w",)))
+    with pytest.raises(UsageError, match="moves tensors as they are"):
+        reshard_by(Request(str(DCP), engine), asked)
+
+
+def test_workers_of_workers_are_refused(
+    tmp_path: Path, under_torchrun: Callable[[int], None]
+) -> None:
+    under_torchrun(0)
+    with pytest.raises(UsageError, match="-j 2 starts workers of its own"):
+        reshard_by(Request(str(DCP), workers=2), job(tmp_path / "out"))
+
+
+def test_plans_of_another_checkpoint_have_another_digest() -> None:
+    options = ReshardOptions(parse_mesh("2"))
+    one = plan_reshard(read_index(str(DCP)), options)
+    other = plan_reshard(read_index(str(DCP)), replace(options, only="model"))
+    assert digest(one.files) == digest(plan_reshard(read_index(str(DCP)), options).files)
+    assert digest(one.files) != digest(other.files)
+
+
+# -------------------------------------------------------------------------------------- layout
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Layouts whose mesh dimensions may cut one dimension in any order."""
+    shape = tuple(draw(st.lists(st.integers(2, 4), min_size=1, max_size=3)))
+    placed = st.sampled_from([Replicate(), Shard(0), Shard(1)])
+    placements = tuple(draw(placed) for _ in shape)
+    order = tuple(draw(st.permutations(range(len(shape)))))
+    return Layout(Mesh(shape), placements, order)
+
+
+@given(layouts())
+def test_torchs_placements_mean_the_layouts_boxes(layout: Layout) -> None:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from ckpt_tools.distributed.devices import placements_of
+
+    found = placements_of(layout)
+    factors = [p.split_factor if isinstance(p, _StridedShard) else 1 for p in found]
+    dims = [p.dim if isinstance(p, Shard) else None for p in layout.placements]
+    order = strided_order(layout.mesh.shape, dims, factors)
+    again = Layout(layout.mesh, layout.placements, order)
+    assert again.boxes((24, 48)) == layout.boxes((24, 48))
+
+
+def test_a_part_of_a_mesh_replicates_along_the_rest() -> None:
+    part = Layout(Mesh((2,), ("dp",)), (Shard(0),))
+    whole = on_mesh(part, Mesh((2, 3), ("dp", "tp")))
+    assert whole is not None
+    assert whole.placements == (Shard(0), Replicate())
+
+
+def test_a_part_of_a_mesh_without_names_is_nowhere() -> None:
+    assert on_mesh(Layout(Mesh((2,)), (Shard(0),)), Mesh((2, 3))) is None
+
+
+# -------------------------------------------------------------------------------------- gather
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp2_torchsave_1d_4r/ckpt",
+        "fsdp2_torchsave_hsdp_2x4/ckpt",
+        "fsdp2_tp_torchsave_2x2/ckpt",
+        "fsdp2_ep_torchsave_2x2/ckpt",
+        "dtensor_dtypes_torchsave_4r/ckpt",
+        "verl_fsdp2_4r/ckpt/global_step_1/actor",
+        "verl_lora_4r/ckpt/global_step_1/actor",
+        "torch-2.11-cuda-fsdp2-2/ranks",
+    ],
+)
+def test_headers_of_each_rank_alone_give_the_index_of_all_files(name: str) -> None:
+    path = str(DATA / name)
+    whole = read_index(path)
+    listing = rank_exchange.listing(path)
+    world = whole.world_size or 0
+    alone = [[file for file in listing if file.rank == rank] for rank in range(world)]
+    families = rank_exchange.families_of(alone, where=path)
+    headers = [
+        rank_exchange.read_headers(families, rank=rank, where=path, options=ReadOptions())
+        for rank in range(world)
+    ]
+    found = rank_exchange.joined_index(path, headers, families)
+    assert (found.tensors, found.objects) == (whole.tensors, whole.objects)
+    assert (found.mesh, found.world_size, found.problems) == (
+        whole.mesh,
+        whole.world_size,
+        whole.problems,
+    )
+
+
+def test_pieces_of_a_tensor_in_memory_are_written_with_their_crc(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(64))
+    values = np.arange(24, dtype=np.float32).reshape(4, 6)
+    float32 = dtype_named("float32")
+    box = Box((1, 2), (2, 3))
+    item = WriteItem("w", "file", 8, box, float32, float32, (), crc_at=(40,))
+    whole = values.view(np.uint8).reshape(4, 6, 4)
+    PieceWriter(str(tmp_path), on_bytes=nothing).write(item, whole)
+    expected = values[1:3, 2:5].tobytes()
+    written = (tmp_path / "file").read_bytes()
+    assert written[8:32] == expected
+    assert int.from_bytes(written[40:44], "little") == zlib.crc32(expected)
+
+
+def test_pieces_are_cast_as_the_plan_says(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8))
+    values = np.array([1.0, -2.5], dtype=np.float32)
+    item = WriteItem(
+        "w", "file", 0, Box((0,), (2,)), dtype_named("float32"), dtype_named("float16"), ()
+    )
+    PieceWriter(str(tmp_path), on_bytes=nothing).write(item, values.view(np.uint8).reshape(2, 4))
+    assert (tmp_path / "file").read_bytes()[:4] == values.astype(np.float16).tobytes()
+
+
+# ------------------------------------------------------------------------------------- command
+
+
+def test_a_rehearsal_says_what_each_file_will_hold_and_writes_nothing(tmp_path: Path) -> None:
+    arguments = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "2x2", "--dry-run"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.stderr
+    assert "not written (--dry-run)" in done.stdout
+    assert "__3_0.distcp" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_refuses_what_would_be_refused(tmp_path: Path) -> None:
+    arguments = ["reshard", str(DCP), "-o", str(tmp_path), "--to-mesh", "2", "--dry-run"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 2
+    assert "is there already" in done.stderr
+
+
+def test_the_mesh_is_told_in_words(tmp_path: Path) -> None:
+    arguments = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "4x8"]
+    done = CliRunner().invoke(cli, arguments)
+    assert "4x8 = dp_replicate=4 × dp_shard=8: Replicate, Shard(0)" in done.stderr
+    assert done.stdout.count("\n") == 1
+
+
+def test_ctrl_c_ends_all_workers_and_leaves_no_output(tmp_path: Path) -> None:
+    source = tmp_path / "big.safetensors"
+    _write_big(source)
+    out = tmp_path / "out"
+    command = ["-m", "ckpt_tools", "reshard", str(source), "-o", str(out), "--to-mesh", "4"]
+    process = subprocess.Popen(
+        [sys.executable, *command, "-j", "2"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    for _ in _until(lambda: any(tmp_path.glob("out.partial/**/*.distcp"))):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert not out.exists()
+
+
+def _until(done: Callable[[], bool]) -> Iterator[None]:
+    end = time.monotonic() + 20
+    while not done() and time.monotonic() < end:
+        yield
+
+
+def _write_big(path: Path) -> None:
+    """One tensor of 400 MB that takes no room on the disk."""
+    header = b'{"w":{"dtype":"F32","shape":[1000,100000],"data_offsets":[0,400000000]}}'
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 400_000_000)

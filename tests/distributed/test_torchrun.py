@@ -1,0 +1,270 @@
+"""Real torchrun jobs over gloo: the command, the engines, and training that goes on."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launching import ckpt_tools, contents, job, torchrun
+from safetensors.numpy import save_file
+
+from ckpt_tools.copying.read import read_array
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.formats import locate, read_index
+from ckpt_tools.storage.reader import Files
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
+
+DATA = Path(__file__).parents[1] / "data" / "checkpoints"
+DCP = DATA / "fsdp2_dcp_1d_4r" / "ckpt"
+TP = ("*.up.weight*=S(0),S(0)", "*.down.weight*=S(0),S(1)")
+
+
+# ------------------------------------------------------------------------- training that goes on
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What each job did next: from the checkpoint that a job of 4 ranks left, and from ours."""
+    folder = tmp_path_factory.mktemp("training")
+    job(4, "training.py", "save", folder)
+    source = folder / "source"
+    (folder / "dcp").rename(source)
+    for name, arguments in {
+        "1d": ("--to-mesh", "3"),
+        "hsdp": ("--to-mesh", "2x2"),
+        "tp": ("--to-mesh", "dp=2,tp=2", *(word for rule in TP for word in ("--place", rule))),
+        "fsdp1": ("--to-mesh", "4"),
+    }.items():
+        ckpt_tools("reshard", source, "-o", folder / name, *arguments)
+    kinds = ("hsdp", "tp", "fsdp1")
+    tasks = [f"{kind}:{folder / name}" for kind in kinds for name in ("source", kind)]
+    job(4, "training.py", "step", folder / "four.json", *tasks)
+    job(3, "training.py", "step", folder / "three.json", f"1d:{source}", f"1d:{folder / '1d'}")
+    found = json.loads((folder / "four.json").read_text())
+    found |= json.loads((folder / "three.json").read_text())
+    names = {
+        f"{kind}:{folder / name}": (kind, name)
+        for kind in (*kinds, "1d")
+        for name in ("source", kind)
+    }
+    by_kind: dict[str, dict[str, str]] = {}
+    for task, result in found.items():
+        kind, name = names[task]
+        by_kind[f"{kind} from {'source' if name == 'source' else 'ours'}"] = result
+    return by_kind
+
+
+@pytest.mark.parametrize("kind", ["1d", "hsdp", "tp", "fsdp1"])
+def test_a_job_on_the_target_mesh_loads_what_the_source_holds(
+    steps: dict[str, dict[str, str]], kind: str
+) -> None:
+    assert steps[f"{kind} from ours"]["loaded"] == steps[f"{kind} from source"]["loaded"]
+
+
+@pytest.mark.parametrize("kind", ["1d", "hsdp", "tp", "fsdp1"])
+def test_a_job_on_the_target_mesh_takes_the_same_next_step(
+    steps: dict[str, dict[str, str]], kind: str
+) -> None:
+    assert steps[f"{kind} from ours"] == steps[f"{kind} from source"]
+
+
+# --------------------------------------------------------------------------------------- engines
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of reshards by one job of 4 ranks: ENGINE-NAME, or ENGINE-NAME.error.RANK."""
+    folder = tmp_path_factory.mktemp("engines")
+    local = folder / "local"
+    verl = DATA / "verl_fsdp2_4r"
+    ranks = next(path.parent for path in verl.rglob("model_world_size_4_rank_0.pt"))
+    for rank in range(4):
+        (local / str(rank)).mkdir(parents=True)
+        for file in ranks.glob(f"*_rank_{rank}.pt"):
+            shutil.copy(file, local / str(rank))
+    lacking = folder / "lacking"
+    shutil.copytree(local, lacking)
+    for file in (lacking / "2").iterdir():
+        file.unlink()
+    tp = ("*.fc1.*=S(0),S(0)", "*.fc2.weight*=S(0),S(1)")
+    tasks = [
+        {"engine": "dcp", "name": "hsdp", "ckpt": DCP, "mesh": "2x2"},
+        {"engine": "dcp", "name": "uneven", "ckpt": DATA / "fsdp2_dcp_1d_8r" / "ckpt", "mesh": "4"},
+        {
+            "engine": "dcp",
+            "name": "tp",
+            "ckpt": DATA / "fsdp2_tp_dcp_2x2" / "ckpt",
+            "mesh": "dp=2,tp=2",
+            "place": tp,
+        },
+        {"engine": "dcp", "name": "ranks", "ckpt": ranks, "mesh": "4"},
+        {
+            "engine": "gather",
+            "name": "1d",
+            "ckpt": DATA / "fsdp2_torchsave_1d_4r" / "ckpt",
+            "mesh": "4x2",
+        },
+        {
+            "engine": "gather",
+            "name": "tp",
+            "ckpt": DATA / "fsdp2_tp_torchsave_2x2" / "ckpt",
+            "mesh": "3",
+        },
+        {
+            "engine": "gather",
+            "name": "dtypes",
+            "ckpt": DATA / "dtensor_dtypes_torchsave_4r" / "ckpt",
+            "mesh": "2",
+        },
+        {"engine": "gather", "name": "verl", "ckpt": local / "{rank}", "mesh": "8"},
+        {"engine": "gather", "name": "lacking", "ckpt": lacking / "{rank}", "mesh": "8"},
+    ]
+    copied = {"verl": ranks}
+    for task in tasks:
+        name = task.pop("name")
+        task["out"] = str(folder / f"{task['engine']}-{name}")
+        if name not in ("lacking", "ranks"):
+            places = [word for rule in task.get("place", ()) for word in ("--place", rule)]
+            source = copied.get(str(name), task["ckpt"])
+            out = folder / f"copy-{task['engine']}-{name}"
+            ckpt_tools("reshard", source, "-o", out, "--to-mesh", task["mesh"], *places)
+    (folder / "tasks.json").write_text(json.dumps(tasks, default=str))
+    job(4, "engines.py", folder / "tasks.json")
+    return folder
+
+
+def elements(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor of a checkpoint: its type, shape and elements."""
+    with Files() as files:
+        index = locate(read_index(str(folder)), files)
+        index.require_whole()
+        return {
+            entry.fqn: (
+                entry.dtype.name,
+                entry.shape,
+                bytes(read_array(entry, Box.whole(entry.shape), files=files)),
+            )
+            for entry in index.tensors
+        }
+
+
+@pytest.mark.parametrize("name", ["hsdp", "uneven", "tp"])
+def test_the_engine_dcp_gives_the_tensors_that_copy_gives(engines: Path, name: str) -> None:
+    assert elements(engines / f"dcp-{name}") == elements(engines / f"copy-dcp-{name}")
+
+
+@pytest.mark.parametrize("name", ["hsdp", "uneven", "tp"])
+def test_the_engine_dcp_keeps_every_chunk_where_copy_puts_it(engines: Path, name: str) -> None:
+    def places(folder: Path) -> dict[str, set[tuple[Box, int | None]]]:
+        index = read_index(str(folder))
+        return {e.fqn: {(chunk.box, chunk.rank) for chunk in e.chunks} for e in index.tensors}
+
+    assert places(engines / f"dcp-{name}") == places(engines / f"copy-dcp-{name}")
+
+
+@pytest.mark.parametrize("name", ["hsdp", "uneven", "tp"])
+def test_the_engine_dcp_keeps_paths_and_the_bytes_of_objects(engines: Path, name: str) -> None:
+    def objects(folder: Path) -> dict[str, tuple[object, bytes]]:
+        with Files() as files:
+            return {
+                entry.fqn: (entry.path, files.read(*entry.data))
+                for entry in read_index(str(folder)).objects
+            }
+
+    assert objects(engines / f"dcp-{name}") == objects(engines / f"copy-dcp-{name}")
+
+
+def test_the_engine_dcp_refuses_what_torch_cannot_load_on_every_rank(engines: Path) -> None:
+    told = {(engines / f"dcp-ranks.error.{rank}").read_text() for rank in range(4)}
+    assert len(told) == 1
+    assert told.pop().startswith("UnsupportedError: ")
+    assert not (engines / "dcp-ranks").exists()
+
+
+@pytest.mark.parametrize("name", ["1d", "tp", "dtypes", "verl"])
+def test_the_engine_gather_writes_the_files_that_copy_writes(engines: Path, name: str) -> None:
+    assert contents(engines / f"gather-{name}") == contents(engines / f"copy-gather-{name}")
+
+
+def test_a_rank_without_its_file_ends_all_ranks_with_one_error(engines: Path) -> None:
+    told = {(engines / f"gather-lacking.error.{rank}").read_text() for rank in range(4)}
+    assert len(told) == 1
+    assert "Rank 2: " in told.pop()
+    assert not list(engines.glob("gather-lacking.partial"))
+
+
+# --------------------------------------------------------------------------------------- commands
+
+
+def test_four_ranks_write_the_bytes_of_one_process_and_of_two_workers(tmp_path: Path) -> None:
+    ckpt_tools("reshard", DCP, "-o", tmp_path / "one", "--to-mesh", "4x8")
+    ckpt_tools("reshard", DCP, "-o", tmp_path / "workers", "--to-mesh", "4x8", "-j", "2")
+    arguments = ("reshard", DCP, "-o", tmp_path / "ranks", "--to-mesh", "4x8")
+    done = torchrun(4, "-m", "ckpt_tools", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("in 33 files") == 1
+    assert done.stderr.count("4x8 = dp_replicate=4 × dp_shard=8") == 1
+    alone = contents(tmp_path / "one")
+    assert contents(tmp_path / "workers") == alone
+    assert contents(tmp_path / "ranks") == alone
+
+
+def test_ranks_and_workers_fill_the_files_of_an_export_together(tmp_path: Path) -> None:
+    source = tmp_path / "source.safetensors"
+    values = np.random.default_rng(0).integers(0, 255, (3, 1024, 20_000), dtype=np.uint8)
+    save_file({f"w{number}": value for number, value in enumerate(values)}, source)
+    arguments = ("export", source, "--max-shard-size", "45MB", "--check")
+    ckpt_tools(*arguments, "-o", tmp_path / "one")
+    ckpt_tools(*arguments, "-o", tmp_path / "workers", "-j", "3")
+    done = torchrun(4, "-m", "ckpt_tools", *arguments, "-o", tmp_path / "ranks")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tensors, ") == 1
+    alone = contents(tmp_path / "one")
+    assert len(alone) == 3
+    assert contents(tmp_path / "workers") == alone
+    assert contents(tmp_path / "ranks") == alone
+
+
+def test_ranks_merge_adapters_into_what_each_of_them_writes(tmp_path: Path) -> None:
+    peft = DATA / "peft_fsdp2_dcp_4r" / "ckpt"
+    arguments = ("export", peft, "--merge-lora", "--lora-alpha", "6")
+    ckpt_tools(*arguments, "-o", tmp_path / "one.safetensors")
+    ckpt_tools(*arguments, "-o", tmp_path / "workers.safetensors", "-j", "2")
+    done = torchrun(2, "-m", "ckpt_tools", *arguments, "-o", tmp_path / "ranks.safetensors")
+    assert done.returncode == 0, done.stderr
+    alone = (tmp_path / "one.safetensors").read_bytes()
+    assert (tmp_path / "workers.safetensors").read_bytes() == alone
+    assert (tmp_path / "ranks.safetensors").read_bytes() == alone
+
+
+def test_what_an_export_by_ranks_refuses_is_told_once(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("export", DCP, "-o", out, "--include", "nothing*")
+    done = torchrun(2, "-m", "ckpt_tools", *arguments)
+    assert done.returncode != 0
+    assert done.stderr.count("no entry is chosen") == 1
+    assert "exitcode  : 1" in done.stderr
+    assert not list(tmp_path.iterdir())
+    done = torchrun(2, "-m", "ckpt_tools", "export", DCP, "-o", "s3://bucket/out")
+    assert done.stderr.count("is an address, and the ranks of a job write to") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_torchrun_finds_the_command_itself_and_a_looking_one_prints_once() -> None:
+    alone = ckpt_tools("ls", DCP).stdout
+    done = torchrun(2, "ckpt-tools", "ls", DCP, env={"PET_NO_PYTHON": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == alone
+
+
+def test_a_world_that_does_not_fit_is_one_error_that_says_which_would(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("reshard", DCP, "-o", out, "--to-mesh", "4", "--engine", "dcp")
+    done = torchrun(2, "--no-python", "ckpt-tools", *arguments)
+    assert done.returncode != 0
+    assert done.stderr.count("Error: --engine dcp needs one rank") == 1
+    assert "torchrun --nproc-per-node 4" in done.stderr
+    assert "exitcode  : 2" in done.stderr
+    assert not list(tmp_path.iterdir())

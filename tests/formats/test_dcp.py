@@ -1,0 +1,317 @@
+import os
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+from reader_contract import DATA, ReaderContract, RealCheckpoint, truth_of, whole
+
+from ckpt_tools import formats
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    UnreadableError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.dcp import read as dcp
+from ckpt_tools.storage.reader import Files
+
+REAL = DATA / "checkpoints"
+FSDP2 = REAL / "fsdp2_dcp_1d_4r" / "ckpt"
+REFUSED = ("torch-2.1.2-b3_fsdp1_local", "torch-2.9.1-b3_fsdp1_local")
+
+
+def _real() -> list[RealCheckpoint]:
+    """Every DCP directory among the real checkpoints, but for those that are to be refused."""
+    folders = sorted(found.parent for found in REAL.rglob(".metadata"))
+    return [_case(folder) for folder in folders if folder.relative_to(REAL).parts[0] not in REFUSED]
+
+
+def _case(folder: Path) -> RealCheckpoint:
+    top = REAL / folder.relative_to(REAL).parts[0]
+    return RealCheckpoint(
+        str(folder.relative_to(DATA)),
+        str(top.relative_to(DATA)),
+        rename=lambda fqn: _name_in_truth(folder, fqn),
+        absent=lambda name: _is_elsewhere(folder, name),
+    )
+
+
+def _name_in_truth(folder: Path, fqn: str) -> str | None:
+    """What the truth beside a directory calls an entry; None for what it leaves out."""
+    top = folder.relative_to(REAL).parts[0]
+    if fqn.startswith(("rng", "cfg.")) and not top.startswith("fsdp2_dcp_1d"):
+        return None
+    if "g_dcp_plain" in top and fqn.startswith("optim."):
+        return None  # by integer id, where the truth has names
+    if folder.parent.name == "checkpoint_modelonly":
+        return None  # cast to bfloat16 on the way: see the test of its own
+    if folder.name == "dcp_model_only_flat":
+        return f"model.{fqn}"
+    if top == "torch-2.11-cuda-fsdp1st-2":
+        return fqn.removeprefix("model.") if fqn.startswith("model.") else None
+    return fqn.replace("optim.state.", "optim.") if top.startswith("torch-2.11-") else fqn
+
+
+def _is_elsewhere(folder: Path, name: str) -> bool:
+    """Whether the truth, which is of the whole save, has this name from another folder of it."""
+    if folder.name in ("pytorch_model_fsdp_0", "dcp_model_only_flat"):
+        return not name.startswith("model.")
+    if folder.name == "optimizer_0":
+        return not name.startswith("optimizer.")
+    if folder.parent.name == "checkpoint_modelonly":
+        return True
+    if "g_dcp_plain" in str(folder):
+        return name.startswith("optim.")
+    # Of the torch 2.1 jobs with use_orig_params only the weights could be saved.
+    return "torch-2.1.2-b2" in str(folder) and name.startswith("optim.")
+
+
+class TestRealDirectories(ReaderContract):
+    checkpoints = tuple(_real())
+
+    def read(self, path: Path) -> CheckpointIndex:
+        return dcp.read_index(str(path))
+
+    def located(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:
+        return formats.locate(index, files)
+
+
+def test_there_are_as_many_real_directories_as_the_data_holds() -> None:
+    assert len(TestRealDirectories.checkpoints) >= 60
+
+
+def test_torchtitans_model_only_save_is_the_truth_in_bfloat16() -> None:
+    import torch
+
+    folder = REAL / "torchtitan_llama3_4r"
+    truth = truth_of(folder)
+    with Files() as files:
+        read = dcp.read_index(str(folder / "ckpt" / "checkpoint_modelonly" / "step-2"))
+        for entry in formats.locate(read, files).tensors:
+            full = torch.frombuffer(bytearray(truth[entry.fqn].data), dtype=torch.float32)
+            assert entry.dtype.name == "bfloat16"
+            cast = full.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+            assert whole(entry, files) == cast
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    """A copy of a real FSDP2 save of four ranks, to be damaged."""
+    return shutil.copytree(FSDP2, tmp_path / "save")
+
+
+def _only_problem(folder: Path) -> CheckpointError:
+    index = dcp.read_index(str(folder))
+    with Files() as files:
+        (problem,) = formats.locate(index, files).problems
+    return problem
+
+
+@pytest.mark.parametrize("folder", REFUSED)
+def test_flat_parameters_are_refused(folder: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"flat parameters \(_flat_param\)") as caught:
+        dcp.read_index(str(REAL / folder / "dcp_local"))
+    assert "FULL_STATE_DICT" in str(caught.value.hint)
+
+
+def test_a_directory_without_metadata_is_refused(save: Path) -> None:
+    (save / ".metadata").unlink()
+    with pytest.raises(
+        IncompleteError, match=r"no \.metadata, only data files of ranks 0, 1, 2, 3"
+    ):
+        dcp.read_index(str(save))
+
+
+def test_an_interrupted_save_is_named_as_one(save: Path) -> None:
+    (save / ".metadata").rename(save / ".metadata.tmp")
+    with pytest.raises(IncompleteError, match="the save was interrupted"):
+        dcp.read_index(str(save))
+
+
+def test_an_empty_metadata_is_refused(save: Path) -> None:
+    (save / ".metadata").write_bytes(b"")
+    with pytest.raises(UnreadableError, match="is empty"):
+        dcp.read_index(str(save))
+
+
+def test_a_missing_data_file_is_named_with_what_it_hurts(save: Path) -> None:
+    (save / "__2_0.distcp").unlink()
+    problem = _only_problem(save)
+    assert isinstance(problem, IncompleteError)
+    assert "__2_0.distcp" in problem.message
+    assert "Ranks 0, 1, 3 are intact" in str(problem.hint)
+    assert "Hurt: " in str(problem.hint)
+
+
+def test_a_short_data_file_is_named_with_both_lengths(save: Path) -> None:
+    data = save / "__3_0.distcp"
+    need = data.stat().st_size
+    os.truncate(data, 20_000)
+    problem = _only_problem(save)
+    assert f"is cut short: 20,000 bytes, the index needs {need:,}" in problem.message
+
+
+def test_an_empty_data_file_hurts_every_tensor_in_it(save: Path) -> None:
+    os.truncate(save / "__1_0.distcp", 0)
+    index = dcp.read_index(str(save))
+    hurt = {e.fqn for e in index.tensors if any(c.rank == 1 for c in e.chunks)}
+    assert hurt <= index.problems[0].about
+
+
+def _edit(save: Path, change: str) -> None:
+    """Change `.metadata` with torch's own classes."""
+    import torch.distributed.checkpoint
+
+    path = save / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 (our own data)
+    fqn = "app.model.emb.weight"
+    chunks = metadata.state_dict_metadata[fqn].chunks
+    index = next(i for i in metadata.storage_data if i.fqn == fqn and tuple(i.offset) == (3, 0))
+    if change == "hole":
+        del chunks[1]
+    elif change == "overlap":
+        chunks[1].sizes = torch.Size((4, 7))
+    elif change == "transform":
+        metadata.storage_data[index].transform_descriptors = ["stream.lzma/9"]
+    elif change == "dtype":
+        metadata.state_dict_metadata[fqn].properties.dtype = torch.int32
+    elif change == "swap":
+        other = next(i for i in metadata.storage_data if i.fqn == fqn and tuple(i.offset) == (9, 0))
+        data = metadata.storage_data
+        data[index], data[other] = data[other], data[index]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def test_a_hole_is_refused_with_its_place(save: Path) -> None:
+    _edit(save, "hole")
+    problem = _only_problem(save)
+    assert isinstance(problem, IncompleteError)
+    assert "app.model.emb.weight: chunks cover 56 of 77 elements" in problem.message
+    assert "[3:6, 0:7]" in problem.message
+
+
+def test_an_overlap_is_refused_with_its_place(save: Path) -> None:
+    _edit(save, "overlap")
+    problem = _only_problem(save)
+    assert "app.model.emb.weight: 2 chunks overlap in [6:7, 0:7]" in problem.message
+
+
+def test_an_unknown_transform_is_refused(save: Path) -> None:
+    _edit(save, "transform")
+    with pytest.raises(UnsupportedError, match=r"packed with \['stream.lzma/9'\]"):
+        dcp.read_index(str(save))
+
+
+def test_an_item_of_another_type_than_its_chunk_is_refused(save: Path) -> None:
+    _edit(save, "dtype")
+    assert "is float32, but .metadata says int32" in _only_problem(save).message
+
+
+def test_an_item_of_another_shape_than_its_chunk_is_refused(save: Path) -> None:
+    _edit(save, "swap")
+    assert "has shape [2, 7], but .metadata says [3, 7]" in _only_problem(save).message
+
+
+def test_metadata_that_would_run_code_runs_none(tmp_path: Path) -> None:
+    hostile = shutil.copytree(DATA / "cases" / "C38_malicious_pickle" / "dcp", tmp_path / "dcp")
+    with pytest.raises(UnsafePickleError, match=r"os\.makedirs"):
+        dcp.read_index(str(hostile))
+    assert not list(tmp_path.rglob("PWNED*"))
+
+
+def _hostile_object(save: Path) -> None:
+    """Give the object `step` a payload that would make a directory when it is unpickled."""
+    import torch
+
+    class Payload:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.makedirs, (str(save / "PWNED"),)
+
+    index = dcp.read_index(str(save))
+    entry = index.object("step") or index.objects[0]
+    torch.save(Payload(), save / "item")
+    with (save / entry.data.path).open("ab") as file:
+        place = file.tell()
+        file.write((save / "item").read_bytes())
+    metadata = pickle.loads((save / ".metadata").read_bytes())  # noqa: S301 (our own data)
+    info = next(v for k, v in metadata.storage_data.items() if k.fqn == entry.fqn)
+    info.offset, info.length = place, (save / "item").stat().st_size
+    (save / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_an_object_that_would_run_code_runs_none(save: Path) -> None:
+    _hostile_object(save)
+    index = dcp.read_index(str(save))
+    with Files() as files, pytest.raises(UnsafePickleError, match="makedirs"):
+        formats.open_objects(index, files)
+    assert not (save / "PWNED").exists()
+
+
+def test_a_save_without_flattening_is_refused_as_incomplete(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as torch_dcp
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    meta = TensorMeta(torch.Size((4, 2)), (2, 1), torch.float32)
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    shard = DTensor(torch.ones(2, 2), spec, requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it saves from a single process
+        torch_dcp.save(
+            {"model": {"w": shard}},
+            storage_writer=torch_dcp.FileSystemWriter(tmp_path / "out"),
+            planner=torch_dcp.DefaultSavePlanner(flatten_state_dict=False),
+            no_dist=True,
+        )
+    with pytest.raises(IncompleteError, match="flatten_state_dict=False"):
+        dcp.read_index(str(tmp_path / "out"))
+
+
+def test_per_rank_metadata_is_joined(save: Path) -> None:
+    whole = dcp.read_index(str(save))
+    metadata = pickle.loads((save / ".metadata").read_bytes())  # noqa: S301 (our own data)
+    for rank in range(4):
+        part = pickle.loads((save / ".metadata").read_bytes())  # noqa: S301 (our own data)
+        name = f"__{rank}_0.distcp"
+        part.storage_data = {k: v for k, v in part.storage_data.items() if v.relative_path == name}
+        kept = {(key.fqn, tuple(key.offset or ())) for key in part.storage_data}
+        for fqn, entry in part.state_dict_metadata.items():
+            if hasattr(entry, "chunks"):
+                entry.chunks = [c for c in entry.chunks if (fqn, tuple(c.offsets)) in kept]
+        (save / f"__{rank}.metadata").write_bytes(pickle.dumps(part))
+    assert metadata
+    (save / ".metadata").unlink()
+    joined = dcp.read_index(str(save))
+    assert joined.problems == ()
+    assert [e.fqn for e in joined.tensors] == [e.fqn for e in whole.tensors]
+    assert {c.box for c in joined.tensors[0].chunks} == {c.box for c in whole.tensors[0].chunks}
+
+
+def test_a_compressed_directory_without_zstandard_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    index = dcp.read_index(str(REAL / "dcp_zstd_4r" / "ckpt"))
+    with Files() as files:
+        problem = formats.locate(index, files).problems[0]
+    assert "ckpt-tools[zstd]" in str(problem.hint)
+
+
+def test_strays_are_told_and_ignored() -> None:
+    index = dcp.read_index(str(DATA / "cases" / "C55_rank_without_file" / "dcp"))
+    assert index.problems == ()
+    assert any("__9_0.distcp" in note for note in index.notes)
+
+
+def test_the_box_of_a_chunk_is_what_metadata_says() -> None:
+    entry = dcp.read_index(str(FSDP2)).tensor("app.model.emb.weight")
+    assert entry is not None
+    assert [chunk.box for chunk in entry.chunks][-1] == Box((9, 0), (2, 7))

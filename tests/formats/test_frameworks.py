@@ -1,0 +1,120 @@
+"""Finding the checkpoint that a path means, and the framework that made it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from reader_contract import DATA
+
+from ckpt_tools import formats
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    UnreadableError,
+    UnsupportedError,
+)
+
+REAL = DATA / "checkpoints"
+DCP = REAL / "fsdp2_dcp_1d_4r" / "ckpt"
+
+
+@pytest.mark.parametrize(
+    ("path", "framework"),
+    [
+        ("accelerate_fsdp2_sharded_llama_tied_4r/ckpt/state/pytorch_model_fsdp_0", "accelerate"),
+        ("accelerate_fsdp2_sharded_llama_tied_4r/ckpt/state/optimizer_0", "accelerate"),
+        ("accelerate_fsdp1_full_llama_tied_4r/ckpt/state/pytorch_model_fsdp.bin", "accelerate"),
+        ("accelerate_fsdp1_full_llama_tied_4r/ckpt/state/optimizer.bin", "accelerate"),
+        ("transformers_trainer_fsdp2_4r/ckpt/checkpoint-2/pytorch_model_fsdp_0", "transformers"),
+        ("torchtitan_llama3_4r/ckpt/checkpoint_full", "torchtitan"),
+        ("composer-0.32.1-monolith/ep0-ba1-rank0.pt", "composer"),
+        ("composer-0.32.1-monolith/latest-rank0.pt", "composer"),
+        ("composer-0.32.1-fsdp_sharded/latest-rank0.pt", "composer"),
+        ("verl_fsdp2_4r/ckpt", "verl"),
+        ("lightning_fsdp_sharded_4r/ckpt", "lightning"),
+        ("fsdp2_dcp_1d_4r/ckpt", None),
+    ],
+)
+def test_the_framework_is_named_when_something_tells_it(path: str, framework: str | None) -> None:
+    index = formats.read_index(str(REAL / path))
+    assert index.framework == framework
+    told = [note for note in index.notes if note.startswith("Framework: ")]
+    assert len(told) == (framework is not None)
+
+
+@pytest.mark.parametrize(
+    ("path", "inside"),
+    [
+        ("torchtitan_llama3_4r/ckpt/checkpoint_full", "checkpoint_full/step-2"),
+        ("verl_fsdp2_4r/ckpt", "ckpt/global_step_1/actor"),
+        ("lightning_fsdp_sharded_4r/ckpt", "ckpt/state.ckpt"),
+    ],
+)
+def test_the_one_checkpoint_inside_a_parent_is_read_and_told(path: str, inside: str) -> None:
+    index = formats.read_index(str(REAL / path))
+    assert index.root.endswith(inside)
+    assert f"Reading {index.root}." in index.notes
+
+
+def test_several_checkpoints_inside_a_parent_are_listed_with_their_commands() -> None:
+    parent = REAL / "accelerate_fsdp1_full_llama_tied_4r" / "ckpt" / "state"
+    with pytest.raises(UnreadableError, match="2 are inside") as caught:
+        formats.read_index(str(parent))
+    assert str(caught.value.hint).splitlines() == [
+        f"ckpt-tools inspect {parent}/optimizer.bin",
+        f"ckpt-tools inspect {parent}/pytorch_model_fsdp.bin",
+    ]
+
+
+def test_a_link_and_its_target_are_one_checkpoint(tmp_path: Path) -> None:
+    shutil.copytree(DCP, tmp_path / "step-2")
+    (tmp_path / "latest").symlink_to("step-2")
+    assert formats.read_index(str(tmp_path)).root == str(tmp_path / "step-2")
+    assert formats.read_index(str(tmp_path / "latest")).problems == ()
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_file_of_a_directory_means_the_directory(name: str) -> None:
+    assert formats.read_index(str(DCP / name)).root == str(DCP)
+
+
+def test_a_glob_chooses_rank_files() -> None:
+    folder = REAL / "torch-2.11-cuda-fsdp2-2" / "ranks"
+    chosen = formats.read_index(str(folder / "model_world_size_2_rank_*.pt"))
+    assert {entry.section for entry in chosen.tensors} == {"model"}
+    both = formats.read_index(str(folder))
+    assert {entry.section for entry in both.tensors} == {"model", "optim"}
+
+
+def test_a_glob_that_fits_nothing_is_told() -> None:
+    with pytest.raises(IncompleteError, match="is not there"):
+        formats.read_index(str(DCP / "nothing_*.pt"))
+
+
+@pytest.mark.parametrize(
+    ("names", "tool"),
+    [
+        (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed ZeRO"),
+        (["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed"),
+        (["_CHECKPOINT_METADATA", "manifest.ocdbt"], "Orbax"),
+    ],
+)
+def test_the_folders_of_other_tools_are_named(names: list[str], tool: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * 100)
+    with pytest.raises(UnsupportedError, match=tool):
+        formats.read_index(str(tmp_path))
+
+
+def test_a_megatron_directory_is_named_though_it_looks_like_dcp(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    shutil.copy(DCP / ".metadata", tmp_path)
+    with pytest.raises(UnsupportedError, match="Megatron"):
+        formats.read_index(str(tmp_path))
+
+
+def test_a_folder_without_a_checkpoint_says_what_is_known(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(CheckpointError, match="holds no checkpoint") as caught:
+        formats.read_index(str(tmp_path))
+    assert ".metadata" in str(caught.value.hint)

@@ -1,0 +1,488 @@
+"""The restricted unpickler: real pickles of torch 2.1 to 2.13, and hostile ones of our own."""
+
+import copyreg
+import io
+import os
+import pickle
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from pickled import (
+    CASES,
+    CHECKPOINTS,
+    calls,
+    data_pickle,
+    name,
+    plain,
+    saved_files,
+    shared_tuples,
+    storage,
+    tensor,
+    text,
+)
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from ckpt_tools.errors import (
+    CheckpointError,
+    UnreadableError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS
+from ckpt_tools.formats.pickle.allowed_globals import TENSOR_GLOBALS
+from ckpt_tools.formats.pickle.guard import end_of_pickle
+from ckpt_tools.formats.pickle.load import (
+    Opaque,
+    StoredDTensor,
+    StoredTensor,
+    load_metadata,
+    load_plain,
+    load_stream,
+    load_tensors,
+)
+from ckpt_tools.formats.pickle.torch_stubs import StoredPlacement, StoredStorage
+
+METADATA = sorted(CHECKPOINTS.rglob(".metadata"))
+END = b"\x80\x02"
+
+
+def load(data: bytes, *allow: str) -> object:
+    return load_tensors(data, where="x.pt", allow=allow)
+
+
+def entry(path: str, fqn: str) -> object:
+    """One value of a real state dict."""
+    value = load(data_pickle(CASES / path))
+    assert isinstance(value, dict)
+    return value[fqn]
+
+
+_PARTIAL = name("torch.distributed.tensor.placement_types.Partial") + b")\x81"
+_PARTIAL += b"}" + text("reduce_op") + text("sum") + b"sb"
+
+
+def dtensor_on_one_rank(placement: bytes, grid: bytes = b"K\x01\x85") -> bytes:
+    """A pickle of a DTensor of shape (2, 3) on a mesh of one rank."""
+    mesh = name("torch.distributed.device_mesh.DeviceMesh") + b")\x81}"
+    mesh += text("mesh") + tensor(grid, b"K\x01\x85") + b"sb"
+    spec = name("torch.distributed.tensor._dtensor_spec.DTensorSpec") + b")\x81}("
+    spec += text("mesh") + mesh + text("placements") + placement + b"\x85ub"
+    kind = name("torch.distributed.tensor.DTensor")
+    made = b"(" + kind + name("torch.float32") + b"K\x02K\x03\x86K\x03K\x01\x86K\x00NN\x89t"
+    state = b"N}(" + text("_local_tensor") + tensor() + text("_spec") + spec + b"u\x86"
+    wrapper = name("torch._utils._rebuild_wrapper_subclass")
+    return calls("torch._tensor._rebuild_from_type_v2", wrapper, kind, made, state)
+
+
+# ----------------------------------------------------------------------------------- DCP metadata
+
+
+@pytest.mark.parametrize("path", METADATA, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
+def test_real_metadata_places_every_tensor_and_object(path: Path) -> None:
+    found = load_metadata(path.read_bytes(), where="m")
+    placed = {fqn for fqn, _ in found.storage}
+    assert placed == found.tensors.keys() | found.objects
+
+
+def test_metadata_says_shapes_types_chunks_and_places() -> None:
+    found = load_metadata(
+        (CASES / "C54_other_metadata_versions/good/.metadata").read_bytes(), where="m"
+    )
+    weight = found.tensors["model.w"]
+    assert (weight.dtype, weight.shape) == ("float32", (4, 2))
+    assert list(weight.chunks) == [((0, 0), (4, 2))]
+    assert found.storage["model.w", (0, 0)].relative_path == "__0_0.distcp"
+
+
+def test_metadata_without_the_newer_attributes_is_read() -> None:
+    found = load_metadata(
+        (CASES / "C54_other_metadata_versions/bare/.metadata").read_bytes(), where="m"
+    )
+    assert found.planner_data is None
+    assert found.storage["model.w", (0, 0)].transforms == ()
+
+
+def test_a_class_of_another_library_in_metadata_is_named() -> None:
+    data = (CASES / "C54_other_metadata_versions/foreign/.metadata").read_bytes()
+    with pytest.raises(UnsafePickleError, match=r"^m asks for fake_olmo_storage\._StorageInfo"):
+        load_metadata(data, where="m")
+
+
+def test_metadata_that_would_run_code_is_refused() -> None:
+    data = (CASES / "C38_malicious_pickle/dcp/.metadata").read_bytes()
+    with pytest.raises(UnsafePickleError, match=r"os\.makedirs"):
+        load_metadata(data, where="m")
+
+
+def test_the_compressor_of_an_item_is_told() -> None:
+    path = next(path for path in METADATA if "zstd" in str(path))
+    found = load_metadata(path.read_bytes(), where="m")
+    assert {info.transforms for info in found.storage.values()} == {("stream.zstd/1",)}
+
+
+# ------------------------------------------------------------------------------- tensors of torch
+
+
+def test_a_shard_knows_its_global_shape_mesh_and_place() -> None:
+    shard = entry("C08_hsdp/ckpt/model_world_size_4_rank_3.pt", "0.weight")
+    assert isinstance(shard, StoredDTensor)
+    assert shard.placements == (StoredPlacement("R"), StoredPlacement("S", 0))
+    assert (shard.mesh.shape, shard.mesh.coordinate) == ((2, 2), (1, 1))
+    assert shard.mesh.ranks() == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("folder", ["new", "old_paths"])
+def test_modules_that_moved_give_the_same_tensors(folder: str) -> None:
+    shard = entry(f"C53_moved_modules/{folder}/model_world_size_2_rank_1.pt", "w")
+    assert isinstance(shard, StoredDTensor)
+    assert (shard.shape, shard.local.shape, shard.placements) == (
+        (7, 2),
+        (3, 2),
+        (StoredPlacement("S", 0),),
+    )
+
+
+def test_strided_shards_keep_their_split_factor() -> None:
+    found = load(data_pickle(CHECKPOINTS / "torch-2.9.1-e2_2d_manual/ranks/rank1.pt"))
+    kinds = {
+        shard.placements
+        for shard in found["model"].values()  # type: ignore[index]
+        if isinstance(shard, StoredDTensor)
+    }
+    assert (StoredPlacement("SS", 0, 2), StoredPlacement("S", 0)) in kinds
+
+
+def test_tied_tensors_share_a_storage() -> None:
+    path = next(saved_files(CASES / "C20_tied_shared_storage"))
+    found = load(data_pickle(path))
+    assert isinstance(found, dict)
+    keys = [leaf.storage.key for leaf in found.values() if isinstance(leaf, StoredTensor)]
+    assert len(set(keys)) < len(keys)
+
+
+def test_a_parameter_is_told_from_a_tensor() -> None:
+    data = calls("torch._utils._rebuild_parameter", tensor(), b"\x88", b"}")
+    found = load(data)
+    assert isinstance(found, StoredTensor)
+    assert found.is_parameter
+    assert found.requires_grad
+
+
+def test_a_storage_on_another_device_is_read_like_any() -> None:
+    found = entry("C47_cuda_npu_tagged/full_npu.pt", "w")
+    assert isinstance(found, StoredTensor)
+    assert found.storage == StoredStorage("0", "float32", "npu:0", 8)
+
+
+def test_a_sharded_tensor_is_named_before_the_getattr_beside_it() -> None:
+    data = END + b"(" + name("__builtin__.getattr")
+    data += name("torch.distributed._shard.sharded_tensor.api.ShardedTensor") + b"t."
+    with pytest.raises(UnsupportedError, match="ShardedTensor"):
+        load(data)
+
+
+@pytest.mark.parametrize("case", ["C16_flat_param_local/local", "C17_sharded_tensor/ckpt"])
+def test_real_sharded_tensors_are_refused_by_name(case: str) -> None:
+    for path in saved_files(CASES / case):
+        with pytest.raises(UnsupportedError, match="ShardedTensor"):
+            load(data_pickle(path))
+
+
+def test_a_partial_sum_is_kept_as_one() -> None:
+    found = load(dtensor_on_one_rank(_PARTIAL))
+    assert isinstance(found, StoredDTensor)
+    assert found.placements == (StoredPlacement("P", op="sum"),)
+
+
+def test_a_tensor_that_ends_behind_its_storage_is_refused() -> None:
+    with pytest.raises(UnreadableError, match="ends at element 12 of storage '0', which has 6"):
+        load(END + tensor(shape=b"K\x04K\x03\x86") + b".")
+
+
+@pytest.mark.parametrize(
+    "made_by",
+    [
+        "torch._utils._rebuild_sparse_tensor",
+        "torch._utils._rebuild_nested_tensor",
+        "torch._utils._rebuild_qtensor",
+        "torch._utils._rebuild_meta_tensor_no_storage",
+        "torch._utils._rebuild_device_tensor_from_numpy",
+    ],
+)
+def test_tensors_that_cannot_be_read_right_are_refused_by_name(made_by: str) -> None:
+    with pytest.raises(UnsupportedError, match=made_by):
+        load(calls(made_by, b"N"))
+
+
+def test_a_quantized_storage_is_refused_by_its_type() -> None:
+    parts = storage("torch.QInt8Storage"), b"K\x00", b"K\x06\x85", b"K\x01\x85", b"\x89", b"}"
+    with pytest.raises(UnsupportedError, match="qint8"):
+        load(calls("torch._utils._rebuild_tensor_v2", *parts))
+
+
+def test_a_whole_module_is_refused_with_the_way_out() -> None:
+    with pytest.raises(UnsupportedError, match="module") as caught:
+        load(END + b"(" + text("module") + b"NNNtQ.")
+    assert "state_dict" in str(caught.value.hint)
+
+
+def test_a_persistent_id_that_is_no_storage_is_refused() -> None:
+    with pytest.raises(UnreadableError, match="persistent id"):
+        load(END + b"K\x01Q.")
+
+
+def test_several_pickles_are_read_from_one_stream() -> None:
+    with (CASES / "C48_legacy_nonzip/old.pt").open("rb") as file:
+        values = [load_stream(file, where="old.pt") for _ in range(5)]
+    assert values[0] == 0x1950A86A20F9469CFC6C
+    assert values[1] == 1001
+    assert values[4] == sorted(values[4])  # type: ignore[type-var,arg-type]
+
+
+# ------------------------------------------------------------- what is not opened, or never allowed
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "qualname"),
+    [
+        ("namespace.pt", "args", "argparse.Namespace"),
+        ("rng.pt", "rng", None),
+        ("counter.pt", "sched", None),
+    ],
+)
+def test_training_state_of_python_and_numpy_is_read_around(
+    path: str, key: str, qualname: str | None
+) -> None:
+    found = entry(f"C37_python_objects_in_full/{path}", key)
+    weight = entry(f"C37_python_objects_in_full/{path}", "model")
+    assert isinstance(weight, dict)
+    assert isinstance(weight["w"], StoredTensor)
+    assert (found.qualname if isinstance(found, Opaque) else None) == qualname
+
+
+def test_an_unknown_global_is_refused_with_its_name_and_the_way_to_allow_it() -> None:
+    with pytest.raises(UnsafePickleError, match=r"^x\.pt asks for mine\.Config,") as caught:
+        load(calls("mine.Config"))
+    assert "--allow-global mine.Config" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("allowed", ["mine.sub.Config", "mine.*", "mine.sub.*"])
+def test_an_allowed_global_is_an_opaque_value(allowed: str) -> None:
+    found = load(calls("mine.sub.Config", b"N"), allowed)
+    assert isinstance(found, Opaque)
+    assert found.qualname == "mine.sub.Config"
+
+
+@pytest.mark.parametrize(
+    "qualname",
+    [
+        "os.system",
+        "posix.system",
+        "nt.system",
+        "subprocess.Popen",
+        "__builtin__.eval",
+        "builtins.exec",
+        "builtins.getattr",
+        "builtins.__import__",
+        "importlib.import_module",
+        "functools.partial",
+        "operator.attrgetter",
+        "torch.hub.load",
+        "torch.storage._load_from_bytes",
+        "numpy.testing._private.utils.runstring",
+    ],
+)
+def test_what_runs_code_is_refused_even_when_it_is_allowed(qualname: str) -> None:
+    shown = qualname.replace("__builtin__", "builtins")
+    for loads in (
+        lambda data: load(data, qualname, shown, "os.*"),
+        lambda data: load_plain(data, where="x"),
+    ):
+        with pytest.raises(UnsafePickleError, match=shown):
+            loads(calls(qualname, text("echo")))
+
+
+def test_nothing_named_by_a_pickle_is_imported_or_run(tmp_path: Path) -> None:
+    marker = tmp_path / "made"
+    before = set(sys.modules)
+    with pytest.raises(UnsafePickleError):
+        load(calls("os.mkdir", text(str(marker))))
+    load(calls("antigravity.Thing"), "antigravity.*")
+    assert not marker.exists()
+    assert "antigravity" not in set(sys.modules) - before
+
+
+def test_a_global_with_control_characters_is_shown_on_one_line() -> None:
+    with pytest.raises(UnsafePickleError) as caught:
+        load(calls("evil.\x1b[2J\rname"))
+    assert str(caught.value).isprintable()
+
+
+# ------------------------------------------------------------------------------------ plain values
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 7, -(2**40), 1.5, "text ü", [1, [2.0]], (1, "a"), {"a": {1: None}}],
+    ids=repr,
+)
+def test_plain_values_come_back(value: object, protocol: int) -> None:
+    assert load_plain(plain(value, protocol), where="x") == value
+
+
+@pytest.mark.parametrize(
+    ("data", "qualname"),
+    [
+        (calls("mine.State"), "mine.State"),
+        (calls("numpy.core.multiarray._reconstruct"), "numpy.ndarray"),
+        (END + tensor() + b".", "torch.Tensor"),
+        (plain(b"bytes", 4), "builtins.bytes"),
+        (plain({1, 2}, 4), "builtins.set"),
+        (plain(1j, 4), "builtins.complex"),
+        (plain({(1, 2): 3}), "builtins.dict"),
+        (END + text("rng") + name("numpy.ndarray") + b"\x86.", "numpy.ndarray"),
+        (END + b"V\\ud800\n.", "builtins.str"),
+        (END + b"\x8a\xff" + b"\x7f" * 255 + b".", "builtins.int"),
+    ],
+)
+def test_what_is_not_plain_is_opaque(data: bytes, qualname: str) -> None:
+    found = load_plain(data, where="x")
+    assert isinstance(found, Opaque)
+    assert found.qualname == qualname
+
+
+# ----------------------------------------------------------------------------------------- hostile
+
+HEAVY_KEY = b"(" + b"K\x00" * 1000 + b"tq\x00"
+LOOP = b"]q\x00h\x00a."
+HOSTILE = {
+    "memo index of 2**28": END + b"Nr\x00\x00\x00\x10.",
+    "memo index in text": b"Np268435456\n.",
+    "memo index of no digits": b"Np-1\n.",
+    "key of tuples that share": END + b"}" + shared_tuples(60) + b"Ns.",
+    "key of tuples that share by DUP": END + b"})" + b"2\x86" * 60 + b"Ns.",
+    "key that is nested deep": END + b"}N" + b"\x85" * 100_000 + b"Ns.",
+    "long key again and again": END + b"}" + HEAVY_KEY + b"N" + b"sh\x00N" * 10 + b"s.",
+    "key that is a long number": END + b"}\x8b\x10\x27\x00\x00" + b"\x01" * 10_000 + b"Ns.",
+    "set of tuples that share": b"\x80\x04\x8f(" + shared_tuples(60) + b"\x90.",
+    "frozenset of tuples that share": b"\x80\x04(" + shared_tuples(60) + b"\x91.",
+    "dict opcode with such a key": END + b"(" + shared_tuples(60) + b"Nd.",
+    "value that contains itself": END + LOOP,
+    "lists that share": END + b"]" + b"q\x00(h\x00h\x00l" * 60 + b".",
+    "lists nested deep": END + b"(" * 100_000 + b"l" * 100_000 + b".",
+    "sets without end": b"\x80\x04(" + b"\x8f" * 400_000 + b"l.",
+    "text of 2**62 bytes": b"\x80\x04\x8d\x00\x00\x00\x00\x00\x00\x00\x40.",
+    "bytes of 2**62 bytes": b"\x80\x04\x8e\x00\x00\x00\x00\x00\x00\x00\x40.",
+    "bytearray of 2**62 bytes": b"\x80\x05\x96\x00\x00\x00\x00\x00\x00\x00\x40.",
+    "frame of 2**62 bytes": b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x40.",
+    "bytes copied again and again": END
+    + (b"(" + name("_codecs.encode") + b"q\x01" + text("a" * 100_000))
+    + (text("latin1") + b"\x86q\x02R" + b"h\x01h\x02R" * 2000 + b"l."),
+    "sets copied again and again": END
+    + (b"(" + name("builtins.set") + b"q\x01(" + b"K\x01" * 100_000 + b"l\x85q\x02R")
+    + (b"h\x01h\x02R" * 2000 + b"l."),
+    "extension code": b"\x80\x02\x82\x01.",
+    "out-of-band buffer": b"\x80\x05\x97.",
+    "object of Python 1": b"(" + name("torch.Tensor") + b"o.",
+    "persistent id as text": b"P0\n.",
+    "no opcode": b"\x80\x02\xff.",
+    "nothing": b"",
+    "no end": b"\x80\x02}",
+    "empty stack": b"\x80\x02.",
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("load_one", [load_tensors, load_plain, load_metadata])
+def test_hostile_pickles_end_in_our_error_and_little_memory(load_one: object, data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnreadableError, match=r"^x "):
+            load_one(data, where="x")  # type: ignore[operator]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 400_000_000
+
+
+def many_objects(last_key: bytes) -> bytes:
+    """A pickle of more than 1 MB: objects of one shape, of which the last has another key."""
+    numbers = b"(" + b"K\x00" * 300 + b"t\x94"
+    one = b"h\x02)\x81}(h\x01" + b"J\x00\x00\x00\x01" * 8 + b"ub"
+    objects = one * 30_000 + one.replace(b"h\x01", last_key)
+    kind = name("torch.distributed.device_mesh.DeviceMesh") + b"\x94"
+    return b"\x80\x04(" + numbers + text("key") + b"\x94" + kind + b"](" + objects + b"el."
+
+
+def test_a_large_pickle_of_entries_of_one_shape_is_walked_to_its_end() -> None:
+    data = many_objects(b"h\x01")
+    assert end_of_pickle(data) == len(data)
+
+
+def test_one_costly_key_among_many_entries_of_one_shape_is_found() -> None:
+    with pytest.raises(UnreadableError, match="hostile"):
+        end_of_pickle(many_objects(b"h\x00"))
+
+
+def test_an_old_class_that_is_called_by_name_is_named() -> None:
+    with pytest.raises(UnsafePickleError, match=r"os\.system"):
+        load(b"(S'id'\nios\nsystem\n.")
+
+
+@pytest.mark.parametrize(
+    "qualname", sorted({**TENSOR_GLOBALS, **METADATA_GLOBALS, "torch.Size": 0})
+)
+def test_no_pickle_changes_a_stand_in(qualname: str) -> None:
+    """BUILD sets attributes of whatever it is given, classes and functions included."""
+    found = {**TENSOR_GLOBALS, **METADATA_GLOBALS}[qualname]
+    kind = found if isinstance(found, type) else type(found)
+    before = dict(vars(kind))
+    state = b"N}" + text("args") + b"N" + b"s\x86"
+    for loads in (load_tensors, load_metadata, load_plain):
+        with pytest.raises(CheckpointError):
+            loads(END + b"(" + name(qualname) + state + b"b" + b"K\x01Qt.", where="x")
+    assert dict(vars(kind)) == before
+
+
+def test_a_damaged_pickle_says_where_and_never_what_python_said_at_length() -> None:
+    with pytest.raises(UnreadableError) as caught:
+        load_tensors(END + b"K\x01K\x02a.", where="dir/x.pt")
+    assert str(caught.value).startswith("dir/x.pt is damaged")
+    assert len(str(caught.value)) < 400
+
+
+def test_the_loader_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, ckpt_tools.formats.pickle.load, ckpt_tools.formats.zip.read; "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
+    )
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0  # noqa: S606
+
+
+@pytest.mark.parametrize(
+    "kind", [dcp.TensorProperties, dcp.MetadataIndex, dcp.ChunkStorageMetadata, _StorageInfo]
+)
+def test_metadata_with_an_object_that_was_never_filled_is_damaged(kind: type) -> None:
+    size = torch.Size((4,))
+    chunk = dcp.ChunkStorageMetadata(torch.Size((0,)), size)
+    entry = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=torch.float32), size, [chunk])
+    places = {dcp.MetadataIndex("w", torch.Size((0,))): _StorageInfo("__0_0.distcp", 0, 16)}
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 4)
+    unfilled = {kind: lambda _value: (copyreg.__newobj__, (kind,))}  # type: ignore[attr-defined]
+    pickler.dispatch_table = {**copyreg.dispatch_table, **unfilled}
+    pickler.dump(dcp.Metadata({"w": entry}, storage_data=places))
+    with pytest.raises(UnreadableError, match="m is damaged: an object in it has no state"):
+        load_metadata(file.getvalue(), where="m")
+
+
+def test_a_layout_that_is_no_text_is_refused() -> None:
+    data = (CASES / "C54_other_metadata_versions/good/.metadata").read_bytes()
+    assert b"\x8c\rtorch.strided\x94" in data
+    with pytest.raises(CheckpointError):
+        load_metadata(data.replace(b"\x8c\rtorch.strided\x94", b"}\x94"), where="m")

@@ -1,0 +1,104 @@
+"""Nested state dicts become flat entries, whatever a pickle makes of them."""
+
+import pytest
+
+from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.state_dict import flatten
+from ckpt_tools.formats.pickle.torch_stubs import (
+    Opaque,
+    StoredStorage,
+    StoredTensor,
+)
+
+T = StoredTensor(StoredStorage("0", "float32", "cpu", 4), "float32", 0, (4,), (1,))
+
+
+def paths(value: object) -> list[tuple[str | int, ...]]:
+    state = flatten(value, where="x.pt")
+    return [leaf.path for leaf in (*state.tensors, *state.objects)]
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ({"a": {"b": T}}, [("a", "b")]),
+        ({"a": [T, 1]}, [("a", 0), ("a", 1)]),
+        ({"a": [1, 2]}, [("a",)]),
+        ({"a": [{"b": 1}]}, [("a", 0, "b")]),
+        ({"a": [[], [[T]]]}, [("a", 1, 0, 0), ("a", 0)]),
+        ({"a": (1, {"b": 2})}, [("a",)]),
+        ({"a": (1, {"b": T})}, [("a", 1, "b"), ("a", 0)]),
+        ({"a": [({"b": 1},)]}, [("a",)]),
+        ({"a": {}}, [("a",)]),
+        ({3: T, None: T, 1.5: T}, [(3,), ("None",), ("1.5",)]),
+        ({}, [("value",)]),
+        (T, [("value",)]),
+        ([1, 2], [("value",)]),
+        ((T,), [(0,)]),
+    ],
+)
+def test_containers_are_walked_as_dcp_walks_them(
+    value: object, found: list[tuple[str | int, ...]]
+) -> None:
+    assert paths(value) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "type_name"),
+    [
+        (Opaque("numpy.ndarray"), "numpy.ndarray"),
+        ((1, [Opaque("numpy.ndarray")]), "numpy.ndarray"),
+        (b"bytes", "bytes"),
+        ({(0, 1): 2}, "dict"),
+        (1 << 20_000, "int"),
+        ("half a character \ud800", "str"),
+        ([0] * 200_000, "list"),
+    ],
+    ids=["opaque", "opaque inside", "bytes", "odd keys", "huge", "no text", "long"],
+)
+def test_what_is_not_plain_is_named_only(value: object, type_name: str) -> None:
+    (leaf,) = flatten({"a": value}, where="x.pt").objects
+    assert (leaf.value, leaf.type_name) == (None, type_name)
+
+
+def test_random_states_and_lists_of_names_are_plain() -> None:
+    value = (3, tuple(range(625)), None)
+    (leaf,) = flatten({"rng": value}, where="x.pt").objects
+    assert (leaf.value, leaf.type_name) == (value, None)
+
+
+def test_tensors_under_a_key_that_is_no_name_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="a key of type tuple"):
+        flatten({"a": {(0, 1): T}}, where="x.pt")
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(UnreadableError, match="is no name"):
+        flatten({"\ud800": T}, where="x.pt")
+
+
+def test_a_list_that_holds_itself_is_refused() -> None:
+    value: list[object] = [T]
+    value.append(value)
+    with pytest.raises(UnreadableError, match="nested without end"):
+        flatten({"a": value}, where="x.pt")
+
+
+def test_doubling_lists_are_refused_in_time() -> None:
+    value: list[object] = [T]
+    for _ in range(60):
+        value = [value, value]
+    with pytest.raises(UnreadableError, match="nested without end"):
+        flatten({"a": value}, where="x.pt")
+
+
+def test_a_large_value_in_many_places_is_looked_through_once() -> None:
+    value = list(range(90_000))
+    state = flatten({"a": dict.fromkeys(range(20_000), value)}, where="x.pt")
+    assert len(state.objects) == 20_000
+
+
+def test_many_values_that_share_a_large_one_are_looked_through_in_time() -> None:
+    value = list(range(90_000))
+    state = flatten({"a": {n: [value] for n in range(20_000)}}, where="x.pt")
+    assert len(state.objects) == 20_000

@@ -1,0 +1,109 @@
+"""A torch.save file of whole tensors is what torch itself would write, and torch loads it."""
+
+import io
+import re
+import zipfile
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+from plan_writer import Source, value_object, write_plans
+
+from ckpt_tools.core.index import ByteRange, ObjectEntry
+from ckpt_tools.errors import IncompleteError, UnsupportedError
+from ckpt_tools.formats.pickle.nest import nested
+from ckpt_tools.formats.torch_file.write import plan_files
+
+
+def without_id(archive: bytes) -> bytes:
+    """The archive with its serialization id, and the id's CRC, blanked out."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        name = next(name for name in file.namelist() if name.endswith("serialization_id"))
+        identity = file.read(name)
+    crc = re.escape(crc32(identity).to_bytes(4, "little"))
+    return re.sub(crc, bytes(4), archive.replace(identity, bytes(40)))
+
+
+@pytest.mark.parametrize("filename", ["model.pt", "a.b.bin", "no_ending", "sub/gewichte_ä.pt"])
+def test_the_file_is_torchs_own_but_for_the_serialization_id(filename: str, tmp_path: Path) -> None:
+    source = Source(tmp_path)
+    values = {
+        "model.w": np.arange(12.0, dtype=np.float32).reshape(4, 3),
+        "model.b": np.arange(4, dtype=np.int64),
+        "model.s": np.array(3.5),
+        "model.none": np.zeros((0, 5), np.float32),
+        "model.u": np.arange(4, dtype=np.uint16),
+    }
+    targets = [source.target(fqn, array) for fqn, array in values.items()]
+    objects = [value_object("step", 7), value_object("args.lr", 0.5)]
+    write_plans(plan_files(targets, objects, filename=filename), tmp_path / "ours")
+    tensors = {
+        fqn.split(".")[1]: torch.tensor(
+            array.tolist(), dtype=getattr(torch, array.dtype.name)
+        ).reshape(array.shape)
+        for fqn, array in values.items()
+    }
+    theirs = tmp_path / "theirs" / filename
+    theirs.parent.mkdir(parents=True)
+    torch.save({"model": tensors, "step": 7, "args": {"lr": 0.5}}, theirs)
+    assert without_id((tmp_path / "ours" / filename).read_bytes()) == without_id(
+        theirs.read_bytes()
+    )
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "uint32", "complex128"])
+def test_torch_loads_every_kind_of_tensor(dtype: str, mmap: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    kind = getattr(torch, dtype)
+    raw = np.arange(6 * kind.itemsize, dtype=np.uint8)
+    array = raw.view(np.dtype((np.void, kind.itemsize))).reshape(2, 3)
+    target = Source(tmp_path).target("w", array, dtype=dtype)
+    write_plans(plan_files([target], [], filename="w.pt"), tmp_path)
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True, mmap=mmap)["w"]
+    assert (loaded.dtype, loaded.shape) == (kind, (2, 3))
+    assert loaded.flatten().view(torch.uint8).tolist() == raw.tolist()
+
+
+def test_a_tensor_that_the_source_does_not_cover_is_refused(tmp_path: Path) -> None:
+    target = Source(tmp_path).target("w", np.zeros(4))
+    hollow = target._replace(entry=_without_chunks(target.entry))
+    with pytest.raises(IncompleteError, match="w: chunks hold 0 of the 4 elements"):
+        plan_files([hollow], [], filename="w.pt")
+
+
+def _without_chunks(entry: object) -> object:
+    from dataclasses import replace
+
+    return replace(entry, chunks=())
+
+
+def test_an_object_that_was_not_opened_is_refused() -> None:
+    opaque = ObjectEntry("rng", ("rng",), "other", ByteRange("x", 0, 9), codec="torch.save")
+    with pytest.raises(UnsupportedError, match="rng: an object of type unknown"):
+        plan_files([], [opaque], filename="w.pt")
+
+
+def test_places_from_zero_on_become_a_list() -> None:
+    leaves = [(("groups", place, "lr"), place) for place in (1, 0, 2)]
+    assert nested(leaves) == {"groups": [{"lr": 0}, {"lr": 1}, {"lr": 2}]}
+
+
+def test_numbers_with_a_gap_are_keys() -> None:
+    assert nested([(("a", 0), "x"), (("a", 2), "y")]) == {"a": {0: "x", 2: "y"}}
+
+
+def test_an_optimizers_numbered_state_is_a_dict() -> None:
+    leaves = [(("state", place, "step"), 1) for place in (0, 1)]
+    assert nested(leaves) == {"state": {0: {"step": 1}, 1: {"step": 1}}}
+
+
+def test_digits_that_are_text_stay_keys() -> None:
+    assert nested([(("layers", "0"), "x")]) == {"layers": {"0": "x"}}
+
+
+@pytest.mark.parametrize("paths", [[("a",), ("a", "b")], [("a", "b"), ("a",)], [("a",), ("a",)]])
+def test_an_entry_that_is_also_a_container_is_refused(paths: list[tuple[str, ...]]) -> None:
+    with pytest.raises(UnsupportedError, match="a"):
+        nested([(path, 1) for path in paths])

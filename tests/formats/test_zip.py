@@ -1,0 +1,184 @@
+"""Where records lie in torch.save archives: real ones, and every kind of damage."""
+
+import io
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+from pickled import CASES, CHECKPOINTS, archive_of, saved_files
+
+from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.zip.read import (
+    Archive,
+    is_little_endian,
+    read_archive,
+    require_little_endian,
+    sniff,
+)
+
+REAL = [
+    CHECKPOINTS / "torch-2.1.2-a_fsdp1_full/model.pt",
+    CHECKPOINTS / "composer-0.32.1-monolith",
+    CHECKPOINTS / "torch-2.9.1-a_fsdp1_full/model.pt",
+    CASES / "C26_dtype_zoo/ckpt.pt",
+]
+PAYLOAD = bytes(range(256)) * 300
+RECORDS = {"data.pkl": b"pickle", "byteorder": b"little", "data/0": PAYLOAD, "data/1": b""}
+
+
+class Reads:
+    """Bytes that count how they are read."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, offset: int, length: int) -> bytes:
+        self.asked.append((offset, length))
+        return self.data[offset : offset + length]
+
+
+def opened(data: bytes, *, offset: int = 0, length: int | None = None) -> Archive:
+    size = len(data) - offset if length is None else length
+    return read_archive(Reads(data), offset=offset, length=size, where="x.pt")
+
+
+def real_file(path: Path) -> Path:
+    return path if path.is_file() else next(saved_files(path))
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.parent.name)
+def test_records_of_real_archives_lie_where_zipfile_reads_them(path: Path) -> None:
+    data = real_file(path).read_bytes()
+    archive = opened(data)
+    with zipfile.ZipFile(io.BytesIO(data)) as other:
+        for full_name in other.namelist():
+            record = archive.record(full_name.partition("/")[2])
+            found = data[record.offset : record.offset + record.length]
+            assert found == other.read(full_name)
+
+
+def test_an_archive_inside_a_file_is_found_at_its_offset() -> None:
+    data = archive_of(RECORDS)
+    archive = opened(b"x" * 1000 + data + b"y" * 50, offset=1000, length=len(data))
+    assert archive.read("data/0") == PAYLOAD
+    assert archive.record("data/0").offset > 1000
+
+
+def test_a_small_archive_costs_one_read() -> None:
+    data = archive_of({"data.pkl": b"pickle", "data/0": b"1234"})
+    reads = Reads(data)
+    archive = read_archive(reads, offset=0, length=len(data), where="x.pt")
+    archive.read("data.pkl")
+    archive.record("data/0")
+    assert reads.asked == [(0, len(data))]
+
+
+def test_a_large_archive_is_not_read_whole() -> None:
+    data = archive_of({"data/0": bytes(1 << 20), "data.pkl": b"pickle"})
+    reads = Reads(data)
+    read_archive(reads, offset=0, length=len(data), where="x.pt").record("data/0")
+    assert sum(length for _, length in reads.asked) < 70_000
+
+
+def test_a_crc_of_zero_is_no_crc() -> None:
+    data = archive_of({"data.pkl": b"pickle"})
+    crc = zlib.crc32(b"pickle").to_bytes(4, "little")
+    assert opened(data.replace(crc, bytes(4))).record("data.pkl").crc is None
+
+
+def test_a_flipped_bit_in_a_record_is_told_by_its_crc() -> None:
+    with pytest.raises(UnreadableError, match=r"x\.pt: record 'data\.pkl' is damaged"):
+        opened(archive_of(RECORDS).replace(b"pickle", b"pickld")).read("data.pkl")
+
+
+def test_a_cut_archive_is_told_so() -> None:
+    with pytest.raises(UnreadableError, match="is cut short: 50,000 bytes"):
+        opened(archive_of(RECORDS)[:50_000])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "it is empty"),
+        (b"<!DOCTYPE html><html>", "a web page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
+        (b"\x28\xb5\x2f\xfd....", "compressed with zstd"),
+        (b"\x80\x02}.", "a plain pickle"),
+        (b"nothing that anybody knows", "does not begin like a zip"),
+    ],
+)
+def test_what_is_no_archive_is_named(data: bytes, words: str) -> None:
+    with pytest.raises(UnreadableError, match=words):
+        opened(data)
+
+
+def test_a_compressed_record_is_refused() -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1000))
+    with pytest.raises(UnreadableError, match=r"data\.pkl' is compressed"):
+        opened(buffer.getvalue())
+
+
+def test_a_record_that_is_there_twice_is_refused() -> None:
+    data = archive_of({"data/0": b"a", "data/1": b"b"}).replace(b"data/1", b"data/0")
+    with pytest.raises(UnreadableError, match="'data/0' is there twice"):
+        opened(data)
+
+
+def test_an_archive_of_another_program_is_refused() -> None:
+    data = archive_of({"a": b"1"})
+    with pytest.raises(UnreadableError, match=r"has no record 'data\.pkl'"):
+        opened(data).read("data.pkl")
+
+
+def test_a_record_outside_of_the_archive_is_refused() -> None:
+    data = bytearray(archive_of({"data.pkl": b"pickle"}))
+    entry = data.find(b"PK\x01\x02")
+    for place in (entry + 20, entry + 24):
+        data[place : place + 4] = (10_000).to_bytes(4, "little")
+    with pytest.raises(UnreadableError, match="lies outside of the archive"):
+        opened(bytes(data)).record("data.pkl")
+
+
+def test_a_hostile_directory_size_takes_no_memory() -> None:
+    data = bytearray(archive_of({"data.pkl": b"pickle"}))
+    data[-10:-6] = (0xFFFFFF00).to_bytes(4, "little")
+    with pytest.raises(UnreadableError, match=r"x\.pt"):
+        opened(bytes(data))
+
+
+def test_zip64_fields_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "wide.zip"
+    with (
+        zipfile.ZipFile(path, "w") as archive,
+        archive.open(zipfile.ZipInfo("archive/data/0"), "w", force_zip64=True) as record,
+    ):
+        record.write(PAYLOAD)
+    assert opened(path.read_bytes()).read("data/0") == PAYLOAD
+
+
+def test_big_endian_archives_are_known_and_refused() -> None:
+    archive = opened(archive_of(RECORDS | {"byteorder": b"big"}))
+    assert not is_little_endian(archive)
+    with pytest.raises(UnsupportedError, match="big-endian"):
+        require_little_endian(archive)
+
+
+def test_archives_that_say_nothing_are_little_endian() -> None:
+    assert is_little_endian(opened(archive_of({"data.pkl": b""})))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        (CASES / "C26_dtype_zoo/ckpt.pt", "zip"),
+        (CASES / "C48_legacy_nonzip/old.pt", "pickle"),
+        (CASES / "C48_legacy_nonzip/old_nested.tar", "pickle"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_files_are_told_by_their_first_bytes(path: Path, kind: str) -> None:
+    assert sniff(path.read_bytes()[:512]) == kind

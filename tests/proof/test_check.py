@@ -1,0 +1,144 @@
+"""--check: a result, read back, is proven to be its source, or not given its name."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt_tools import formats
+from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.errors import IncompleteError, UsageError, WriteError
+from ckpt_tools.proof import are_equal, same_tensors
+from ckpt_tools.storage.reader import Files
+
+DATA = Path(__file__).parents[1] / "data"
+CHECKPOINTS = DATA / "checkpoints"
+BF16 = BY_NAME["bfloat16"]
+
+
+def real(name: str) -> CheckpointIndex:
+    return formats.read_index(str(CHECKPOINTS / name))
+
+
+def checked(
+    source: CheckpointIndex,
+    result: CheckpointIndex,
+    renamed: Mapping[str, str],
+    dtypes: Mapping[str, DType] | None = None,
+) -> str:
+    with Files() as files:
+        return same_tensors(source, result, files, renamed=renamed, dtypes=dtypes or {})
+
+
+def model_names(source: CheckpointIndex) -> dict[str, str]:
+    return {e.fqn: e.fqn.removeprefix("model.") for e in source.tensors if e.section == "model"}
+
+
+def save(path: Path, dtype: str, values: np.ndarray) -> CheckpointIndex:
+    told = {"dtype": BY_NAME[dtype].safetensors, "shape": list(values.shape)}
+    header = {"w": {**told, "data_offsets": [0, values.nbytes]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + values.tobytes())
+    return formats.read_index(str(path))
+
+
+SOURCE = "fsdp2_dcp_hsdp_2x4/ckpt"
+RESULT = "dcp_hf_sharded_4r/ckpt"
+
+
+def test_what_is_the_same_is_said_in_one_line() -> None:
+    source = real(SOURCE)
+    told = checked(source, real(RESULT), model_names(source))
+    assert told.startswith("Proven by SHA-256: the 13 tensors written")
+    assert told.endswith("are the source's: 13 bit for bit.")
+    assert "\n" not in told
+
+
+def test_other_values_are_refused_by_name() -> None:
+    source = real("fsdp2_dcp_1d_4r/ckpt")
+    renamed = {
+        e.fqn: e.fqn.removeprefix("app.model.") for e in source.tensors if e.section == "model"
+    }
+    with pytest.raises(WriteError, match="read back, are not what the source holds"):
+        checked(source, real(RESULT), renamed)
+
+
+def test_a_tensor_too_few_is_refused() -> None:
+    source, result = real(SOURCE), real(RESULT)
+    with pytest.raises(WriteError, match="scale is missing"):
+        checked(
+            source, result.select({e.fqn for e in result.tensors} - {"scale"}), model_names(source)
+        )
+
+
+def test_a_tensor_too_many_is_refused() -> None:
+    source = real(SOURCE)
+    renamed = {fqn: name for fqn, name in model_names(source).items() if name != "scale"}
+    with pytest.raises(WriteError, match="scale has no source"):
+        checked(source, real(RESULT), renamed)
+
+
+def test_another_type_or_shape_is_refused() -> None:
+    source, result = real(SOURCE), real(RESULT)
+    dtypes = {"model.scale": BF16}
+    with pytest.raises(WriteError, match=r"scale is float32 \[7\], not bfloat16 \[7\]"):
+        checked(source, result, model_names(source), dtypes)
+
+
+def test_names_of_objects_are_left_alone() -> None:
+    source = real("fsdp2_dcp_1d_4r/ckpt")
+    result = real("fsdp2_dcp_1d_4r/peer_dcp_to_torch.pt")
+    renamed = {entry.fqn: entry.fqn for entry in (*source.tensors, *source.objects)}
+    assert "48 tensors" in checked(source, result, renamed)
+
+
+def test_a_hole_proves_nothing() -> None:
+    hole = formats.read_index(str(DATA / "cases" / "C33_missing_ranks" / "hole"))
+    with pytest.raises(IncompleteError):
+        checked(hole, hole, {entry.fqn: entry.fqn for entry in hole.tensors})
+
+
+def test_a_cast_is_compared_with_the_cast_source(tmp_path: Path) -> None:
+    values = np.random.default_rng(3).standard_normal(300_000).astype(np.float32)
+    values[:] = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)  # exact in bfloat16
+    source = save(tmp_path / "a.safetensors", "float32", values)
+    halves = (values.view(np.uint32) >> 16).astype(np.uint16)
+    result = save(tmp_path / "b.safetensors", "bfloat16", halves)
+    told = checked(source, result, {"w": "w"}, {"w": BF16})
+    assert told.endswith("1 as the source cast from float32 to bfloat16.")
+    halves[-1] ^= 1
+    wrong = save(tmp_path / "c.safetensors", "bfloat16", halves)
+    with pytest.raises(WriteError):
+        checked(source, wrong, {"w": "w"}, {"w": BF16})
+
+
+def test_no_tensor_at_all_is_no_fault() -> None:
+    empty = CheckpointIndex("a", "torch", ())
+    assert "the 0 tensors" in checked(empty, replace(empty, root="b"), {})
+
+
+# -------------------------------------------------------------------------------------------- ties
+
+
+@pytest.mark.parametrize(
+    ("name", "fqns", "same"),
+    [
+        ("fsdp2_tied_torchsave_4r/ckpt", ("emb.weight", "lm.weight"), True),
+        ("fsdp2_tied_dcp_4r/ckpt", ("model.emb.weight", "model.lm.weight"), True),
+        ("fsdp2_dcp_hsdp_2x4/ckpt", ("model.emb.weight", "model.lm.weight"), False),
+        ("fsdp2_dcp_hsdp_2x4/ckpt", ("model.emb.weight", "model.scale"), False),
+    ],
+)
+def test_ties_are_proven_by_values(name: str, fqns: tuple[str, ...], *, same: bool) -> None:
+    with Files() as files:
+        assert are_equal(real(name), fqns, files) is same
+
+
+def test_a_tie_to_nothing_is_refused() -> None:
+    with Files() as files, pytest.raises(UsageError, match="no tensor 'nope'"):
+        are_equal(real(RESULT), ("scale", "nope"), files)

@@ -1,0 +1,417 @@
+"""Verify: what is hurt, what is whole, who holds the lost rows, and what cannot be known."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from damages import Victim, Zip, zips
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools import formats
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.proof import Report, bytes_to_read, verify, verify_quick
+from ckpt_tools.proof.halves import compare_halves
+from ckpt_tools.proof.holes import describe, holes
+from ckpt_tools.proof.inside import Inside, names_inside
+from ckpt_tools.proof.spans import Spans
+from ckpt_tools.storage.reader import Files
+
+DATA = Path(__file__).parents[1] / "data"
+CHECKPOINTS = DATA / "checkpoints"
+
+WHOLE = [
+    "fsdp2_dcp_1d_4r/ckpt",
+    "fsdp2_dcp_hsdp_2x4/ckpt",
+    "fsdp2_shard1_dcp_4r/ckpt",
+    "fsdp2_tp_dcp_2x2/ckpt",
+    "fsdp2_tied_dcp_4r/ckpt",
+    "dcp_zstd_4r/ckpt",
+    "dcp_serialization_safetensors_4r/ckpt",
+    "fsdp2_torchsave_hsdp_2x4/ckpt",
+    "fsdp1_sharded_hsdp2x2_torchsave/ckpt",
+    "fsdp2_full_torchsave_4r/ckpt/consolidated.pt",
+    "fsdp2_full_torchsave_4r/ckpt/consolidated_legacy.pt",
+    "hf_sharded_safetensors/ckpt",
+    "dcp_hf_sharded_4r/ckpt",
+    "torchtitan_llama3_4r/ckpt/checkpoint_full/step-2",
+    "composer-0.32.1-fsdp_sharded/ep0-ba1",
+    "verl_fsdp2_4r/ckpt/global_step_1/actor",
+    "torch-2.11-cpu-fsdp2-4x8/ranks",
+    "torch-2.9.1-c2_fsdp1_hsdp/dcp",
+]
+
+
+def full(path: Path | str, *, threads: int = 2) -> Report:
+    with Files() as files:
+        return verify(formats.read_index(str(path)), files, threads=threads)
+
+
+def quick(path: Path | str) -> Report:
+    with Files() as files:
+        return verify_quick(formats.read_index(str(path)), files)
+
+
+def copied(name: str, folder: Path) -> Path:
+    target = folder / "ckpt"
+    shutil.copytree(CHECKPOINTS / name, target)
+    for path in target.iterdir():
+        path.chmod(0o644)
+    return target
+
+
+def flip(path: str | Path, place: int) -> None:
+    content = bytearray(Path(path).read_bytes())
+    content[place] ^= 1
+    Path(path).write_bytes(content)
+
+
+def located(path: Path) -> CheckpointIndex:
+    with Files() as files:
+        return formats.locate(formats.read_index(str(path)), files)
+
+
+# -------------------------------------------------------------------------------------------- whole
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_real_checkpoints_are_whole(name: str) -> None:
+    report = full(CHECKPOINTS / name)
+    assert (report.problems, report.hurt, report.hurt_objects) == ((), (), ())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_real_checkpoints_are_whole_by_their_headers(name: str) -> None:
+    assert quick(CHECKPOINTS / name).problems == ()
+
+
+def test_every_record_of_an_archive_is_checked() -> None:
+    path = CHECKPOINTS / "fsdp2_full_torchsave_4r" / "ckpt" / "consolidated.pt"
+    reading = full(path).reading
+    assert reading is not None
+    assert reading.crcs == 52
+    assert reading.plain_bytes == 0
+
+
+def test_bytes_without_checksums_are_counted() -> None:
+    path = CHECKPOINTS / "hf_sharded_safetensors" / "ckpt"
+    reading = full(path).reading
+    assert reading is not None
+    assert (reading.crcs, reading.plain_bytes) == (
+        0,
+        sum(p.stat().st_size for p in path.glob("model-*")),
+    )
+
+
+def test_progress_tells_every_byte() -> None:
+    seen: list[int] = []
+    index = formats.read_index(str(CHECKPOINTS / "hf_sharded_safetensors" / "ckpt"))
+    with Files() as files:
+        verify(index, files, on_bytes=seen.append)
+    assert sum(seen) == bytes_to_read(index)
+
+
+def test_quick_loads_neither_torch_nor_numpy() -> None:
+    path = CHECKPOINTS / "fsdp2_dcp_1d_4r" / "ckpt"
+    code = (
+        "import sys\nfrom ckpt_tools import formats, proof\n"
+        "from ckpt_tools.storage.reader import Files\n"
+        f"assert proof.verify_quick(formats.read_index({str(path)!r}), Files()).whole\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
+    assert run.stdout == "[]\n"
+
+
+# ------------------------------------------------------------------------------------- what is lost
+
+
+def test_a_missing_dcp_file_costs_the_rows_of_its_rank(tmp_path: Path) -> None:
+    path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
+    (path / "__2_0.distcp").unlink()
+    report = quick(path)
+    lost = {hurt.fqn: (hurt.lost, hurt.ranks) for hurt in report.hurt}
+    assert lost["model.a.weight"] == ((Box((0, 4), (6, 2)),), (2,))
+    assert [state.rank for state in report.ranks if not state.whole] == [2]
+
+
+def test_what_no_damage_touches_is_whole(tmp_path: Path) -> None:
+    path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
+    entry = located(path).tensor("model.a.weight")
+    assert entry is not None
+    flip(entry.chunks[1].data.path, entry.chunks[1].data.offset)
+    report = full(path)
+    assert [hurt.fqn for hurt in report.hurt] == ["model.a.weight"]
+    assert report.hurt[0].lost == (entry.chunks[1].box,)
+
+
+def test_a_damage_is_told_with_its_record_and_both_crcs(tmp_path: Path) -> None:
+    path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
+    data = located(path).tensors[0].chunks[0].data
+    flip(data.path, data.offset)
+    (problem,) = full(path).problems
+    assert "record 'data/0'" in problem.message
+    assert "the archive says" in problem.message
+
+
+def test_a_damaged_pickle_is_told_once(tmp_path: Path) -> None:
+    path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
+    victim = Victim.__new__(Victim)
+    victim.base, victim.path = "dcp", path
+    archive: Zip = zips(victim)[0]
+    flip(archive.data.path, archive.records["data.pkl"].offset + 30)
+    report = full(path)
+    assert len(report.problems) == 1
+    assert len(report.hurt) == 1
+
+
+def test_a_damaged_object_is_named(tmp_path: Path) -> None:
+    path = copied("fsdp2_dcp_hsdp_2x4/ckpt", tmp_path)
+    victim = Victim.__new__(Victim)
+    victim.base, victim.path = "dcp", path
+    index = formats.read_index(str(path))
+    entry = index.objects[3]
+    (archive,) = [found for found in zips(victim) if found.data == entry.data]
+    flip(entry.data.path, archive.records["data.pkl"].offset + 3)
+    report = full(path)
+    assert report.hurt_objects == (entry.fqn,)
+    assert report.hurt == ()
+
+
+def test_a_missing_rank_file_costs_its_rows() -> None:
+    report = quick(DATA / "cases" / "C33_missing_ranks" / "half")
+    hurt = {one.fqn: (one.lost, one.ranks) for one in report.hurt}
+    assert hurt["w"] == ((Box((0, 0), (8, 2)),), (0, 1, 2, 3))
+
+
+def test_a_cut_file_costs_what_lies_behind_the_cut(tmp_path: Path) -> None:
+    path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
+    index = formats.read_index(str(path))
+    in_file = sorted(
+        (chunk.data.offset, entry.fqn)
+        for entry in index.tensors
+        for chunk in entry.chunks
+        if chunk.data.path.endswith("__1_0.distcp")
+    )
+    cut = in_file[len(in_file) // 2][0]
+    os.truncate(path / "__1_0.distcp", cut)
+    assert {hurt.fqn for hurt in quick(path).hurt} == {fqn for at, fqn in in_file if at >= cut}
+
+
+# ----------------------------------------------------------------------------------------- replicas
+
+
+def test_a_missing_rank_whose_rows_are_in_a_replica_loses_nothing(tmp_path: Path) -> None:
+    path = copied("fsdp2_torchsave_hsdp_2x4/ckpt", tmp_path)
+    (path / "model_rank6.pt").unlink()
+    report = full(path)
+    assert not report.whole
+    assert report.hurt == ()
+    assert "Every row of every tensor is there all the same" in report.notes[-1]
+
+
+def test_a_damaged_chunk_that_a_replica_holds_is_told(tmp_path: Path) -> None:
+    path = copied("fsdp2_torchsave_hsdp_2x4/ckpt", tmp_path)
+    index = located(path)
+    entry = next(e for e in index.tensors if len(e.chunks) == 4)
+    chunk = entry.chunks[0]
+    flip(chunk.data.path, chunk.data.offset)
+    with Files() as files:
+        report = verify(index, files)  # as of before the damage: reading now would see the CRC
+    rescue = [one for one in report.rescued if one.fqn == entry.fqn]
+    assert [(one.box, one.replica) for one in rescue] == [(chunk.box, chunk.replicas[0].path)]
+
+
+def test_replicas_that_differ_are_a_problem(tmp_path: Path) -> None:
+    path = copied("fsdp2_torchsave_hsdp_2x4/ckpt", tmp_path)
+    index = located(path)
+    entry = next(e for e in index.tensors if len(e.chunks) == 4)
+    other = entry.chunks[0].replicas[0]
+    flip(other.path, other.offset)
+    victim = Victim.__new__(Victim)
+    victim.base, victim.path = "ranks-hsdp", path
+    for archive in zips(victim):
+        if archive.data.path == other.path:
+            _forge(archive)
+    with Files() as files:
+        report = verify(index, files)
+    assert [problem.about for problem in report.problems] == [{entry.fqn}]
+    assert "hold different values" in report.problems[0].message
+
+
+def _forge(archive: Zip) -> None:
+    """Make the CRCs of an archive fit its bytes again."""
+    content = bytearray(Path(archive.data.path).read_bytes())
+    for record in archive.records.values():
+        crc = zlib.crc32(content[record.offset : record.offset + record.length])
+        if record.crc is not None and crc != record.crc:
+            at = content.index(record.crc.to_bytes(4, "little"), archive.directory)
+            content[at : at + 4] = crc.to_bytes(4, "little")
+    Path(archive.data.path).write_bytes(content)
+
+
+# ------------------------------------------------------------------------------------------- halves
+
+
+def tensor(fqn: str, section: str) -> TensorEntry:
+    chunk = Chunk(Box((0,), (1,)), ByteRange("f", 0, 4))
+    path = tuple(fqn.split("/"))
+    return TensorEntry(".".join(path), path, section, BY_NAME["float32"], (1,), (chunk,))  # type: ignore[arg-type]
+
+
+def halves(*names: str) -> tuple[int, tuple[str, ...]]:
+    tensors = [tensor(name, "optim" if name.startswith("optim") else "model") for name in names]
+    tensors.sort(key=lambda entry: entry.fqn)
+    index = CheckpointIndex("ckpt", "dcp", tuple(tensors))
+    found = compare_halves(index, names_inside(index))
+    return len(found.problems), found.notes
+
+
+def test_a_frozen_parameter_is_a_note() -> None:
+    problems, notes = halves("model/w", "model/frozen", "optim/state/w/exp_avg")
+    assert problems == 0
+    assert "frozen" in notes[0]
+
+
+def test_state_for_another_model_is_a_problem() -> None:
+    problems, _ = halves("model/w", "optim/state/x/exp_avg", "optim/state/y/exp_avg")
+    assert problems == 1
+
+
+def test_state_for_a_fused_parameter_is_a_note() -> None:
+    names = [
+        f"{half}{i}{end}"
+        for i in range(5)
+        for half, end in (("model/", ""), ("optim/state/", "/m"))
+    ]
+    problems, notes = halves(*names, "optim/state/fused/m")
+    assert problems == 0
+    assert "fused" in notes[-1]
+
+
+def test_wrapped_names_belong_to_bare_ones() -> None:
+    assert halves("model/_orig_mod.w", "optim/state/w/exp_avg") == (0, ())
+
+
+def test_state_by_number_is_left_alone() -> None:
+    problems, notes = halves("model/w", "optim/state/0/exp_avg")
+    assert problems == 0
+    assert "by number" in notes[0]
+
+
+def test_a_parameter_with_less_state_than_others_is_a_note() -> None:
+    names = ("model/v", "model/w", "optim/state/v/a", "optim/state/v/b", "optim/state/w/a")
+    assert "have no b" in halves(*names)[1][0]
+
+
+def test_no_optimizer_is_no_fault() -> None:
+    assert halves("model/w") == (0, ())
+
+
+def test_the_class_that_composer_puts_above_the_state_is_seen_through() -> None:
+    index = formats.read_index(str(CHECKPOINTS / "composer-0.32.1-fsdp_sharded" / "ep0-ba1"))
+    inside = names_inside(index)
+    name = inside["state.optimizers.AdamW.state.module.0.down.bias.exp_avg"]
+    assert name == Inside("optim", "AdamW.state.0.down.bias.exp_avg")
+
+
+# -------------------------------------------------------------------------------------------- holes
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "expected"),
+    [
+        ((4, 2), [], [Box((0, 0), (4, 2))]),
+        ((4, 2), [Box((0, 0), (4, 2))], []),
+        ((6,), [Box((0,), (2,)), Box((4,), (2,))], [Box((2,), (2,))]),
+        ((6, 2), [Box((2, 0), (2, 2))], [Box((0, 0), (2, 2)), Box((4, 0), (2, 2))]),
+        ((2, 6), [Box((0, 0), (2, 2)), Box((0, 4), (2, 2))], [Box((0, 2), (2, 2))]),
+        (
+            (4, 4),
+            [Box((0, 0), (2, 2)), Box((2, 2), (2, 2))],
+            [Box((0, 2), (2, 2)), Box((2, 0), (2, 2))],
+        ),
+        ((), [], [Box((), ())]),
+        ((), [Box((), ())], []),
+        ((0, 3), [], []),
+    ],
+)
+def test_holes_are_what_no_box_holds(
+    shape: tuple[int, ...], boxes: list[Box], expected: list[Box]
+) -> None:
+    assert holes(shape, boxes) == expected
+
+
+@pytest.mark.parametrize(
+    ("box", "shape", "expected"),
+    [
+        (Box((2, 0), (2, 3)), (6, 3), "rows 2:4 of 6"),
+        (Box((0, 1), (6, 1)), (6, 3), "[0:6, 1:2] of [6, 3]"),
+        (Box((0,), (6,)), (6,), "all of [6]"),
+        (Box((), ()), (), "its one value"),
+    ],
+)
+def test_holes_are_told_as_rows(box: Box, shape: tuple[int, ...], expected: str) -> None:
+    assert describe(box, shape) == expected
+
+
+def test_two_names_that_become_one_do_not_keep_verify_from_its_work() -> None:
+    index = formats.read_index(str(CHECKPOINTS / "hf_sharded_safetensors" / "ckpt"))
+    first, second, *_ = index.tensors
+    twin = replace(second, path=(f"_orig_mod.{first.fqn}",))
+    with Files() as files:
+        report = verify_quick(replace(index, tensors=(first, twin)), files)
+    assert report.whole
+    assert "are both" in report.notes[0]
+
+
+# ------------------------------------------------------------------------------------------- spans
+
+ranges = st.builds(ByteRange, st.sampled_from("ab"), st.integers(0, 30), st.integers(1, 9))
+
+
+@given(st.lists(ranges, max_size=12), ranges)
+def test_spans_find_every_range_that_meets_another(held: list[ByteRange], asked: ByteRange) -> None:
+    def bytes_of(data: ByteRange) -> set[tuple[str, int]]:
+        return {(data.path, data.offset + i) for i in range(data.length)}
+
+    expected = [i for i, data in enumerate(held) if bytes_of(data) & bytes_of(asked)]
+    assert sorted(Spans(held).meeting(asked)) == expected
+
+
+def test_nothing_meets_no_bytes() -> None:
+    assert Spans([ByteRange("a", 0, 9)]).meeting(ByteRange("a", 4, 0)) == []
+
+
+boxes_in_4x5 = st.builds(
+    lambda a, b, c, d: Box((min(a, b), min(c, d)), (abs(a - b), abs(c - d))),
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.integers(0, 5),
+    st.integers(0, 5),
+)
+
+
+@given(st.lists(boxes_in_4x5, max_size=6))
+def test_holes_are_held_once_and_boxes_never(boxes: list[Box]) -> None:
+    times = np.zeros((4, 5), int)
+    covered = np.zeros((4, 5), bool)
+    for box in holes((4, 5), boxes):
+        times[_slices(box)] += 1
+    for box in boxes:
+        covered[_slices(box)] = True
+    assert (times == ~covered).all()
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))

@@ -1,0 +1,386 @@
+"""Checkpoints in a store are read by ranges, as if they were here, and never written there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckpt_tools.cli import cli
+from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError
+from ckpt_tools.formats import read_index
+from ckpt_tools.storage import fsspec_store, paths
+from ckpt_tools.storage.reader import Files
+
+fsspec = pytest.importorskip("fsspec")
+
+REAL = Path(__file__).parents[1] / "data" / "checkpoints"
+KINDS = (
+    "fsdp2_dcp_hsdp_2x4/ckpt",
+    "fsdp2_tp_torchsave_2x2/ckpt",
+    "fsdp2_torchsave_legacy_4r/ckpt",
+    "fsdp1_full_torchsave/ckpt",
+    "hf_sharded_safetensors",
+    "dcp_hf_sharded_4r/ckpt",
+    "dcp_zstd_4r/ckpt",
+)
+
+
+def _run(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args))
+
+
+@pytest.fixture
+def put() -> Iterator[object]:
+    """Puts a folder into memory, and takes all away in the end."""
+    system = fsspec.filesystem("memory")
+
+    def place(folder: Path, name: str) -> str:
+        system.put(str(folder), f"/bucket/{name}", recursive=True)
+        return f"memory://bucket/{name}"
+
+    yield place
+    system.rm("/bucket", recursive=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_in_a_store_has_the_same_tensors(kind: str, put) -> None:  # noqa: ANN001
+    if "zstd" in kind:
+        pytest.importorskip("zstandard")
+    here, there = str(REAL / kind), put(REAL / kind, "run")
+    assert _run("fingerprint", there, "-q").stdout == _run("fingerprint", here, "-q").stdout
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("command", [("ls",), ("layout",), ("verify", "--quick"), ("stats",)])
+def test_looking_is_the_same_as_at_home(kind: str, command: tuple[str, ...], put) -> None:  # noqa: ANN001
+    here, there = str(REAL / kind), put(REAL / kind, "run")
+    first, second = (_run(*command, place, "-q") for place in (here, there))
+    assert second.exit_code == 0
+    assert second.stdout.replace(there, here) == first.stdout
+
+
+def test_export_and_reshard_write_here_what_they_read_there(tmp_path: Path, put) -> None:  # noqa: ANN001
+    here = str(REAL / KINDS[0])
+    there = put(REAL / KINDS[0], "run")
+    for source, name in ((here, "here"), (there, "there")):
+        out = str(tmp_path / name)
+        assert _run("export", source, "-o", f"{out}-hf", "-q").exit_code == 0
+        assert _run("reshard", source, "-o", out, "--to-mesh", "2x2", "-q").exit_code == 0
+    for name in ("", "-hf"):
+        first = {p.name: p.read_bytes() for p in (tmp_path / f"here{name}").iterdir()}
+        second = {p.name: p.read_bytes() for p in (tmp_path / f"there{name}").iterdir()}
+        assert first == second
+
+
+def test_a_parent_with_one_checkpoint_inside_is_found(put) -> None:  # noqa: ANN001
+    there = put(REAL / KINDS[0], "run/step-10")
+    done = _run("inspect", there.removesuffix("/step-10"))
+    assert "step-10" in done.stdout
+
+
+def test_a_glob_chooses_rank_files(put) -> None:  # noqa: ANN001
+    there = put(REAL / KINDS[1], "run")
+    done = _run("inspect", f"{there}/model_rank*.pt")
+    assert done.exit_code == 0, done.stderr
+    assert "dp=2,tp=2, confirmed" in done.stdout
+
+
+def test_a_server_that_knows_no_ranges_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_store, "read", lambda *_: b"all of the file")
+    with Files() as files, pytest.raises(UnreadableError, match=r"asked for 4 bytes and sent 15"):
+        files.read("memory://bucket/file", 0, 4)
+
+
+def test_what_is_not_there_is_said_in_one_line() -> None:
+    done = _run("inspect", "memory://bucket/nowhere")
+    assert done.exit_code == 3
+    assert done.stderr == "Error: memory://bucket/nowhere is not there.\n"
+
+
+def test_an_unknown_protocol_is_a_matter_of_usage() -> None:
+    done = _run("inspect", "nonsense://bucket/run")
+    assert done.exit_code == 2
+    assert "s3fs" in done.stderr
+
+
+@pytest.mark.parametrize("args", [("export",), ("reshard", "--to-mesh", "2x2")])
+def test_an_output_in_a_store_is_what_it_is_on_a_disk(
+    args: tuple[str, ...],
+    tmp_path: Path,
+    put,  # noqa: ANN001
+) -> None:
+    source, there = put(REAL / KINDS[0], "run"), "memory://bucket/out"
+    assert _run(*args, source, "-o", there, "-q").exit_code == 0
+    assert _run(*args, source, "-o", str(tmp_path / "out"), "-q").exit_code == 0
+    system = fsspec.filesystem("memory")
+    first = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert {
+        Path(p).name: system.cat_file(p) for p in system.ls("/bucket/out", detail=False)
+    } == first
+
+
+@pytest.mark.parametrize("flags", [(), ("--force",)])
+def test_nothing_in_a_store_is_replaced(flags: tuple[str, ...], put) -> None:  # noqa: ANN001
+    there = put(REAL / KINDS[0], "run")
+    done = _run("export", str(REAL / KINDS[0]), "-o", there, *flags)
+    assert done.exit_code == 2
+    assert "is there already" in done.stderr
+
+
+def test_what_makes_a_checkpoint_is_sent_last(
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, sent = put(REAL / KINDS[0], "run"), []
+    real = fsspec_store.put
+
+    def watched(path: str, address: str) -> None:
+        sent.append(address)
+        real(path, address)
+
+    monkeypatch.setattr(fsspec_store, "put", watched)
+    assert _run("reshard", source, "-o", "memory://bucket/out", "--to-mesh", "2").exit_code == 0
+    assert sent[-1] == "memory://bucket/out/.metadata"
+
+
+def test_a_store_that_keeps_too_few_bytes_is_found_out(
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = put(REAL / KINDS[0], "run")
+    system = fsspec.filesystem("memory")
+    monkeypatch.setattr(fsspec_store, "put", lambda path, address: system.pipe_file(address, b"?"))  # noqa: ARG005
+    done = _run("export", source, "-o", "memory://bucket/out")
+    assert done.exit_code == 4
+    assert "were sent" in done.stderr
+
+
+def test_resume_into_a_store_is_refused() -> None:
+    done = _run("export", str(REAL / KINDS[0]), "-o", "memory://bucket/out", "--resume")
+    assert done.exit_code == 2
+
+
+def test_a_rehearsal_sends_nothing() -> None:
+    args = ("--to-mesh", "2", "--dry-run")
+    done = _run("reshard", str(REAL / KINDS[0]), "-o", "memory://bucket/out", *args)
+    assert done.exit_code == 0, done.stderr
+    assert not paths.exists("memory://bucket/out")
+
+
+def test_a_file_that_shrank_is_cut_short(put) -> None:  # noqa: ANN001
+    there = put(REAL / KINDS[0], "run")
+    with Files() as files, pytest.raises(UnreadableError, match="cut short"):
+        files.read(f"{there}/.metadata", 10, 10**9)
+
+
+def test_a_file_that_is_gone_is_incomplete() -> None:
+    with Files() as files, pytest.raises(IncompleteError, match="is not there"):
+        files.size("memory://bucket/gone")
+
+
+def test_without_fsspec_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    fsspec_store._protocol.cache_clear()
+    with pytest.raises(UsageError) as caught:
+        paths.is_dir("memory://bucket")
+    assert "ckpt-tools[remote]" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("path", ["C:\\run", "run7/step", "/a//b", "a:b", "./s3:/x"])
+def test_local_paths_are_no_addresses(path: str) -> None:
+    assert not paths.is_address(path)
+
+
+# ------------------------------------------------------------------------------------ a web server
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    """The address of a web server that lists folders and knows no ranges."""
+    pytest.importorskip("aiohttp")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(REAL))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_folder_of_a_web_server_is_looked_at(site: str) -> None:
+    far = read_index(f"{site}/fsdp2_dcp_1d_4r/ckpt")
+    near = read_index(str(REAL / "fsdp2_dcp_1d_4r" / "ckpt"))
+    assert [entry.fqn for entry in far.entries] == [entry.fqn for entry in near.entries]
+    assert not far.problems
+
+
+def test_a_web_server_without_ranges_is_an_error_that_says_so(site: str) -> None:
+    with pytest.raises(UnreadableError, match="was asked for") as caught:
+        read_index(f"{site}/fsdp2_torchsave_1d_4r/ckpt")
+    assert "does not know ranges" in str(caught.value.hint)
+
+
+def test_a_fault_of_a_client_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def info(self, path: str) -> dict[str, object]:
+            raise LookupError(path)
+
+    monkeypatch.setattr("ckpt_tools.storage.fsspec_store._protocol", lambda _: Broken())
+    with pytest.raises(OSError, match="LookupError"):
+        fsspec_store.facts("odd://store/run7")
+
+
+# ------------------------------------------------------------------------------- a real S3 server
+
+needs_s3 = pytest.mark.skipif(
+    not (importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs")),
+    reason="needs moto and s3fs",
+)
+
+
+class Server(NamedTuple):
+    """A server on this machine: what its clients need to know, and what it has been asked."""
+
+    env: dict[str, str]
+    log: Path
+
+    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run ckpt-tools against it."""
+        command = [sys.executable, "-m", "ckpt_tools", *args]
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
+
+    def put(self, folder: Path, name: str) -> None:
+        """Upload a folder to s3://bucket/name."""
+        code = (
+            "import s3fs, sys; fs = s3fs.S3FileSystem(); fs.mkdirs('bucket', exist_ok=True);"
+            "fs.put(sys.argv[1], 'bucket/' + sys.argv[2], recursive=True)"
+        )
+        subprocess.run([sys.executable, "-c", code, str(folder), name], env=self.env, check=True)
+
+    def sent(self) -> dict[str, int]:
+        """Bytes sent for each object since the log was emptied; listings are left out."""
+        sums: dict[str, int] = {}
+        for line in self.log.read_text().splitlines():
+            method, path, nbytes, kind = line.split(" ")
+            if method == "GET" and kind == "-":
+                sums[path] = sums.get(path, 0) + int(nbytes)
+        return sums
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("s3")
+    script = str(Path(__file__).parents[1] / "jobs" / "s3_server.py")
+    port, log = folder / "port", folder / "log"
+    process = subprocess.Popen(
+        [sys.executable, script, str(port), str(log)], stderr=subprocess.DEVNULL
+    )
+    try:
+        while not (port.exists() and port.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        env = {
+            **os.environ,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port.read_text()}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        yield Server(env, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@needs_s3
+@pytest.mark.slow
+def test_export_from_s3_gives_the_same_bytes(s3: Server, tmp_path: Path) -> None:
+    s3.put(REAL / KINDS[0], "run7")
+    done = s3.run("export", "s3://bucket/run7", "-o", str(tmp_path / "there.safetensors"))
+    assert done.returncode == 0, done.stderr
+    s3.run("export", str(REAL / KINDS[0]), "-o", str(tmp_path / "here.safetensors"))
+    assert (tmp_path / "there.safetensors").read_bytes() == (
+        tmp_path / "here.safetensors"
+    ).read_bytes()
+
+
+@needs_s3
+@pytest.mark.slow
+def test_inspect_of_large_metadata_reads_no_tensor(s3: Server, tmp_path: Path) -> None:
+    _write_large_checkpoint(tmp_path / "large")
+    size = (tmp_path / "large" / ".metadata").stat().st_size
+    assert size > 20 << 20
+    s3.put(tmp_path / "large", "large")
+    s3.log.write_text("")
+    done = s3.run("inspect", "s3://bucket/large")
+    assert done.returncode == 0, done.stderr
+    sent = s3.sent()
+    assert sent.pop("/bucket/large/.metadata") == size
+    assert sum(sent.values()) == 0
+
+
+@needs_s3
+@pytest.mark.slow
+def test_one_value_of_s3_costs_few_bytes(s3: Server) -> None:
+    s3.put(REAL / KINDS[0], "run7")
+    s3.log.write_text("")
+    done = s3.run("show", "--raw", "s3://bucket/run7", "step")
+    assert done.stdout == "2\n", done.stderr
+    parts = {path: n for path, n in s3.sent().items() if not path.endswith(".metadata")}
+    assert sum(parts.values()) < 2_000
+
+
+@needs_s3
+@pytest.mark.slow
+def test_reshard_from_s3_to_s3_keeps_every_value(s3: Server) -> None:
+    s3.put(REAL / KINDS[0], "run7")
+    done = s3.run("reshard", "s3://bucket/run7", "-o", "s3://bucket/run7-4", "--to-mesh", "4")
+    assert done.returncode == 0, done.stderr
+    first, second = (s3.run("fingerprint", f"s3://bucket/{n}") for n in ("run7", "run7-4"))
+    assert first.stdout == second.stdout != ""
+
+
+@needs_s3
+@pytest.mark.slow
+def test_a_bucket_that_is_not_there_is_one_line(s3: Server) -> None:
+    done = s3.run("inspect", "s3://nobody/run7")
+    assert done.returncode == 3
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("Error: ")
+
+
+def _write_large_checkpoint(folder: Path) -> None:
+    """A DCP directory whose `.metadata` is larger than 20 MiB."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    folder.mkdir()
+    tensors, places = {}, {}
+    properties = TensorProperties(torch.float32)
+    whole, zero = torch.Size((4,)), torch.Size((0,))
+    for number in range(60_000):
+        fqn = f"model.layers.{number}.{'a_rather_long_name_of_a_module' * 7}.weight"
+        tensors[fqn] = TensorStorageMetadata(properties, whole, [ChunkStorageMetadata(zero, whole)])
+        places[MetadataIndex(fqn, zero, 0)] = _StorageInfo("__0_0.distcp", number * 2_000, 2_000)
+    with open(folder / ".metadata", "wb") as file:
+        pickle.dump(Metadata(tensors, storage_data=places), file)
+    with open(folder / "__0_0.distcp", "wb") as file:
+        file.truncate(60_000 * 2_000)

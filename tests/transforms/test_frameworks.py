@@ -1,0 +1,165 @@
+"""A framework's own checkpoint, laid out for it again, has the names that its loader asks for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ckpt_tools.cli import cli
+from ckpt_tools.formats import read_index
+
+CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
+TITAN = CHECKPOINTS / "torchtitan_llama3_4r" / "ckpt" / "checkpoint_full" / "step-2"
+COMPOSER = CHECKPOINTS / "composer-0.32.1-fsdp_sharded" / "ep0-ba1"
+LIGHTNING = CHECKPOINTS / "lightning_fsdp_sharded_4r" / "ckpt" / "state.ckpt"
+VERL = CHECKPOINTS / "verl_fsdp2_4r" / "ckpt" / "global_step_1" / "actor"
+ACCELERATE = CHECKPOINTS / "accelerate_fsdp2_sharded_qwen2_untied_4r" / "ckpt" / "state"
+ACCELERATE1 = CHECKPOINTS / "accelerate_fsdp1_full_llama_tied_4r" / "ckpt" / "state"
+TRAINER = CHECKPOINTS / "transformers_trainer_fsdp2_4r" / "ckpt" / "checkpoint-2"
+
+
+def names_of(path: Path) -> set[str]:
+    index = read_index(str(path))
+    return {entry.fqn for entry in (*index.tensors, *index.objects)}
+
+
+def lay_out(source: Path, out: Path, layout: str, *more: str) -> str:
+    """Run `reshard --layout`; what it told on stderr."""
+    command = ["reshard", str(source), "-o", str(out), "--to-mesh", "2", "--layout", layout, *more]
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "layout", "folder", "gone"),
+    [
+        (TITAN, "titan", "step-2", "dataloader."),
+        (COMPOSER, "composer", "ep0-ba1", "rng."),
+        (LIGHTNING, "lightning", "", None),
+        (ACCELERATE / "pytorch_model_fsdp_0", "accelerate", "pytorch_model_fsdp_0", None),
+        (ACCELERATE / "optimizer_0", "accelerate", "optimizer_0", None),
+        (TRAINER / "optimizer_0", "accelerate", "optimizer_0", None),
+    ],
+    ids=["titan", "composer", "lightning", "accelerate-model", "accelerate-optim", "trainer"],
+)
+def test_a_framework_finds_all_of_its_own_names_again(
+    tmp_path: Path, source: Path, layout: str, folder: str, gone: str | None
+) -> None:
+    lay_out(source, tmp_path / "out", layout)
+    kept = {name for name in names_of(source) if gone is None or not name.startswith(gone)}
+    assert names_of(tmp_path / "out" / folder) - {"rng"} == kept
+
+
+def test_verl_gets_rank_files_with_its_own_keys(tmp_path: Path) -> None:
+    lay_out(VERL, tmp_path / "out", "verl", "--device-type", "cpu")
+    folder = tmp_path / "out" / "global_step_1" / "actor"
+    kept = {name for name in names_of(VERL) if ".rng." not in name}
+    assert names_of(folder) == kept
+    assert json.loads((folder / "fsdp_config.json").read_text()) == {
+        "FSDP_version": 2,
+        "world_size": 2,
+    }
+
+
+def test_states_of_the_old_ranks_are_left_out_and_named(tmp_path: Path) -> None:
+    assert "Left out, of the old ranks: rng." in lay_out(COMPOSER, tmp_path / "a", "composer")
+    assert "Left out, of the old ranks: dataloader." in lay_out(TITAN, tmp_path / "b", "titan")
+    told = lay_out(ACCELERATE / "optimizer_0", tmp_path / "c", "accelerate")
+    assert "of the old ranks: random_states_0.pkl, random_states_1.pkl" in told
+
+
+def test_side_files_of_all_ranks_go_along(tmp_path: Path) -> None:
+    lay_out(TRAINER / "optimizer_0", tmp_path / "out", "accelerate")
+    for name in ("trainer_state.json", "scheduler.pt"):
+        assert (tmp_path / "out" / name).read_bytes() == (TRAINER / name).read_bytes()
+
+
+def test_lightning_gets_the_meta_file_of_a_lightning_source(tmp_path: Path) -> None:
+    lay_out(LIGHTNING, tmp_path / "out", "lightning")
+    assert (tmp_path / "out" / "meta.pt").read_bytes() == (LIGHTNING / "meta.pt").read_bytes()
+
+
+def test_a_flattened_optimizer_becomes_nested_and_back_again(tmp_path: Path) -> None:
+    lay_out(TITAN, tmp_path / "plain", "plain")
+    assert "optim.param_groups.0.params" in names_of(tmp_path / "plain")
+    lay_out(tmp_path / "plain", tmp_path / "again", "titan")
+    again = {n for n in names_of(tmp_path / "again" / "step-1") if n.startswith("optimizer.")}
+    assert again == {name for name in names_of(TITAN) if name.startswith("optimizer.")}
+
+
+def test_fsdp1_in_one_file_becomes_what_fsdp2_of_accelerate_loads(tmp_path: Path) -> None:
+    lay_out(ACCELERATE1 / "optimizer.bin", tmp_path / "out", "accelerate")
+    found = names_of(tmp_path / "out" / "optimizer_0")
+    assert found == {f"optimizer.{name}" for name in names_of(ACCELERATE1 / "optimizer.bin")}
+
+
+def test_a_second_part_leaves_the_first_where_it_is(tmp_path: Path) -> None:
+    lay_out(ACCELERATE / "pytorch_model_fsdp_0", tmp_path / "out", "accelerate")
+    lay_out(ACCELERATE / "optimizer_0", tmp_path / "out", "accelerate", "--force")
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert names_of(tmp_path / "out" / part) == names_of(ACCELERATE / part)
+
+
+def test_a_nested_optimizer_is_proven_equal_under_its_new_names(tmp_path: Path) -> None:
+    assert "44 bit for bit" in lay_out(TITAN, tmp_path / "out", "plain", "--check")
+
+
+def test_a_named_optimizer_is_not_numbered_without_an_order(tmp_path: Path) -> None:
+    command = ["reshard", str(LIGHTNING), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    done = CliRunner().invoke(cli, [*command, "--layout", "verl"])
+    assert done.exit_code == 2
+    assert "--param-names FILE" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [["--engine", "dcp"], ["--format", "ranks"]])
+def test_what_a_layout_cannot_have_is_refused(tmp_path: Path, more: Sequence[str]) -> None:
+    command = ["reshard", str(LIGHTNING), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    done = CliRunner().invoke(cli, [*command, "--layout", "titan", *more])
+    assert done.exit_code == 2
+    assert "--layout" in done.stderr
+
+
+MODEL_MB = 384
+LIMIT_MB = 32
+
+
+@pytest.mark.slow
+def test_a_full_state_dict_larger_than_memory_allows_becomes_a_dcp_directory(
+    tmp_path: Path,
+) -> None:
+    """Peak memory is that of the interpreter and of the buffers, whatever the model takes."""
+    import torch
+
+    model = {f"blocks.{n}.weight": torch.full((1 << 12, 1 << 13), float(n)) for n in range(3)}
+    torch.save({"model": model}, tmp_path / "full.pt")
+    del model
+    base = _peak_kib(["--version"])
+    source, out = str(tmp_path / "full.pt"), str(tmp_path / "out")
+    options = ["--to-mesh", "8", "--layout", "plain", "--max-memory", f"{LIMIT_MB}MB"]
+    peak = _peak_kib(["reshard", source, "-o", out, *options])
+    assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) > MODEL_MB << 20
+    assert peak - base < (LIMIT_MB + 64) << 10
+    index = read_index(out)
+    assert [len(entry.chunks) for entry in index.tensors] == [8, 8, 8]
+
+
+def _peak_kib(arguments: Sequence[str]) -> int:
+    """The peak resident memory of one run of the command line, in KiB."""
+    program = (
+        "import resource, subprocess, sys\n"
+        "subprocess.run([sys.executable, '-m', 'ckpt_tools', *sys.argv[1:]], check=True,"
+        " stdout=subprocess.DEVNULL)\n"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)

@@ -1,0 +1,196 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ckpt_tools import api, formats
+from ckpt_tools.convert import export as convert
+from ckpt_tools.convert.export import ExportOptions, WriteOptions
+from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.transforms import hf_architecture, hf_folder
+from ckpt_tools.transforms.hf_folder import AssetsStep, read_assets, values_of
+
+# A model type that transformers does not know: the headers of the asset folder must tell.
+CONFIG: dict[str, object] = {"model_type": "of_our_own", "tie_word_embeddings": True}
+TABLE = np.arange(6, dtype=np.float32).reshape(3, 2)
+WEIGHTS = {"model.embed_tokens.weight": TABLE, "model.norm.weight": np.ones(2, np.float32)}
+
+
+def assets(folder: Path, config: dict[str, object], weights: dict[str, np.ndarray]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"):
+        (folder / name).write_text(name)
+    (folder / "merges.txt").write_text("")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("tool")
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def export(tmp_path: Path, weights: dict[str, np.ndarray], step: AssetsStep) -> convert.ExportPlan:
+    source = tmp_path / "source.safetensors"
+    save_file(weights, source)
+    return api.export(
+        formats.read_index(str(source)),
+        str(tmp_path / "out"),
+        options=ExportOptions(steps=(step,)),
+        write=WriteOptions(),
+        on_bytes=lambda _: None,
+    )
+
+
+def step_for(tmp_path: Path, *, allow: bool = False, **config: object) -> AssetsStep:
+    folder = assets(tmp_path / "assets", CONFIG | config, WEIGHTS)
+    return AssetsStep(read_assets(str(folder)), allow_mismatch=allow)
+
+
+def test_the_assets_come_along_and_the_weights_do_not(tmp_path: Path) -> None:
+    export(tmp_path, WEIGHTS, step_for(tmp_path))
+    out = tmp_path / "out"
+    found = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
+    assert found == [
+        "additional_chat_templates/tool.jinja",
+        "chat_template.jinja",
+        "config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    for name in found:
+        if name != "model.safetensors":
+            assert (out / name).read_bytes() == (tmp_path / "assets" / name).read_bytes()
+    assert load_file(out / "model.safetensors").keys() == WEIGHTS.keys()
+
+
+def test_missing_unexpected_and_misshapen_are_listed_and_nothing_is_written(tmp_path: Path) -> None:
+    weights = {"model.embed_tokens.weight": np.ones((4, 2), np.float32), "new.w": TABLE}
+    with pytest.raises(AnswerNo) as caught:
+        export(tmp_path, weights, step_for(tmp_path))
+    told = str(caught.value)
+    assert "1 missing: model.norm.weight" in told
+    assert "1 unexpected: new.w" in told
+    assert "1 misshapen: model.embed_tokens.weight [4, 2], not [3, 2]" in told
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["assets", "source.safetensors"]
+
+
+def test_a_mismatch_that_is_allowed_is_written_and_told(tmp_path: Path) -> None:
+    plan = export(tmp_path, WEIGHTS | {"new.w": TABLE}, step_for(tmp_path, allow=True))
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {*WEIGHTS, "new.w"}
+    assert any("1 unexpected: new.w" in note for note in plan.notes)
+
+
+def test_a_tied_head_that_is_equal_is_written_once(tmp_path: Path) -> None:
+    plan = export(tmp_path, WEIGHTS | {"lm_head.weight": TABLE}, step_for(tmp_path))
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == WEIGHTS.keys()
+    assert any("equal to the bit: written once" in note for note in plan.notes)
+
+
+def test_a_tied_head_that_differs_is_kept_and_told(tmp_path: Path) -> None:
+    other = TABLE.copy()
+    other[2, 1] = np.nextafter(other[2, 1], np.float32(9))
+    step = step_for(tmp_path, allow=True)
+    plan = export(tmp_path, WEIGHTS | {"lm_head.weight": other}, step)
+    assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    assert any("their values differ: both are written" in note for note in plan.notes)
+
+
+def test_an_untied_head_stays_though_it_is_equal(tmp_path: Path) -> None:
+    step = step_for(tmp_path, allow=True, tie_word_embeddings=False)
+    export(tmp_path, WEIGHTS | {"lm_head.weight": TABLE}, step)
+    assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_an_index_without_its_shards_tells_the_names(tmp_path: Path) -> None:
+    step = step_for(tmp_path)
+    (tmp_path / "assets" / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys([*WEIGHTS, "gone.w"], "model-00001-of-00001.safetensors")}
+    (tmp_path / "assets" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(AnswerNo, match=r"1 missing: gone\.w"):
+        export(tmp_path, WEIGHTS, step)
+
+
+def test_assets_that_tell_nothing_of_the_tensors_are_refused(tmp_path: Path) -> None:
+    step = step_for(tmp_path)
+    (tmp_path / "assets" / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="Nothing says which tensors"):
+        export(tmp_path, WEIGHTS, step)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", b"\xff\xfe"])
+def test_assets_without_a_readable_config_are_refused(
+    tmp_path: Path, content: str | bytes | None
+) -> None:
+    if content is not None:
+        data = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        read_assets(str(tmp_path))
+
+
+def test_a_config_of_another_type_than_the_tensors_is_told(tmp_path: Path) -> None:
+    plan = export(tmp_path, WEIGHTS, step_for(tmp_path, dtype="bfloat16"))
+    assert any("config.json says bfloat16, and the tensors are float32" in n for n in plan.notes)
+
+
+def test_sizes_follow_from_the_config_as_the_models_take_them() -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 4, "rms_norm_eps": 1e-5, "use_cache": True}
+    assert values_of(config) == {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+    }
+    assert values_of(config | {"head_dim": 32})["head_dim"] == 32
+    assert values_of({"text_config": config})["head_dim"] == 16
+
+
+def test_transformers_tells_names_shapes_and_ties_without_allocating(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 1 << 14,
+        "intermediate_size": 1 << 16,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 1,
+        "vocab_size": 1 << 17,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    needed = hf_architecture.needed_by(str(tmp_path), config)
+    assert needed is not None
+    assert needed.choices[0]["model.embed_tokens.weight"] == (1 << 17, 1 << 14)
+    assert needed.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert needed.told_by.startswith("LlamaForCausalLM of transformers")
+
+
+def test_a_mixture_of_experts_may_come_in_one_tensor_or_one_by_one(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "num_experts": 4,
+        "vocab_size": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    needed = hf_architecture.needed_by(str(tmp_path), config)
+    assert needed is not None
+    fused, single = needed.choices
+    assert "model.layers.0.mlp.experts.gate_up_proj" in fused
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight" in single
+
+
+def test_the_same_bytes_of_the_same_file_are_equal_unread(tmp_path: Path) -> None:
+    from ckpt_tools.storage.reader import Files
+
+    save_file(WEIGHTS, tmp_path / "a.safetensors")
+    entry = formats.read_index(str(tmp_path / "a.safetensors")).tensors[0]
+    (tmp_path / "a.safetensors").unlink()
+    assert hf_folder.same_bytes(entry, entry, Files())

@@ -63,7 +63,7 @@ class _NoJournal:
 NO_JOURNAL: Journal = _NoJournal()
 
 
-def write_files(  # noqa: PLR0913 - each is one plain fact, and most have no natural group
+def write_files(
     plans: Sequence[FilePlan],
     *,
     root: str,

@@ -31,7 +31,7 @@ class _Pair(NamedTuple):
     dtype: DType
 
 
-def same_tensors(  # noqa: PLR0913 - each is one plain fact
+def same_tensors(
     source: CheckpointIndex,
     result: CheckpointIndex,
     files: Files,

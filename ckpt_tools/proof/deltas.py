@@ -77,7 +77,7 @@ def _slab(entry: TensorEntry, box: Box, files: Files) -> Iterator[memoryview]:
     return read_box(entry, box, files=files, slab_bytes=_SLAB_NUMEL * entry.dtype.itemsize)
 
 
-def _add(  # noqa: PLR0913 - two sides of everything
+def _add(
     found: Delta,
     one: memoryview,
     other: memoryview,

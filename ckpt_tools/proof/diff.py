@@ -73,7 +73,7 @@ def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming) -> D
     return _diff(pairs, a, entries, values_compared=False)
 
 
-def diff(  # noqa: PLR0913 - two checkpoints, and each other one is a plain fact
+def diff(
     a: CheckpointIndex,
     b: CheckpointIndex,
     files: Files,

@@ -29,8 +29,8 @@ def test_an_error_that_is_placed_or_named_keeps_all_that_it_carries() -> None:
     placed = first.at("x.pt").concerning(["b", "c"])
     assert str(placed) == placed.message == "x.pt: 3 bytes are wrong."
     assert type(placed) is _Counted
-    assert (placed.count, placed.hint, placed.about) == (3, "Copy it again.", {"b", "c"})
-    assert (str(first), first.about) == ("3 bytes are wrong.", {"a"})
+    assert (placed.count, placed.hint, placed.about) == (3, "Copy it again.", frozenset("bc"))
+    assert (str(first), first.about) == ("3 bytes are wrong.", frozenset("a"))
     assert first.at("x.pt", " ").about == {"a"}
 
 

@@ -156,7 +156,8 @@ class AssetsStep:
         notes += _type_notes(left, self.assets.config, self.dtype)
         plans = tuple(_copied(self.assets.folder, name) for name in self.assets.files)
         notes.append(
-            f"Copies {counted(len(plans), 'file')} beside the weights: {', '.join(self.assets.files)}."
+            f"Copies {counted(len(plans), 'file')} beside the weights: "
+            f"{', '.join(self.assets.files)}."
         )
         return Outcome(left, tuple(notes), plans)
 

@@ -159,7 +159,8 @@ class MergeStep:
     def _notes(self, parts: Parts) -> Iterator[str]:
         ranks = sorted({one.rank for one in parts.factors})
         yield (
-            f"Merges {counted(len(parts.factors), 'module')} of rank {', '.join(map(str, ranks))} with alpha "
+            f"Merges {counted(len(parts.factors), 'module')} of rank "
+            f"{', '.join(map(str, ranks))} with alpha "
             f"{self.config.alpha:g}: W + scale · B·A in float32, then cast."
         )
         if parts.saved:

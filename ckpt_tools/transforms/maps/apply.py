@@ -59,7 +59,7 @@ def apply(tensor_map: TensorMap, made: Sequence[Made], *, values: Mapping[str, i
             f"Rotary rows are reordered for {counted(len(turned), 'tensor')}, in heads of {rows}."
         )
     if sorted_out.kept:
-        notes.append(f"It keeps {counted(len(sorted_out.kept), 'other name')} as they are.")
+        notes.append(f"It keeps {counted(len(sorted_out.kept), 'other name')} unchanged.")
     if sorted_out.dropped:
         dropped = sorted_out.dropped
         shown = some(sorted(dropped), 10)

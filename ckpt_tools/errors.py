@@ -17,8 +17,12 @@ try next. This room knows nothing of formats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+import errno
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class CkptError(Exception):
@@ -30,6 +34,16 @@ class CkptError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def at(self, where: str, link: str = ": ") -> Self:
+        """The same error with where it happened before its message: ``Rank 3: …``."""
+        return self.reworded(f"{where}{link}{self.message}")
+
+    def reworded(self, message: str) -> Self:
+        """The same error with another message: class, hint and all that it carries stay."""
+        other = type(self).__new__(type(self), message)
+        vars(other).update(vars(self), message=message)
+        return other
 
 
 class UsageError(CkptError):
@@ -51,9 +65,15 @@ class AnswerNo(CkptError):
 class CheckpointError(CkptError):
     """The checkpoint itself is the trouble; ``about`` names the entries it hurts, if only some."""
 
-    def __init__(self, message: str, *, hint: str | None = None, about: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, about: Iterable[str] = ()) -> None:
         super().__init__(message, hint=hint)
         self.about = frozenset(about)
+
+    def concerning(self, fqns: Iterable[str]) -> Self:
+        """The same error, about these entries."""
+        other = self.reworded(self.message)
+        other.about = frozenset(fqns)
+        return other
 
 
 class UnreadableError(CheckpointError):
@@ -76,3 +96,30 @@ class WriteError(CkptError):
     """The output could not be written."""
 
     exit_code: ClassVar[int] = 4
+
+
+def reason_of(error: Exception) -> str:
+    """What the system says of an error, without its number and the path; else its text."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def unreadable(
+    path: object, error: OSError, *, doing: str = "read", hint: str | None = None
+) -> UnreadableError:
+    """What to raise for the system's error while reading, listing or opening this path."""
+    return UnreadableError(f"{path} cannot be {doing}: {reason_of(error)}.", hint=hint)
+
+
+def unwritable(
+    path: object, error: OSError, *, doing: str = "written", hint: str | None = None
+) -> WriteError:
+    """What to raise for the system's error while writing this path; a full disk has a hint."""
+    if hint is None and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        hint = "Free some space, or name an output on another file system."
+    return WriteError(f"{path} cannot be {doing}: {reason_of(error)}.", hint=hint)
+
+
+def from_system(error: OSError) -> CkptError:
+    """What to say of a system's error that nobody expected, with the path that it names."""
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return CkptError(f"{where}{reason_of(error)}.")

@@ -7,7 +7,7 @@ boxes tell is inferred, and says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
@@ -232,13 +232,6 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
         reason = "there is no optimizer state; the weights can start a new run"
         return Verdict(yes=False, reason=reason)
     return Verdict(yes=True, reason="model and optimizer state are there, and nothing is missing")
-
-
-def name_some(names: Sequence[str]) -> str:
-    """The first few of these names, and how many more there are."""
-    shown = ", ".join(names[:_MAX_NAMED])
-    more = len(names) - _MAX_NAMED
-    return f"{shown} and {more:,} more" if more > 0 else shown
 
 
 def file_loads(index: CheckpointIndex) -> list[FileLoad]:

@@ -10,6 +10,7 @@ import click
 from ckpt_tools.cli import options, progress, proving, reading, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import (
@@ -173,9 +174,7 @@ def _details(entries: Sequence[EntryDiff]) -> Iterator[str]:
 
 def _summary(found: Diff) -> str:
     """One line: what was compared, and what came of it."""
-    compared = (
-        f"{render.counted(found.tensors, 'tensor')} and {render.counted(found.objects, 'object')}"
-    )
+    compared = f"{counted(found.tensors, 'tensor')} and {counted(found.objects, 'object')}"
     by = "" if found.values_compared else " by headers only: VALUES WERE NOT COMPARED"
     counts = Counter(_WORDS[e.status] for e in found.entries if e.status != "same")
     told = ", ".join(f"{count:,} {word}" for word, count in counts.items())

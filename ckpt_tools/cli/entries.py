@@ -20,7 +20,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import format_size, rank_spans
 
 HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "PLACEMENTS")
 LONG_HEADER = (*HEADER[:-1], "SECTION", "MESH", "CHUNKS", "RANKS", HEADER[-1])
@@ -96,17 +96,6 @@ def _facts(entry: TensorEntry | ObjectEntry) -> tuple[str, str, str, str]:
 
 def _value(entry: ObjectEntry) -> str:
     return f"= {printable(value_text(entry))}"
-
-
-def rank_spans(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order as spans: ``0-3,6``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def mesh_json(mesh: Mesh, status: Status | None) -> Json:

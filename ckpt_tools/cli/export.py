@@ -12,7 +12,7 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.convert import export as convert
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.export_engine import ExportJob, export_by
 from ckpt_tools.errors import UsageError
@@ -136,8 +136,8 @@ def _is_hf_folder(out: str, form: str) -> bool:
 
 def _summary(plan: convert.ExportPlan, out: str, *, dry_run: bool, seconds: float) -> str:
     """One line: what was written, or would be."""
-    tensors = render.counted(plan.tensors, "tensor")
-    files = render.counted(len(plan.files), "file")
+    tensors = counted(plan.tensors, "tensor")
+    files = counted(len(plan.files), "file")
     what = f"{render.printable(out)}: {tensors}, {format_size(plan.nbytes)} in {files}"
     if dry_run:
         return f"{what}; not written (--dry-run)"

@@ -9,7 +9,7 @@ import click
 
 from ckpt_tools.cli import options, progress, proving, reading, render
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.errors import AnswerNo, OutputExistsError, WriteError
+from ckpt_tools.errors import AnswerNo, OutputExistsError, unwritable
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import Fingerprint, fingerprint
 from ckpt_tools.proof.fingerprint_file import to_json
@@ -100,4 +100,4 @@ def _write(found: Fingerprint, target: str) -> None:
             hint=f"Remove {partial} if nothing is writing it.",
         ) from error
     except OSError as error:
-        raise WriteError(f"{target} cannot be written: {error.strerror}.") from error
+        raise unwritable(target, error) from error

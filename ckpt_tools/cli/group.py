@@ -16,7 +16,7 @@ from types import TracebackType
 import click
 
 from ckpt_tools._version import __version__
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, from_system
 
 _QUIET, _VERBOSE = "ckpt_tools.quiet", "ckpt_tools.verbose"
 _WIDEST = 100
@@ -78,7 +78,7 @@ def _ending(ctx: click.Context, run: Callable[[], object]) -> object:
         say_error(error)
         ctx.exit(error.exit_code)
     except OSError as error:
-        say_error(_from_system(error))
+        say_error(from_system(error))
         ctx.exit(_WRITE_FAILED if error.errno in _WRITE_ERRNOS else _UNREADABLE)
     except KeyboardInterrupt as error:
         click.echo(" ".join(["Stopped.", *map(str, error.args)]), err=True)
@@ -89,11 +89,6 @@ def _ending(ctx: click.Context, run: Callable[[], object]) -> object:
 def _forget_stdout() -> None:
     """Point stdout elsewhere: nobody reads it, and Python would complain of that at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _from_system(error: OSError) -> CkptError:
-    where = f"{error.filename}: " if error.filename is not None else ""
-    return CkptError(f"{where}{error.strerror or error}.")
 
 
 def say_error(error: CkptError) -> None:

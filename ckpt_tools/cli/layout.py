@@ -22,7 +22,7 @@ from ckpt_tools.cli import completing, entries, options, reading, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import fold, text
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions
 

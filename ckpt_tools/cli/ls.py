@@ -9,7 +9,7 @@ from ckpt_tools.cli import entries, options, reading, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.tree import tree_lines
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions
 
@@ -65,8 +65,8 @@ def command(
     index = reading.with_values(reading.choose(whole, chosen))
     _print(index, found, form=wanted[0] if wanted else "short")
     nbytes = format_size(sum(entry.nbytes for entry in index.tensors))
-    tensors = render.counted(len(index.tensors), "tensor")
-    say(f"{tensors} of {nbytes}, {render.counted(len(index.objects), 'object')}.")
+    tensors = counted(len(index.tensors), "tensor")
+    say(f"{tensors} of {nbytes}, {counted(len(index.objects), 'object')}.")
     whole.require_whole()
 
 

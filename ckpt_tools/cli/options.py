@@ -12,7 +12,7 @@ import click
 from ckpt_tools.cli.group import set_quiet, set_verbosity
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import SECTIONS, Section
-from ckpt_tools.core.sizes import parse_size
+from ckpt_tools.core.text import parse_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.options import ReadOptions
 

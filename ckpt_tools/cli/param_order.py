@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ckpt_tools.cli.reading import with_values
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UsageError, reason_of
 from ckpt_tools.formats import (
     ReadOptions,
     detect,
@@ -40,4 +40,5 @@ def _text_of(path: str) -> str:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--param-names: {path} cannot be read as text: {error}.") from error
+        why = reason_of(error)
+        raise UsageError(f"--param-names: {path} cannot be read as text: {why}.") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.options import Filters
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.selection import select
+from ckpt_tools.core.names import select
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats import ReadOptions, open_objects, read_index
 from ckpt_tools.storage.reader import Files

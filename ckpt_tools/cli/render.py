@@ -27,11 +27,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 tensor``, ``94 tensors``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def emit(lines: Iterable[str]) -> None:
     """Print lines on stdout, many at a time: one write for each line costs more than the line."""
     remaining = iter(lines)

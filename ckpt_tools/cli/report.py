@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator, Sequence
 
 from ckpt_tools.analysis import summary
-from ckpt_tools.analysis.summary import FileLoad, FoundMesh, SectionSum, name_some
+from ckpt_tools.analysis.summary import FileLoad, FoundMesh, SectionSum
 from ckpt_tools.cli import entries, render
 from ckpt_tools.cli.scalars import read_step
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import counted, first_of, format_size, some
 from ckpt_tools.storage.paths import is_address
 
 _FORMATS = {
@@ -86,13 +86,13 @@ def identity(
     if whole.framework is not None:
         yield "framework", whole.framework
     if whole.world_size is not None:
-        yield "world size", render.counted(whole.world_size, "rank")
+        yield "world size", counted(whole.world_size, "rank")
     yield "mesh", _mesh_words(found)
     placements = summary.placements_of(index, found)
     if found is not None and placements:
         yield (
             "placements",
-            "\n".join(f"{render.counted(count, 'tensor')}: {words}" for words, count in placements),
+            "\n".join(f"{counted(count, 'tensor')}: {words}" for words, count in placements),
         )
 
 
@@ -157,19 +157,14 @@ def state(whole: CheckpointIndex) -> Iterator[tuple[str, str]]:
         yield "missing", _missing(whole)
     if whole.ties:
         tied = [" = ".join(group) for group in whole.ties]
-        yield "tied", "\n".join(render.printable(text) for text in _some(tied))
+        yield "tied", "\n".join(render.printable(text) for text in first_of(tied))
     if whole.notes:
         yield "notes", "\n".join(map(render.printable, whole.notes))
 
 
 def _missing(whole: CheckpointIndex) -> str:
     names = [os.path.relpath(path, whole.root) for path in whole.missing]
-    return f"{render.counted(len(names), 'file')}: {render.printable(name_some(names))}"
-
-
-def _some(texts: Sequence[str], *, limit: int = 5) -> list[str]:
-    more = [f"and {len(texts) - limit:,} more"] if len(texts) > limit else []
-    return [*texts[:limit], *more]
+    return f"{counted(len(names), 'file')}: {render.printable(some(names))}"
 
 
 def _shards(whole: CheckpointIndex) -> Iterator[str]:

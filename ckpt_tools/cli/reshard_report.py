@@ -11,7 +11,7 @@ from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.core.mesh_spec import default_placements
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import Request
 from ckpt_tools.distributed.job import Job
@@ -32,15 +32,15 @@ class Report(NamedTuple):
         return f"{self._what(plan)}, in {seconds:.1f} s{rate}"
 
     def _what(self, plan: ReshardPlan) -> str:
-        tensors = render.counted(len(plan.targets), "tensor")
-        files = render.counted(len(plan.files), "file")
+        tensors = counted(len(plan.targets), "tensor")
+        files = counted(len(plan.files), "file")
         out = render.printable(self.job.out)
         return f"{out}: {tensors}, {format_size(plan.nbytes)} in {files} for mesh {plan.mesh}"
 
     def rehearsal(self, plan: ReshardPlan) -> Iterator[str]:
         """What will be read, written and held in memory, in all and for each file."""
         files = list(forecast.files(plan))
-        sources = render.counted(len(forecast.sources(plan)), "file")
+        sources = counted(len(forecast.sources(plan)), "file")
         free = atomic_output.free_space(self._where())
         yield f"{self._what(plan)}; not written (--dry-run)"
         yield from render.facts(
@@ -62,7 +62,7 @@ class Report(NamedTuple):
                     format_size(file.nbytes),
                     f"{file.boxes:,}",
                     format_size(file.read),
-                    render.counted(file.sources, "file"),
+                    counted(file.sources, "file"),
                 )
                 for file in files
             ],
@@ -80,10 +80,10 @@ class Report(NamedTuple):
         return ", ".join(map(str, placements))
 
     def _processes(self) -> str:
-        threads = render.counted(self.job.write.threads, "thread")
+        threads = counted(self.job.write.threads, "thread")
         here = environment.place()
         if here is not None:
-            return f"{render.counted(here.world_size, 'rank')} with {threads} each"
+            return f"{counted(here.world_size, 'rank')} with {threads} each"
         if self.request.workers > 1:
             return f"{self.request.workers} workers with {threads} each"
         return f"one process with {threads}"

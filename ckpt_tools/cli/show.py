@@ -15,7 +15,7 @@ from ckpt_tools.analysis.summary import (
 )
 from ckpt_tools.cli import completing, corner, entries, options, reading, render
 from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions, locate
 from ckpt_tools.storage.reader import Files

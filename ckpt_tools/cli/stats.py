@@ -10,6 +10,7 @@ from ckpt_tools.cli import options, progress, proving, reading, render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import Anomaly
@@ -92,8 +93,7 @@ def _look(index: CheckpointIndex, *, threads: int) -> Statistics:
 
 def _nonfinite(root: str, found: Statistics) -> str:
     hurt = [tensor.fqn for tensor in found.tensors if tensor.nan or tensor.inf]
-    shown = ", ".join(hurt[:5]) + (f" and {len(hurt) - 5} more" if len(hurt) > 5 else "")
-    return f"{root}: {found.nonfinite:,} values are NaN or infinite, in {shown}."
+    return f"{root}: {found.nonfinite:,} values are NaN or infinite, in {some(hurt)}."
 
 
 def _lines(found: Statistics) -> Iterator[str]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.analysis.summary import FoundMesh
 from ckpt_tools.cli.entries import row
-from ckpt_tools.cli.render import counted, cut_to, printable
+from ckpt_tools.cli.render import cut_to, printable
 from ckpt_tools.core.index import ObjectEntry, TensorEntry
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import counted, format_size
 
 # Of a long value, a tree shows only the start: what comes after it is seen in the other forms.
 _LONGEST = 100

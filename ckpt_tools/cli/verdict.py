@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ckpt_tools.cli import render
-from ckpt_tools.cli.entries import rank_spans
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof import Comparison, Difference, HurtTensor, Report
 from ckpt_tools.proof.holes import describe
@@ -32,15 +31,15 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "tensors", _tensors(report)
     lost = [hurt for hurt in report.hurt if hurt.lost]
     if lost:
-        yield "lost", "\n".join(_some([_lost(hurt) for hurt in lost]))
+        yield "lost", "\n".join(first_of([_lost(hurt) for hurt in lost], _SHOWN))
     if report.rescued:
         saved = [
             f"{render.printable(r.fqn)} {r.box} of {r.lost} is also in {r.replica}"
             for r in report.rescued
         ]
-        yield "in replicas", "\n".join(_some(saved))
+        yield "in replicas", "\n".join(first_of(saved, _SHOWN))
     if report.hurt_objects:
-        shown = ", ".join(_some([render.printable(name) for name in report.hurt_objects]))
+        shown = some([render.printable(name) for name in report.hurt_objects], _SHOWN)
         yield "objects", f"{len(report.hurt_objects)} of {report.objects} hurt: {shown}"
     if report.ranks:
         yield "ranks", _ranks(report)
@@ -68,7 +67,7 @@ def _whole(report: Report) -> int:
 
 
 def _lost(hurt: HurtTensor) -> str:
-    where = ", ".join(_some([describe(box, hurt.shape) for box in hurt.lost]))
+    where = some([describe(box, hurt.shape) for box in hurt.lost], _SHOWN)
     word = "rank" if len(hurt.ranks) == 1 else "ranks"
     ranks = f" ({word} {rank_spans(hurt.ranks)})" if hurt.ranks else ""
     return f"{render.printable(hurt.fqn)}: {where}{ranks}"
@@ -87,7 +86,7 @@ def _proven(report: Report) -> str:
         return (
             "what headers say fits: files, lengths, coverage, shapes" if report.whole else "nothing"
         )
-    checked = f"{format_size(reading.checked_bytes)} by {render.counted(reading.crcs, 'CRC-32')}"
+    checked = f"{format_size(reading.checked_bytes)} by {counted(reading.crcs, 'CRC-32')}"
     return f"{checked}; {format_size(reading.plain_bytes)} more can be read"
 
 
@@ -116,8 +115,8 @@ def _comparison(compared: Comparison | None, against: str) -> Iterator[tuple[str
         yield "against", f"{name}: the same, bit for bit ({sections})"
     else:
         differing = [_difference(one) for one in compared.differences]
-        count = render.counted(len(differing), "difference")
-        yield "against", "\n".join([f"{name}: {count} ({sections})", *_some(differing)])
+        count = counted(len(differing), "difference")
+        yield "against", "\n".join([f"{name}: {count} ({sections})", *first_of(differing, _SHOWN)])
     if compared.extra:
         yield "", f"not compared, since the other side has none: {', '.join(compared.extra)}"
 
@@ -133,11 +132,6 @@ def _difference(one: Difference) -> str:
     if one.kind == "object" and not (one.found and one.expected):
         return f"{name}, an object, is {'only here' if one.found else 'missing'}"
     return f"{name} is {one.found}, not {one.expected}"
-
-
-def _some(words: Sequence[str]) -> list[str]:
-    more = len(words) - _SHOWN
-    return [*words[:_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
 
 
 def as_json(report: Report, compared: Comparison | None, *, against: str | None) -> render.Json:

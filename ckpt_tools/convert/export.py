@@ -24,8 +24,9 @@ from ckpt_tools.core.index import (
     Section,
     TensorEntry,
 )
+from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target
-from ckpt_tools.core.selection import select
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
@@ -289,9 +290,8 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
         notes.append(f"Left out {counts} (tensors); --only, --include and --exclude choose.")
     notes += casts.master_weights_note(index, chosen.tensors)
     if chosen.objects:
-        shown = ", ".join(entry.fqn for entry in chosen.objects[:5])
-        more = f" and {len(chosen.objects) - 5} more" if len(chosen.objects) > 5 else ""
-        notes.append(f"Skipped {len(chosen.objects)} objects that are no tensors: {shown}{more}.")
+        shown = some([entry.fqn for entry in chosen.objects])
+        notes.append(f"Skipped {len(chosen.objects)} objects that are no tensors: {shown}.")
     return notes
 
 

@@ -34,8 +34,9 @@ from ckpt_tools.core.mesh_spec import (
     fsdp_order,
     in_words,
 )
+from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target
-from ckpt_tools.core.selection import select
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
@@ -364,9 +365,8 @@ def _without_unopened(
     ]
     if not lost:
         return index, []
-    shown = ", ".join(f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost[:5])
-    more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-    note = f"Left out {len(lost)} objects that are no plain values: {shown}{more}."
+    shown = some([f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost])
+    note = f"Left out {len(lost)} objects that are no plain values: {shown}."
     kept = tuple(entry for entry in index.objects if entry not in lost)
     return replace(index, objects=kept), [note]
 

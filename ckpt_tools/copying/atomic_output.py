@@ -20,13 +20,14 @@ from ckpt_tools.copying.journal import Place
 from ckpt_tools.copying.lock import Claim, Origin, claimed, folder_in
 from ckpt_tools.copying.tasks import cut
 from ckpt_tools.core.plan import FilePlan
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import (
     CheckpointError,
     CkptError,
     OutputExistsError,
     UsageError,
     WriteError,
+    unwritable,
 )
 from ckpt_tools.storage.paths import is_address
 
@@ -196,7 +197,7 @@ def _beginning(claim: Claim, order: Order) -> Iterator[None]:
         if claim.origin is None:
             claim.remove()
         if isinstance(error, OSError):
-            raise _unwritten(order, error) from error
+            raise unwritable(order.out, error) from error
         raise
 
 
@@ -206,8 +207,8 @@ def _kept_on_failure(claim: Claim, order: Order) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = _unwritten(order, error)
-        told.hint = _kept(claim, order)
+        told = unwritable(order.out, error)
+        told.hint = " ".join(filter(None, [told.hint, _kept(claim, order)])) or None
         raise told from error
     except KeyboardInterrupt as error:
         kept = _kept(claim, order)
@@ -221,10 +222,6 @@ def _kept_on_failure(claim: Claim, order: Order) -> Iterator[None]:
     except BaseException:
         _kept(claim, order)
         raise
-
-
-def _unwritten(order: Order, error: OSError) -> WriteError:
-    return WriteError(f"{order.out} could not be written: {error.strerror or error}.")
 
 
 def _refuse_obstacles(order: Order) -> None:

@@ -22,9 +22,8 @@ from glob import escape, glob
 from typing import NamedTuple
 
 from ckpt_tools.copying.lock import hold, line_of, lines_in
-from ckpt_tools.copying.task_writer import unwritable
 from ckpt_tools.core.plan import FilePlan
-from ckpt_tools.errors import WriteError
+from ckpt_tools.errors import WriteError, unwritable
 
 # Seconds between two writes of lines, and between two syncs of what was written.
 BATCH_SECONDS = 0.02

@@ -24,7 +24,7 @@ from ckpt_tools.copying.tasks import TASK_BYTES
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan
-from ckpt_tools.errors import OutputExistsError, WriteError
+from ckpt_tools.errors import OutputExistsError, unwritable
 from ckpt_tools.storage import fsspec_store, paths
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def claimed(partial: str) -> Iterator[Claim]:
     try:
         fd = _claim(partial)
     except OSError as error:
-        raise WriteError(f"{partial} could not be written: {error.strerror or error}.") from error
+        raise unwritable(partial, error) from error
     try:
         claim = Claim(partial, fd)
         claim.hold_shares()

@@ -22,7 +22,7 @@ from ckpt_tools.copying.strided import (
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.plan import Finder, Nearby, ReadItem
-from ckpt_tools.errors import CheckpointError, UnreadableError
+from ckpt_tools.errors import CheckpointError, unreadable
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
@@ -208,8 +208,3 @@ def read_array(entry: TensorEntry, box: Box, *, files: Files) -> bytearray:
     for piece in read_box(entry, box, files=files):
         out += piece
     return out
-
-
-def unreadable(path: str, error: OSError) -> UnreadableError:
-    """What to raise for an operating system's error while reading this file."""
-    return UnreadableError(f"{path} cannot be read: {error.strerror or error}.")

@@ -28,7 +28,7 @@ from ckpt_tools.copying.tasks import (
 )
 from ckpt_tools.core.geometry import slabs
 from ckpt_tools.core.plan import WriteItem
-from ckpt_tools.errors import WriteError
+from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -104,13 +104,6 @@ class Output:
         """
         with suppress(OSError, AttributeError):  # not every system takes this advice
             os.posix_fadvise(self.fd, start, end - start, os.POSIX_FADV_DONTNEED)
-
-
-def unwritable(path: str, error: OSError) -> WriteError:
-    """What to raise for an operating system's error while writing this file."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    hint = "Free some space, or name an output on another file system." if full else None
-    return WriteError(f"{path} cannot be written: {error.strerror or error}.", hint=hint)
 
 
 @dataclass(slots=True)

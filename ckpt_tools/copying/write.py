@@ -23,11 +23,10 @@ from ckpt_tools.copying.task_writer import (
     Carrier,
     Output,
     Stopped,
-    unwritable,
 )
 from ckpt_tools.copying.tasks import ALL, Share, Task, cut, share_of
 from ckpt_tools.core.plan import FilePlan, WriteItem
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UsageError, unwritable
 from ckpt_tools.storage.reader import Files
 
 __all__ = ["ALL", "NO_JOURNAL", "Journal", "Share", "read_array", "read_box", "write_files"]

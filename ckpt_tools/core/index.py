@@ -14,6 +14,7 @@ from math import prod
 from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
+from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.layout import Layout, Mesh
@@ -216,10 +217,8 @@ class CheckpointIndex:
         first = self.problems[0]
         if len(self.problems) == 1:
             raise first
-        shown = [problem.message for problem in self.problems[:5]]
-        if len(self.problems) > len(shown):
-            shown.append(f"… and {len(self.problems) - len(shown)} more.")
-        raise type(first)("\n  ".join(shown), hint=first.hint)
+        shown = text.first_of([problem.message for problem in self.problems])
+        raise first.reworded("\n  ".join(shown)).concerning(())
 
 
 def _fqn(entry: TensorEntry | ObjectEntry) -> str:

@@ -1,4 +1,4 @@
-"""Names and sections: wrapper components, containers, selection. Strings only.
+"""Names and sections: wrapper components, containers, and which entries a person means.
 
 A path is the place of an entry in the nested state dict, e.g. ``("app", "model", "emb.weight")``;
 its fqn is the same joined by dots. A container is the part of a path above the parameter's own
@@ -8,11 +8,12 @@ name, and it is known from the path, never from splitting a name.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import translate
 
-from ckpt_tools.core.index import Path, Section
-from ckpt_tools.errors import UsageError
+from ckpt_tools.core.index import CheckpointIndex, Path, Section
+from ckpt_tools.errors import AnswerNo, UsageError
 
 # Wrapper modules leave one of these components in a parameter's name: torch.compile, FSDP1, and
 # torch.distributed.algorithms' checkpoint_wrapper.
@@ -144,3 +145,23 @@ def _pattern(text: str) -> re.Pattern[str]:
         return re.compile(text[3:])
     except re.error as error:
         raise UsageError(f"The regular expression {text[3:]!r} cannot be read: {error}.") from error
+
+
+def select(
+    index: CheckpointIndex, *, include: Sequence[str], exclude: Sequence[str], only: Section | None
+) -> CheckpointIndex:
+    """The part of a checkpoint that a section and name patterns choose.
+
+    Raises AnswerNo when nothing is left.
+    """
+    chosen = selector(include, exclude)
+    entries = index.entries
+    fqns = {e.fqn for e in entries if (only is None or e.section == only) and chosen(e.fqn)}
+    if not fqns:
+        counts = Counter(entry.section for entry in entries)
+        there = ", ".join(f"{count} {section}" for section, count in counts.items()) or "nothing"
+        raise AnswerNo(
+            f"{index.root}: no entry is chosen by these filters; it holds {there}.",
+            hint="`ckpt-tools ls` lists the names; --only chooses a section.",
+        )
+    return index.select(fqns)

@@ -140,9 +140,7 @@ class Group:
         failed = (r for r in range(self.size) if self._store.check([f"{room}/error/{r}"]))
         rank = next(failed)
         error = messages.decode(self._store.get(f"{room}/error/{rank}").decode())
-        if rank == 0:
-            return error
-        return type(error)(f"Rank {rank}: {error.message}", hint=error.hint)
+        return error if rank == 0 else error.at(f"Rank {rank}")
 
     def _wait(self, done: Callable[[], bool], *, limit: float | None) -> None:
         """Ask again and again, so that a signal can end the wait."""

@@ -26,8 +26,7 @@ def decode(text: str) -> CkptError:
 
 def _told(error: BaseException) -> CkptError:
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return CkptError(f"{where}{error.strerror or error}.")
+        return errors.from_system(error)
     if isinstance(error, KeyboardInterrupt):
         return CkptError("Stopped.")
     return CkptError(f"ckpt-tools itself failed: {type(error).__name__}: {error}")

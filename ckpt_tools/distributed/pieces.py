@@ -17,7 +17,7 @@ import numpy as np  # noqa: TID253 - only that engine comes here
 from ckpt_tools.copying.cast import Caster
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.plan import WriteItem
-from ckpt_tools.errors import WriteError
+from ckpt_tools.errors import unwritable
 
 if TYPE_CHECKING:
     Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -43,7 +43,7 @@ class PieceWriter:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise WriteError(f"{path} cannot be written: {error.strerror or error}.") from error
+            raise unwritable(path, error) from error
 
     def _write(self, fd: int, item: WriteItem, whole: Bytes) -> None:
         caster = None if item.source == item.target else Caster(item.source, item.target)

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.text import first_of
 from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.formats import frameworks
 from ckpt_tools.formats.options import ReadOptions
@@ -128,8 +129,7 @@ def _only_one_inside(folder: str) -> str:
         return found[0]
     if not found:
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
-    shown = "\n".join(f"ckpt-tools inspect {frameworks.quote(path)}" for path in found[:20])
-    more = f"\n… and {len(found) - 20} more" if len(found) > 20 else ""
+    shown = first_of([f"ckpt-tools inspect {frameworks.quote(path)}" for path in found], 20)
     raise UnreadableError(
-        f"{folder} is no checkpoint itself; {len(found)} are inside.", hint=shown + more
+        f"{folder} is no checkpoint itself; {len(found)} are inside.", hint="\n".join(shown)
     )

@@ -14,12 +14,12 @@ from ckpt_tools import formats
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.fingerprint import digest_of
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.reader import Files
 
-_SHOWN = 5
 _BLOCK_NUMEL = 128 << 10
 
 
@@ -66,7 +66,7 @@ def same_tensors(
     if wrong:
         raise WriteError(
             f"{result.root}: {len(wrong)} of {len(pairs)} tensors, read back, are not what the "
-            f"source holds: {_some(wrong)}.",
+            f"source holds: {some(wrong)}.",
             hint="The output was not given its name. Write it again; if this comes back, suspect "
             "the disk or the memory of this machine.",
         )
@@ -102,7 +102,7 @@ def _pairs(
             pairs.append(_Pair(entry, found, dtype))
     if faults:
         raise WriteError(
-            f"{result.root}, read back, is not what was to be written: {_some(faults)}."
+            f"{result.root}, read back, is not what was to be written: {some(faults)}."
         )
     return pairs
 
@@ -142,8 +142,3 @@ def _statement(pairs: list[_Pair]) -> str:
         f"Proven by SHA-256: the {len(pairs):,} tensors written ({nbytes:,} bytes), read back, are "
         f"the source's: {', '.join(parts)}."
     )
-
-
-def _some(words: list[str]) -> str:
-    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
-    return ", ".join(words[:_SHOWN]) + more

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
-from ckpt_tools.errors import CheckpointError, UnreadableError
+from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
 from ckpt_tools.formats.dcp import items as dcp_items
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.proof.threads import Tally, in_threads
@@ -225,10 +225,9 @@ class _Checker:
         try:
             self._files.read_into(path, offset, block)
         except OSError as error:
-            raise UnreadableError(
-                f"{path} cannot be read at byte {offset:,}: {error.strerror or error}.",
-                hint="The disk or the file system fails there. Copy what can be read elsewhere.",
-            ) from error
+            hint = "The disk or the file system fails there. Copy what can be read elsewhere."
+            doing = f"read at byte {offset:,}"
+            raise unreadable(path, error, doing=doing, hint=hint) from error
 
     def _buffer(self) -> memoryview:
         buffer: memoryview | None = getattr(self._own, "buffer", None)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import SECTIONS, Path, Section
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import UnreadableError, unreadable
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, section_digest
 from ckpt_tools.proof.inside import Inside, clean_name
 
@@ -60,7 +60,7 @@ def load(path: str) -> Fingerprint:
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path} is no JSON: {error}.") from error
     except OSError as error:
-        raise CkptError(f"{path} cannot be read: {error.strerror}.") from error
+        raise unreadable(path, error) from error
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise UnreadableError(
             f"{path} is no fingerprint: it has no schema {SCHEMA}.",

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.inside import Inside, owner_of
 
-_SHOWN = 5
 _BY_NUMBER = "Optimizer state is kept by number, so it cannot be told whose it is."
 
 
@@ -44,7 +44,7 @@ def compare_halves(index: CheckpointIndex, inside: Mapping[str, Inside]) -> Halv
         return Halves(notes=tuple(notes))
     told = (
         f"{index.root} has optimizer state for {len(unknown)} parameters that it does not have: "
-        f"{_some(unknown)}."
+        f"{some(sorted(unknown))}."
     )
     if 2 * len(unknown) < len(state):  # as when the model's state dict splits a fused weight
         return Halves(notes=(*notes, told))
@@ -60,7 +60,7 @@ def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> lis
     notes = []
     if bare:
         notes.append(
-            f"{len(bare)} tensors of the model have no optimizer state ({_some(bare)}): "
+            f"{len(bare)} tensors of the model have no optimizer state ({some(sorted(bare))}): "
             "so it is for buffers and frozen parameters."
         )
     kinds = {frozenset(fqns) for fqns in state.values()}
@@ -69,7 +69,7 @@ def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> lis
         if fuller is not None:
             owners = [name for name, fqns in state.items() if frozenset(fqns) == kind]
             lacking = ", ".join(sorted(fuller - kind))
-            shown = _some(owners)
+            shown = some(sorted(owners))
             notes.append(f"{len(owners)} parameters have no {lacking}, others have: {shown}.")
     return sorted(notes)
 
@@ -83,8 +83,3 @@ def _states(index: CheckpointIndex, inside: Mapping[str, Inside]) -> dict[str, d
             owner, kind = owned
             states.setdefault(owner, {})[kind] = entry.fqn
     return states
-
-
-def _some(found: Collection[str]) -> str:
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(sorted(found)[:_SHOWN]) + more

@@ -59,4 +59,4 @@ def _records(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:
         names = [name for name in archive.names if name == "data.pkl" or name.startswith("data/")]
         return {name: archive.read(name) for name in names}
     except CheckpointError as error:
-        raise type(error)(error.message, hint=error.hint, about=(entry.fqn,)) from error
+        raise error.concerning((entry.fqn,)) from error

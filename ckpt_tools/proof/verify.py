@@ -204,10 +204,7 @@ def _about(damages: Sequence[Damage], located: CheckpointIndex) -> list[Checkpoi
     for fqn, data in _held(located):
         for place in spans.meeting(data):
             about[place].add(fqn)
-    return [
-        type(error)(error.message, hint=error.hint, about=sorted(fqns))
-        for (_, error), fqns in zip(damages, about, strict=True)
-    ]
+    return [error.concerning(fqns) for (_, error), fqns in zip(damages, about, strict=True)]
 
 
 def _held(index: CheckpointIndex) -> Iterator[tuple[str, ByteRange]]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
 
-from ckpt_tools.errors import IncompleteError, UnreadableError
+from ckpt_tools.errors import IncompleteError, UnreadableError, unreadable
 from ckpt_tools.storage import fsspec_store, paths
 
 _MAX_OPEN = 128
@@ -78,7 +78,7 @@ class Files:
         try:
             yield handle.fd
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         finally:
             with self._lock:
                 handle.users -= 1
@@ -127,7 +127,7 @@ class Files:
         except FileNotFoundError as error:
             raise IncompleteError(f"{address} is not there.") from error
         except OSError as error:
-            raise _unreadable(address, error) from error
+            raise unreadable(address, error) from error
 
     def _fetch(self, address: str, offset: int, length: int) -> bytes:
         """These bytes of an object in a store, in one request."""
@@ -136,7 +136,7 @@ class Files:
         except FileNotFoundError as error:
             raise IncompleteError(f"{address} is not there.") from error
         except OSError as error:
-            raise _unreadable(address, error) from error
+            raise unreadable(address, error) from error
         if len(data) > length:
             raise UnreadableError(
                 f"{address}: its server was asked for {length:,} bytes and sent {len(data):,}.",
@@ -202,11 +202,7 @@ def _open_file(path: str) -> int:
     except FileNotFoundError as error:
         raise IncompleteError(f"{path} is not there.") from error
     except OSError as error:
-        raise UnreadableError(f"{path} cannot be opened: {error.strerror}.") from error
-
-
-def _unreadable(path: str, error: OSError) -> UnreadableError:
-    return UnreadableError(f"{path} cannot be read: {error.strerror or error}.")
+        raise unreadable(path, error, doing="opened") from error
 
 
 def _too_short(path: str, *, found: int, needed: int) -> UnreadableError:

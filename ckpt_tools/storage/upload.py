@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from shutil import rmtree
 from tempfile import mkdtemp
 
-from ckpt_tools.errors import OutputExistsError, UsageError, WriteError
+from ckpt_tools.errors import OutputExistsError, UsageError, WriteError, unwritable
 from ckpt_tools.storage import fsspec_store, paths
 
 _LAST = (".metadata", ".index.json")
@@ -50,7 +50,7 @@ def refuse_existing(out: str, *, force: bool) -> None:
     try:
         is_taken = paths.exists(out)
     except OSError as error:
-        raise WriteError(f"{out} cannot be looked at: {error.strerror or error}.") from error
+        raise unwritable(out, error, doing="looked at") from error
     if is_taken:
         hint = "Name another output, or remove it with the store's own tool."
         more = "; --force replaces nothing in a store" if force else ""
@@ -66,7 +66,7 @@ def _send(here: str, out: str) -> None:
             fsspec_store.put(path, address)
             kept = fsspec_store.facts(address).size
         except OSError as error:
-            raise WriteError(f"{address} cannot be sent: {error.strerror or error}.") from error
+            raise unwritable(address, error, doing="sent") from error
         if kept != os.path.getsize(path):
             raise WriteError(
                 f"{address} has {kept:,} bytes, and {os.path.getsize(path):,} were sent."

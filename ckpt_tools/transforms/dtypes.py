@@ -5,11 +5,12 @@ It knows types and names, never values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.text import counted, some
 
 # What quantization libraries call the scales of a weight: cast, a scale is another number.
 _SCALES = ("_scale", "_scale_inv", "_scales", ".scale", ".scales")
@@ -49,7 +50,9 @@ def chosen_dtypes(
                 kept.discard(entry.fqn)
     if not kept:
         return chosen, []
-    return chosen, [f"{len(kept)} float8 tensors and their scales keep their types: {_some(kept)}."]
+    return chosen, [
+        f"{len(kept)} float8 tensors and their scales keep their types: {some(sorted(kept))}."
+    ]
 
 
 def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -> list[str]:
@@ -66,7 +69,7 @@ def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -
     ]
     if not masters or not narrow:
         return []
-    kept = f"{len(masters)} float32 master weights ({_some(masters)})"
+    kept = f"{counted(len(masters), 'float32 master weight')} ({some(sorted(masters))})"
     own = ", ".join(sorted(narrow))
     return [f"The optimizer holds {kept}; written are the model's own, {own}."]
 
@@ -92,8 +95,3 @@ def _prefixes(fqn: str) -> Iterable[str]:
     yield fqn.rpartition(".")[0]
     for ending in _SCALES:
         yield fqn.removesuffix(ending)
-
-
-def _some(fqns: Collection[str]) -> str:
-    more = f" and {len(fqns) - 5} more" if len(fqns) > 5 else ""
-    return ", ".join(sorted(fqns)[:5]) + more

@@ -23,7 +23,7 @@ from ckpt_tools.core.plan import (
     WriteItem,
     object_entry_as_tensor,
 )
-from ckpt_tools.errors import WriteError
+from ckpt_tools.errors import unwritable
 from ckpt_tools.formats.torch_file import write as torch_write
 from ckpt_tools.transforms.frameworks import Arranged, Placed
 
@@ -102,7 +102,7 @@ def _copy(name: str, path: str) -> FilePlan:
     try:
         length = os.path.getsize(path)
     except OSError as error:
-        raise WriteError(f"{path} cannot be copied along: {error.strerror}.") from error
+        raise unwritable(path, error, doing="copied along") from error
     source = ObjectEntry(name, (name,), "other", ByteRange(path, 0, length))
     entry = object_entry_as_tensor(source)
     box = entry.chunks[0].box

@@ -23,7 +23,8 @@ from ckpt_tools.core.plan import (
     WriteItem,
     object_entry_as_tensor,
 )
-from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.core.text import counted, some
+from ckpt_tools.errors import AnswerNo, UsageError, reason_of
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import hf_architecture
 from ckpt_tools.transforms.base import Made, Outcome
@@ -51,7 +52,6 @@ _ASSETS = (
 # The model's own code, which loaders run only when they are told to trust it.
 _CODE = ("configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py")
 _NEVER = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.gguf", "*.distcp")
-_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def read_config(folder: str) -> Mapping[str, object] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}.") from error
+        raise UsageError(f"{path} cannot be read: {reason_of(error)}.") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path} holds no JSON object.")
     return config
@@ -156,7 +156,8 @@ class AssetsStep:
         notes += _type_notes(left, self.assets.config, self.dtype)
         plans = tuple(_copied(self.assets.folder, name) for name in self.assets.files)
         notes.append(
-            f"Copies {len(plans)} files beside the weights: {', '.join(self.assets.files)}."
+            f"Copies {counted(len(plans), 'file')} beside the weights: "
+            f"{', '.join(self.assets.files)}."
         )
         return Outcome(left, tuple(notes), plans)
 
@@ -189,7 +190,7 @@ def _faults(
         if name in shapes and wanted is not None and shapes[name] != wanted
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "misshapen": wrong}
-    return [f"{len(some)} {kind}: {_some(some)}" for kind, some in kinds.items() if some]
+    return [f"{len(found)} {kind}: {some(found, 20)}" for kind, found in kinds.items() if found]
 
 
 def _untied(
@@ -260,8 +261,3 @@ def _copied(folder: str, name: str) -> FilePlan:
     return FilePlan(
         name, length, (), (WriteItem(name, name, 0, box, byte, byte, Finder(entry).reads(box)),)
     )
-
-
-def _some(words: Sequence[str]) -> str:
-    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
-    return ", ".join(words[:_SHOWN]) + more

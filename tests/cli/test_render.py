@@ -49,13 +49,6 @@ def test_a_name_cannot_move_the_cursor() -> None:
     assert shown == "a\\x1b[2Jb\\n\\udcffé"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2,5,7-8")]
-)
-def test_ranks_are_told_as_spans(ranks: list[int], text: str) -> None:
-    assert entries.rank_spans(ranks) == text
-
-
 def test_placements_are_short_words() -> None:
     strided = Layout(Mesh((2, 2)), (Shard(0), Shard(0)), (1, 0))
     assert entries.short_placements(strided) == "_S(0),S(0)"

@@ -194,5 +194,5 @@ def test_ctrl_c_leaves_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
-    with pytest.raises(CkptError, match="could not be written"):
+    with pytest.raises(CkptError, match="cannot be written"):
         export(FSDP2, tmp_path / "locked" / "out")

@@ -59,6 +59,6 @@ def test_master_weights_of_the_optimizer_are_told_and_not_taken() -> None:
     master = TensorEntry("optim.state.w.master_param", path, "optim", FP32, (2,), ())
     index = CheckpointIndex("run", "dcp", (master, model))
     (note,) = master_weights_note(index, [model])
-    assert "1 float32 master weights" in note
+    assert "1 float32 master weight " in note
     assert "the model's own, bfloat16" in note
     assert not master_weights_note(CheckpointIndex("run", "dcp", (model,)), [model])

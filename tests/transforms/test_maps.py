@@ -270,7 +270,7 @@ def test_an_expert_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_name_that_the_map_does_not_know_is_refused(tmp_path: Path) -> None:
     text = '[[rule]]\nfrom = "a"\nto = "b"\n'
-    with pytest.raises(UsageError, match="no rule for 1 names: more"):
+    with pytest.raises(UsageError, match="no rule for 1 name: more"):
         mapped(tmp_path, text, {"a": np.ones(1), "more": np.ones(1)})
     kept = mapped(tmp_path, "keep_rest = true\n" + text, {"a": np.ones(1), "more": np.ones(1)})
     assert kept.keys() == {"b", "more"}

@@ -16,12 +16,12 @@ from ckpt_tools.analysis.ownership import (
     bytes_held,
     skew_of,
 )
-from ckpt_tools.cli.entries import rank_spans, short_shape
+from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import Rect, rects
 from ckpt_tools.cli.render import cut_to, printable
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import format_size, rank_spans
 
 _WIDTH, _MARGIN = 1080, 24
 _ROW, _BAR_HEIGHT, _BAR_LEFT = 24, 16, 640

@@ -7,8 +7,8 @@ import os
 import click
 
 from ckpt_tools.cli import render
-from ckpt_tools.core.sizes import format_size
-from ckpt_tools.errors import OutputExistsError, WriteError
+from ckpt_tools.core.text import format_size
+from ckpt_tools.errors import OutputExistsError, unwritable
 
 
 def write(path: str, text: str, *, force: bool) -> None:
@@ -29,5 +29,5 @@ def write(path: str, text: str, *, force: bool) -> None:
             file.write(data)
         os.replace(partial, path)
     except OSError as error:
-        raise WriteError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise unwritable(path, error) from error
     click.echo(f"{render.printable(path)}: {format_size(len(data))}")

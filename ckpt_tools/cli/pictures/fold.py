@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_tools.analysis.ownership import Held
-from ckpt_tools.cli.entries import rank_spans
+from ckpt_tools.core.text import rank_spans
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component: `layers.12.`, never `w2`
 

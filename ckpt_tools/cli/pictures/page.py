@@ -16,10 +16,10 @@ from ckpt_tools.analysis.ownership import (
 )
 from ckpt_tools.cli.pictures import colors
 from ckpt_tools.cli.pictures.shell import page, text
-from ckpt_tools.cli.render import Json, counted, printable
+from ckpt_tools.cli.render import Json, printable
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import counted, format_size
 
 _BODY = """<main><h1>{title}</h1>
 <div class="quiet">{facts}</div>

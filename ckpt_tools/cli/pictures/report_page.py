@@ -11,6 +11,7 @@ from ckpt_tools.cli.pictures.page import LIST, SCRIPTS, heads, layout_data
 from ckpt_tools.cli.pictures.shell import page, text
 from ckpt_tools.cli.values import Seen
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
+from ckpt_tools.core.text import counted
 from ckpt_tools.proof import Anomaly
 from ckpt_tools.proof.stats import TensorStats
 
@@ -90,7 +91,7 @@ def _statistics(seen: Seen) -> Iterator[str]:
     bad = seen.statistics.nonfinite
     told = f", <span class=bad>{bad:,} values are NaN or infinite</span>" if bad else ""
     opened = " open" if len(tensors) <= _MAX_OPEN else ""
-    yield f"<details{opened}><summary>Values of {len(tensors):,} tensors{told}</summary>"
+    yield f"<details{opened}><summary>Values of {counted(len(tensors), 'tensor')}{told}</summary>"
     yield '<div class="scroll"><table class="mono"><thead><tr>'
     for name in _STATS_HEADER:
         yield f'<th class="{"" if name in ("NAME", "SPREAD") else "n"}">{name.lower()}</th>'
@@ -128,7 +129,7 @@ def _histogram(counts: Sequence[int]) -> str:
 def _objects(objects: Sequence[ObjectEntry]) -> Iterator[str]:
     if not objects:
         return
-    yield f"<details><summary>{len(objects):,} objects</summary>"
+    yield f"<details><summary>{counted(len(objects), 'object')}</summary>"
     rows = [(one.fqn, entries.value_text(one)[:400]) for one in objects[:_MAX_OBJECTS]]
     yield from _table(("NAME", "VALUE"), rows, numbers=())
     if len(objects) > _MAX_OBJECTS:

@@ -15,12 +15,12 @@ from ckpt_tools.analysis.ownership import (
     skew_of,
 )
 from ckpt_tools.cli import render
-from ckpt_tools.cli.entries import rank_spans, short_shape
+from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors
 from ckpt_tools.cli.pictures.fold import Row
 from ckpt_tools.cli.pictures.shapes import cut_dims
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.sizes import format_size
+from ckpt_tools.core.text import format_size, rank_spans
 
 _LOAD = 32
 _BAR = 40

@@ -17,6 +17,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
     check_coverage,
 )
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
@@ -26,12 +27,6 @@ def rank_of(file_name: str) -> int | None:
     """The rank that wrote a data file, by its name."""
     match = DATA_FILE.fullmatch(file_name)
     return int(match[1]) if match else None
-
-
-def some(words: Sequence[str], most: int = 5) -> str:
-    """The first few of many words, for a person."""
-    more = f" and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
 
 
 def problems_of(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[CheckpointError]:

@@ -68,7 +68,7 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
             chunks = [opener.raw(entry, chunk) for chunk in entry.chunks]
             tensors.append(replace(entry, chunks=chunks))
         except CheckpointError as error:
-            problems.append(type(error)(error.message, hint=error.hint, about=(entry.fqn,)))
+            problems.append(error.concerning((entry.fqn,)))
             tensors.append(entry)
     return replace(index, tensors=tuple(tensors), problems=tuple(problems))
 

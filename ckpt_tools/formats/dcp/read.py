@@ -23,11 +23,13 @@ from ckpt_tools.core.index import (
     Section,
     TensorEntry,
 )
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
     IncompleteError,
     UnreadableError,
     UnsupportedError,
+    unreadable,
 )
 from ckpt_tools.formats.dcp import (
     items as dcp_items,
@@ -35,7 +37,7 @@ from ckpt_tools.formats.dcp import (
 from ckpt_tools.formats.dcp import (
     safetensors_data as dcp_safetensors,
 )
-from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of, rank_of, some
+from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of, rank_of
 from ckpt_tools.formats.dcp.chunks import Columns, Place
 from ckpt_tools.formats.dcp.metadata import Metadata, TensorMeta
 from ckpt_tools.formats.dcp.storage import StorageInfo, StorageKey, StorageLists
@@ -119,7 +121,7 @@ def _file_sizes(path: str) -> dict[str, int]:
     try:
         return paths.file_sizes(path)
     except OSError as error:
-        raise UnreadableError(f"{path} cannot be listed: {error.strerror}.") from error
+        raise unreadable(path, error, doing="listed") from error
 
 
 def _read_metadata(path: str, sizes: Mapping[str, int]) -> Metadata:

@@ -118,9 +118,8 @@ def placed(where: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        message = error.message
-        link = " " if message.startswith(_VERBS) else ": "
-        raise type(error)(f"{where}{link}{message}", hint=error.hint) from error
+        link = " " if error.message.startswith(_VERBS) else ": "
+        raise error.at(where, link) from error
 
 
 _VERBS: tuple[str, ...] = (

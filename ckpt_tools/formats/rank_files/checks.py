@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import TensorEntry, check_coverage
 from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.text import rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 from ckpt_tools.formats.pickle.state_dict import Stored
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredMesh
@@ -172,10 +173,4 @@ def listed(ranks: Sequence[int]) -> str:
     """Ranks one by one, or as spans when they are many: ``0, 1, 5`` or ``0-99, 120``."""
     if len(ranks) <= _LISTED:
         return ", ".join(map(str, ranks))
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return ", ".join("-".join(map(str, span)) for span in spans)
+    return rank_spans(ranks, comma=", ")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import Chunk, ObjectEntry, Path, Section, TensorEntry
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnsupportedError
 from ckpt_tools.formats.rank_files.parts import (
     Comparison,
@@ -22,7 +23,6 @@ from ckpt_tools.formats.rank_files.parts import (
 )
 from ckpt_tools.storage.reader import Files
 
-_SHOWN = 5
 _LEAVE_OUT = "Leave them out with -x, or save again from a job in which all ranks agree."
 _FLAT_SHARDS = (
     "Leave them out with -x, or save again: FSDP1's optimizer.state_dict() has flat pieces without "
@@ -178,9 +178,3 @@ class _Report:
             yield f"Replicas hold other values than the rank that is read: {some(self.unlike)}."
         if self.unseen:
             yield f"Replicas too large to be compared: {some(self.unseen)}."
-
-
-def some(items: Sequence[str]) -> str:
-    """The first few of them, and how many more there are."""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more

@@ -170,10 +170,10 @@ class Reading:
         entries = entries_of(self.gathered, self.files)
         missing = list(_missing(families, world))
         problems = [
-            *(_about(error, self._names(family, families)) for family, error in self.broken),
+            *(error.concerning(self._names(family, families)) for family, error in self.broken),
             *self.ranks.problems(families, world),
             *(
-                _about(error, self._names(family, families))
+                error.concerning(self._names(family, families))
                 for family in families
                 for error in rank_checks.missing(family, world, entries.tensors)
             ),
@@ -201,11 +201,6 @@ class Reading:
     def _names(self, family: Family, families: Sequence[Family]) -> Collection[str]:
         """The entries that a fault of one family hurts; none are named when that is all."""
         return self.held.get(family.pattern, ()) if len(families) > 1 else ()
-
-
-def _about(error: CheckpointError, fqns: Collection[str]) -> CheckpointError:
-    """The same error, about these entries."""
-    return type(error)(error.message, hint=error.hint, about=sorted(fqns))
 
 
 def _missing(families: Sequence[Family], world: int) -> Iterator[str]:

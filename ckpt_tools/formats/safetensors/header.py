@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.core.index import ByteRange
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.storage.reader import Files
 
@@ -208,10 +209,7 @@ def is_text(name: str) -> bool:
 
 
 def _unknown_types(unknown: dict[str, list[str]], path: str) -> UnsupportedError:
-    shown = "; ".join(
-        f"{dtype!r}: {names[0]}" + (f" and {len(names) - 1:,} more" if len(names) > 1 else "")
-        for dtype, names in unknown.items()
-    )
+    shown = "; ".join(f"{dtype!r}: {some(names, 1)}" for dtype, names in unknown.items())
     return UnsupportedError(
         f"{path} has element types that are not known here: {shown}.",
         hint=f"Known are {', '.join(BY_SAFETENSORS)}.",

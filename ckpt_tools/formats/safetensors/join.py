@@ -19,13 +19,13 @@ from typing import NamedTuple
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Chunk, Section, TensorEntry, check_coverage
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
 
 SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _SHARDING_INFO = "DCP_SHARDING_INFO"
-_SHOWN = 3  # names shown of a longer list
 _MOST_RANKS = 100_000
 _MOST_MISSING = 1000  # a gap in numbers is not listed further than this
 
@@ -75,7 +75,7 @@ def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
     absent = sorted(name for name in info if name not in header.tensors)
     if absent:
         raise UnreadableError(
-            f"{path}: {_SHARDING_INFO} speaks of {listing(absent)}, which the file does not hold."
+            f"{path}: {_SHARDING_INFO} speaks of {some(absent, 3)}, which the file does not hold."
         )
     return {
         fqn: _offsets_of(info.get(fqn), fqn, path=path, ndim=len(stored.shape))
@@ -90,12 +90,6 @@ def _offsets_of(raw: object, fqn: str, *, path: str, ndim: int) -> tuple[int, ..
             f"{path}: {fqn}: {_SHARDING_INFO} should give {ndim} offsets, found {raw!r:.60}."
         )
     return found
-
-
-def listing(fqns: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    shown = ", ".join(fqns[:_SHOWN])
-    return shown if len(fqns) <= _SHOWN else f"{shown} and {len(fqns) - _SHOWN:,} more"
 
 
 def join(parts: Sequence[Part], *, weight_map: Mapping[str, str] | None = None) -> Joined:
@@ -140,7 +134,7 @@ def _double_problems(
 ) -> Iterator[CheckpointError]:
     for (first, second), fqns in doubles.items():
         yield CheckpointError(
-            f"{first} and {Path(second).name} both hold {listing(fqns)}.",
+            f"{first} and {Path(second).name} both hold {some(fqns, 3)}.",
             hint="They are files of two saves. Read the file that you mean by its own name, "
             "or move the others away.",
             about=fqns,

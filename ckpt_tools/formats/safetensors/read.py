@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from ckpt_tools.core.index import CheckpointIndex, FileEntry, TensorEntry
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, unreadable
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.safetensors import join as parts_of
 from ckpt_tools.formats.safetensors.header import (
@@ -31,7 +32,6 @@ from ckpt_tools.formats.safetensors.join import (
     SHARD,
     Gaps,
     Part,
-    listing,
     make_part,
 )
 from ckpt_tools.storage import paths
@@ -102,7 +102,7 @@ def _names_in(folder: Place) -> list[str]:
         children = [child for child in folder.iterdir() if _is_ours(child.name)]
         return sorted(child.name for child in children if not child.is_dir())
     except OSError as error:
-        raise UnreadableError(f"{folder} cannot be listed: {error.strerror}.") from error
+        raise unreadable(folder, error, doing="listed") from error
 
 
 def read_index(
@@ -205,7 +205,7 @@ def _find_index(folder: Place, present: Sequence[str]) -> Place | None:
         return folder / _USUAL_INDEX
     if len(found) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(found)} checkpoints: {listing(found)}.",
+            f"{folder} holds {len(found)} checkpoints: {some(found, 3)}.",
             hint=f"Name one of them: {folder / found[0]}",
         )
     return folder / found[0] if found else None
@@ -288,7 +288,7 @@ def _read_listed(reading: _Reading, index: _Index, files: Files) -> None:
         reading.files.append(FileEntry(path, None))
         reading.problems.append(
             IncompleteError(
-                f"{path} is not there; {index.path.name} has {listing(by_file[path])} in it.",
+                f"{path} is not there; {index.path.name} has {some(by_file[path], 3)} in it.",
                 hint="Copy the missing file into the folder, or download it again.",
                 about=by_file[path],
             )
@@ -308,14 +308,14 @@ def _disagreements(part: Part, listed: Sequence[str], index: _Index) -> list[Che
     if lacking:
         problems.append(
             IncompleteError(
-                f"{part.path} lacks {listing(lacking)}; {index.path.name} has it there.",
+                f"{part.path} lacks {some(lacking, 3)}; {index.path.name} has it there.",
                 about=lacking,
             )
         )
     if extra:
         problems.append(
             CheckpointError(
-                f"{part.path} holds {listing(extra)}; {index.path.name} does not have it there.",
+                f"{part.path} holds {some(extra, 3)}; {index.path.name} does not have it there.",
                 hint="They are of two saves, or one was edited without the other.",
                 about=extra,
             )
@@ -350,7 +350,7 @@ def _look_beside(reading: _Reading, folder: Place, names: Sequence[str], files: 
 
 def _second_checkpoint(folder: Place, name: str, same: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"{folder / name} is not in the index, and it holds {listing(sorted(same))}, as the "
+        f"{folder / name} is not in the index, and it holds {some(sorted(same), 3)}, as the "
         "index's own files do: two checkpoints in one folder.",
         hint=f"Name the one that you mean: {folder / name} or {folder / _USUAL_INDEX}",
     )
@@ -388,7 +388,7 @@ def _check_consolidated(reading: _Reading, folder: Place, files: Files) -> None:
     if zeros:
         reading.problems.append(
             CheckpointError(
-                f"{folder}: {listing(zeros)}: torch's consolidation leaves scalars as zero, "
+                f"{folder}: {some(zeros, 3)}: torch's consolidation leaves scalars as zero, "
                 "whatever was saved.",
                 hint=f"Read the shards, which have them: {folder / _CONSOLIDATED_FROM}",
                 about=zeros,

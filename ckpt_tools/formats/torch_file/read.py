@@ -24,6 +24,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.layout import Layout, Replicate
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
@@ -51,7 +52,6 @@ _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _DCP_DATA = ".distcp"
 # The magic number that every older file begins with, as a pickle of protocol 2.
 _LEGACY_HEAD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_SHOWN = 5
 
 
 def matches(path: str) -> bool:
@@ -126,9 +126,7 @@ def _placed(leaf: TensorLeaf, saved: SavedFile) -> _Place:
         return _Place(dtensors.held_box(stored, layout), layout)
     except UnsupportedError as error:
         fqn = names.join(leaf.path)
-        flaw = UnsupportedError(
-            f"{saved.path}: {fqn}: {error.message}.", hint=error.hint, about=(fqn,)
-        )
+        flaw = error.reworded(f"{saved.path}: {fqn}: {error.message}.").concerning((fqn,))
         return _Place(Box.whole(stored.local.shape), flaw=flaw)
 
 
@@ -222,9 +220,9 @@ def _zero_weights(tensors: Sequence[TensorEntry]) -> Iterator[str]:
         for entry in tensors
         if entry.section == "model" and len(entry.shape) == 1 and "emb" in entry.fqn.lower()
     ]
-    also = f" {_some(flat)} flattened, too." if flat else ""
+    also = f" {some(flat)} flattened, too." if flat else ""
     yield (
-        f"Broken save: {len(empty)} weights have no elements: {_some(empty)}.{also} "
+        f"Broken save: {len(empty)} weights have no elements: {some(empty)}.{also} "
         "Such a file comes from saving an FSDP1 model's state on one rank without gathering it."
     )
 
@@ -232,11 +230,5 @@ def _zero_weights(tensors: Sequence[TensorEntry]) -> Iterator[str]:
 def _overlaps(leaves: Sequence[TensorLeaf]) -> Iterator[str]:
     pairs = overlapping(leaves)
     if pairs:
-        shown = _some([f"{one} and {other}" for one, other in pairs])
+        shown = some([f"{one} and {other}" for one, other in pairs])
         yield f"Views that share elements of one storage: {shown}."
-
-
-def _some(items: Sequence[str]) -> str:
-    """The first few of them, and how many more there are."""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more

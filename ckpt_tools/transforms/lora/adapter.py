@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.text import counted
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import Made, Outcome
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks, content_of
@@ -29,7 +30,7 @@ class AdapterStep:
         ranks = sorted({one.rank for one in parts.factors})
         data = content_of(self.config, parts)
         who = f"Adapter {parts.adapter or '(without a name)'}"
-        what = f"{len(parts.factors)} modules of rank {', '.join(map(str, ranks))}"
+        what = f"{counted(len(parts.factors), 'module')} of rank {', '.join(map(str, ranks))}"
         notes = [f"{who}: {what}, alpha {self.config.alpha:g}."]
         if parts.saved:
             notes.append(f"With {len(parts.saved)} tensors of modules that were trained whole.")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
-from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.errors import UnsupportedError, UsageError, reason_of
 from ckpt_tools.transforms.lora.parts import Parts
 
 
@@ -47,7 +47,7 @@ def read_config(path: str) -> LoraConfig:
         with open(path, encoding="utf-8") as file:
             said = json.load(file)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}.") from error
+        raise UsageError(f"{path} cannot be read: {reason_of(error)}.") from error
     if not isinstance(said, dict) or not _is_number(said.get("lora_alpha")):
         raise UsageError(f"{path} has no number `lora_alpha`.")
     odd = [key for key in ("use_dora", "lora_bias", "use_qalora", "use_bdlora") if said.get(key)]

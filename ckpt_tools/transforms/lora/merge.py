@@ -16,7 +16,8 @@ from ckpt_tools.copying.read import read_array
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
-from ckpt_tools.errors import IncompleteError, UnsupportedError, WriteError
+from ckpt_tools.core.text import counted
+from ckpt_tools.errors import IncompleteError, UnsupportedError, unwritable
 from ckpt_tools.storage.reader import Files, temporary_folder
 from ckpt_tools.transforms import dtypes as casts
 from ckpt_tools.transforms.base import Made, Outcome
@@ -58,10 +59,8 @@ class Merge:
                     for start in range(0, rows, step)
                 )
         except OSError as error:
-            raise WriteError(
-                f"{self.path} cannot be written: {error.strerror or error}.",
-                hint="Merged weights go to temporary files first; TMPDIR says where those are.",
-            ) from error
+            hint = "Merged weights go to temporary files first; TMPDIR says where those are."
+            raise unwritable(self.path, error, hint=hint) from error
 
     def _rows(self, files: Files, *, start: int, count: int) -> bytes:
         """These rows of the merged weight, as raw bytes of its type."""
@@ -160,7 +159,8 @@ class MergeStep:
     def _notes(self, parts: Parts) -> Iterator[str]:
         ranks = sorted({one.rank for one in parts.factors})
         yield (
-            f"Merges {len(parts.factors)} modules of rank {', '.join(map(str, ranks))} with alpha "
+            f"Merges {counted(len(parts.factors), 'module')} of rank "
+            f"{', '.join(map(str, ranks))} with alpha "
             f"{self.config.alpha:g}: W + scale · B·A in float32, then cast."
         )
         if parts.saved:

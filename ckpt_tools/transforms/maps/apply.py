@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import Made, Outcome
@@ -24,8 +25,6 @@ from ckpt_tools.transforms.maps.model import (
     placeholders,
 )
 from ckpt_tools.transforms.maps.views import View
-
-_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +55,15 @@ def apply(tensor_map: TensorMap, made: Sequence[Made], *, values: Mapping[str, i
     if turned:
         sizes = sorted({evaluate(group.rule.head_dim, values) for group in turned})
         rows = ", ".join(map(str, sizes))
-        notes.append(f"Rotary rows are reordered for {len(turned)} tensors, in heads of {rows}.")
+        notes.append(
+            f"Rotary rows are reordered for {counted(len(turned), 'tensor')}, in heads of {rows}."
+        )
     if sorted_out.kept:
-        notes.append(f"It keeps {len(sorted_out.kept)} other names as they are.")
+        notes.append(f"It keeps {counted(len(sorted_out.kept), 'other name')} unchanged.")
     if sorted_out.dropped:
         dropped = sorted_out.dropped
-        notes.append(f"It leaves out {len(dropped)} tensors: {_some(dropped)}.")
+        shown = some(sorted(dropped), 10)
+        notes.append(f"It leaves out {counted(len(dropped), 'tensor')}: {shown}.")
     return Outcome((*out, *sorted_out.kept), tuple(notes))
 
 
@@ -131,9 +133,10 @@ def _sorted_out(
         else:
             others.append(one)
     if others and not tensor_map.keeps_rest:
-        unknown = [one.entry.fqn for one in others]
+        unknown = sorted(one.entry.fqn for one in others)
         raise UsageError(
-            f"The map {tensor_map.name} has no rule for {len(unknown)} names: {_some(unknown)}.",
+            f"The map {tensor_map.name} has no rule for {counted(len(unknown), 'name')}: "
+            f"{some(unknown, 10)}.",
             hint="Leave them out with --exclude, or write a rule for them.",
         )
     return _SortedOut(list(groups.values()), others, dropped)
@@ -156,7 +159,7 @@ def _carried_out(group: _Group) -> Iterator[Made]:
             yield from _scattered(group)
     except UsageError as error:
         about = ", ".join(group.rule.sources)
-        raise UsageError(f"The rule for {about}: {error.message}", hint=error.hint) from error
+        raise error.at(f"The rule for {about}") from error
 
 
 def _gathered(group: _Group) -> Made:
@@ -180,7 +183,7 @@ def _layer_of(group: _Group, layer: int) -> list[View]:
         if (part, layer) not in group.found
     ]
     if absent:
-        raise UsageError(f"parts are not there: {_some(absent)}.")
+        raise UsageError(f"parts are not there: {some(sorted(absent), 10)}.")
     return [views.view_of(group.found[part, layer].entry) for part in range(len(sources))]
 
 
@@ -283,8 +286,3 @@ def _made(fqn: str, view: View, *, like: Made, origins: tuple[str, ...]) -> Made
         like.entry, fqn=fqn, path=(fqn,), shape=view.shape, chunks=view.chunks, layout=None
     )
     return Made(entry, origins)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(sorted(names)[:_SHOWN]) + more

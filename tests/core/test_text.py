@@ -1,10 +1,10 @@
-"""Sizes as people write and read them."""
+"""Sizes, counts and lists as people write and read them."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.core.sizes import format_size, parse_size
+from ckpt_tools.core.text import counted, first_of, format_size, parse_size, rank_spans, some
 from ckpt_tools.errors import UsageError
 
 
@@ -52,3 +52,31 @@ def test_three_digits_are_shown(nbytes: int, text: str) -> None:
 @given(st.integers(1, 10**17))
 def test_what_is_shown_can_be_read_back_within_a_percent(nbytes: int) -> None:
     assert parse_size(format_size(nbytes)) == pytest.approx(nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 tensors"), (1, "1 tensor"), (1234, "1,234 tensors")]
+)
+def test_only_one_is_singular(number: int, text: str) -> None:
+    assert counted(number, "tensor") == text
+
+
+@pytest.mark.parametrize(
+    ("count", "line"),
+    [(0, ""), (1, "a"), (2, "a, a"), (3, "a, a and 1 more"), (1236, "a, a and 1,234 more")],
+)
+def test_a_long_list_says_how_many_are_left_out(count: int, line: str) -> None:
+    assert some(["a"] * count, 2) == line
+
+
+def test_lines_that_are_left_out_are_counted_in_a_line_of_their_own() -> None:
+    assert first_of(["a", "b", "c"], 3) == ["a", "b", "c"]
+    assert first_of(["a", "b", "c", "d"], 2) == ["a", "b", "and 2 more"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2,5,7-8")]
+)
+def test_ranks_are_told_as_spans(ranks: list[int], text: str) -> None:
+    assert rank_spans(ranks) == text
+    assert rank_spans(ranks, comma=", ") == text.replace(",", ", ")

@@ -1,11 +1,12 @@
-"""Amounts of bytes as people write them: 5GB is 5 x 10^9 bytes, 5GiB is 5 x 2^30.
+"""Amounts and lists as people write and read them: sizes, counts, the first of many, ranks.
 
-It knows nothing of files or tensors.
+5GB is 5 x 10^9 bytes, 5GiB is 5 x 2^30. It knows nothing of files or tensors.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 from ckpt_tools.errors import UsageError
@@ -43,3 +44,31 @@ def format_size(nbytes: int) -> str:
     value = nbytes / _DECIMAL[unit]
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 tensor``, ``94 tensors``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def some(words: Sequence[str], most: int = 5) -> str:
+    """The first few of them in one line, and how many more there are: ``a, b and 3 more``."""
+    more = f" and {len(words) - most:,} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
+def first_of(lines: Sequence[str], most: int = 5) -> list[str]:
+    """The first few of them, and as the last line how many more there are: ``and 3 more``."""
+    more = [f"and {len(lines) - most:,} more"] if len(lines) > most else []
+    return [*lines[:most], *more]
+
+
+def rank_spans(ranks: Sequence[int], comma: str = ",") -> str:
+    """Numbers in ascending order as spans: ``0-3,7``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return comma.join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -1,0 +1,69 @@
+"""Errors that are placed, named and made from the system's."""
+
+import errno
+import os
+
+import pytest
+
+from ckpt_tools.errors import (
+    CheckpointError,
+    CkptError,
+    UnreadableError,
+    WriteError,
+    from_system,
+    unreadable,
+    unwritable,
+)
+
+
+class _Counted(UnreadableError):
+    """A subclass that is made in its own way and carries more than its parents."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} bytes are wrong.", hint="Copy it again.", about=("a",))
+        self.count = count
+
+
+def test_an_error_that_is_placed_or_named_keeps_all_that_it_carries() -> None:
+    first = _Counted(3)
+    placed = first.at("x.pt").concerning(["b", "c"])
+    assert str(placed) == placed.message == "x.pt: 3 bytes are wrong."
+    assert type(placed) is _Counted
+    assert (placed.count, placed.hint, placed.about) == (3, "Copy it again.", frozenset("bc"))
+    assert (str(first), first.about) == ("3 bytes are wrong.", frozenset("a"))
+    assert first.at("x.pt", " ").about == {"a"}
+
+
+def _failed(number: int) -> OSError:
+    return OSError(number, os.strerror(number), "x")
+
+
+def test_the_systems_errors_have_one_wording_and_the_class_of_what_was_done() -> None:
+    read = unreadable("x", _failed(errno.EIO), doing="listed", hint="Try again.")
+    assert (type(read), str(read), read.hint) == (
+        UnreadableError,
+        "x cannot be listed: Input/output error.",
+        "Try again.",
+    )
+    written = unwritable("x", _failed(errno.EACCES))
+    assert (type(written), str(written), written.hint) == (
+        WriteError,
+        "x cannot be written: Permission denied.",
+        None,
+    )
+    assert str(from_system(_failed(errno.EIO))) == "x: Input/output error."
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_has_a_hint(number: int) -> None:
+    assert "Free some space" in str(unwritable("x", _failed(number)).hint)
+
+
+def test_an_error_of_a_store_without_a_number_tells_its_text() -> None:
+    assert str(unreadable("s3://x", OSError("timed out"))) == "s3://x cannot be read: timed out."
+
+
+@pytest.mark.parametrize("kind", [CkptError, CheckpointError])
+def test_a_placed_error_is_a_new_one(kind: type[CkptError]) -> None:
+    first = kind("y")
+    assert first.at("x") is not first

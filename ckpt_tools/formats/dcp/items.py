@@ -8,7 +8,6 @@ the two disagree (FSDP2 over a tensor-parallel dimension that does not divide).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from ckpt_tools.core.geometry import row_major_strides
@@ -22,7 +21,6 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.dcp import math_bits
-from ckpt_tools.formats.dcp.chunks import StoredChunks
 from ckpt_tools.formats.dcp.templates import Found, Templates
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.torch_stubs import (
@@ -39,8 +37,6 @@ ZSTD = "zstd"
 # A plain value is worth opening; a pickled tokenizer or dataloader is not.
 _MAX_PLAIN = 1 << 20
 _CACHED_PICKLES = 4096
-# From so many items on, numpy's start takes less time than looking at them one by one.
-_MANY = 50_000
 # The constructors that NamedTuple generates would take half a second of a million items.
 _make = tuple.__new__
 
@@ -55,12 +51,7 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     opener = _Opener(files, lengths)
     tensors, problems = [], list(index.problems)
     hurt = {fqn for problem in problems for fqn in problem.about}
-    known = opener.many([entry for entry in index.tensors if entry.fqn not in hurt])
     for entry in index.tensors:
-        raw = known.get(entry.fqn)
-        if raw is not None:
-            tensors.append(replace(entry, chunks=raw))
-            continue
         if entry.fqn in hurt or all(chunk.codec is None for chunk in entry.chunks):
             tensors.append(entry)
             continue
@@ -81,22 +72,6 @@ class _Opener:
         self._lengths = lengths
         self._seen: dict[bytes, StoredTensor] = {}
         self._templates = Templates(files, lengths)
-
-    def many(self, entries: Sequence[TensorEntry]) -> Mapping[str, StoredChunks]:
-        """The raw chunks of tensors with many small items, as far as all are like one another."""
-        stored = [entry for entry in entries if _is_stored(entry)]
-        if sum(len(entry.chunks) for entry in stored) < _MANY:
-            return {}
-        from ckpt_tools.formats.dcp.bulk import Bulk  # late: numpy comes with it
-
-        def learn(tensor: int, chunk: int) -> None:
-            entry = stored[tensor]
-            with suppress(CheckpointError):  # told when its own tensor is looked at
-                self.raw(entry, entry.chunks[chunk])
-
-        found = Bulk(stored, self._files, self._lengths, self._templates, learn).resolved()
-        pairs = zip(stored, found, strict=True)
-        return {entry.fqn: chunks for entry, chunks in pairs if chunks is not None}
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
@@ -159,10 +134,6 @@ class _Opener:
                 self._seen.clear()
             stored = self._seen[data] = value
         return stored
-
-
-def _is_stored(entry: TensorEntry) -> bool:
-    return isinstance(entry.chunks, StoredChunks) and entry.chunks.codec == TORCH_SAVE
 
 
 def _check(entry: TensorEntry, chunk: Chunk, stored: StoredTensor, where: str) -> None:

@@ -7,7 +7,7 @@ compares bytes; what an archive is, and what is made of it, is known to others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckpt_tools.core.index import ByteRange
@@ -67,10 +67,6 @@ class Templates:
             else:
                 return found
         return None
-
-    def of_length(self, length: int) -> Sequence[Template]:
-        """The items of this length that were learned."""
-        return self._known.get(length, ())
 
     def learn(self, item: ByteRange, archive: Archive, found: Found) -> None:
         """Remember an item that was read, when little stands around its elements."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckpt_tools.errors import UnreadableError, UnsafePickleError
-from ckpt_tools.formats.pickle.guard_shapes import Run
 from ckpt_tools.formats.pickle.guard_stack import HEAVY, Walk
 
 # What a call makes weighs a little; so does a long number as a key, up to these bytes.
@@ -34,11 +33,6 @@ def end_of_pickle(data: bytes, start: int = 0) -> int:
     Raises CutPickleError when the data ends first, UnreadableError for a pickle that is damaged or
     hostile, and UnsafePickleError for opcodes that call a class by its name.
     """
-    return walked(data, start)[0]
-
-
-def walked(data: bytes, start: int = 0) -> tuple[int, list[Run]]:
-    """As `end_of_pickle`, with the runs of entries of one shape that it met, in order."""
     walk = Walk(data)
     at = start
     try:
@@ -46,7 +40,7 @@ def walked(data: bytes, start: int = 0) -> tuple[int, list[Run]]:
             op = data[at]
             at = _STEPS[op](walk, at + 1)
             if op == _STOP:
-                return at, walk.runs
+                return at
     except IndexError as error:
         if at >= len(data):
             raise CutPickleError("is cut short: it ends inside of its pickle.") from error

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.pickle.guard_shapes import MAX_SHAPE, Run, Shape, shape_of
+from ckpt_tools.formats.pickle.guard_shapes import MAX_SHAPE, Shape, shape_of
 
 # Weights: 0 costs nothing to hash, `HEAVY` too much. A tuple weighs what it holds, item by item.
 HEAVY = 250
@@ -46,7 +46,6 @@ class Walk:
         "marks",
         "memo",
         "objects",
-        "runs",
         "stack",
     )
 
@@ -56,7 +55,6 @@ class Walk:
         self.marks: list[int] = []
         self.memo = bytearray()
         self.objects = 0
-        self.runs: list[Run] = []
         self._known = 0
         self._tuple_keys = 0
         self._boundaries: list[_Boundary] = []
@@ -148,10 +146,6 @@ class Walk:
         shape = shape_of(entry, self._shapes)
         end, count = shape.run(self.data, at) if shape else (at, 0)
         self._credit += count or -1
-        if shape and count:
-            memos = len(self.memo) - last.memo
-            run = Run(shape.one.pattern, entry, at, end, count, len(self.memo), memos)
-            self.runs.append(run)
         self.stack.extend(self.stack[last.height :] * count)
         self.memo.extend(self.memo[last.memo :] * count)
         self._known = len(self.memo)

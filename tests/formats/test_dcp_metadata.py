@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
-from ckpt_tools.formats.pickle import guard_stack
+from ckpt_tools.formats.pickle import guard
 
 REAL = sorted(path for path in DATA.rglob(".metadata") if 1200 < path.stat().st_size < 100_000)
 
@@ -204,7 +204,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 def outcome(data: bytes, *, shapes_from: int) -> object:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard_stack, "_SHAPES_FROM", shapes_from)
+        patch.setattr(guard, "_SHAPES_FROM", shapes_from)
         try:
             return plain(load_metadata(data, where="x"))
         except CheckpointError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, BytesIO
 from typing import BinaryIO
@@ -19,7 +19,7 @@ from ckpt_tools.formats.pickle.guard import CutPickleError, end_of_pickle
 Resolve = Callable[[str], object]
 
 # Everything that the C unpickler raises for bytes that are no good pickle.
-DAMAGE = (
+_DAMAGE = (
     pickle.UnpicklingError,
     EOFError,
     TypeError,
@@ -63,27 +63,12 @@ def unpickle(data: bytes, *, resolve: Resolve, storage: Callable[[object], objec
     Raises UnreadableError for any damage, and what the two raise.
     """
     end_of_pickle(data)
-    return unpickle_walked(data, resolve=resolve, storage=storage)
-
-
-def unpickle_walked(
-    data: bytes, *, resolve: Resolve, storage: Callable[[object], object]
-) -> object:
-    """As `unpickle`, of a pickle that was walked."""
     try:
         # The buffer saves a call for each opcode of a pickle without frames.
         return _Unpickler(BufferedReader(BytesIO(data)), resolve, storage).load()
-    except DAMAGE as error:
+    except _DAMAGE as error:
         reason = printable(str(error)) or type(error).__name__
         raise UnreadableError(f"is damaged: its pickle cannot be read ({reason}).") from error
-
-
-def load_with_memo(
-    data: bytes, resolve: Resolve, storage: Callable[[object], object]
-) -> tuple[object, Mapping[int, object]]:
-    """As `unpickle_walked`, with all that was remembered. Raises any of `DAMAGE`."""
-    unpickler = _Unpickler(BufferedReader(BytesIO(data)), resolve, storage)
-    return unpickler.load(), unpickler.memo.copy()
 
 
 def printable(text: str) -> str:

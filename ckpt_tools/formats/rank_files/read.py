@@ -26,9 +26,9 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle import shared_storage as ties
 from ckpt_tools.formats.pickle.state_dict import StateDict, flatten
+from ckpt_tools.formats.pickle.unpickler import collector_paused
 from ckpt_tools.formats.rank_files import (
     checks as rank_checks,
 )
@@ -75,7 +75,7 @@ def read_index(
     file_paths = _files_in(path) if isinstance(path, str) else list(path)
     root = path if isinstance(path, str) else os.path.dirname(file_paths[0]) or "."
     families = rank_names.joined(rank_names.families(file_paths), where=escape(root))
-    with Files(max_open=_MAX_OPEN) as files, pickles.collector_paused():
+    with Files(max_open=_MAX_OPEN) as files, collector_paused():
         reading = Reading(files, options)
         for family in families:
             reading.read(family, contained=len(families) > 1)

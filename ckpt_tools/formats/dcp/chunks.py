@@ -103,23 +103,22 @@ class StoredItems:
     def chunks(self, fqn: str, boxes: tuple[Box, ...]) -> Sequence[Chunk]:
         """The chunks that have an item; one without is a hole, which the coverage check names."""
         items = self._storage.get(fqn, {})
-        infos = [items.get(box.offsets) for box in boxes]
-        found = [info for info in infos if info is not None]
-        kinds = {info.transforms for info in found}
-        if len(found) < len(boxes) or len(kinds) != 1:
-            return [
-                self._chunk(box, info)
-                for box, info in zip(boxes, infos, strict=True)
-                if info is not None
-            ]
+        try:
+            infos = [items[box.offsets] for box in boxes]
+        except KeyError:
+            boxes = tuple(box for box in boxes if box.offsets in items)
+            infos = [items[box.offsets] for box in boxes]
+        kinds = set(map(_transforms_of, infos))
+        if len(kinds) != 1:
+            return list(map(self._chunk, boxes, infos))
         transforms = kinds.pop()
-        key = id(boxes), tuple(map(_path_of, found)), transforms
+        key = id(boxes), tuple(map(_path_of, infos)), transforms
         grid = self._grids.get(key)
         if grid is None:
             places = [self._place(path, transforms) for path in key[1]]
             paths, ranks = (place.path for place in places), (place.rank for place in places)
             grid = self._grids[key] = Grid(boxes, tuple(paths), tuple(ranks))
-        starts, lengths = list(map(_start, found)), list(map(_length, found))
+        starts, lengths = list(map(_start, infos)), list(map(_length, infos))
         return StoredChunks(grid, starts, lengths, self._place(key[1][0], transforms).codec)
 
     def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
@@ -147,6 +146,7 @@ class StoredItems:
 
 
 _path_of: Callable[[StorageInfo], str] = attrgetter("relative_path")
+_transforms_of: Callable[[StorageInfo], tuple[str, ...]] = attrgetter("transforms")
 _start: Callable[[StorageInfo], int] = attrgetter("offset")
 _length: Callable[[StorageInfo], int] = attrgetter("length")
 

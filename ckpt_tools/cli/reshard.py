@@ -156,6 +156,7 @@ def command(
         param_names=None if param_names is None else param_order.read(param_names, read),
         device_type=device_type,
         dtype=dtype,
+        dtypes=shaping.dtype_rules(),
         include=chosen.include,
         exclude=chosen.exclude,
         only=chosen.only,

@@ -32,14 +32,6 @@ def for_export() -> list[click.Parameter]:
         ),
         _kept(
             click.Option(
-                ["--dtype-for"],
-                multiple=True,
-                metavar="GLOB=TYPE",
-                help="Another --dtype for names that match: '*norm*=fp32', '*.gate.*=keep'.",
-            )
-        ),
-        _kept(
-            click.Option(
                 ["--hf-assets"],
                 metavar="DIR",
                 help="Copy config, tokenizer and chat template from this folder, and refuse "
@@ -122,6 +114,14 @@ def for_reshard() -> list[click.Parameter]:
 
 def _names() -> list[click.Parameter]:
     return [
+        _kept(
+            click.Option(
+                ["--dtype-for"],
+                multiple=True,
+                metavar="GLOB=TYPE",
+                help="Another --dtype for names that match: '*norm*=fp32', '*.gate.*=keep'.",
+            )
+        ),
         _kept(
             click.Option(
                 ["--map"],

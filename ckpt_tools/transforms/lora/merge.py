@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.copying.read import read_array
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import IncompleteError, UnsupportedError, WriteError
 from ckpt_tools.storage.reader import Files, temporary_folder
 from ckpt_tools.transforms import dtypes as casts
@@ -153,7 +153,10 @@ class MergeStep:
                 f"{name} is {base.dtype.name}: LoRA cannot be merged into quantized weights.",
                 hint="Write the adapter alone with --adapter.",
             )
-        chosen, _ = casts.chosen_dtypes([base], self.dtype, self.dtypes)
+        made = Made(base, ())
+        chosen, _ = casts.chosen_dtypes(
+            [made], self.dtype, self.dtypes, source=CheckpointIndex("", "", ())
+        )
         scale = self.config.scale(factors.module, factors.rank)
         return Merge(base, left, right, scale, chosen[name], path)
 

@@ -141,6 +141,13 @@ def _names() -> list[click.Parameter]:
         ),
         _kept(
             click.Option(
+                ["--force-map"],
+                is_flag=True,
+                help="Take the map that --map names for a model that it is not for.",
+            )
+        ),
+        _kept(
+            click.Option(
                 ["--rename"],
                 multiple=True,
                 metavar="RE=REPL",
@@ -197,8 +204,8 @@ def export_steps(
     if folder is None and _flag("allow_mismatch"):
         raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
     assets = None if folder is None else hf_folder.read_assets(folder)
-    config = assets.config if assets is not None else hf_folder.read_config(index.root)
-    steps = [*_lora_steps(dtype), *_name_steps(config or {})]
+    config = assets.config if assets is not None else hf_folder.config_beside(index.root)
+    steps = [*_lora_steps(dtype), *_name_steps(config)]
     size = _number("vocab_size")
     if size is not None:
         steps.append(maps.VocabularyStep(size))
@@ -241,7 +248,7 @@ def reshard_steps(ckpt: str, *, engine: str) -> tuple[Step, ...]:
     container = _text("under")
     under = () if container is None else (maps.UnderStep(container),)
     untie = (maps.UntieStep(),) if _flag("untie") else ()
-    steps = (*untie, *_name_steps(hf_folder.read_config(ckpt) or {}), *under)
+    steps = (*untie, *_name_steps(hf_folder.config_beside(ckpt)), *under)
     if steps and engine != "copy":
         raise UsageError(f"Other names and --untie need --engine copy, not {engine}.")
     return steps
@@ -249,12 +256,16 @@ def reshard_steps(ckpt: str, *, engine: str) -> tuple[Step, ...]:
 
 def _name_steps(config: Mapping[str, object]) -> Sequence[Step]:
     values = hf_folder.values_of(config) | maps.parse_values(_texts("map_value"))
+    model_type, force = hf_folder.model_type_of(config), _flag("force_map")
     steps: list[Step] = []
     for text in _texts("map"):
         if text == "auto":
-            steps.append(maps.AutoMapStep(values))
+            steps.append(maps.AutoMapStep(values, model_type))
         else:
-            steps.append(maps.MapStep(maps.find(text), values))
+            found = maps.find(text)
+            steps.append(maps.MapStep(found.forced if force else found, values, model_type))
+    if force and set(_texts("map")) <= {"auto"}:
+        raise UsageError("--force-map takes a map that --map names; here none is named.")
     renames = tuple(map(maps.parse_rename, _texts("rename")))
     return [*steps, maps.RenameStep(renames)] if renames else steps
 

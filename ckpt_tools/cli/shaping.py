@@ -6,6 +6,7 @@ Their values are kept with click's context, so that a command takes none of them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import click
 
@@ -78,6 +79,14 @@ def _adapters() -> list[click.Parameter]:
                 ["--adapter-config"],
                 metavar="FILE",
                 help="The adapter_config.json (or verl's lora_train_meta.json) that says alpha.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--lora-fan-in-fan-out"],
+                type=click.Choice(["yes", "no"]),
+                help="Whether square weights with LoRA are transformers' Conv1D (GPT-2), which are "
+                "(in, out). Asked for where nothing tells.",
             )
         ),
         _kept(
@@ -220,8 +229,9 @@ def _lora_steps(dtype: DType | None) -> list[Step]:
     """The step of --adapter or --merge-lora, if one is asked for. Raises UsageError."""
     alone, merged = _flag("adapter"), _flag("merge_lora")
     file, alpha, name = _text("adapter_config"), _real("lora_alpha"), _text("adapter_name")
+    square = _text("lora_fan_in_fan_out")
     if not alone and not merged:
-        if file or name or alpha is not None:
+        if file or name or square or alpha is not None:
             raise UsageError("LoRA options need --adapter or --merge-lora.")
         return []
     if alone and merged:
@@ -233,6 +243,8 @@ def _lora_steps(dtype: DType | None) -> list[Step]:
             hint="The job's adapter_config.json has it; verl writes lora_train_meta.json.",
         )
     config = lora.LoraConfig(alpha or 0.0) if file is None else lora.read_config(file)
+    if square is not None:
+        config = replace(config, transposed=square == "yes", asked=True)
     if alone:
         return [lora.AdapterStep(config, name)]
     return [lora.MergeStep(config, name, dtype, dtype_rules())]

@@ -21,8 +21,12 @@ _MASTERS = frozenset({"master_param", "master_weight", "master", "fp32_param", "
 
 
 def cast_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
-    """The output type of a tensor of no quantized weight: floating ones follow ``dtype``."""
-    return entry.dtype if dtype is None or entry.dtype.kind != "float" else dtype
+    """The output type of a tensor of no quantized weight: floating ones follow ``dtype``.
+
+    Those of 8 bits and fewer stay: without a scale they mean nothing.
+    """
+    follows = entry.dtype.kind == "float" and entry.dtype.bits > 8
+    return dtype if dtype is not None and follows else entry.dtype
 
 
 def chosen_dtypes(

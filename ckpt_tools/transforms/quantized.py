@@ -17,6 +17,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 from ckpt_tools.core import names
@@ -42,14 +44,16 @@ class _Family(NamedTuple):
     also: str = ""
 
 
+# A weight may be of any type beside its zero point: of such a module only the scales are kept.
+_ZERO = "zero_point"
 # The first row that fits names the family.
 _FAMILIES = (
-    _Family("bitsandbytes 8-bit", "weight", _BYTES, r"(weight\.)?SCB"),
+    _Family("bitsandbytes 8-bit", "weight", _BYTES, r"(weight\.)?SCB", "weight_format"),
     _Family("8-bit optimizer state", r"state\d", _BYTES, r"absmax\d", r"(new_)?max\d|\w+norm_vec"),
     _Family("torchao", r".*(qdata|int_data|packed_weight)", _WORDS | _NARROW),
     _Family("torchao 8-bit optimizer state", "codes", _BYTES, "qmap"),
-    _Family("compressed-tensors", r"(.+_)?weight_packed", _WORDS),
-    _Family("GPTQ", "qweight", _INTS, "g_idx"),
+    _Family("compressed-tensors", r"(.+_)?weight_packed", _WORDS, "", r".*(shape|g_idx)"),
+    _Family("GPTQ", "qweight", _INTS, "g_idx", "g_idx"),
     _Family("AWQ", "qweight", _INTS, "qzeros"),
     _Family("GPTQ or AWQ", "qweight", _INTS),
     _Family("EXL2", "q_weight", _INTS, "", r"q_.+"),
@@ -62,8 +66,10 @@ _FAMILIES = (
     _Family("Quanto", "_data", _NARROW),
     _Family("MXFP4", r".+_blocks", _BYTES, r".+_scales"),
     _Family("NVFP4", r".+", _NARROW, r".+_scale_2"),
-    _Family("fake-quantized", r"(fake_quant|observer)_enabled", _INTS, "", r"(min|max)_val|eps"),
-    _Family("torch.ao quantized", "zero_point", _INTS, "scale"),
+    _Family(
+        "fake-quantized", "fake_quant_enabled", _INTS, "", r"observer_enabled|(min|max)_val|eps"
+    ),
+    _Family("calibrated", rf"(.+_)?{_ZERO}", _INTS | _FP8, r"(.+_)?scale"),
     _Family("FP8", r".+", _FP8),
     _Family("FP4", r".+", _FP4),
 )
@@ -77,8 +83,11 @@ _QUANTIZER = re.compile(
     r"|_extra_state|fp8_meta\w*(\..+)?|\w*amax_history\w*|scale(_inv)?_(fwd|bwd)"
     r"|(.*\.)?activation_post_process\.((min|max)_val|eps))"
 )
+_QUANTIZER_SIGN = re.compile(r"quantizer|_extra_state|fp8_meta|amax_|_fwd|_bwd|post_process")
 # Scales of activations: they may stand in a module above those of the packed weights.
-_CACHE_SCALE = re.compile(r"(q|k|v|kv|qkv|prob|input|output|[qkv]_cache|[qkv]_proj)_scale(_float)?")
+_CACHE_SCALE = re.compile(
+    r"(q|k|v|kv|qkv|prob|input|output|[qkv]_cache|[qkv]_proj)?_(scale(_float)?|shift)"
+)
 
 # Words of a name, without the digits at their end.
 _SCALE_WORD = re.compile(
@@ -124,78 +133,91 @@ def recognise(index: CheckpointIndex) -> Quantized:
     """The quantized weights of a checkpoint, from names, types and shapes alone."""
     tensors = {entry.fqn: entry for entry in index.tensors}
     members = _by_names(tensors, [entry.fqn for entry in index.objects])
-    codes = {
-        one.weight
-        for one in members.values()
-        if one.family == _BNB4
-        and one.weight in tensors
-        and tensors[one.weight].dtype.kind == "float"
-    }
+    weights = {one.weight for one in members.values() if one.family == _BNB4} & tensors.keys()
+    codes = frozenset(one for one in weights if tensors[one].dtype.kind == "float")
     doubtful: dict[str, str] = {}
     above: dict[str, Member] = {}
     containers = {names.join(path) for path in names.container_of(e.path for e in index.tensors)}
     for module, group in _by_module(tensors).items():
         packed = _packed(group)
-        for name, family in packed.items():
-            member = Member(family.name, f"{module}{name}")
-            members.setdefault(group[name].fqn, member)
+        if packed:
+            at_top = not module or module[:-1] in containers
+            found, near = _sorted_out(group, packed, at_top=at_top)
+            for name, one in found.items():
+                members.setdefault(module + name, Member(packed[one].name, module + one))
             for higher in _above(module):
-                above.setdefault(higher, member)
-        at_top = module.rstrip(".") in containers or not module
-        for name in group.keys() - packed.keys():
-            fqn = group[name].fqn
-            found = _belongs(name, packed)
-            if fqn in members:
-                continue
-            if found is not None and _is_of(name, packed[found]):
-                members[fqn] = Member(packed[found].name, f"{module}{found}")
-            elif found is not None and _is_doubtful(group[name], name, found, at_top=at_top):
-                doubtful[fqn] = group[found].fqn
-    for fqn in tensors.keys() - members.keys():
+                above.setdefault(higher, members[module + next(iter(packed))])
+            doubtful |= {module + name: module + one for name, one in near.items()}
+    for fqn in tensors.keys() - members.keys() if above else ():
         module, _, leaf = fqn.rpartition(".")
         if f"{module}." in above and _CACHE_SCALE.fullmatch(leaf):
             members[fqn] = above[f"{module}."]
-            doubtful.pop(fqn, None)
-    return Quantized(members, frozenset(codes), doubtful)
+    return Quantized(members, codes, {k: v for k, v in doubtful.items() if k not in members})
 
 
 def _by_names(tensors: Mapping[str, TensorEntry], others: Collection[str]) -> dict[str, Member]:
     """What is known by names alone: all below a 4-bit weight, and the buffers of quantizers."""
-    signs = (_BNB4_SIGN.fullmatch(fqn) for fqn in (*tensors, *others))
+    signs = (_BNB4_SIGN.fullmatch(fqn) for fqn in (*tensors, *others) if "quant_" in fqn)
     weights = {sign["weight"] for sign in signs if sign is not None}
     found: dict[str, Member] = {}
-    for fqn in tensors:
-        weight = next((one for one in (fqn, *_prefixes(fqn)) if one in weights), None)
-        layer = _QUANTIZER.fullmatch(fqn)
+    for fqn, entry in tensors.items():
+        owners = (fqn, *_prefixes(fqn)) if weights else ()
+        weight = next((one for one in owners if one in weights), None)
         if weight is not None:
             found[fqn] = Member(_BNB4, weight)
-        elif layer is not None and tensors[fqn].dtype.kind == "float":
-            found[fqn] = Member("quantizer", layer["layer"])
+        elif entry.dtype.kind == "float" and _QUANTIZER_SIGN.search(fqn):
+            layer = _QUANTIZER.fullmatch(fqn)
+            if layer is not None:
+                found[fqn] = Member("quantizer", layer["layer"])
     return found
 
 
 def _prefixes(fqn: str) -> Iterator[str]:
-    while "." in fqn:
-        fqn = fqn.rpartition(".")[0]
-        yield fqn
+    place = fqn.rfind(".")
+    while place > 0:
+        yield fqn[:place]
+        place = fqn.rfind(".", 0, place)
 
 
 def _above(module: str) -> Iterable[str]:
     """The modules up to two levels above a module, each with its dot."""
-    return [f"{one}." for one in _prefixes(module.rstrip("."))][:2]
+    return [f"{one}." for one in islice(_prefixes(module[:-1]), 2)]
 
 
 def _by_module(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
     """The tensors of each module (its name with the dot) by their names in it.
 
-    What lies below a tensor's own name (``weight.absmax``) stands in that tensor's module.
+    What lies below a tensor's own name (``weight.absmax``) stands in that tensor's module. None,
+    where nothing can be packed: a plain model of a million tensors is not to wait for this.
     """
     groups: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    if not any(map(_may_be_packed, tensors.values())):
+        return groups
     for fqn, entry in tensors.items():
-        owner = next((one for one in _prefixes(fqn) if one in tensors), fqn)
+        owner = next((one for one in islice(_prefixes(fqn), 3) if one in tensors), fqn)
         module = owner[: owner.rfind(".") + 1]
         groups[module][fqn[len(module) :]] = entry
     return groups
+
+
+def _sorted_out(
+    group: Mapping[str, TensorEntry], packed: Mapping[str, _Family], *, at_top: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The tensors of a module that belong to a packed one, which they name; and the doubtful."""
+    found, doubtful = {name: name for name in packed}, {}
+    for name in sorted(group.keys() - packed.keys()):
+        near = max(packed, key=lambda one: (_alike(one, name), one))
+        if _is_of(name, packed[near]):
+            found[name] = near
+        elif _is_doubtful(group[name], name, near, at_top=at_top):
+            doubtful[name] = near
+    return found, doubtful
+
+
+def _alike(one: str, other: str) -> int:
+    """How many letters at their begin two names have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
@@ -205,28 +227,34 @@ def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
         family = _family(name, entry, group)
         if family is not None:
             found[name] = family
-    if len(found) > 1:  # beside codes, a zero point is theirs
-        found.pop("zero_point", None)
-    return found
+    codes = {name: family for name, family in found.items() if not name.endswith(_ZERO)}
+    return codes or found
+
+
+def _may_be_packed(entry: TensorEntry) -> bool:
+    kind = _kind(entry.dtype)
+    return bool(kind) and (kind != "i64" or bool(_rows(entry.fqn.rpartition(".")[2], kind)))
 
 
 def _family(name: str, entry: TensorEntry, group: Collection[str]) -> _Family | None:
     """The family that a tensor is the packed one of, or None."""
     kind = _kind(entry.dtype)
-    if not kind or (_is_scale(name) and name != "zero_point"):
+    if not kind or (_is_scale(name) and not name.endswith(_ZERO)):
         return None
-    for row in _FAMILIES:
-        if (
-            kind in row.kinds
-            and re.fullmatch(row.packed, name)
-            and (not row.beside or any(re.fullmatch(row.beside, other) for other in group))
-        ):
+    for row in _rows(name, kind):
+        if not row.beside or any(re.fullmatch(row.beside, other) for other in group):
             return row
     by_name = kind in _WORDS and _has(name, _WEIGHT_WORD)
     by_shape = kind in _BYTES and len(entry.shape) >= 2
     if (by_name or by_shape) and not _has(name, _NO_CODES_WORD):
         return _Family(f"packed {entry.dtype.name}", name, _WORDS)
     return None
+
+
+@lru_cache(4096)
+def _rows(name: str, kind: str) -> tuple[_Family, ...]:
+    """The families that a packed tensor of this name in its module may be of."""
+    return tuple(r for r in _FAMILIES if kind in r.kinds and re.fullmatch(r.packed, name))
 
 
 def _kind(dtype: DType) -> str:
@@ -236,20 +264,6 @@ def _kind(dtype: DType) -> str:
     if dtype.kind == "raw" or (dtype.kind == "float" and dtype.bits < 8):
         return "f4"
     return "f8" if dtype.kind == "float" and dtype.bits == 8 else ""
-
-
-def _belongs(name: str, packed: Mapping[str, _Family]) -> str | None:
-    """The packed tensor that a tensor of the same module is nearest to by name."""
-    return max(packed, key=lambda one: (len(_common(one, name)), one), default=None)
-
-
-def _common(one: str, other: str) -> str:
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return one[:count]
 
 
 def _is_of(name: str, family: _Family) -> bool:
@@ -263,7 +277,7 @@ def _is_doubtful(entry: TensorEntry, name: str, packed: str, *, at_top: bool) ->
     """
     plain = _has(name, _BIAS_WORD) or _PLAIN.fullmatch(name) is not None
     near = not at_top or _has(packed, _WEIGHT_WORD) or name.startswith(packed)
-    return entry.dtype.kind == "float" and not plain and near
+    return entry.dtype.kind == "float" and near and not plain and not packed.endswith(_ZERO)
 
 
 def _is_scale(name: str) -> bool:
@@ -271,6 +285,7 @@ def _is_scale(name: str) -> bool:
     return _has(name, _SCALE_WORD)
 
 
+@lru_cache(4096)
 def _has(name: str, word: re.Pattern[str]) -> bool:
     words = re.split(r"[_.:]", name.lower())
     return any(word.fullmatch(one.rstrip("0123456789")) for one in words)

@@ -100,3 +100,8 @@ def test_master_weights_of_the_optimizer_are_told_and_not_taken() -> None:
     assert "1 float32 master weights" in note
     assert "the model's own, bfloat16" in note
     assert not master_weights_note(CheckpointIndex("run", "dcp", (model,)), [model])
+
+
+def test_a_narrow_float_stays_though_nothing_stands_beside_it() -> None:
+    found, _ = chosen_dtypes(entries(l__weight_scale=FP8, m__weight=FP32), BF16, ())
+    assert found == {"l.weight_scale": FP8, "m.weight": BF16}

@@ -63,7 +63,10 @@ FAMILIES = {
     "MXFP4": ["e.gate_up_proj_blocks=u8 e.gate_up_proj_scales=u8"],
     "FP4": ["l.weight=f4 l.weight_scale=e8"],
     "HQQ": ["l.W_q=u8 l.scale=f16 l.zero=f16"],
-    "Quanto": ["l.weight._data=i8 l.weight._scale=bf16 l.input_scale=bf16/0"],
+    "Quanto": [
+        "l.weight._data=i8 l.weight._scale=bf16 l.input_scale=bf16/0",
+        "l.weight._data._data=u8 l.weight._scale=bf16 l.weight._shift=bf16 l.output_scale=bf16/0",
+    ],
     "EXL2": ["l.q_weight=i32 l.q_scale=i32 l.q_scale_max=f16/1 l.q_groups=i16/1 l.q_invperm=i32/1"],
     "AQLM": ["l.codes=i16 l.codebooks=f16 l.scales=f16"],
     "quantizer": [
@@ -77,7 +80,10 @@ FAMILIES = {
             "l.weight_fake_quant.scale=f32/1 l.weight_fake_quant.zero_point=i32/1"
         )
     ],
-    "torch.ao quantized": ["l.scale=f32/0 l.zero_point=i64/0"],
+    "calibrated": [
+        "l.scale=f32/0 l.zero_point=i64/0",
+        "l.weight_scale=bf16 l.weight_zero_point=i8 l.input_scale=bf16/1",
+    ],
     "packed int8": ["l.weight=i8 l.weight_scale=f32", "l.w=i8 l.scales=bf16 l.absmax=f32"],
 }
 
@@ -134,6 +140,13 @@ def test_biases_and_other_modules_of_a_quantized_model_are_plain() -> None:
         "l.weight",
         "l.weight_scale",
     }
+    assert not found.doubtful
+
+
+def test_a_weight_of_its_own_type_beside_calibrated_scales_is_cast() -> None:
+    found = found_in("l.weight=bf16 l.weight_scale=f32 l.weight_zero_point=f8 l.bias=bf16/1")
+    assert not any(fqn.endswith((".weight", ".bias")) for fqn in found.members)
+    assert any(fqn.endswith(".weight_scale") for fqn in found.members)
     assert not found.doubtful
 
 

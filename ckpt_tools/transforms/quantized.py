@@ -83,6 +83,9 @@ _QUANTIZER = re.compile(
     r"|_extra_state|fp8_meta\w*(\..+)?|\w*amax_history\w*|scale(_inv)?_(fwd|bwd)"
     r"|(.*\.)?activation_post_process\.((min|max)_val|eps))"
 )
+# Names of scales that a plain model hardly has, though no packed tensor stands beside them: those
+# of a model that is calibrated, or was decoded, or of which only the cache is quantized.
+_LONE = re.compile(r"(weight|input|output)_(global_)?scale(_inv|_\d)?|(?P<one>[qkv]_scale)")
 _QUANTIZER_SIGN = re.compile(r"quantizer|_extra_state|fp8_meta|amax_|_fwd|_bwd|post_process")
 # Scales of activations: they may stand in a module above those of the packed weights.
 _CACHE_SCALE = re.compile(
@@ -117,7 +120,7 @@ class Quantized(NamedTuple):
     """The tensors of a checkpoint that a cast must leave, by name.
 
     ``members`` belong to a quantized weight; ``codes`` are those of them that hold packed codes in
-    a floating type; ``doubtful`` floating tensors stand beside the packed one that they name, and
+    a floating type; ``doubtful`` floating tensors stand beside the weight that they name, and
     nothing tells whether they belong to it.
     """
 
@@ -152,6 +155,9 @@ def recognise(index: CheckpointIndex) -> Quantized:
         module, _, leaf = fqn.rpartition(".")
         if f"{module}." in above and _CACHE_SCALE.fullmatch(leaf):
             members[fqn] = above[f"{module}."]
+    for fqn, entry in tensors.items():
+        if entry.dtype.kind == "float" and "_scale" in fqn and _is_lone(entry):
+            doubtful.setdefault(fqn, f"{fqn.rpartition('.')[0]}.weight")
     return Quantized(members, codes, {k: v for k, v in doubtful.items() if k not in members})
 
 
@@ -264,6 +270,12 @@ def _kind(dtype: DType) -> str:
     if dtype.kind == "raw" or (dtype.kind == "float" and dtype.bits < 8):
         return "f4"
     return "f8" if dtype.kind == "float" and dtype.bits == 8 else ""
+
+
+def _is_lone(entry: TensorEntry) -> bool:
+    """Whether a tensor is a scale by its name alone; one of a cache is a single number."""
+    found = _LONE.fullmatch(entry.fqn.rpartition(".")[2])
+    return found is not None and (found["one"] is None or entry.numel == 1)
 
 
 def _is_of(name: str, family: _Family) -> bool:

@@ -133,6 +133,17 @@ def test_what_stands_beside_a_packed_tensor_unknown_is_doubtful(text: str) -> No
     assert beside.endswith((".weight", ".x"))
 
 
+@pytest.mark.parametrize(
+    "scale",
+    ["l.weight_scale=f32/1", "l.input_scale=f32/0", "l.weight_scale_inv=f32", "l.k_scale=f32/0"],
+)
+def test_a_scale_by_name_beside_a_plain_weight_is_doubtful(scale: str) -> None:
+    found = found_in(f"l.weight=bf16 {scale}")
+    assert list(found.doubtful.values()) == ["model.layers.0.l.weight"]
+    assert not found.members
+    assert not found_in("attn.k_scale=f32/1 attn.q_scale=f32/2 ls.layer_scale=f32/1").doubtful
+
+
 def test_biases_and_other_modules_of_a_quantized_model_are_plain() -> None:
     text = "l.weight=f8 l.weight_scale=f32 l.bias=f32/1 n.scale=f32/1 l.lora_A.default.weight=f32"
     found = found_in(text)

@@ -78,15 +78,18 @@ _FAMILIES = (
 _BNB4 = "bitsandbytes 4-bit"
 _BNB4_SIGN = re.compile(r"(?P<weight>.+)\.((nested_)?quant_map|quant_state(\..+)?)")
 # Buffers that quantizing layers keep beside a weight of any type.
-_QUANTIZER = re.compile(
-    r"(?P<layer>.+?)\.([^.]*quantizer(\.\d+)?\._\w*(amax|scale|zero_point|bias_value)"
-    r"|_extra_state|fp8_meta\w*(\..+)?|\w*amax_history\w*|scale(_inv)?_(fwd|bwd)"
-    r"|(.*\.)?activation_post_process\.((min|max)_val|eps))"
+_BUFFERS = (
+    ("ModelOpt", r"(?P<layer>.+?)\.[^.]*quantizer(\.\d+)?\._\w*(amax|scale|zero_point|bias_value)"),
+    (
+        "Transformer Engine",
+        r"(?P<layer>.+?)\.(_extra_state|fp8_meta\w*(\..+)?|\w*amax_history\w*|scale(_inv)?_(fwd|bwd))",
+    ),
+    ("fake-quantized", r"(?P<layer>.+?)\.(.*\.)?activation_post_process\.((min|max)_val|eps)"),
 )
 # Names of scales that a plain model hardly has, though no packed tensor stands beside them: those
 # of a model that is calibrated, or was decoded, or of which only the cache is quantized.
 _LONE = re.compile(r"(weight|input|output)_(global_)?scale(_inv|_\d)?|(?P<one>[qkv]_scale)")
-_QUANTIZER_SIGN = re.compile(r"quantizer|_extra_state|fp8_meta|amax_|_fwd|_bwd|post_process")
+_BUFFER_SIGN = re.compile(r"quantizer|_extra_state|fp8_meta|amax_|_fwd|_bwd|post_process")
 # Scales of activations: they may stand in a module above those of the packed weights.
 _CACHE_SCALE = re.compile(
     r"(q|k|v|kv|qkv|prob|input|output|[qkv]_cache|[qkv]_proj)?_(scale(_float)?|shift)"
@@ -171,11 +174,16 @@ def _by_names(tensors: Mapping[str, TensorEntry], others: Collection[str]) -> di
         weight = next((one for one in owners if one in weights), None)
         if weight is not None:
             found[fqn] = Member(_BNB4, weight)
-        elif entry.dtype.kind == "float" and _QUANTIZER_SIGN.search(fqn):
-            layer = _QUANTIZER.fullmatch(fqn)
-            if layer is not None:
-                found[fqn] = Member("quantizer", layer["layer"])
+        elif entry.dtype.kind == "float" and _BUFFER_SIGN.search(fqn):
+            found |= _buffer(fqn)
     return found
+
+
+def _buffer(fqn: str) -> dict[str, Member]:
+    """The family and the layer of a quantizing layer's buffer, by its name; empty for others."""
+    layers = ((family, re.fullmatch(text, fqn)) for family, text in _BUFFERS)
+    known = [Member(family, layer["layer"]) for family, layer in layers if layer is not None]
+    return {fqn: known[0]} if known else {}
 
 
 def _prefixes(fqn: str) -> Iterator[str]:

@@ -69,11 +69,11 @@ FAMILIES = {
     ],
     "EXL2": ["l.q_weight=i32 l.q_scale=i32 l.q_scale_max=f16/1 l.q_groups=i16/1 l.q_invperm=i32/1"],
     "AQLM": ["l.codes=i16 l.codebooks=f16 l.scales=f16"],
-    "quantizer": [
+    "ModelOpt": [
         "l.weight_quantizer._amax=f32 l.input_quantizer._amax=f32/0",
         "l.weight_quantizer._scale=f32 l.input_quantizer._pre_quant_scale=bf16",
-        "l._extra_state=f32/1",
     ],
+    "Transformer Engine": ["l._extra_state=f32/1", "l.scale_inv_fwd=f32/1 l.amax_history_fwd=f32"],
     "fake-quantized": [
         (
             "l.weight_fake_quant.fake_quant_enabled=u8/1 l.weight_fake_quant.observer_enabled=u8/1 "

@@ -144,8 +144,7 @@ def command(
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
     mesh = parse_mesh(to_mesh)
-    read = options.reading_given()
-    chosen = options.Filters.given()
+    read, chosen = options.reading_given(), options.Filters.given()
     asked = ReshardOptions(
         mesh=mesh,
         placements=None if placements is None else parse_placements(placements, mesh),

@@ -144,12 +144,10 @@ def _refuse_others(
             raise _not_understood(name)
     for factor, _ in factors:
         own = layers.get(factor.module, layers.get(PREFIX + factor.module, []))
-        if own and not any(e.fqn.endswith(".base_layer.weight") or _is_packed(e) for e in own):
+        if own and not any(
+            e.dtype.kind != "float" or e.fqn.endswith(".base_layer.weight") for e in own
+        ):
             raise _not_understood(own[0].fqn)
-
-
-def _is_packed(entry: TensorEntry) -> bool:
-    return entry.dtype.kind != "float"
 
 
 def _not_understood(name: str) -> UnsupportedError:

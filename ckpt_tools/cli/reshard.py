@@ -144,8 +144,7 @@ def command(
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
     mesh = parse_mesh(to_mesh)
-    read = options.reading_given()
-    chosen = options.Filters.given()
+    read, chosen = options.reading_given(), options.Filters.given()
     asked = ReshardOptions(
         mesh=mesh,
         placements=None if placements is None else parse_placements(placements, mesh),
@@ -156,6 +155,7 @@ def command(
         param_names=None if param_names is None else param_order.read(param_names, read),
         device_type=device_type,
         dtype=dtype,
+        dtypes=shaping.dtype_rules(),
         include=chosen.include,
         exclude=chosen.exclude,
         only=chosen.only,

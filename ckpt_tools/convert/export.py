@@ -129,7 +129,7 @@ def plan_export(
         if _keeps_nesting(options):
             located = formats.open_objects(located, files)
         outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)
-    targets, kept = _targets(outcome, options)
+    targets, kept = _targets(index, outcome, options)
     objects: tuple[ObjectEntry, ...] = ()
     if _keeps_nesting(options):
         targets = _at_their_paths(targets, located)
@@ -169,10 +169,12 @@ def _made(tensors: Sequence[TensorEntry], renamed: Mapping[str, str]) -> tuple[M
     )
 
 
-def _targets(outcome: Outcome, options: ExportOptions) -> tuple[tuple[Target, ...], list[str]]:
+def _targets(
+    index: CheckpointIndex, outcome: Outcome, options: ExportOptions
+) -> tuple[tuple[Target, ...], list[str]]:
     """What is written in which type, and a note on what keeps its own against --dtype."""
     entries = [one.entry for one in outcome.made]
-    chosen, notes = casts.chosen_dtypes(entries, options.dtype, options.dtypes)
+    chosen, notes = casts.chosen_dtypes(outcome.made, options.dtype, options.dtypes, source=index)
     return tuple(Target(e.fqn, e.path, e, chosen[e.fqn]) for e in entries), notes
 
 

@@ -41,7 +41,7 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms.base import Made, Outcome, Step
-from ckpt_tools.transforms.dtypes import cast_dtype
+from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.optimizer_names import ParamNames
 
@@ -69,6 +69,7 @@ class ReshardOptions:
     format: Literal["dcp", "ranks"] = "dcp"
     device_type: str = "cuda"
     dtype: DType | None = None
+    dtypes: tuple[tuple[str, DType | None], ...] = ()
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     only: Section | None = None
@@ -108,20 +109,20 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     located, left_out = _without_unopened(located, options)
     sharded = _sharded(index)
     stepped: list[str] = []
+    made = tuple(Made(entry, (entry.fqn,)) for entry in located.tensors)
     if options.steps:
         outcome, stepped = _stepped(index, located, options)
-        located = replace(located, tensors=tuple(one.entry for one in outcome.made))
-        sharded = frozenset(
-            one.entry.fqn for one in outcome.made if not sharded.isdisjoint(one.origins)
-        )
+        made = outcome.made
+        located = replace(located, tensors=tuple(one.entry for one in made))
+        sharded = frozenset(one.entry.fqn for one in made if not sharded.isdisjoint(one.origins))
     layouts = _layouts(located.tensors, options, sharded=sharded)
+    chosen_types, kept = chosen_dtypes(made, options.dtype, options.dtypes, source=index)
     targets = tuple(
-        Target(e.fqn, e.path, e, cast_dtype(e, options.dtype), layouts[e.fqn])
-        for e in located.tensors
+        Target(e.fqn, e.path, e, chosen_types[e.fqn], layouts[e.fqn]) for e in located.tensors
     )
     plans, targets, arranged = _plan_layout(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
-    notes = [*stepped, *_notes(layouts, options), *left_out, *arranged]
+    notes = [*stepped, *kept, *_notes(layouts, options), *left_out, *arranged]
     return ReshardPlan(
         files=tuple(plans),
         targets=targets,

@@ -374,7 +374,7 @@ def _without_unopened(
 def _planner_data(index: CheckpointIndex) -> dict[str, Path]:
     """The path of each name, in the order of the source's state dict where that is known."""
     paths = {entry.fqn: entry.path for entry in index.entries}
-    first = {fqn: paths[fqn] for fqn in index.order if fqn in paths}
+    first = {fqn: paths[fqn] for fqn in index.nesting.leaves() if fqn in paths}
     return first | paths
 
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from operator import add, attrgetter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.errors import CheckpointError, IncompleteError
+from ckpt_tools.core.state_tree import Branch, merge, of_paths
+from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 
 Section = Literal["model", "optim", "other"]
 SECTIONS: tuple[Section, ...] = ("model", "optim", "other")
-Path = tuple[str | int, ...]
 PlainValue = (
     None | bool | int | float | str | Sequence["PlainValue"] | Mapping[str | int, "PlainValue"]
 )
@@ -95,8 +96,9 @@ class GridChunks(Sequence[Chunk]):
 class TensorEntry:
     """One logical tensor: its name, type and global shape, and the chunks that hold it.
 
-    ``path`` is where it sits in the nested state dict, container by container; ``fqn`` the same
-    joined by dots. ``layout`` is what the format states, None when it states none.
+    ``path`` is where it sits in the tree of the state dict: a str is the text of a dict's key, an
+    int a place in a list or tuple. ``fqn`` is the same joined by dots. ``layout`` is what the
+    format states, None when it states none.
     """
 
     fqn: str
@@ -148,6 +150,9 @@ class ObjectEntry:
     codec: str | None = None
 
 
+Entry: TypeAlias = TensorEntry | ObjectEntry
+
+
 class FileEntry(NamedTuple):
     """A file that the checkpoint needs; ``length`` in bytes, None when it is not there."""
 
@@ -155,13 +160,17 @@ class FileEntry(NamedTuple):
     length: int | None
 
 
+_EMPTY: Branch[str] = Branch("dict", (), ())
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
     """Everything that is known of a checkpoint without reading its values.
 
-    ``tensors`` and ``objects`` are sorted by name; ``order`` has names as the state dict had them,
-    where the format tells. ``problems`` are what keeps it from being whole, ``ties`` groups of
-    names that share one storage.
+    ``tensors`` and ``objects`` are sorted by name. ``tree`` has the names of entries for leaves, in
+    the order and in the containers of the state dict; entries that it lacks stand behind, at their
+    paths, and names without an entry are not there: `nesting` is the tree of the entries.
+    ``problems`` are what keeps it from being whole, ``ties`` groups of names that share a storage.
     """
 
     root: str
@@ -176,7 +185,41 @@ class CheckpointIndex:
     ties: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
-    order: tuple[str, ...] = ()
+    tree: Branch[str] = _EMPTY
+    _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def nesting(self) -> Branch[str]:
+        """The tree of the state dict: each leaf is the name of an entry, each entry one leaf."""
+        if not self._nesting:
+            self._nesting.append(_nesting(self.tree, self.entries))
+        return self._nesting[0]
+
+    def entry_tree(self) -> Branch[Entry]:
+        """`nesting` with the entries for leaves."""
+        entries: dict[str, Entry] = {entry.fqn: entry for entry in self.entries}
+        return self.nesting.map(entries.__getitem__)
+
+    def arranged(self, tree: Branch[Entry]) -> CheckpointIndex:
+        """The same checkpoint with the entries of a tree, each renamed after its place in it.
+
+        An entry may be there more than once. Raises UnsupportedError for two places of one name.
+        """
+        placed = [_renamed(entry, path) for path, entry in tree.walk()]
+        placed.sort(key=_fqn)
+        for one, other in pairwise(placed):
+            if one.fqn == other.fqn:
+                raise UnsupportedError(
+                    f"{self.root}: {list(one.path)} and {list(other.path)} would both be called "
+                    f"{one.fqn}.",
+                    hint="Leave one of them out with --exclude.",
+                )
+        return replace(
+            self,
+            tensors=tuple(entry for entry in placed if isinstance(entry, TensorEntry)),
+            objects=tuple(entry for entry in placed if isinstance(entry, ObjectEntry)),
+            tree=tree.map_places(lambda path, _: ".".join(map(str, path))),
+        )
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -184,7 +227,7 @@ class CheckpointIndex:
         return tuple(file.path for file in self.files if file.length is None)
 
     @property
-    def entries(self) -> list[TensorEntry | ObjectEntry]:
+    def entries(self) -> list[Entry]:
         """Every tensor, then every object."""
         return [*self.tensors, *self.objects]
 
@@ -222,8 +265,23 @@ class CheckpointIndex:
         raise type(first)("\n  ".join(shown), hint=first.hint)
 
 
-def _fqn(entry: TensorEntry | ObjectEntry) -> str:
+def _fqn(entry: Entry) -> str:
     return entry.fqn
+
+
+def _renamed(entry: Entry, path: Path) -> Entry:
+    return entry if entry.path == path else replace(entry, fqn=".".join(map(str, path)), path=path)
+
+
+def _nesting(tree: Branch[str], entries: Sequence[Entry]) -> Branch[str]:
+    """The tree without names that have no entry, and with every entry, at its path."""
+    fqns = {entry.fqn for entry in entries}
+    held = set(tree.leaves())
+    kept = tree if held <= fqns else tree.filter(fqns.__contains__)
+    rest = of_paths((entry.path, entry.fqn) for entry in entries if entry.fqn not in held)
+    if not kept.items:
+        return rest if rest.items else kept
+    return merge(kept, rest) if rest.items else kept
 
 
 _offsets = attrgetter("offsets")

@@ -33,6 +33,8 @@ from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
 from ckpt_tools.transforms.base import Made, Outcome, Step, Work
+from ckpt_tools.transforms.param_names import with_int_keys
+from ckpt_tools.transforms.rank_states import ANY_RANKS, without_old_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,15 @@ class ExportOptions:
 
     ``dtypes`` are exceptions from ``dtype`` by name patterns, the last match wins. ``steps`` change
     the entries after containers and wrappers are off their names. ``basename`` begins the name of
-    each safetensors file.
+    each safetensors file. ``keep_rank_states`` takes what each rank saved for itself along where
+    objects go along.
     """
 
     format: Literal["safetensors", "torch"] = "safetensors"
     dtype: DType | None = None
     dtypes: tuple[tuple[str, DType | None], ...] = ()
     keep_names: bool = False
+    keep_rank_states: bool = False
     steps: tuple[Step, ...] = ()
     basename: str = "model"
     include: tuple[str, ...] = ()
@@ -121,12 +125,15 @@ def plan_export(
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     if not chosen.tensors:
         raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
+    of_ranks: list[str] = []
+    if _keeps_nesting(options) and not options.keep_rank_states:
+        chosen, of_ranks = without_old_ranks(chosen, ANY_RANKS)
     renamed, notes = rename(index, chosen.tensors, keep_names=options.keep_names)
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
         if _keeps_nesting(options):
-            located = formats.open_objects(located, files)
+            located = with_int_keys(formats.open_objects(located, files))
         outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)
     targets, kept = _targets(outcome, options)
     objects: tuple[ObjectEntry, ...] = ()
@@ -140,7 +147,7 @@ def plan_export(
         files=(*plans, *outcome.files),
         targets=targets,
         origins={one.entry.fqn: one.origins for one in outcome.made},
-        notes=(*index.notes, *notes, *outcome.notes, *kept, *_left_out(index, chosen)),
+        notes=(*index.notes, *notes, *outcome.notes, *kept, *of_ranks, *_left_out(index, chosen)),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
         single_file=single_file,
         works=outcome.works,

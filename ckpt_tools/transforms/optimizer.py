@@ -21,9 +21,9 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Literal, NamedTuple, TypeGuard, cast
 
-from ckpt_tools.core import names, state_tree
+from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, Entry, ObjectEntry, PlainValue, TensorEntry
-from ckpt_tools.core.state_tree import Branch, Key, Path, Tree, dict_of, list_of
+from ckpt_tools.core.state_tree import Branch, Key, Path, Tree, list_of, of_paths
 from ckpt_tools.errors import UnsupportedError, UsageError
 
 Shape = Literal["nested", "flattened", "numbered"]
@@ -53,11 +53,11 @@ class Group(NamedTuple):
 
     def options(self) -> Branch[Entry]:
         """The hyper-parameters."""
-        return dict_of({key: item for key, item in _items(self.tree) if key != _PARAMS})
+        return _dict({key: item for key, item in _items(self.tree) if key != _PARAMS})
 
     def stored_names(self) -> tuple[str, ...] | None:
         """The names that the group keeps beside its parameters, in their order."""
-        entry = self.tree.item(_PARAM_NAMES)
+        entry = self.tree.get(_PARAM_NAMES)
         value = entry.value if isinstance(entry, ObjectEntry) else None
         found = tuple(one for one in value or () if isinstance(one, str)) if _is_list(value) else ()
         return found if len(found) == len(self.params) else None
@@ -69,7 +69,7 @@ class Group(NamedTuple):
         items = dict(_items(self.tree)) | {_PARAMS: _listed(_PARAMS, params)}
         if stored and _PARAM_NAMES in items:
             items[_PARAM_NAMES] = _listed(_PARAM_NAMES, [stored.get(p, str(p)) for p in params])
-        return Group(dict_of(items), tuple(params))
+        return Group(_dict(items), tuple(params))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +120,15 @@ class Optimizer:
         return replace(self, states=states, groups=groups)
 
 
-def find(tree: Tree[Entry], containers: Iterable[Path]) -> list[tuple[Path, Branch[Entry]]]:
+def find(tree: Branch[Entry], containers: Iterable[Path]) -> list[tuple[Path, Branch[Entry]]]:
     """The optimizers' state dicts in these containers with their paths, the outermost only."""
     found: list[tuple[Path, Branch[Entry]]] = []
-    waiting = [(path, state_tree.get(tree, path)) for path in containers]
+    waiting: list[tuple[Path, Tree[Entry]]] = [(path, tree.get(*path)) for path in containers]
     while waiting:
         path, branch = waiting.pop(0)
         if not isinstance(branch, Branch):
             continue
-        if branch.is_dict and any(map(_is_own, branch.parts())):
+        if branch.keys is not None and any(map(_is_own, branch.parts())):
             found.append((path, branch))
         else:
             waiting += [((*path, part), item) for part, item in branch.pairs()]
@@ -160,7 +160,7 @@ def nested(tree: Branch[Entry], *, digest: Digest) -> Branch[Entry]:
     states are numbered, for which only `with_names` has names, and UnsupportedError for what no
     optimizer's state dict looks like.
     """
-    return _written(_by_name(tree, digest))
+    return written(_by_name(tree, digest))
 
 
 def flattened(tree: Branch[Entry]) -> Branch[Entry]:
@@ -178,8 +178,8 @@ def flattened(tree: Branch[Entry]) -> Branch[Entry]:
     stray = next((param for param in found.states if param not in members), None)
     if found.groups is not None and stray is not None:
         raise UnsupportedError(f"{stray} has optimizer state, and is in no group.")
-    placed = [
-        (f"{_STATE}.{names.join((param, *path))}", entry)
+    placed: list[tuple[Key, Tree[Entry]]] = [
+        (f"{_STATE}.{names.join((str(param), *path))}", entry)
         for param, state in found.states.items()
         for path, entry in _flat_state(state)
     ]
@@ -189,12 +189,12 @@ def flattened(tree: Branch[Entry]) -> Branch[Entry]:
         for param in group.params
         for key, option in group.options().pairs()
     ]
-    placed += [(str(key), item) for key, item in found.beside.items()]
+    placed += found.beside.items()
     items = dict(placed)
     if len(items) < len(placed):
         twice = next(key for key, times in Counter(key for key, _ in placed).items() if times > 1)
         raise UnsupportedError(f"Two entries of the optimizer would both be called {twice}.")
-    return dict_of(items)
+    return _dict(items)
 
 
 def numbered(tree: Branch[Entry], order: ParamNames | None, *, digest: Digest) -> Branch[Entry]:
@@ -206,7 +206,7 @@ def numbered(tree: Branch[Entry], order: ParamNames | None, *, digest: Digest) -
     groups cannot be put into that order.
     """
     if shape_of(tree) == "numbered":
-        return _written(read(tree))
+        return written(read(tree))
     if order is None:
         raise UsageError(
             "This optimizer's state is by name, and the loader counts parameters in the order of "
@@ -224,7 +224,7 @@ def numbered(tree: Branch[Entry], order: ParamNames | None, *, digest: Digest) -
     if found.groups is not None:
         found = replace(found, groups=_in_order(found.held(), order, digest))
     numbers = {name: number for number, name in enumerate(order.names)}
-    return _written(found.renamed(lambda param: numbers[str(param)]))
+    return written(found.renamed(lambda param: numbers[str(param)]))
 
 
 def _in_order(held: Sequence[Group], order: ParamNames, digest: Digest) -> tuple[Group, ...]:
@@ -254,7 +254,9 @@ def _split(held: Sequence[Group], order: ParamNames) -> Iterator[Sequence[str]]:
     """The names that each group of the loading optimizer has."""
     if order.groups:
         ends = list(accumulate(order.groups))
-        yield from (order.names[end - size : end] for end, size in zip(ends, order.groups))
+        yield from (
+            order.names[end - size : end] for end, size in zip(ends, order.groups, strict=True)
+        )
         return
     numbers = {name: number for number, name in enumerate(order.names)}
     first, placed = 0, []
@@ -283,8 +285,8 @@ def read(tree: Branch[Entry]) -> Optimizer:
     _, state = items.pop(_STATE, (None, None))
     _, groups = items.pop(_GROUPS, (None, None))
     if state is None or _is_value(state, {}):
-        state = dict_of({})
-    if not isinstance(state, Branch) or not state.is_dict:
+        state = _dict({})
+    if not isinstance(state, Branch) or state.keys is None:
         raise UnsupportedError("The optimizer's state is no dict, so it is of no parameter.")
     held = None if groups is None else _groups_of(groups)
     found = Optimizer(dict(state.pairs()), held, dict(items.values()))
@@ -303,15 +305,15 @@ def read(tree: Branch[Entry]) -> Optimizer:
 def _groups_of(tree: Tree[Entry]) -> tuple[Group | None, ...]:
     if _is_value(tree, []):
         return ()
-    if not isinstance(tree, Branch) or tree.is_dict:
+    if not isinstance(tree, Branch) or tree.keys is not None:
         raise UnsupportedError("The optimizer's param_groups are no list of groups.")
     return tuple(None if g is None else _group_of(n, g) for n, g in enumerate(tree.items))
 
 
 def _group_of(number: int, tree: Tree[Entry]) -> Group:
-    if not isinstance(tree, Branch) or not tree.is_dict:
+    if not isinstance(tree, Branch) or tree.keys is None:
         raise UnsupportedError(f"Group {number} of the optimizer is no dict.")
-    entry = tree.item(_PARAMS)
+    entry = tree.get(_PARAMS)
     value = entry.value if isinstance(entry, ObjectEntry) else None
     if not _is_list(value) or not all(type(one) in (str, int) for one in value):
         raise UnsupportedError(f"Group {number} of the optimizer does not list its parameters.")
@@ -323,21 +325,21 @@ def _by_name(tree: Branch[Entry], digest: Digest) -> Optimizer:
     found = _unflattened(tree, digest) if shape_of(tree) == "flattened" else read(tree)
     if found.is_numbered():
         raise UsageError(
-            f"{next(state_tree.leaves(tree)).fqn}: this optimizer's state is numbered, and here it "
+            f"{next(tree.leaves()).fqn}: this optimizer's state is numbered, and here it "
             "must be by name.",
             hint="--param-names FILE names them: one name a line, in the optimizer's own order.",
         )
     return found.renamed(lambda param: names.unwrapped(str(param)))
 
 
-def _written(found: Optimizer) -> Branch[Entry]:
+def written(found: Optimizer) -> Branch[Entry]:
     """A state dict with groups; ``state`` is there, if empty, where groups are."""
     items: dict[Key, Tree[Entry]] = {}
     if found.states or found.groups is not None:
-        items[_STATE] = dict_of(cast("Mapping[Key, Tree[Entry]]", found.states))
+        items[_STATE] = _dict(cast("Mapping[Key, Tree[Entry]]", found.states))
     if found.groups is not None:
         items[_GROUPS] = list_of(group and group.tree for group in found.groups)
-    return dict_of(items | dict(found.beside))
+    return _dict(items | dict(found.beside))
 
 
 def _unflattened(tree: Branch[Entry], digest: Digest) -> Optimizer:
@@ -360,7 +362,7 @@ def _unflattened(tree: Branch[Entry], digest: Digest) -> Optimizer:
         else:
             beside[key] = item
     placed = [(_cut(rest, options), item) for rest, item in states]
-    by_name = state_tree.of_paths(cast("list[tuple[Path, Entry]]", placed))
+    by_name = of_paths(cast("list[tuple[Path, Entry]]", placed))
     groups = _regrouped(options, digest) if options else None
     return Optimizer(dict(by_name.pairs()), groups, beside)
 
@@ -386,9 +388,9 @@ def _regrouped(
     """Groups made anew: parameters with equal hyper-parameters are one group."""
     members: dict[Hashable, list[str]] = {}
     for name, own in options.items():
-        members.setdefault(_value_of(dict_of(own), digest), []).append(name)
+        members.setdefault(_value_of(_dict(own), digest), []).append(name)
     return tuple(
-        Group(dict_of({**options[first], _PARAMS: _listed(_PARAMS, params)}), tuple(params))
+        Group(_dict({**options[first], _PARAMS: _listed(_PARAMS, params)}), tuple(params))
         for params in members.values()
         for first in params[:1]
     )
@@ -403,7 +405,7 @@ def _value_of(tree: Tree[Entry] | PlainValue, digest: Digest) -> Hashable:
         return "tensor", tree.dtype.name, tree.shape, digest(tree)
     if isinstance(tree, ObjectEntry):
         return _value_of(tree.value, digest) if tree.opened else ("bytes", _bytes_of(tree, digest))
-    if isinstance(tree, Branch) and not tree.is_dict:
+    if isinstance(tree, Branch) and tree.keys is None:
         return tree.kind, tuple(_value_of(item, digest) for item in tree.items)
     if isinstance(tree, Branch | Mapping):
         pairs = tree.pairs() if isinstance(tree, Branch) else tree.items()
@@ -425,13 +427,14 @@ def _bytes_of(entry: ObjectEntry, digest: Digest) -> str:
 
 def _flat_state(state: Tree[Entry]) -> Iterator[tuple[Path, Entry]]:
     """The values of one parameter's state, all of them of the kinds that torch flattens."""
-    listed = [path for path, branch in state_tree.branches(state) if not branch.is_dict]
-    for path, entry in state_tree.walk(state):
+    held: Branch[Entry] = state if isinstance(state, Branch) else list_of([state])
+    listed = [path for path, branch in held.branches() if branch.keys is None]
+    for path, entry in held.walk():
         odd = isinstance(entry, ObjectEntry) and type(entry.value) not in (bool, int, float)
-        if odd or (listed and any(path[: len(above)] == above for above in listed)):
+        if odd or any(path[: len(above)] == above for above in listed):
             raise UnsupportedError(
                 f"{entry.fqn}: torch flattens state of tensors, numbers and dicts only, and this "
-                "is another value, or in a list.",
+                "is another value, or in a list, or no parameter's.",
                 hint="Choose a --layout that keeps the optimizer nested, or --only model.",
             )
         yield path, entry
@@ -439,6 +442,10 @@ def _flat_state(state: Tree[Entry]) -> Iterator[tuple[Path, Entry]]:
 
 def _no_digest(entry: Entry) -> str:
     raise UnsupportedError(f"{entry.fqn} is not to be compared.")
+
+
+def _dict(items: Mapping[Key, Tree[Entry]]) -> Branch[Entry]:
+    return Branch("dict", tuple(items), tuple(items.values()))
 
 
 def _items(tree: Branch[Entry]) -> Iterator[tuple[Key, Tree[Entry]]]:

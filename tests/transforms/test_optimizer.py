@@ -21,10 +21,10 @@ from ckpt_tools.core.names import join
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.transforms import (
-    optimizer_groups,
-    optimizer_names,
+    optimizer,
+    param_names,
 )
-from ckpt_tools.transforms.optimizer_names import ParamNames
+from ckpt_tools.transforms.optimizer import ParamNames
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 FLOAT = BY_NAME["float32"]
@@ -54,8 +54,8 @@ def checkpoint(
     objects = []
     for number, name in enumerate(names[:parameters]):
         shape = SHAPES[name]
-        tensors.append(tensor("optim", "state", number, "exp_avg", shape=shape, section="optim"))
-        tensors.append(tensor("optim", "state", number, "step", shape=(), section="optim"))
+        tensors.append(tensor("optim", "state", str(number), "exp_avg", shape=shape, section="optim"))
+        tensors.append(tensor("optim", "state", str(number), "step", shape=(), section="optim"))
     for group, numbers in enumerate(GROUPS):
         objects += [option(group, "lr", 0.1 * group), option(group, "params", list(numbers))]
         if stored:
@@ -69,7 +69,7 @@ def checkpoint(
 
 
 def test_each_number_becomes_the_name_at_its_place_in_the_groups() -> None:
-    named = optimizer_names.with_names(checkpoint(), ParamNames(NAMES))
+    named = param_names.with_names(checkpoint(), ParamNames(NAMES))
     for name in NAMES:
         entry = named.tensor(f"optim.state.{name}.exp_avg")
         assert entry is not None
@@ -78,25 +78,25 @@ def test_each_number_becomes_the_name_at_its_place_in_the_groups() -> None:
 
 
 def test_groups_list_names_instead_of_numbers() -> None:
-    named = optimizer_names.with_names(checkpoint(), ParamNames(NAMES))
+    named = param_names.with_names(checkpoint(), ParamNames(NAMES))
     lists = [named.object(f"optim.param_groups.{group}.params") for group in (0, 1)]
     assert [one.value for one in lists if one] == [["emb.weight", "fc.weight"], ["fc.bias"]]
 
 
 def test_a_frozen_parameter_gets_no_state() -> None:
-    named = optimizer_names.with_names(checkpoint(), ParamNames(NAMES))
+    named = param_names.with_names(checkpoint(), ParamNames(NAMES))
     assert not [entry for entry in named.tensors if entry.fqn.startswith("optim.state.frozen")]
 
 
 def test_names_that_the_groups_store_are_used_when_none_are_given() -> None:
-    assert optimizer_names.with_names(
+    assert param_names.with_names(
         checkpoint(stored=True), ParamNames()
-    ) == optimizer_names.with_names(checkpoint(stored=True), ParamNames(NAMES))
+    ) == param_names.with_names(checkpoint(stored=True), ParamNames(NAMES))
 
 
 def test_groups_without_stored_names_are_never_matched_by_place_in_the_model() -> None:
     with pytest.raises(UsageError, match="keep no names beside their numbers"):
-        optimizer_names.with_names(checkpoint(), ParamNames())
+        param_names.with_names(checkpoint(), ParamNames())
 
 
 @pytest.mark.parametrize(
@@ -110,29 +110,29 @@ def test_groups_without_stored_names_are_never_matched_by_place_in_the_model() -
 )
 def test_the_first_entry_without_a_match_is_named(given: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        optimizer_names.with_names(checkpoint(), ParamNames(given))
+        param_names.with_names(checkpoint(), ParamNames(given))
 
 
 def test_names_from_other_groups_are_refused_even_when_all_shapes_fit() -> None:
     with pytest.raises(
         UsageError, match=r"\[2, 1\] parameters.* group 0 is the first that differs"
     ):
-        optimizer_names.with_names(checkpoint(), ParamNames(NAMES, (1, 2)))
+        param_names.with_names(checkpoint(), ParamNames(NAMES, (1, 2)))
 
 
 def test_an_optimizer_by_name_needs_no_names() -> None:
-    named = optimizer_names.with_names(checkpoint(), ParamNames(NAMES))
+    named = param_names.with_names(checkpoint(), ParamNames(NAMES))
     with pytest.raises(UsageError, match="no optimizer state here is numbered"):
-        optimizer_names.with_names(named, ParamNames(NAMES))
+        param_names.with_names(named, ParamNames(NAMES))
 
 
 def test_names_come_from_another_optimizer_state_of_the_job() -> None:
-    named = optimizer_names.with_names(checkpoint(), ParamNames(NAMES))
-    assert optimizer_names.names_in(named) == ParamNames(NAMES, (2, 1))
+    named = param_names.with_names(checkpoint(), ParamNames(NAMES))
+    assert param_names.names_in(named) == ParamNames(NAMES, (2, 1))
 
 
 def test_a_list_may_have_comments_and_empty_lines() -> None:
-    assert optimizer_names.parse_names("# group 0\na.weight\n\n b \n", where="f") == (
+    assert param_names.parse_names("# group 0\na.weight\n\n b \n", where="f") == (
         "a.weight",
         "b",
     )
@@ -141,7 +141,7 @@ def test_a_list_may_have_comments_and_empty_lines() -> None:
 @pytest.mark.parametrize(("text", "said"), [("", "no names in it"), ("a\nb\na\n", "a twice")])
 def test_a_list_that_cannot_be_meant_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        optimizer_names.parse_names(text, where="names.txt")
+        param_names.parse_names(text, where="names.txt")
 
 
 def pairs(index: CheckpointIndex) -> list[optimizer_groups.Pair]:
@@ -150,7 +150,7 @@ def pairs(index: CheckpointIndex) -> list[optimizer_groups.Pair]:
 
 
 def test_flattened_and_back_is_the_same_state() -> None:
-    named = pairs(optimizer_names.with_names(checkpoint(), ParamNames(NAMES)))
+    named = pairs(param_names.with_names(checkpoint(), ParamNames(NAMES)))
     back = optimizer_groups.nested(optimizer_groups.flattened(named))
     states = {path for _, path in named if path[0] == "state"}
     assert {path for _, path in back if path[0] == "state"} == states
@@ -167,7 +167,7 @@ def _groups(found: list[optimizer_groups.Pair]) -> list[str]:
 
 
 def test_numbering_needs_the_order_of_the_loading_optimizer() -> None:
-    named = pairs(optimizer_names.with_names(checkpoint(), ParamNames(NAMES)))
+    named = pairs(param_names.with_names(checkpoint(), ParamNames(NAMES)))
     with pytest.raises(UsageError, match="counts parameters in the order of its own optimizer"):
         optimizer_groups.numbered(named, None)
     other = ("fc.bias", "emb.weight", "fc.weight")
@@ -180,10 +180,10 @@ def test_numbering_needs_the_order_of_the_loading_optimizer() -> None:
 def test_a_real_numbered_state_takes_the_names_of_its_own_job() -> None:
     index = read_index(str(CHECKPOINTS / "verl_fsdp2_4r" / "ckpt" / "global_step_1" / "actor"))
     index = replace(index, problems=())
-    count = len(optimizer_names.numbered(index)[0].numbers())
+    count = len(param_names.numbered(index)[0].numbers())
     names = [f"p{number}" for number in range(count)]
     with pytest.raises(UsageError, match="number 0 would be p0, and the model"):
-        optimizer_names.with_names(index, ParamNames(tuple(names)))
+        param_names.with_names(index, ParamNames(tuple(names)))
 
 
 def test_a_real_numbered_state_of_dcp_becomes_what_get_state_dict_names(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying import lock as claim
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import CheckpointIndex, Path, Section, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,
@@ -104,12 +104,18 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         foreign = any(e.codec != TORCH_SAVE for e in located.objects)
         if options.format == "ranks" or options.layout is not None or foreign:
             located = formats.open_objects(located, files)
+        if options.format == "dcp":
+            located = formats.as_archives(located, files)
     located, left_out = _without_unopened(located, options)
     sharded = _sharded(index)
     stepped: list[str] = []
     if options.steps:
         outcome, stepped = _stepped(index, located, options)
-        located = replace(located, tensors=tuple(one.entry for one in outcome.made))
+        located = replace(
+            located,
+            tensors=tuple(one.entry for one in outcome.made),
+            tree=located.nesting.filter(lambda fqn: located.object(fqn) is not None),
+        )
         sharded = frozenset(
             one.entry.fqn for one in outcome.made if not sharded.isdisjoint(one.origins)
         )
@@ -371,13 +377,6 @@ def _without_unopened(
     return replace(index, objects=kept), [note]
 
 
-def _planner_data(index: CheckpointIndex) -> dict[str, Path]:
-    """The path of each name, in the order of the source's state dict where that is known."""
-    paths = {entry.fqn: entry.path for entry in index.entries}
-    first = {fqn: paths[fqn] for fqn in index.nesting.leaves() if fqn in paths}
-    return first | paths
-
-
 def _plan_files(
     targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
 ) -> list[FilePlan]:
@@ -391,6 +390,7 @@ def _plan_files(
             mesh=options.mesh,
             device_type=options.device_type,
             style=ranks_write.RankFileStyle(torch_version=parse_version(version("torch"))),
+            tree=located.nesting,
         )
     from ckpt_tools.formats.dcp import write as dcp_write
 
@@ -398,5 +398,5 @@ def _plan_files(
         targets,
         located.objects,
         world_size=options.mesh.size,
-        planner_data=_planner_data(located),
+        tree=located.nesting,
     )

@@ -38,7 +38,6 @@ from ckpt_tools.core.mesh_spec import (
 )
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.selection import select
-from ckpt_tools.core.state_tree import Path
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
@@ -47,7 +46,7 @@ from ckpt_tools.transforms.base import Made, Outcome, Step
 from ckpt_tools.transforms.dtypes import cast_dtype
 from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.optimizer import Digest, ParamNames
-from ckpt_tools.transforms.rank_states import TargetRanks, without_old_ranks
+from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
 
 # The codec of objects that DCP keeps as they are; see `formats.dcp_items`.
 TORCH_SAVE = "torch.save"
@@ -105,10 +104,7 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    target_ranks = None if options.keep_rank_states else TargetRanks.of_mesh(options.mesh)
-    of_ranks: list[str] = []
-    if target_ranks is not None:
-        chosen, of_ranks = without_old_ranks(chosen, target_ranks)
+    chosen, of_ranks = without_old_ranks(chosen, _target_ranks(options))
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
@@ -117,12 +113,18 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
             located = formats.open_objects(located, files)
         if options.format == "ranks":
             located = param_names.with_int_keys(located)
+        else:
+            located = formats.as_archives(located, files)
     located, left_out = _without_unopened(located, options)
     sharded = _sharded(index)
     stepped: list[str] = []
     if options.steps:
         outcome, stepped = _stepped(index, located, options)
-        located = replace(located, tensors=tuple(one.entry for one in outcome.made))
+        located = replace(
+            located,
+            tensors=tuple(one.entry for one in outcome.made),
+            tree=located.nesting.filter(lambda fqn: located.object(fqn) is not None),
+        )
         sharded = frozenset(
             one.entry.fqn for one in outcome.made if not sharded.isdisjoint(one.origins)
         )
@@ -141,6 +143,10 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
         nbytes=sum(plan.length for plan in plans),
     )
+
+
+def _target_ranks(options: ReshardOptions) -> TargetRanks:
+    return EVERY_RANK if options.keep_rank_states else TargetRanks.of_mesh(options.mesh)
 
 
 def _with_names(
@@ -174,7 +180,7 @@ def _plan_layout(
     with Files() as files:
         wanted = framework_layouts.Target(
             world_size=options.mesh.size,
-            ranks=None if options.keep_rank_states else TargetRanks.of_mesh(options.mesh),
+            ranks=_target_ranks(options),
             order=order,
             digest=_digest_in(files),
         )
@@ -410,13 +416,6 @@ def _without_unopened(
     return replace(index, objects=kept), [note]
 
 
-def _planner_data(index: CheckpointIndex) -> dict[str, Path]:
-    """The path of each name, in the order of the source's state dict where that is known."""
-    paths = {entry.fqn: entry.path for entry in index.entries}
-    first = {fqn: paths[fqn] for fqn in index.nesting.leaves() if fqn in paths}
-    return first | paths
-
-
 def _plan_files(
     targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
 ) -> list[FilePlan]:
@@ -430,6 +429,7 @@ def _plan_files(
             mesh=options.mesh,
             device_type=options.device_type,
             style=ranks_write.RankFileStyle(torch_version=parse_version(version("torch"))),
+            tree=located.nesting,
         )
     from ckpt_tools.formats.dcp import write as dcp_write
 
@@ -437,5 +437,5 @@ def _plan_files(
         targets,
         located.objects,
         world_size=options.mesh.size,
-        planner_data=_planner_data(located),
+        tree=located.nesting,
     )

@@ -8,24 +8,40 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from operator import add, attrgetter
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.core.state_tree import Branch, merge, of_paths
+from ckpt_tools.core.state_tree import Branch, Key, merge, of_paths
 from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 
 Section = Literal["model", "optim", "other"]
 SECTIONS: tuple[Section, ...] = ("model", "optim", "other")
 PlainValue = (
-    None | bool | int | float | str | Sequence["PlainValue"] | Mapping[str | int, "PlainValue"]
+    None
+    | bool
+    | int
+    | float
+    | complex
+    | str
+    | bytes
+    | AbstractSet["PlainValue"]
+    | Sequence["PlainValue"]
+    | Mapping[Key, "PlainValue"]
 )
+
+
+class Size(tuple[int, ...]):
+    """A torch.Size among plain values: a tuple of its own kind."""
+
+    __slots__ = ()
 
 
 class ByteRange(NamedTuple):
@@ -135,9 +151,10 @@ class TensorEntry:
 class ObjectEntry:
     """Something that is not a tensor: where its bytes are, and its value when it is plain.
 
-    ``value`` holds numbers, strings, bools and small lists or dicts of them; ``opened`` says if it
-    was read at all, since None is a value too. ``type_name`` names what is not opened, ``codec``
-    what the bytes are: None when they have no meaning of their own and ``value`` is all there is.
+    ``value`` holds numbers, text, bytes, bools and small containers of them, each of its own kind
+    (an OrderedDict, a `Size`); ``opened`` says if it was read at all, since None is a value too.
+    ``type_name`` names what is not opened, ``codec`` what the bytes are: None when they have no
+    meaning of their own and ``value`` is all there is.
     """
 
     fqn: str
@@ -160,7 +177,8 @@ class FileEntry(NamedTuple):
     length: int | None
 
 
-_EMPTY: Branch[str] = Branch("dict", (), ())
+# Nothing is known of the containers: paths say it.
+NO_TREE: Branch[str] = Branch("dict", (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +203,14 @@ class CheckpointIndex:
     ties: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
-    tree: Branch[str] = _EMPTY
+    tree: Branch[str] = NO_TREE
     _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def nesting(self) -> Branch[str]:
         """The tree of the state dict: each leaf is the name of an entry, each entry one leaf."""
         if not self._nesting:
-            self._nesting.append(_nesting(self.tree, self.entries))
+            self._nesting.append(completed(self.tree, self.entries))
         return self._nesting[0]
 
     def entry_tree(self) -> Branch[Entry]:
@@ -273,12 +291,25 @@ def _renamed(entry: Entry, path: Path) -> Entry:
     return entry if entry.path == path else replace(entry, fqn=".".join(map(str, path)), path=path)
 
 
-def _nesting(tree: Branch[str], entries: Sequence[Entry]) -> Branch[str]:
-    """The tree without names that have no entry, and with every entry, at its path."""
-    fqns = {entry.fqn for entry in entries}
+class Placed(Protocol):
+    """What has a name and a place in a state dict."""
+
+    @property
+    def fqn(self) -> str: ...  # noqa: D102 (said above)
+
+    @property
+    def path(self) -> Path: ...  # noqa: D102
+
+
+def completed(tree: Branch[str], placed: Sequence[Placed]) -> Branch[str]:
+    """The tree without names that nothing placed has, and with all that are placed, at their paths.
+
+    Raises UnsupportedError for paths that exclude one another.
+    """
+    fqns = {one.fqn for one in placed}
     held = set(tree.leaves())
     kept = tree if held <= fqns else tree.filter(fqns.__contains__)
-    rest = of_paths((entry.path, entry.fqn) for entry in entries if entry.fqn not in held)
+    rest = of_paths((one.path, one.fqn) for one in placed if one.fqn not in held)
     if not kept.items:
         return rest if rest.items else kept
     return merge(kept, rest) if rest.items else kept

@@ -44,7 +44,8 @@ def plan_files(
         if moved.entries:
             plans += [_inside(folder, plan) for plan in plan_folder(part, moved)]
     for name, tree in arranged.beside.items():
-        plans += torch_write.plan_files((), located.arranged(tree).objects, filename=name)
+        moved = located.arranged(tree)
+        plans += torch_write.plan_files((), moved.objects, filename=name, tree=moved.tree)
     plans += [_text(name, text) for name, text in arranged.texts.items()]
     return [*plans, *(_copy(name, path) for name, path in arranged.copied.items())]
 

@@ -57,12 +57,12 @@ class Arranged:
 class Target:
     """What an arrangement is for.
 
-    ``ranks`` None takes states of any ranks along. ``order`` are the parameters' names in the order
-    of the loading job's optimizer, which only verl needs; ``digest`` compares hyper-parameters.
+    ``order`` are the parameters' names in the order of the loading job's optimizer, which only verl
+    needs; ``digest`` compares hyper-parameters.
     """
 
     world_size: int
-    ranks: TargetRanks | None
+    ranks: TargetRanks
     order: ParamNames | None
     digest: Digest
 
@@ -210,8 +210,7 @@ def _accelerate(job: _Job) -> Arranged:
     side = ("scheduler.bin", "scheduler.pt", "trainer_state.json", "config.json")
     copied = _beside_source(job.source, side, r"sampler.*|scheduler_\d+.bin|custom_checkpoint.*")
     states = _beside_source(job.source, (), _RANK_FILES)
-    ranks = job.target.ranks
-    if ranks is None or ranks.fit("ranks", len(states)):
+    if job.target.ranks.fit("ranks", len(states)):
         return Arranged(folders, copied=copied | states, notes=tuple(job.left_out()))
     notes = [f"Left out, of the old ranks: {', '.join(sorted(states))}."] if states else []
     return Arranged(folders, copied=copied, notes=(*job.left_out(), *notes))

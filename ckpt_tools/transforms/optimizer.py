@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -396,23 +397,28 @@ def _regrouped(
     )
 
 
-def _value_of(tree: Tree[Entry] | PlainValue, digest: Digest) -> Hashable:
-    """What two hyper-parameters have in common exactly when they are equal, NaN to NaN.
-
-    Two dicts are equal in any order; a list is no tuple, and 1 is not 1.0.
-    """
+def _value_of(tree: Tree[Entry], digest: Digest) -> Hashable:
+    """What two hyper-parameters have in common exactly when they are equal."""
     if isinstance(tree, TensorEntry):
         return "tensor", tree.dtype.name, tree.shape, digest(tree)
     if isinstance(tree, ObjectEntry):
-        return _value_of(tree.value, digest) if tree.opened else ("bytes", _bytes_of(tree, digest))
-    if isinstance(tree, Branch) and tree.keys is None:
+        return _plain(tree.value) if tree.opened else ("bytes", _bytes_of(tree, digest))
+    if not isinstance(tree, Branch):
+        return None
+    if tree.keys is None:
         return tree.kind, tuple(_value_of(item, digest) for item in tree.items)
-    if isinstance(tree, Branch | Mapping):
-        pairs = tree.pairs() if isinstance(tree, Branch) else tree.items()
-        return "dict", frozenset((str(key), _value_of(item, digest)) for key, item in pairs)
-    if isinstance(tree, list | tuple):
-        return type(tree).__name__, tuple(_value_of(item, digest) for item in tree)
-    return type(tree).__name__, repr(tree)
+    return "dict", frozenset((repr(key), _value_of(item, digest)) for key, item in _items(tree))
+
+
+def _plain(value: PlainValue) -> Hashable:
+    """A plain value, so that NaN is NaN, 1 is not 1.0, a list no tuple, and dicts have no order."""
+    if isinstance(value, list | tuple):
+        return type(value).__name__, tuple(map(_plain, value))
+    if isinstance(value, AbstractSet):
+        return "set", frozenset(map(_plain, value))
+    if isinstance(value, Mapping):
+        return "dict", frozenset((repr(key), _plain(item)) for key, item in value.items())
+    return type(value).__name__, repr(value)
 
 
 def _bytes_of(entry: ObjectEntry, digest: Digest) -> str:

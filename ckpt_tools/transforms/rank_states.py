@@ -14,7 +14,6 @@ Random states that were saved once for all ranks stay, and so does what has no s
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
@@ -39,25 +38,32 @@ _READS_ROWS = re.compile(r"dp|ddp|hsdp|fsdp|data|replicate|shard")
 
 
 class TargetRanks(NamedTuple):
-    """The numbers of ranks that fit the target; None where a number that is not known does, too."""
+    """How many ranks there are in the target, and how many of them read rows of their own.
 
-    world: Collection[int | None]
-    data_parallel: Collection[int | None]
+    0 stands for every number; ``unknown`` is whether states of an unknown number of ranks fit.
+    """
+
+    world: int
+    data_parallel: int
+    unknown: bool = False
 
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> TargetRanks:
         """Those of a mesh. A dimension without a name is taken to read rows of its own."""
         dims = zip(mesh.dim_names or ("dp",) * len(mesh.shape), mesh.shape, strict=True)
         reading = prod(size for name, size in dims if _READS_ROWS.search(name))
-        return cls({mesh.size}, {reading})
+        return cls(mesh.size, reading)
 
     def fit(self, whose: _Whose, count: int | None) -> bool:
         """Whether states of so many ranks can be loaded by the target's."""
-        return count in (self.world if whose == "ranks" else self.data_parallel)
+        own = self.world if whose == "ranks" else self.data_parallel
+        return own == 0 or (self.unknown if count is None else count == own)
 
 
 # Of one file that every rank loads whole.
-ANY_RANKS = TargetRanks({1, None}, {1, None})
+ONE_FILE = TargetRanks(1, 1, unknown=True)
+# Of a target that takes the states of any ranks.
+EVERY_RANK = TargetRanks(0, 0)
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
 from ckpt_tools.transforms.base import Made, Outcome, Step, Work
-from ckpt_tools.transforms.param_names import with_int_keys
+from ckpt_tools.transforms.param_names import loadable
 from ckpt_tools.transforms.rank_states import ONE_FILE, without_old_ranks
 
 
@@ -125,7 +125,7 @@ def plan_export(
     from ckpt_tools.formats.torch_file import write as torch_write
 
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    if not chosen.tensors:
+    if not chosen.tensors and not _keeps_nesting(options):
         raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
     of_ranks: list[str] = []
     if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
@@ -134,7 +134,7 @@ def plan_export(
         located = formats.locate(chosen, files)
         located.require_whole()
         if _keeps_nesting(options):
-            located = with_int_keys(formats.open_objects(located, files))
+            located = loadable(formats.open_objects(located, files))
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
         outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)
     targets, kept = _targets(outcome, options)

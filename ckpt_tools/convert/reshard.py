@@ -112,7 +112,7 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         if options.format == "ranks" or options.layout is not None or foreign:
             located = formats.open_objects(located, files)
         if options.format == "ranks":
-            located = param_names.with_int_keys(located)
+            located = param_names.loadable(located)
         else:
             located = formats.as_archives(located, files)
     located, left_out = _without_unopened(located, options)

@@ -363,9 +363,12 @@ def _unflattened(tree: Branch[Entry], digest: Digest) -> Optimizer:
         else:
             beside[key] = item
     placed = [(_cut(rest, options), item) for rest, item in states]
-    by_name = of_paths(cast("list[tuple[Path, Entry]]", placed))
-    groups = _regrouped(options, digest) if options else None
-    return Optimizer(dict(by_name.pairs()), groups, beside)
+    held = dict(of_paths(cast("list[tuple[Path, Entry]]", placed)).pairs())
+    if not options:
+        return Optimizer(held, None, beside)
+    # A parameter without state has an empty dict, as torch has it: a strict loader asks for it.
+    by_name: dict[Param, Tree[Entry]] = {name: held.get(name, _dict({})) for name in options}
+    return Optimizer(by_name, _regrouped(options, digest), beside)
 
 
 def _cut(rest: str, options: Mapping[str, object]) -> Path:

@@ -14,7 +14,7 @@ from ckpt_tools.core import names
 from ckpt_tools.core.index import CheckpointIndex, Entry, TensorEntry
 from ckpt_tools.core.optimizer_states import LIKE_PARAMETER
 from ckpt_tools.core.state_tree import Branch, Path, Tree
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.transforms import optimizer
 from ckpt_tools.transforms.optimizer import Optimizer, Param, ParamNames
 
@@ -77,15 +77,21 @@ def numbered(index: CheckpointIndex) -> dict[Path, Branch[Entry]]:
     return {path: tree for path, tree in found.items() if optimizer.shape_of(tree) == "numbered"}
 
 
-def with_int_keys(index: CheckpointIndex) -> CheckpointIndex:
-    """The same index, the keys of numbered states ints again where a format made texts of them.
+def loadable(index: CheckpointIndex) -> CheckpointIndex:
+    """The same index, its optimizers as they are loaded from a pickle; its groups must be opened.
 
-    DCP does; no optimizer finds its parameter 0 under the key "0". Names stay as they are.
+    DCP makes texts of numbers, and has nothing for an empty dict. But no optimizer finds its
+    parameter 0 under the key "0", and none loads a state dict without ``state``. Names stay.
     """
-    tree = index.entry_tree()
-    for path, found in numbered(index).items():
-        tree = _replaced(tree, path, optimizer.written(optimizer.read(found)))
-    return index.arranged(tree)
+    for path, found in optimizers_of(index).items():
+        try:
+            nested = optimizer.shape_of(found) != "flattened"
+            made = optimizer.written(optimizer.read(found)) if nested else found
+        except UnsupportedError:  # a part of one, by the filters: it stays what it is
+            continue
+        if made != found:
+            index = index.arranged(_replaced(index.entry_tree(), path, made))
+    return index
 
 
 def with_names(index: CheckpointIndex, given: ParamNames) -> CheckpointIndex:

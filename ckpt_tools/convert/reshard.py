@@ -178,7 +178,7 @@ def _plan_layout(
 
     order = options.param_names if options.param_names and options.param_names.names else None
     with Files() as files:
-        wanted = framework_layouts.Target(
+        wanted = framework_layouts.LayoutTarget(
             world_size=options.mesh.size,
             ranks=_target_ranks(options),
             order=order,

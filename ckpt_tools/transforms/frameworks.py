@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry
 from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.transforms import optimizer, param_names
 from ckpt_tools.transforms.optimizer import Digest, ParamNames
 from ckpt_tools.transforms.rank_states import TargetRanks
@@ -54,7 +54,7 @@ class Arranged:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LayoutTarget:
     """What an arrangement is for.
 
     ``order`` are the parameters' names in the order of the loading job's optimizer, which only verl
@@ -75,12 +75,12 @@ class _Parts(NamedTuple):
     other: Branch[Entry]
 
 
-def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: Target) -> Arranged:
+def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: LayoutTarget) -> Arranged:
     """The entries of a checkpoint, its objects opened, as the loader of ``layout`` expects them.
 
     Raises UsageError when there are several optimizers, when two names become one, and for
     numbered optimizer states where names are expected or the other way round; UnsupportedError for
-    an optimizer's state that cannot be had in the framework's shape.
+    an optimizer's state that cannot be had in the framework's shape, AnswerNo when nothing is left.
     """
     makers: dict[FrameworkLayout, Callable[[_Job], Arranged]] = {
         "plain": _plain,
@@ -90,7 +90,13 @@ def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: Target) -> 
         "lightning": _lightning,
         "composer": _composer,
     }
-    return makers[layout](_Job(index, _parts(index), target))
+    arranged = makers[layout](_Job(index, _parts(index), target))
+    if not any(next(tree.leaves(), None) for tree in arranged.folders.values()):
+        raise AnswerNo(
+            f"{index.root}: nothing that is chosen has a place in --layout {layout}.",
+            hint="Leave --layout out to keep it as it is.",
+        )
+    return arranged
 
 
 class _Job(NamedTuple):
@@ -98,7 +104,7 @@ class _Job(NamedTuple):
 
     source: CheckpointIndex
     parts: _Parts
-    target: Target
+    target: LayoutTarget
 
     def nested(self) -> Tree[Entry]:
         """The optimizer by names, with groups: what `get_optimizer_state_dict` gives."""

@@ -33,6 +33,7 @@ Digest = Callable[[Entry], str]
 # A parameter's name, or its number.
 Param = str | int
 
+_SCALARS = frozenset({bool, int, float, str})
 _STATE, _GROUPS, _PARAMS, _PARAM_NAMES = "state", "param_groups", "params", "param_names"
 
 
@@ -208,13 +209,14 @@ def numbered(tree: Branch[Entry], order: ParamNames | None, *, digest: Digest) -
     """
     if shape_of(tree) == "numbered":
         return written(read(tree))
-    if order is None:
+    found = _by_name(tree, digest)
+    if order is None and (found.states or found.members()):
         raise UsageError(
             "This optimizer's state is by name, and the loader counts parameters in the order of "
             "its own optimizer, which no checkpoint tells.",
             hint="Give that order by --param-names FILE, one name a line; or --only model.",
         )
-    found = _by_name(tree, digest)
+    order = order or ParamNames()
     members, listed = set(found.members()), set(order.names)
     unknown = next((p for p in (*found.states, *found.members()) if p not in listed), None)
     if unknown is not None:
@@ -339,7 +341,8 @@ def written(found: Optimizer) -> Branch[Entry]:
     if found.states or found.groups is not None:
         items[_STATE] = _dict(cast("Mapping[Key, Tree[Entry]]", found.states))
     if found.groups is not None:
-        items[_GROUPS] = list_of(group and group.tree for group in found.groups)
+        trees: list[Tree[Entry]] = [group and group.tree for group in found.groups]
+        items[_GROUPS] = list_of(trees) if trees else _listed(_GROUPS, ())
     return _dict(items | dict(found.beside))
 
 
@@ -415,13 +418,15 @@ def _value_of(tree: Tree[Entry], digest: Digest) -> Hashable:
 
 def _plain(value: PlainValue) -> Hashable:
     """A plain value, so that NaN is NaN, 1 is not 1.0, a list no tuple, and dicts have no order."""
+    if value is None or type(value) in _SCALARS:  # nearly all are
+        return type(value), repr(value)
     if isinstance(value, list | tuple):
-        return type(value).__name__, tuple(map(_plain, value))
+        return type(value), tuple(map(_plain, value))
     if isinstance(value, AbstractSet):
         return "set", frozenset(map(_plain, value))
     if isinstance(value, Mapping):
         return "dict", frozenset((repr(key), _plain(item)) for key, item in value.items())
-    return type(value).__name__, repr(value)
+    return type(value), repr(value)
 
 
 def _bytes_of(entry: ObjectEntry, digest: Digest) -> str:
@@ -471,5 +476,5 @@ def _is_value(item: Tree[Entry], value: PlainValue) -> bool:
 
 
 def _listed(key: str, params: Sequence[PlainValue]) -> ObjectEntry:
-    """A group's list of parameters."""
+    """A list of plain values, such as a group's parameters."""
     return ObjectEntry(key, (key,), "optim", ByteRange("", 0, 0), value=list(params), opened=True)

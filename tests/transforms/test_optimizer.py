@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch import optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from ckpt_tools.cli import cli
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.formats import read_index
 from ckpt_tools.transforms import optimizer
 from ckpt_tools.transforms.optimizer import ParamNames
 from tests.transforms.optimizers import (
@@ -353,3 +360,43 @@ def test_an_optimizer_comes_back_from_every_layout(
     run("export", back, "-o", whole, "--only", "all", "--keep-names")
     loaded = torch.load(whole, weights_only=True)["optim"]
     assert same(loaded, without_empty(nested))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's: nothing is distributed here
+@pytest.mark.parametrize(("layout", "flat"), [("plain", False), ("titan", True)])
+def test_torch_loads_a_layout_as_its_own_state_dict(
+    tmp_path: Path, layout: str, *, flat: bool
+) -> None:
+    def built(times: int) -> tuple[Model, optim.Optimizer]:
+        model = Model()
+        made = _tensor_lr(two_groups(model))
+        stepped(model, made, times)
+        return model, made
+
+    model, saved = built(2)
+    torch.save(nested_of(model, saved), tmp_path / "optim.pt")
+    source, out = str(tmp_path / "optim.pt"), str(tmp_path / "out")
+    run("reshard", source, "-o", out, "--to-mesh", "2", "--layout", layout)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    other, loading = built(1)
+    asked = {
+        "optimizer" if flat else "optim": get_optimizer_state_dict(other, loading, options=options)
+    }
+    dcp.load(asked, checkpoint_id=f"{out}/step-1" if flat else out, no_dist=True)
+    found = next(iter(asked.values()))
+    assert same(found, get_optimizer_state_dict(model, saved, options=options))
+    set_optimizer_state_dict(other, loading, found, options=options)
+    assert same(loading.state_dict()["state"], saved.state_dict()["state"])
+
+
+def test_an_optimizer_without_anything_is_written_or_refused(tmp_path: Path) -> None:
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "none.pt")
+    command = ["reshard", str(tmp_path / "none.pt"), "--to-mesh", "2", "--layout"]
+    run(*command, "plain", "-o", str(tmp_path / "plain"))
+    assert [entry.fqn for entry in read_index(str(tmp_path / "plain")).objects] == [
+        "optim.param_groups"
+    ]
+    done = CliRunner().invoke(cli, [*command, "titan", "-o", str(tmp_path / "titan")])
+    assert done.exit_code == 1
+    assert "nothing that is chosen has a place in --layout titan" in done.stderr
+    assert not (tmp_path / "titan").exists()

@@ -125,9 +125,8 @@ class Optimizer:
 def find(tree: Branch[Entry], containers: Iterable[Path]) -> list[tuple[Path, Branch[Entry]]]:
     """The optimizers' state dicts in these containers with their paths, the outermost only."""
     found: list[tuple[Path, Branch[Entry]]] = []
-    waiting: list[tuple[Path, Tree[Entry]]] = [(path, tree.get(*path)) for path in containers]
-    while waiting:
-        path, branch = waiting.pop(0)
+    waiting = [(path, tree.get(*path)) for path in containers]
+    for path, branch in waiting:  # which grows as it goes
         if not isinstance(branch, Branch):
             continue
         if branch.keys is not None and any(map(_is_own, branch.parts())):

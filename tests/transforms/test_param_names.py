@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ckpt_tools.cli import cli
@@ -178,3 +179,25 @@ def test_names_of_a_checkpoint_with_other_groups_are_refused(tmp_path: Path) -> 
     done = CliRunner().invoke(cli, [*command, "--param-names", other])
     assert done.exit_code == 2
     assert "[11] parameters, and those that the names come from [6, 5]" in done.stderr
+
+
+@pytest.mark.parametrize("shape", ["nested", "flattened"])
+def test_a_bare_optimizer_is_one_in_every_shape(tmp_path: Path, shape: str) -> None:
+    found = {
+        "nested": {"state": {"w": {"step": torch.ones(())}}, "param_groups": [{"params": ["w"]}]},
+        "flattened": {"state.w.step": torch.ones(()), "param_groups.w.lr": 0.1},
+    }[shape]
+    torch.save(found, tmp_path / "optim.pt")
+    index = read_index(str(tmp_path / "optim.pt"))
+    assert {entry.section for entry in index.entries} == {"optim"}
+    assert [*param_names.optimizers_of(index)] == [()]
+
+
+def test_a_part_of_an_optimizer_is_exported_as_it_is(tmp_path: Path) -> None:
+    groups = [{"lr": 0.1, "params": [0]}]
+    torch.save({"state": {0: {"step": torch.ones(())}}, "param_groups": groups}, tmp_path / "a.pt")
+    command = ["export", str(tmp_path / "a.pt"), "-o", str(tmp_path / "b.pt"), "--keep-names"]
+    done = CliRunner().invoke(cli, [*command, "--only", "optim", "-x", "*.params"])
+    assert done.exit_code == 0, done.stderr
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert found == {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1}]}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ckpt_tools.cli import cli
@@ -187,3 +188,23 @@ def _peak_kib(arguments: Sequence[str]) -> int:
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
     )
     return int(done.stdout)
+
+
+def test_a_name_that_two_entries_would_have_is_refused(tmp_path: Path) -> None:
+    state = {"step": torch.ones(())}
+    torch.save(
+        {"model": {"train_state.step": torch.ones(2)}, "train_state": state}, tmp_path / "a.pt"
+    )
+    command = ["reshard", str(tmp_path / "a.pt"), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    done = CliRunner().invoke(cli, [*command, "--layout", "titan"])
+    assert done.exit_code == 2
+    assert "This layout would call two entries train_state.step." in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_section_that_is_no_optimizer_is_not_laid_out_as_one(tmp_path: Path) -> None:
+    torch.save({"optim": {"w": {"exp_avg": torch.ones(2)}}}, tmp_path / "a.pt")
+    command = ["reshard", str(tmp_path / "a.pt"), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    done = CliRunner().invoke(cli, [*command, "--layout", "plain"])
+    assert done.exit_code == 2
+    assert "optim.w.exp_avg: no state dict of an optimizer has it" in done.stderr

@@ -201,3 +201,12 @@ def test_a_part_of_an_optimizer_is_exported_as_it_is(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     found = torch.load(tmp_path / "b.pt", weights_only=True)
     assert found == {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1}]}
+
+
+def test_numbers_of_a_dcp_directory_are_ints_in_a_pickle(tmp_path: Path) -> None:
+    source, out = CHECKPOINTS / "fsdp2_dcp_rawoptim_4r" / "ckpt", tmp_path / "optim.pt"
+    command = ["export", str(source), "-o", str(out), "--keep-names", "--only", "optim"]
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 0, done.stderr
+    (found,) = torch.load(out, weights_only=True).values()
+    assert list(found["state"]) == found["param_groups"][0]["params"] == list(range(11))

@@ -22,6 +22,7 @@ from ckpt_tools.core.index import (
     Section,
     TensorEntry,
 )
+from ckpt_tools.core.state_tree import of_paths
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
@@ -111,7 +112,7 @@ def _read_index(path: str) -> CheckpointIndex:
         world_size=_world_size((*sizes, *needed)),
         torch_version=None,
         notes=tuple(_notes(sizes, needed, objects)),
-        order=tuple(metadata.planner_data or ()),
+        tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
     with Files() as files:
         index = dcp_safetensors.resolve(index, files)
@@ -202,9 +203,12 @@ def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
 
 
 def _paths(metadata: Metadata) -> dict[str, Path]:
-    """The path of every entry: planner_data's, or the name alone where there is none."""
+    """The path of every entry: planner_data's, in its order, or the name alone without one."""
     planner = metadata.planner_data or {}
-    return {fqn: tuple(planner.get(fqn, (fqn,))) for fqn in (*metadata.tensors, *metadata.objects)}
+    entries = metadata.tensors.keys() | metadata.objects
+    known = {fqn: tuple(path) for fqn, path in planner.items() if fqn in entries}
+    rest = (fqn for fqn in (*metadata.tensors, *sorted(metadata.objects)) if fqn not in known)
+    return known | {fqn: (fqn,) for fqn in rest}
 
 
 def _sections(metadata: Metadata, path_of: Mapping[str, Path]) -> dict[str, Section]:

@@ -85,7 +85,7 @@ def command(
     index = reading.read(ckpt, read)
     report = _report(index, quick=quick, threads=threads)
     compared: Comparison | None = None
-    if against is not None and not report.hurt and not report.rescued:
+    if against is not None and not (report.hurt or report.lost or report.rescued):
         # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
         readable = replace(index, problems=())
         compared = _compare(readable, against, chosen, read=read, threads=threads)

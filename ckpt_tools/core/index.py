@@ -188,6 +188,12 @@ class CheckpointIndex:
         """Every tensor, then every object."""
         return [*self.tensors, *self.objects]
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Names that a problem speaks of and that have no entry, sorted: what went with a file."""
+        named = frozenset().union(*(problem.about for problem in self.problems))
+        return tuple(sorted(named.difference(entry.fqn for entry in self.entries)))
+
     def tensor(self, fqn: str) -> TensorEntry | None:
         """The tensor of this name, or None."""
         place = bisect_left(self.tensors, fqn, key=_fqn)
@@ -201,7 +207,11 @@ class CheckpointIndex:
         return self.objects[place] if found else None
 
     def select(self, fqns: Collection[str]) -> CheckpointIndex:
-        """The same checkpoint with only these tensors and objects, and the problems they have."""
+        """The same checkpoint with only these tensors and objects, and the problems they have.
+
+        A problem that names nothing belongs to every choice. A name that was lost with its file may
+        be among ``fqns``, too: it has no entry, and its problem comes along.
+        """
         return replace(
             self,
             problems=tuple(p for p in self.problems if not p.about or not p.about.isdisjoint(fqns)),

@@ -7,7 +7,7 @@ prints nothing and knows neither options nor formats.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ckpt_tools import formats, proof

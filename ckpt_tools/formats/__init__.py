@@ -48,6 +48,7 @@ FORMATS = (
     Format("ranks", "ckpt_tools.formats.rank_files.read"),
     Format("safetensors", "ckpt_tools.formats.safetensors.read"),
     Format("torch", "ckpt_tools.formats.torch_file.read"),
+    Format("torch", "ckpt_tools.formats.torch_file.folder"),
 )
 
 

@@ -12,7 +12,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,14 +19,12 @@ from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Chunk, Section, TensorEntry, check_coverage
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
+from ckpt_tools.formats.numbered import Gaps, absent, listing, two_saves
 from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
 
 SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
-NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _SHARDING_INFO = "DCP_SHARDING_INFO"
-_SHOWN = 3  # names shown of a longer list
 _MOST_RANKS = 100_000
-_MOST_MISSING = 1000  # a gap in numbers is not listed further than this
 
 
 class Part(NamedTuple):
@@ -90,12 +87,6 @@ def _offsets_of(raw: object, fqn: str, *, path: str, ndim: int) -> tuple[int, ..
             f"{path}: {fqn}: {_SHARDING_INFO} should give {ndim} offsets, found {raw!r:.60}."
         )
     return found
-
-
-def listing(fqns: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    shown = ", ".join(fqns[:_SHOWN])
-    return shown if len(fqns) <= _SHOWN else f"{shown} and {len(fqns) - _SHOWN:,} more"
 
 
 def join(parts: Sequence[Part], *, weight_map: Mapping[str, str] | None = None) -> Joined:
@@ -201,13 +192,6 @@ def _chunks(group: Sequence[_Held], fqn: str) -> tuple[Chunk, ...]:
     return tuple(found[box] for box in sorted(found))
 
 
-class Gaps(NamedTuple):
-    """Files that others prove to have been there: their paths, and the problem of each kind."""
-
-    paths: list[str]
-    problems: list[CheckpointError]
-
-
 def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorEntry]) -> Gaps:
     """What the numbers in ``shard-R-model-i-of-N`` names, and the boxes, prove to be missing.
 
@@ -220,13 +204,13 @@ def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorE
     if not have:
         return gaps
     if len(counts) > 1:
-        gaps.problems.append(_two_saves(folder, counts))
+        gaps.problems.append(two_saves(folder, counts))
         return gaps
     ranks, count = {rank for rank, _ in have}, counts[0]
-    for rank in _absent(ranks, max(ranks)):
+    for rank in absent(ranks, max(ranks)):
         gaps.paths.append(f"{folder}/{_shard_name(rank, 1, count)}")
         gaps.problems.append(_missing_rank(gaps.paths[-1], rank, top=max(ranks)))
-    for number in _absent({number for _, number in have}, count):
+    for number in absent({number for _, number in have}, count):
         gaps.paths.append(f"{folder}/{_shard_name(1, number, count)}")
         gaps.problems.append(
             IncompleteError(f"{folder}: no rank has its file {number} of {count}.")
@@ -237,19 +221,6 @@ def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorE
 
 def _shard_name(rank: int, number: int, count: int) -> str:
     return f"shard-{rank:05}-model-{number:05}-of-{count:05}.safetensors"
-
-
-def _two_saves(folder: str, counts: Sequence[int]) -> CheckpointError:
-    shown = " and ".join(f"-of-{count:05}" for count in counts)
-    return CheckpointError(
-        f"{folder} holds files of more than one save: {shown}.",
-        hint="Move the files of the other save away.",
-    )
-
-
-def _absent(numbers: set[int], top: int) -> list[int]:
-    """The numbers from 1 to ``top`` that are not there, a thousand of them at most."""
-    return list(islice((n for n in range(1, top + 1) if n not in numbers), _MOST_MISSING))
 
 
 def _missing_rank(path: str, rank: int, *, top: int) -> IncompleteError:
@@ -298,24 +269,3 @@ def _even(entry: TensorEntry, widths: Sequence[int]) -> bool:
         max(chunk.box.sizes[dim] for chunk in entry.chunks) in {-(-size // w) for w in widths}
         for dim, size in enumerate(entry.shape)
     )
-
-
-def gaps_in_numbers(folder: str, present: Iterable[str]) -> Gaps:
-    """What the numbers in ``NAME-i-of-N`` names prove to be missing."""
-    families: dict[str, list[re.Match[str]]] = defaultdict(list)
-    for name in present:
-        match = NUMBERED.fullmatch(name)
-        if match and not SHARD.fullmatch(name):
-            families[match[1]].append(match)
-    gaps = Gaps([], [])
-    for stem, matches in sorted(families.items()):
-        counts = sorted({int(match[3]) for match in matches})
-        if len(counts) > 1:
-            gaps.problems.append(_two_saves(folder, counts))
-            continue
-        width = len(matches[0][2])
-        for number in _absent({int(match[2]) for match in matches}, counts[0]):
-            path = f"{folder}/{stem}-{number:0{width}}-of-{matches[0][3]}.safetensors"
-            gaps.paths.append(path)
-            gaps.problems.append(IncompleteError(f"{path} is not there."))
-    return gaps

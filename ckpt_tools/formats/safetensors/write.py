@@ -14,7 +14,8 @@ from itertools import pairwise
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX, is_text
+from ckpt_tools.formats.numbered import is_text
+from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX
 
 _ALIGNMENT = 8
 _RESERVED = "__metadata__"

@@ -203,6 +203,7 @@ def export(
         out,
         plan.files,
         Origin.of(index, plan.files, words),
+        source=index.files,
         single_file=single_file,
         resume=write.resume,
     )

@@ -5,6 +5,7 @@ Readers make it, everything else uses it. It knows nothing of formats, and it op
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -148,11 +149,36 @@ class ObjectEntry:
     codec: str | None = None
 
 
+class FileState(NamedTuple):
+    """What tells a file from another one in its place, without a look into it.
+
+    ``changed`` is the time of the last change in nanoseconds, ``version`` the inode on a disk, what
+    else changes with the contents in a store. Both are 0 or empty where nothing tells them.
+    """
+
+    size: int
+    changed: int = 0
+    version: str = ""
+
+    def __str__(self) -> str:
+        """In words that a person can compare."""
+        told = [f"{self.size:,} bytes"]
+        if self.changed:
+            seconds, nanoseconds = divmod(self.changed, 10**9)
+            date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+            told = [f"{told[0]} of {date}.{nanoseconds:09d} UTC"]
+        return ", ".join([*told, *filter(None, [self.version])])
+
+
 class FileEntry(NamedTuple):
-    """A file that the checkpoint needs; ``length`` in bytes, None when it is not there."""
+    """A file that the checkpoint needs; ``length`` in bytes, None when it is not there.
+
+    ``state`` is that before its first byte was read, None where nobody has looked.
+    """
 
     path: str
     length: int | None
+    state: FileState | None = None
 
 
 @dataclass(frozen=True, slots=True)

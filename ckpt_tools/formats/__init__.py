@@ -6,11 +6,12 @@ all the rest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
 
-from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.index import CheckpointIndex, FileState
 from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.formats import frameworks
 from ckpt_tools.formats.options import ReadOptions
@@ -100,7 +101,8 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         raise UnreadableError(
             f"{path} is no checkpoint of a known format.", hint=frameworks.SUPPORTED
         )
-    index = form.read_index(place, options)
+    before = _states(place)  # a file that changes while headers are read has changed, too
+    index = _with_states(form.read_index(place, options), before)
     framework, told_by = frameworks.framework(index)
     notes = list(index.notes)
     if paths.normal(place) != paths.normal(path):
@@ -108,6 +110,26 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     if told_by is not None:
         notes.append(f"Framework: {framework}, told by {told_by}.")
     return replace(index, framework=framework, notes=tuple(notes))
+
+
+def _states(place: str) -> dict[str, FileState]:
+    try:
+        return paths.states(place)
+    except OSError:
+        return {}  # reading it will say what is wrong
+
+
+def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> CheckpointIndex:
+    """The same index, its files with the states that they had before they were read.
+
+    A store is asked for no more than its listing: each file by itself would be a request.
+    """
+    known = {paths.normal(path): state for path, state in before.items()}
+    where = {file: paths.normal(file.path) for file in index.files}
+    known |= paths.states_now(
+        path for path in where.values() if path not in known and not paths.is_address(path)
+    )
+    return replace(index, files=tuple(f._replace(state=known.get(at)) for f, at in where.items()))
 
 
 def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
@@ -119,7 +141,8 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
         return read_index(found[0], options=options)
     from ckpt_tools.formats.rank_files import read as rank_files
 
-    return rank_files.read_index(found, options=options)
+    before = paths.states_now(found)
+    return _with_states(rank_files.read_index(found, options=options), before)
 
 
 def _only_one_inside(folder: str) -> str:

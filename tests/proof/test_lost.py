@@ -83,7 +83,7 @@ def test_a_lost_file_is_refused_by_all_that_reads(name: str, file: str, tmp_path
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_a_lost_bin_file_is_refused(tmp_path: Path, index: bool) -> None:
+def test_a_lost_bin_file_is_refused(tmp_path: Path, *, index: bool) -> None:
     lost = "pytorch_model-00002-of-00002.bin"
     refused(bins(tmp_path / "ckpt", lost=lost, index=index), tmp_path / "out")
 
@@ -107,7 +107,7 @@ def test_a_name_that_its_file_lacks_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_one_numbered_file_alone_is_not_all(tmp_path: Path, index: bool) -> None:
+def test_one_numbered_file_alone_is_not_all(tmp_path: Path, *, index: bool) -> None:
     folder = tmp_path / "ckpt"
     shutil.copytree(CHECKPOINTS / HF, folder)
     if not index:

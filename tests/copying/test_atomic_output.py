@@ -402,7 +402,7 @@ def test_a_file_that_was_cut_meanwhile_is_written_again(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-# ---------------------------------------------------------------------------------------- the source
+# --------------------------------------------------------------------------------------- the source
 
 
 def touched(path: Path) -> None:

@@ -65,7 +65,7 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
             tensors.append(entry)
             continue
         try:
-            chunks = [opener.raw(entry, chunk) for chunk in entry.chunks]
+            chunks = [opener.with_replicas(entry, chunk) for chunk in entry.chunks]
             tensors.append(replace(entry, chunks=chunks))
         except CheckpointError as error:
             problems.append(type(error)(error.message, hint=error.hint, about=(entry.fqn,)))
@@ -97,6 +97,24 @@ class _Opener:
         found = Bulk(stored, self._files, self._lengths, self._templates, learn).resolved()
         pairs = zip(stored, found, strict=True)
         return {entry.fqn: chunks for entry, chunks in pairs if chunks is not None}
+
+    def with_replicas(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
+        """The chunk and those of its replicas that are laid out alike, as raw elements."""
+        first = self.raw(entry, chunk)
+        if not chunk.replicas or chunk.codec is None:
+            return first
+        bare = chunk._replace(replicas=())
+        others = [
+            self.raw(entry, bare._replace(data=data)) if self._is_there(data) else None
+            for data in chunk.replicas
+        ]
+        alike = (first.strides, first.codec, first.data.length)
+        replicas = [
+            data if other is None else other.data
+            for data, other in zip(chunk.replicas, others, strict=True)
+            if other is None or (other.strides, other.codec, other.data.length) == alike
+        ]
+        return first._replace(replicas=tuple(replicas))
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
@@ -209,10 +227,11 @@ def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
 
     Raises UnsafePickleError when an object asks for a global that could run code.
     """
-    return replace(index, objects=tuple(_opened(entry, files) for entry in index.objects))
+    return replace(index, objects=tuple(open_object(entry, files) for entry in index.objects))
 
 
-def _opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
+def open_object(entry: ObjectEntry, files: Files) -> ObjectEntry:
+    """The same object with its value, when that is plain."""
     if entry.opened or entry.codec is None or entry.data.length > _MAX_PLAIN:
         return entry
     value = plain_value(files, entry)

@@ -130,6 +130,7 @@ def plan_export(
             located = formats.open_objects(located, files)
         outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)
     targets, kept = _targets(outcome, options)
+    targets = _in_containers(targets, outcome, index, options)
     objects: tuple[ObjectEntry, ...] = ()
     if _keeps_nesting(options):
         targets = _at_their_paths(targets, located)
@@ -154,6 +155,34 @@ def _keeps_nesting(options: ExportOptions) -> bool:
     Only so can an optimizer load it: its state is nested, and its groups are objects.
     """
     return options.format == "torch" and options.keep_names and not options.steps
+
+
+def _in_containers(
+    targets: Sequence[Target], outcome: Outcome, index: CheckpointIndex, options: ExportOptions
+) -> tuple[Target, ...]:
+    """The targets of a safetensors file at the path of the container that their names begin with.
+
+    That is the source's, where it was not taken off; steps give names that stand in none.
+    """
+    if options.format != "safetensors" or options.steps:
+        return tuple(targets)
+    paths = [entry.path for entry in index.entries]
+    classified = names.classify(paths, objects={entry.path for entry in index.objects})
+    containers = {
+        entry.fqn: container
+        for entry, (_, container) in zip(index.entries, classified, strict=True)
+    }
+    common = {containers[made.origins[0]] for made in outcome.made}
+    if len(common) == 1 and not options.keep_names:
+        return tuple(targets)  # the one container of all was taken off
+    placed = []
+    for target, made in zip(targets, outcome.made, strict=True):
+        container = containers[made.origins[0]]
+        prefix = names.join((*container, ""))
+        inside = container and target.fqn.startswith(prefix)
+        path = (*container, target.fqn[len(prefix) :]) if inside else (target.fqn,)
+        placed.append(target._replace(path=path))
+    return tuple(placed)
 
 
 def _at_their_paths(targets: Sequence[Target], located: CheckpointIndex) -> tuple[Target, ...]:

@@ -109,7 +109,18 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         notes.insert(0, f"Reading {place}.")
     if told_by is not None:
         notes.append(f"Framework: {framework}, told by {told_by}.")
+    others = _beside(place, index)
+    if others:
+        shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+        notes.append(f"Beside it, and not read: {shown}.")
     return replace(index, framework=framework, notes=tuple(notes))
+
+
+def _beside(place: str, index: CheckpointIndex) -> list[str]:
+    """What else in the folder that was read looks like a checkpoint, and no note speaks of."""
+    read = [file.path for file in index.files]
+    found = frameworks.beside(place, read, lambda path: detect(path) is not None)
+    return [name for name in found if not any(name in note for note in index.notes)]
 
 
 def _states(place: str) -> dict[str, FileState]:

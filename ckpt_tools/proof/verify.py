@@ -131,7 +131,7 @@ def _report(index: CheckpointIndex, located: CheckpointIndex, findings: _Finding
         root=index.root,
         format=index.format,
         problems=tuple(problems),
-        notes=(*halves.notes, *([] if hurt or lost else _replicas_hold(index))),
+        notes=(*index.notes, *halves.notes, *([] if hurt or lost else _replicas_hold(index))),
         tensors=len(index.tensors),
         hurt=hurt,
         objects=len(index.objects),

@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import Chunk, Section, TensorEntry, check_coverage
+from ckpt_tools.core.index import Chunk, TensorEntry, check_coverage
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.numbered import Gaps, absent, listing, two_saves
 from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
+from ckpt_tools.formats.safetensors.sections import Home, Homes, decoded
 
 SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -31,13 +32,15 @@ class Part(NamedTuple):
     """One file of a checkpoint.
 
     ``offsets`` say where each tensor's box begins, in elements; None when the file holds whole
-    tensors. ``rank`` is who wrote it, None when the name does not tell.
+    tensors. ``rank`` is who wrote it, None when the name does not tell. ``homes`` are the sections
+    that it states, if any.
     """
 
     path: str
     header: Header
     offsets: Mapping[str, tuple[int, ...]] | None
     rank: int | None
+    homes: Homes | None = None
 
 
 class Joined(NamedTuple):
@@ -56,7 +59,7 @@ def make_part(path: str, header: Header) -> Part:
     """The file with what its header says of boxes. Raises UnreadableError when that is unsound."""
     match = SHARD.fullmatch(Path(path).name)
     rank = int(match[1]) - 1 if match else None
-    return Part(path, header, _offsets(path, header), rank)
+    return Part(path, header, _offsets(path, header), rank, decoded(header.metadata, path))
 
 
 def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
@@ -99,17 +102,26 @@ def join(parts: Sequence[Part], *, weight_map: Mapping[str, str] | None = None) 
         for fqn, stored in part.header.tensors.items():
             held[fqn].append(_Held(part, stored))
     order = sorted(held)
-    sections = names.classify([(fqn,) for fqn in order])
+    homes = _homes(held)
     doubles: dict[tuple[str, str], list[str]] = defaultdict(list)
     joined = Joined([], [])
-    for fqn, (section, _) in zip(order, sections, strict=True):
+    for fqn in order:
         group = held[fqn]
         if len(group) > 1 and any(part.offsets is None for part, _ in group):
             group = _choose(group, fqn, weight_map=weight_map or {}, doubles=doubles)
         group = _agreeing(group, fqn, problems=joined.problems)
-        joined.tensors.append(_entry(group, fqn, section=section, problems=joined.problems))
+        joined.tensors.append(_entry(group, fqn, home=homes[fqn], problems=joined.problems))
     joined.problems.extend(_double_problems(doubles))
     return joined
+
+
+def _homes(held: Mapping[str, Sequence[_Held]]) -> dict[str, Home]:
+    """Where each tensor belongs: as its file states, else as its name alone tells."""
+    stated = {fqn: group[0].part.homes for fqn, group in held.items()}
+    bare = [fqn for fqn, homes in stated.items() if homes is None]
+    sections = names.classify([(fqn,) for fqn in bare])
+    found = {fqn: Home((), section) for fqn, (section, _) in zip(bare, sections, strict=True)}
+    return found | {fqn: homes.of(fqn) for fqn, homes in stated.items() if homes is not None}
 
 
 def _choose(
@@ -161,15 +173,18 @@ def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) 
 
 
 def _entry(
-    group: Sequence[_Held], fqn: str, *, section: Section, problems: list[CheckpointError]
+    group: Sequence[_Held], fqn: str, *, home: Home, problems: list[CheckpointError]
 ) -> TensorEntry:
     """One tensor: the largest corner of its boxes is its shape, and they must cover it."""
     dtype = group[0].stored.dtype
     chunks = _chunks(group, fqn)
+    section = home.section
+    prefix = names.join((*home.container, ""))
+    path = (*home.container, fqn[len(prefix) :]) if fqn.startswith(prefix) else (fqn,)
     if len(chunks) == 1 and not any(chunks[0].box.offsets):
-        return TensorEntry(fqn, (fqn,), section, dtype, chunks[0].box.sizes, chunks)
+        return TensorEntry(fqn, path, section, dtype, chunks[0].box.sizes, chunks)
     shape = tuple(map(max, zip(*(chunk.box.ends for chunk in chunks), strict=True)))
-    entry = TensorEntry(fqn, (fqn,), section, dtype, shape, chunks)
+    entry = TensorEntry(fqn, path, section, dtype, shape, chunks)
     try:
         check_coverage(entry)
     except CheckpointError as problem:

@@ -218,6 +218,8 @@ class CheckpointIndex:
     def lost(self) -> tuple[str, ...]:
         """Names that a problem speaks of and that have no entry, sorted: what went with a file."""
         named = frozenset().union(*(problem.about for problem in self.problems))
+        if not named:
+            return ()
         return tuple(sorted(named.difference(entry.fqn for entry in self.entries)))
 
     def tensor(self, fqn: str) -> TensorEntry | None:

@@ -43,17 +43,15 @@ def file_sizes(path: str) -> dict[str, int]:
 def states(path: str) -> dict[str, FileState]:
     """The states of a file, or of the files right in a folder, by path. Raises OSError.
 
-    A web server lists none, and is asked for none.
+    Of a store only the listing of a folder is asked for, and of a web server, which has none,
+    nothing.
     """
-    if path.startswith(("http://", "https://")):
-        return {}
     if is_address(path):
-        found = fsspec_store.facts(path)
-        inside = fsspec_store.listing(path) if found.is_dir else [found]
-        folder = path if found.is_dir else os.path.dirname(path)
+        if path.startswith(("http://", "https://")) or not is_dir(path):
+            return {}
         return {
-            os.path.join(folder, one.name): FileState(one.size, version=one.version)
-            for one in inside
+            os.path.join(path, one.name): FileState(one.size, version=one.version)
+            for one in fsspec_store.listing(path)
             if not one.is_dir
         }
     if not os.path.isdir(path):

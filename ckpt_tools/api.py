@@ -7,7 +7,7 @@ prints nothing and knows neither options nor formats.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ckpt_tools import formats, proof
@@ -89,9 +89,12 @@ class Checkpoint(CheckpointIndex):
         """
         entry = self.object(fqn)
         if entry is None:
+            self.select({fqn}).require_whole()
             raise AnswerNo(f"{self.root} has no object {fqn!r}.")
         with Files() as files:
-            opened = formats.open_objects(replace(self, tensors=(), objects=(entry,)), files)
+            one = self.select({fqn})
+            one.require_whole()
+            opened = formats.open_objects(one, files)
         found = opened.objects[0]
         if not found.opened:
             what = found.type_name or "too large"
@@ -101,6 +104,7 @@ class Checkpoint(CheckpointIndex):
     def _entry(self, fqn: str) -> TensorEntry:
         entry = self.tensor(fqn)
         if entry is None:
+            self.select({fqn}).require_whole()
             raise AnswerNo(f"{self.root} has no tensor {fqn!r}.")
         return entry
 
@@ -108,8 +112,7 @@ class Checkpoint(CheckpointIndex):
         """The packed elements of a box. Raises what is wrong with the tensor."""
         from ckpt_tools.copying.write import read_box  # late: it needs numpy
 
-        known = tuple(problem for problem in self.problems if entry.fqn in problem.about)
-        one = replace(self, tensors=(entry,), objects=(), problems=known)
+        one = self.select({entry.fqn})
         data = bytearray(box.numel * entry.dtype.itemsize)
         with Files() as files:
             located = formats.locate(one, files)

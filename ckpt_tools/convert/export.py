@@ -127,6 +127,7 @@ def plan_export(
 
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     if not chosen.tensors and not _keeps_nesting(options):
+        chosen.require_whole()
         raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
     of_ranks: list[str] = []
     if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
@@ -139,6 +140,7 @@ def plan_export(
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
         outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)
     targets, kept = _targets(index, outcome, options)
+    targets = _in_containers(targets, outcome, index, options)
     objects: tuple[ObjectEntry, ...] = ()
     tree = NO_TREE
     if _keeps_nesting(options):
@@ -168,6 +170,34 @@ def _keeps_nesting(options: ExportOptions) -> bool:
     Only so can an optimizer load it: its state is nested, and its groups are objects.
     """
     return options.format == "torch" and options.keep_names and not options.steps
+
+
+def _in_containers(
+    targets: Sequence[Target], outcome: Outcome, index: CheckpointIndex, options: ExportOptions
+) -> tuple[Target, ...]:
+    """The targets of a safetensors file at the path of the container that their names begin with.
+
+    That is the source's, where it was not taken off; steps give names that stand in none.
+    """
+    if options.format != "safetensors" or options.steps:
+        return tuple(targets)
+    paths = [entry.path for entry in index.entries]
+    classified = names.classify(paths, objects={entry.path for entry in index.objects})
+    containers = {
+        entry.fqn: container
+        for entry, (_, container) in zip(index.entries, classified, strict=True)
+    }
+    common = {containers[made.origins[0]] for made in outcome.made}
+    if len(common) == 1 and not options.keep_names:
+        return tuple(targets)  # the one container of all was taken off
+    placed = []
+    for target, made in zip(targets, outcome.made, strict=True):
+        container = containers[made.origins[0]]
+        prefix = names.join((*container, ""))
+        inside = container and target.fqn.startswith(prefix)
+        path = (*container, target.fqn[len(prefix) :]) if inside else (target.fqn,)
+        placed.append(target._replace(path=path))
+    return tuple(placed)
 
 
 def _made(tensors: Sequence[TensorEntry], renamed: Mapping[str, str]) -> tuple[Made, ...]:
@@ -214,6 +244,7 @@ def export(
         out,
         plan.files,
         Origin.of(index, plan.files, words),
+        source=index.files,
         single_file=single_file,
         resume=write.resume,
     )

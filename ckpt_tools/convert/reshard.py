@@ -255,7 +255,7 @@ def reshard(
     plan = plan_reshard(index, options)
     origin = claim.Origin.of(index, plan.files, claim.in_words(options))
     with atomic_output.appearing(
-        atomic_output.Order(out, plan.files, origin, resume=write.resume)
+        atomic_output.Order(out, plan.files, origin, source=index.files, resume=write.resume)
     ) as started:
         carry_out(() if started.is_written else plan.files, started.place.folder)
         proven = _check(plan, started.place.folder, index, write) if write.check else ()

@@ -5,6 +5,7 @@ Readers make it, everything else uses it. It knows nothing of formats, and it op
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -171,11 +172,36 @@ class ObjectEntry:
 Entry: TypeAlias = TensorEntry | ObjectEntry
 
 
+class FileState(NamedTuple):
+    """What tells a file from another one in its place, without a look into it.
+
+    ``changed`` is the time of the last change in nanoseconds, ``version`` the inode on a disk, what
+    else changes with the contents in a store. Both are 0 or empty where nothing tells them.
+    """
+
+    size: int
+    changed: int = 0
+    version: str = ""
+
+    def __str__(self) -> str:
+        """In words that a person can compare."""
+        told = [f"{self.size:,} bytes"]
+        if self.changed:
+            seconds, nanoseconds = divmod(self.changed, 10**9)
+            date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+            told = [f"{told[0]} of {date}.{nanoseconds:09d} UTC"]
+        return ", ".join([*told, *filter(None, [self.version])])
+
+
 class FileEntry(NamedTuple):
-    """A file that the checkpoint needs; ``length`` in bytes, None when it is not there."""
+    """A file that the checkpoint needs; ``length`` in bytes, None when it is not there.
+
+    ``state`` is that before its first byte was read, None where nobody has looked.
+    """
 
     path: str
     length: int | None
+    state: FileState | None = None
 
 
 # Nothing is known of the containers: paths say it.
@@ -250,6 +276,14 @@ class CheckpointIndex:
         """Every tensor, then every object."""
         return [*self.tensors, *self.objects]
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Names that a problem speaks of and that have no entry, sorted: what went with a file."""
+        named = frozenset().union(*(problem.about for problem in self.problems))
+        if not named:
+            return ()
+        return tuple(sorted(named.difference(entry.fqn for entry in self.entries)))
+
     def tensor(self, fqn: str) -> TensorEntry | None:
         """The tensor of this name, or None."""
         place = bisect_left(self.tensors, fqn, key=_fqn)
@@ -263,7 +297,11 @@ class CheckpointIndex:
         return self.objects[place] if found else None
 
     def select(self, fqns: Collection[str]) -> CheckpointIndex:
-        """The same checkpoint with only these tensors and objects, and the problems they have."""
+        """The same checkpoint with only these tensors and objects, and the problems they have.
+
+        A problem that names nothing belongs to every choice. A name that was lost with its file may
+        be among ``fqns``, too: it has no entry, and its problem comes along.
+        """
         return replace(
             self,
             problems=tuple(p for p in self.problems if not p.about or not p.about.isdisjoint(fqns)),

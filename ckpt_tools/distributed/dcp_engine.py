@@ -47,7 +47,7 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
         with devices.process_group(group) as device_type:
 
             def load_and_save(plans: Sequence[FilePlan], folder: str) -> None:
-                require_same_plan(group, plans)
+                require_same_plan(group, plans, source=index)
                 placed = _Placed(mesh, device_type, group)
                 with group.together():  # a rank that refuses must not be missed in a collective
                     state = placed.empty(plan.targets)

@@ -69,7 +69,7 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
             tensors.append(entry)
             continue
         try:
-            chunks = [opener.raw(entry, chunk) for chunk in entry.chunks]
+            chunks = [opener.with_replicas(entry, chunk) for chunk in entry.chunks]
             tensors.append(replace(entry, chunks=chunks))
         except CheckpointError as error:
             problems.append(error.concerning((entry.fqn,)))
@@ -85,6 +85,24 @@ class _Opener:
         self._lengths = lengths
         self._seen: dict[bytes, StoredTensor] = {}
         self._templates = Templates(files, lengths)
+
+    def with_replicas(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
+        """The chunk and those of its replicas that are laid out alike, as raw elements."""
+        first = self.raw(entry, chunk)
+        if not chunk.replicas or chunk.codec is None:
+            return first
+        bare = chunk._replace(replicas=())
+        others = [
+            self.raw(entry, bare._replace(data=data)) if self._is_there(data) else None
+            for data in chunk.replicas
+        ]
+        alike = (first.strides, first.codec, first.data.length)
+        replicas = [
+            data if other is None else other.data
+            for data, other in zip(chunk.replicas, others, strict=True)
+            if other is None or (other.strides, other.codec, other.data.length) == alike
+        ]
+        return first._replace(replicas=tuple(replicas))
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
@@ -233,7 +251,7 @@ def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     tensors: list[TensorEntry] = []
     parts: dict[str, Branch[str]] = {}
     for entry in index.objects:
-        found = _opened(entry, files)
+        found = opened(entry, files)
         if isinstance(found, ObjectEntry):
             objects.append(found)
             continue
@@ -262,7 +280,8 @@ class _Opened(NamedTuple):
     tree: Branch[str]
 
 
-def _opened(entry: ObjectEntry, files: Files) -> ObjectEntry | _Opened:
+def opened(entry: ObjectEntry, files: Files) -> ObjectEntry | _Opened:
+    """The same object with its value when that is plain, or what the item holds as a container."""
     if entry.opened or entry.codec is None:
         return entry
     if entry.codec != TORCH_SAVE and entry.data.length > _MAX_PLAIN:

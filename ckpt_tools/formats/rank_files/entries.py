@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckpt_tools.core import names
+from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import NO_TREE, Chunk, ObjectEntry, Path, Section, TensorEntry
 from ckpt_tools.core.state_tree import Branch, dict_of, merge
 from ckpt_tools.core.text import some
@@ -170,7 +171,7 @@ class _Report:
 
     complaints: dict[str, list[str]] = field(default_factory=dict)
     differing: dict[str, int] = field(default_factory=dict)
-    unlike: list[str] = field(default_factory=list)
+    unlike: dict[str, Box] = field(default_factory=dict)
     unseen: list[str] = field(default_factory=list)
     per_rank: list[str] = field(default_factory=list)
     optim_differs: bool = False
@@ -182,8 +183,8 @@ class _Report:
         elif joined.differing:
             self.differing[entry.fqn] = joined.differing[0]
             self.optim_differs = self.optim_differs or entry.section == "optim"
-        if joined.unlike:
-            self.unlike.append(f"{entry.fqn} {joined.unlike[0]}")
+        elif joined.unlike:
+            self.unlike[entry.fqn] = joined.unlike[0]
         if joined.unseen:
             self.unseen.append(entry.fqn)
 
@@ -205,11 +206,17 @@ class _Report:
                 about=fqns,
             )
 
+        if self.unlike:
+            shown = some([f"{fqn} {box}" for fqn, box in self.unlike.items()])
+            yield UnsupportedError(
+                f"{shown}: replicas that differ between ranks, so that none is known to be right.",
+                hint=_LEAVE_OUT,
+                about=[*self.unlike],
+            )
+
     def notes(self) -> Iterator[str]:
         """What a person should know."""
         if self.per_rank:
             yield f"Kept once per rank, as ….rank_N: {some(sorted(self.per_rank))}."
-        if self.unlike:
-            yield f"Replicas hold other values than the rank that is read: {some(self.unlike)}."
         if self.unseen:
             yield f"Replicas too large to be compared: {some(self.unseen)}."

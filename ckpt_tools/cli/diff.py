@@ -51,6 +51,7 @@ _WORDS = {
     "shape": "shape",
     "values": "values",
     "unknown": "cannot be told",
+    "container": "container",
     "same": "same",
 }
 
@@ -176,6 +177,8 @@ def _summary(found: Diff) -> str:
     compared = (
         f"{render.counted(found.tensors, 'tensor')} and {render.counted(found.objects, 'object')}"
     )
+    if found.containers is not None:
+        compared += " and the containers they are in"
     by = "" if found.values_compared else " by headers only: VALUES WERE NOT COMPARED"
     counts = Counter(_WORDS[e.status] for e in found.entries if e.status != "same")
     told = ", ".join(f"{count:,} {word}" for word, count in counts.items())
@@ -193,6 +196,7 @@ def _json(a: CheckpointIndex, b: CheckpointIndex, found: Diff) -> render.Json:
         "values_compared": found.values_compared,
         "tensors": found.tensors,
         "objects": found.objects,
+        "containers": found.containers,
         "same": found.same,
         "differences": [_entry_json(e) for e in found.entries if e.status != "same"],
     }

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ckpt_tools import (
     ExportOptions,
+    Naming,
     ReadOptions,
     ReshardOptions,
     WriteOptions,
@@ -30,7 +31,9 @@ from ckpt_tools import (
     open_checkpoint,
 )
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.errors import CkptError
+from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.errors import CkptError, UnsupportedError, WriteError
+from ckpt_tools.formats.pickle import nest
 
 T = torch.arange(6.0)
 SETTINGS = settings(
@@ -300,3 +303,130 @@ def test_a_file_of_a_list_or_a_tuple_stays_one(top: object, tmp_path: Path) -> N
     torch.save(top, tmp_path / "a.pt")
     out = to_torch(tmp_path / "a.pt", tmp_path / "b.pt")
     assert spelled(torch.load(out, weights_only=True)) == spelled(top)
+
+
+def compressed(folder: Path) -> None:
+    """Turn each item of a DCP directory into one that torch's ZStandard extension wrote."""
+    zstandard = pytest.importorskip("zstandard")
+    found = metadata(folder)
+    data = {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+    packed = b""
+    for info in found.storage_data.values():
+        span = slice(info.offset, info.offset + info.length)
+        item = zstandard.compress(data[info.relative_path][span])
+        info.relative_path, info.offset, info.length = "__0_0.distcp", len(packed), len(item)
+        info.transform_descriptors = ["stream.zstd/1"]
+        packed += item
+    for path in folder.glob("*.distcp"):
+        path.unlink()
+    (folder / "__0_0.distcp").write_bytes(packed)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def test_what_is_no_plain_value_goes_along_from_a_compressed_directory(tmp_path: Path) -> None:
+    state = {"w": T, "bytes": b"ab", "set": {1, 2}, "mine": _Mine(), "pair": (T, 1)}
+    theirs = torchs_own(state, tmp_path / "dcp")
+    compressed(tmp_path / "dcp")
+    out = to_dcp(tmp_path / "dcp", tmp_path / "out", ranks=2)
+    assert said(metadata(out)) == said(theirs)
+    back = loaded({**state, "mine": None}, out)
+    assert isinstance(back, dict)
+    assert isinstance(back.pop("mine"), _Mine)
+    assert spelled(back) == spelled({key: state[key] for key in back})
+
+
+def test_a_name_that_is_nested_without_end_is_refused_in_one_line(tmp_path: Path) -> None:
+    found = torchs_own({"w": T}, tmp_path / "dcp")
+    found.planner_data["w"] = ("a",) * 800
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(UnsupportedError, match=r"nested 800 deep; up to 100 is supported"):
+        open_checkpoint(str(tmp_path / "dcp"))
+
+
+def changed(state: dict[str, object], folder: Path) -> tuple[Path, Path]:
+    """A torch file with int keys, a list and a tuple, and one with these changed."""
+    torch.save({"w": T, "c": {0: T, 1: 1}, "l": [T, 1], "e": {}}, folder / "a.pt")
+    torch.save({"w": T, **state}, folder / "b.pt")
+    return folder / "a.pt", folder / "b.pt"
+
+
+@pytest.mark.parametrize(
+    ("state", "differing"),
+    [
+        ({"c": {0: T, 1: 1}, "l": [T, 1], "e": {}}, {}),
+        ({"c": OrderedDict({0: T, 1: 1}), "l": [T, 1], "e": {}}, {}),
+        ({"c": [T, 1], "l": [T, 1], "e": {}}, {"c": ("dict of 2", "list of 2")}),
+        ({"c": {0: T, 1: 1}, "l": (T, 1), "e": {}}, {"l": ("list of 2", "tuple of 2")}),
+        ({"c": {"0": T, 1: 1}, "l": [T, 1], "e": {}}, {"c": ("dict with 0", "dict with '0'")}),
+        ({"c": {0: T, 1: 1}, "l": [T, 1]}, {"e": ("empty dict", None)}),
+    ],
+)
+def test_diff_tells_containers_that_are_not_the_same(
+    state: dict[str, object], differing: dict[str, tuple[str, str | None]], tmp_path: Path
+) -> None:
+    sides = [open_checkpoint(str(path)) for path in changed(state, tmp_path)]
+    for found in (api.diff(*sides), api.diff_headers(*sides)):
+        told = {e.name: (e.a, e.b) for e in found.entries if e.status == "container"}
+        assert told == differing
+        assert found.equal is not bool(differing)
+        assert found.containers is not None
+
+
+def test_diff_takes_both_sides_as_dcp_has_them_where_one_is_dcp(tmp_path: Path) -> None:
+    state = {"w": T, "c": {0: T, 1: 1}, "l": [T, {}, (T, 1)], "e": {}, "o": OrderedDict(a=T)}
+    torch.save(state, tmp_path / "a.pt")
+    a = open_checkpoint(str(tmp_path / "a.pt"))
+    b = open_checkpoint(str(to_dcp(tmp_path / "a.pt", tmp_path / "b")))
+    found = api.diff(a, b)
+    assert [entry for entry in found.entries if entry.status != "same"] == []
+    torch.save({**state, "c": [T, 1]}, tmp_path / "c.pt")
+    found = api.diff(open_checkpoint(str(tmp_path / "c.pt")), b)
+    assert [(e.name, e.a, e.b) for e in found.entries if e.status != "same"] == [
+        ("c", "list of 2", "dict of 2")
+    ]
+
+
+def test_containers_are_not_compared_where_names_were_changed_or_one_side_has_none(
+    tmp_path: Path,
+) -> None:
+    torch.save({"model": {"a": T}}, tmp_path / "a.pt")
+    a = open_checkpoint(str(tmp_path / "a.pt"))
+    assert api.diff_headers(a, a, naming=Naming(clean=True)).containers is None
+    options = ExportOptions(keep_names=True)
+    api.export(a, str(tmp_path / "out"), options=options, write=WriteOptions())
+    found = api.diff(a, open_checkpoint(str(tmp_path / "out")))
+    assert (found.containers, found.equal) == (None, True)
+
+
+def test_check_refuses_an_output_with_another_object_or_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"w": T, "c": {0: T, 1: 1}, "pair": (T, 2)}, tmp_path / "a.pt")
+    index = open_checkpoint(str(tmp_path / "a.pt"))
+    options = ExportOptions(format="torch", keep_names=True, only=None)
+    write = WriteOptions(check=True)
+    plan = api.export(index, str(tmp_path / "b.pt"), options=options, write=write)
+    assert plan.notes[-1].endswith("So are its 2 objects and 3 containers, by value.")
+
+    real = nest.nested
+
+    def as_list(tree: Branch[str], node_of: Callable[[str], object]) -> object:
+        node = real(tree, node_of)
+        return {**node, "c": list(node["c"].values()), "pair": (node["pair"][0], 3)}
+
+    monkeypatch.setattr("ckpt_tools.formats.torch_file.write.nested", as_list)
+    with pytest.raises(WriteError, match=r"pair\.1: 2 and 3, c is list of 2, not dict of 2"):
+        api.export(index, str(tmp_path / "c.pt"), options=options, write=write)
+    assert not (tmp_path / "c.pt").exists()
+
+
+@pytest.mark.parametrize("source", ["dcp", "pt"])
+def test_check_reads_objects_back_that_were_not_opened(source: str, tmp_path: Path) -> None:
+    state = {"w": T, "n": {"x": 1}, "pair": (T, 2), "list": [(T,), 1]}
+    torchs_own(state, tmp_path / "dcp")
+    torch.save(state, tmp_path / "pt")
+    options, write = ReshardOptions(Mesh((2,))), WriteOptions(check=True)
+    index = open_checkpoint(str(tmp_path / source))
+    plan = api.reshard(index, str(tmp_path / "out"), options=options, write=write)
+    assert "the 4 tensors written" in plan.notes[-1] or "the 3 tensors written" in plan.notes[-1]
+    assert plan.notes[-1].endswith("So are its 3 objects and 5 containers, by value.")

@@ -91,8 +91,7 @@ class Checkpoint(CheckpointIndex):
         if entry is None:
             raise AnswerNo(f"{self.root} has no object {fqn!r}.")
         with Files() as files:
-            opened = formats.open_objects(replace(self, tensors=(), objects=(entry,)), files)
-        found = opened.objects[0]
+            found = formats.open_object(self, entry, files)
         if not found.opened:
             what = found.type_name or "too large"
             raise UnsupportedError(f"{fqn} is no plain value, and is not opened: {what}.")

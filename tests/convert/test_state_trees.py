@@ -7,6 +7,7 @@ again, container kinds and key types included.
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 from collections import OrderedDict, defaultdict
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,6 +32,7 @@ from ckpt_tools import (
     api,
     open_checkpoint,
 )
+from ckpt_tools.cli import cli
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import CkptError, UnsupportedError, WriteError
@@ -430,3 +433,63 @@ def test_check_reads_objects_back_that_were_not_opened(source: str, tmp_path: Pa
     plan = api.reshard(index, str(tmp_path / "out"), options=options, write=write)
     assert "the 4 tensors written" in plan.notes[-1] or "the 3 tensors written" in plan.notes[-1]
     assert plan.notes[-1].endswith("So are its 3 objects and 5 containers, by value.")
+
+
+def test_a_tensor_of_a_tuple_in_a_dcp_item_is_shown_and_fingerprinted(tmp_path: Path) -> None:
+    state = {"w": T, "pair": (T, 2)}
+    torch.save(state, tmp_path / "a.pt")
+    torchs_own(state, tmp_path / "dcp")
+    a, b = (open_checkpoint(str(tmp_path / name)) for name in ("a.pt", "dcp"))
+    assert api.fingerprint(a).digest == api.fingerprint(b).digest
+    shown = CliRunner().invoke(cli, ["show", str(tmp_path / "dcp"), "pair.0", "--json"])
+    assert json.loads(shown.stdout)["shape"] == [6]
+    with pytest.raises(UnsupportedError, match="pair is no plain value"):
+        b.read_value("pair")
+
+
+def rank_files(folder: Path, *states: object) -> Path:
+    folder.mkdir()
+    for rank, state in enumerate(states):
+        torch.save(state, folder / f"model_world_size_{len(states)}_rank_{rank}.pt")
+    return folder
+
+
+def test_the_trees_of_ranks_are_one_and_each_ranks_own_value_stays_in_its_place(
+    tmp_path: Path,
+) -> None:
+    first = {"model": {"w": T}, "extra": [{"rng": 1, "same": (1,)}, {}], "late": OrderedDict()}
+    second = {"model": {"w": T, "v": T}, "extra": [{"rng": 2, "same": (1,)}, {}, {"more": 3}]}
+    out = to_torch(rank_files(tmp_path / "ranks", first, second), tmp_path / "b.pt")
+    found = torch.load(out, weights_only=True)
+    own = {"rng": {"rank_0": 1, "rank_1": 2}, "same": (1,)}
+    wanted = {
+        "model": {"w": T, "v": T},
+        "extra": [own, {}, {"more": 3}],
+        "late": OrderedDict(),
+    }
+    assert spelled(found) == spelled(wanted)
+
+
+def test_a_value_where_another_rank_has_a_container_is_a_problem_of_those_names(
+    tmp_path: Path,
+) -> None:
+    folder = rank_files(tmp_path / "ranks", {"w": T, "s": None}, {"w": T, "s": {"a": 1}})
+    index = open_checkpoint(str(folder))
+    (problem,) = index.problems
+    assert problem.about == {"s.a"}
+    assert "is nested otherwise than the files of lower ranks" in problem.message
+    options = ExportOptions(format="torch", keep_names=True, only=None, exclude=("s.a",))
+    out = tmp_path / "b.pt"
+    api.export(index, str(out), options=options, write=WriteOptions())
+    assert spelled(torch.load(out, weights_only=True)) == spelled({"w": T, "s": None})
+
+
+def test_a_file_of_a_list_under_a_family_keeps_it(tmp_path: Path) -> None:
+    state = {"model": {"w": T}, "extra_state": [{"a": 1}, (T, 2)]}
+    torch.save(state, tmp_path / "a.pt")
+    options = ReshardOptions(Mesh((2,)), format="ranks", device_type="cpu")
+    index = open_checkpoint(str(tmp_path / "a.pt"))
+    api.reshard(index, str(tmp_path / "r"), options=options, write=WriteOptions(check=True))
+    assert len(list((tmp_path / "r").glob("extra_state_*.pt"))) == 2
+    out = to_torch(tmp_path / "r", tmp_path / "b.pt")
+    assert spelled(torch.load(out, weights_only=True)) == spelled(state)

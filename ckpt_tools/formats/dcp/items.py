@@ -248,7 +248,7 @@ def _classified(
     tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]
 ) -> list[TensorEntry]:
     """The tensors with the sections that they have among these entries."""
-    paths = [entry.path for entry in (*tensors, *objects)]
+    paths = [entry.path for entry in tensors] + [entry.path for entry in objects]
     found = names.classify(paths, objects={entry.path for entry in objects})
     pairs = zip(tensors, found, strict=False)
     return [replace(entry, section=section) for entry, (section, _) in pairs]

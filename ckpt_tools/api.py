@@ -92,10 +92,8 @@ class Checkpoint(CheckpointIndex):
             self.select({fqn}).require_whole()
             raise AnswerNo(f"{self.root} has no object {fqn!r}.")
         with Files() as files:
-            one = self.select({fqn})
-            one.require_whole()
-            opened = formats.open_objects(one, files)
-        found = opened.objects[0]
+            self.select({fqn}).require_whole()
+            found = formats.open_object(self, entry, files)
         if not found.opened:
             what = found.type_name or "too large"
             raise UnsupportedError(f"{fqn} is no plain value, and is not opened: {what}.")

@@ -8,7 +8,7 @@ from ckpt_tools.analysis.summary import step_entries
 from ckpt_tools.cli.decode import decode
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats import locate, open_objects
+from ckpt_tools.formats import locate, open_object
 from ckpt_tools.storage.reader import Files
 
 
@@ -39,7 +39,7 @@ def _number(index: CheckpointIndex, files: Files) -> int | None:
     """The only entry of this index as a whole number, or None when it is none."""
     value: object = None
     if index.objects:
-        value = open_objects(index, files).objects[0].value
+        value = open_object(index, index.objects[0], files).value
     else:
         value = read_single(locate(index, files).tensors[0], files)
     if isinstance(value, bool) or not isinstance(value, (int, float)):

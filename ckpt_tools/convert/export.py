@@ -27,6 +27,7 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.storage import upload
@@ -79,7 +80,7 @@ class ExportPlan:
 
     A target's entry is what is written, under its new name, as boxes over the source's bytes;
     ``origins`` are the names in the source that it comes from. ``works`` must be done once before
-    the files are written.
+    the files are written. ``tree`` has the containers of the names, where the format keeps them.
     """
 
     files: tuple[FilePlan, ...]
@@ -89,6 +90,8 @@ class ExportPlan:
     nbytes: int
     single_file: str | None = None
     works: tuple[Work, ...] = ()
+    objects: tuple[ObjectEntry, ...] = ()
+    tree: Branch[str] = NO_TREE
 
     @property
     def tensors(self) -> int:
@@ -161,6 +164,8 @@ def plan_export(
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
         single_file=single_file,
         works=outcome.works,
+        objects=objects,
+        tree=tree,
     )
 
 
@@ -262,7 +267,8 @@ def _check(
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
-    words = checking.check(written, plan.targets, source=index, threads=write.threads)
+    wanted = checking.Written(plan.targets, plan.objects, plan.tree)
+    words = checking.check(written, wanted, source=index, threads=write.threads)
     checking.record_in_headers(folder, words)
     return (words,)
 

@@ -21,7 +21,7 @@ from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying import lock as claim
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,
@@ -38,6 +38,7 @@ from ckpt_tools.core.mesh_spec import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
@@ -86,13 +87,18 @@ class ReshardOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """Files to write, the tensors in them with their layouts, and what a person should know."""
+    """Files to write, the tensors in them with their layouts, and what a person should know.
+
+    ``tree`` has the containers of the names in the output, ``objects`` among them.
+    """
 
     files: tuple[FilePlan, ...]
     targets: tuple[Target, ...]
     mesh: Mesh
     notes: tuple[str, ...]
     nbytes: int
+    objects: tuple[ObjectEntry, ...] = ()
+    tree: Branch[str] = NO_TREE
 
 
 def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan:
@@ -135,7 +141,7 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     targets = tuple(
         Target(e.fqn, e.path, e, chosen_types[e.fqn], layouts[e.fqn]) for e in located.tensors
     )
-    plans, targets, arranged = _plan_layout(targets, located, options)
+    plans, targets, held, arranged = _plan_layout(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
     notes = [*stepped, *kept, *_notes(layouts, options), *of_ranks, *left_out, *arranged]
     return ReshardPlan(
@@ -144,6 +150,8 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         mesh=options.mesh,
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
         nbytes=sum(plan.length for plan in plans),
+        objects=held.objects,
+        tree=held.nesting,
     )
 
 
@@ -169,12 +177,13 @@ def _with_names(
 
 def _plan_layout(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> tuple[list[FilePlan], tuple[Target, ...], tuple[str, ...]]:
+) -> tuple[list[FilePlan], tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
     """The files of the output as its framework wants them, what the targets are called in them,
-    and what is to be told of it.
+    what goes into the last folder, and what is to be told of it.
     """
     if options.layout is None:
-        return _plan_files(targets, located, options), targets, ()
+        return _plan_files(targets, located, options), targets, located, ()
+    folders = [located]
     from ckpt_tools.transforms import framework_files
     from ckpt_tools.transforms import frameworks as framework_layouts
 
@@ -189,11 +198,12 @@ def _plan_layout(
         arranged = framework_layouts.arrange(located, options.layout, wanted)
 
     def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> list[FilePlan]:
+        folders.append(moved)
         return _plan_files(part, moved, options)
 
     plans = framework_files.plan_files(arranged, located, targets, plan_folder)
     placed = [framework_files.renamed(tree, targets) for tree in arranged.folders.values()]
-    return plans, tuple(chain.from_iterable(placed)), arranged.notes
+    return plans, tuple(chain.from_iterable(placed)), folders[-1], arranged.notes
 
 
 def _digest_in(files: Files) -> Digest:
@@ -268,7 +278,8 @@ def _check(
     """Read the output back, and record the proof beside it."""
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
-    words = checking.check(folder, plan.targets, source=index, threads=write.threads)
+    wanted = checking.Written(plan.targets, plan.objects, plan.tree)
+    words = checking.check(folder, wanted, source=index, threads=write.threads)
     checking.record_beside(folder, words, source=index)
     return (words,)
 

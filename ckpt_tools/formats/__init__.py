@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
 
-from ckpt_tools.core.index import CheckpointIndex, FileState
+from ckpt_tools.core.index import CheckpointIndex, FileState, ObjectEntry
 from ckpt_tools.core.text import first_of
 from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.formats import frameworks
@@ -26,6 +26,7 @@ __all__ = [
     "as_archives",
     "detect",
     "locate",
+    "open_object",
     "open_objects",
     "read_index",
 ]
@@ -84,6 +85,12 @@ def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     from ckpt_tools.formats.dcp import items as dcp_items
 
     return dcp_items.open_objects(index, files)
+
+
+def open_object(index: CheckpointIndex, entry: ObjectEntry, files: Files) -> ObjectEntry:
+    """One object of the index with its value, when it is plain; a tuple with tensors is not."""
+    opened = open_objects(replace(index, tensors=(), objects=(entry,)), files)
+    return opened.object(entry.fqn) or replace(entry, type_name="tuple or list with tensors")
 
 
 def as_archives(index: CheckpointIndex, files: Files) -> CheckpointIndex:

@@ -27,6 +27,7 @@ from ckpt_tools.core.plan import (
     Target,
     WriteItem,
     object_entry_as_tensor,
+    refuse_types_not_in_torch,
 )
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp.items import TORCH_SAVE
@@ -76,6 +77,7 @@ def plan_files(
     Raises UsageError when a layout's mesh has another size, IncompleteError when the source's
     chunks do not cover a tensor, UnsupportedError for an object with neither bytes nor a value.
     """
+    refuse_types_not_in_torch(targets)
     entries = _in_order([*targets, *objects], planner_data)
     chosen = _share_out(entries, world_size=world_size)
     records: dict[str, TensorRecord | None] = {}

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ObjectEntry, Path
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
+from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem, refuse_types_not_in_torch
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.pickle.dump import (
     Blank,
@@ -86,6 +86,7 @@ def plan_files(
     object that was not opened and for paths that exclude each other.
     """
     check_version(style.torch_version)
+    refuse_types_not_in_torch(targets)
     for target in targets:
         _check(target, mesh)
     plans: list[FilePlan] = []

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ObjectEntry, Path
-from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
+from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem, refuse_types_not_in_torch
 from ckpt_tools.formats.pickle.dump import Node, dumps, object_node, tensor_node
 from ckpt_tools.formats.pickle.nest import nested
 from ckpt_tools.formats.zip.layout import lay_out
@@ -28,6 +28,7 @@ def plan_files(
     Raises IncompleteError when the source's chunks do not cover a tensor, UnsupportedError for an
     object that was not opened and for paths that exclude each other.
     """
+    refuse_types_not_in_torch(targets)
     leaves: list[tuple[Path, Node]] = [
         (target.path, tensor_node(target.dtype, target.entry.shape, key=key))
         for key, target in enumerate(targets)

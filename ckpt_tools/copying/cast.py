@@ -5,7 +5,8 @@ in torch. Torch (2.13, CPU) and ml_dtypes differ in two types, and torch is foll
 
 - float8_e4m3fn: what is too large, infinity too, becomes ±448; ml_dtypes gives NaN, as torch did
   before its pull request 178817 of April 2026.
-- float8_e8m0fnu: the sign is dropped, and 0 becomes 2^-127; ml_dtypes gives NaN for both.
+- float8_e8m0fnu: the sign is dropped, and 0 becomes 2^-127; ml_dtypes gives NaN for both. These
+  are the exponents of block scales: the command line casts no weights to them.
 
 The other kinds overflow alike: infinity in float8_e5m2, NaN in the fnuz kinds. NaN stays NaN; which
 of its bit patterns is not promised. This room knows nothing of files or tensors. Importing it costs
@@ -187,9 +188,12 @@ def _encode(values: NDArray[np.float32], target: DType) -> Words:
     """A cast by ml_dtypes, and what torch does another way."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         if target.name == "float8_e8m0fnu":
-            out = np.abs(values).astype(ml_dtypes.float8_e8m0fnu)
-            out.view(np.uint8)[values == 0] = 0
-            return out
+            # The float32's exponent: 1.5 and more round up, of subnormal numbers what is above
+            # 2^-127. By hand, because ml_dtypes 0.5 rounds otherwise than 0.6.
+            size = values.view(np.uint32) & 0x7FFFFFFF
+            exponents = (size + 0x3FFFFF + (size > 0x7FFFFF)) >> 23
+            codes: Words = np.minimum(exponents, 0xFF).astype(np.uint8)
+            return codes
         out = values.astype(getattr(ml_dtypes, target.name, target.name))
         if target.name == "float8_e4m3fn":
             too_large = np.isnan(out) & ~np.isnan(values)

@@ -43,7 +43,7 @@ class DType(NamedTuple):
     @property
     def is_in_torch(self) -> bool:
         """Whether torch has the type, so that its own formats can hold it."""
-        return not self.name.startswith("float6")
+        return not self.name.startswith("float6_")
 
 
 # safetensors names: the format's README (0.8), which has C64 but no 128-bit complex number.

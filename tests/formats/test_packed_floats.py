@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools import open_checkpoint
 from ckpt_tools.cli import cli
+from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UnreadableError, UnsupportedError
@@ -134,6 +135,12 @@ def test_a_packed_tensor_is_cut_between_bytes(tmp_path: Path, form: str, dim: in
     run("export", tmp_path / "cut", "-o", tmp_path / "back.safetensors")
     found = load_file(tmp_path / "back.safetensors")["w"]
     assert torch.equal(found.view(torch.uint8), tensors["w"].view(torch.uint8))
+
+
+def test_the_table_knows_which_types_torch_has() -> None:
+    assert {name for name, row in BY_NAME.items() if not row.is_in_torch} == {
+        name for name in BY_NAME if not hasattr(torch, name)
+    }
 
 
 @pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])

@@ -140,7 +140,9 @@ def open_checkpoint(path: str, *, options: ReadOptions = _READ) -> Checkpoint:
     ``require_whole()``. Raises a CheckpointError for what is no checkpoint at all.
     """
     index = formats.read_index(path, options=options)
-    return Checkpoint(**{field.name: getattr(index, field.name) for field in fields(index)})
+    return Checkpoint(
+        **{field.name: getattr(index, field.name) for field in fields(index) if field.init}
+    )
 
 
 def export(

@@ -98,6 +98,7 @@ _PARAMS = [
         help="Names for a numbered optimizer state: a list, one a line, in the optimizer's own "
         "order; a checkpoint that has them; or 'stored', those in its own param_groups.",
     ),
+    options.keep_rank_states(),
     click.Option(
         ["--device-type"],
         metavar="TYPE",
@@ -134,6 +135,7 @@ def command(
     form: Literal["dcp", "ranks"],
     layout: FrameworkLayout | None,
     param_names: str | None,
+    keep_rank_states: bool,
     device_type: str,
     engine: Engine,
     dtype: DType | None,
@@ -144,8 +146,7 @@ def command(
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
     mesh = parse_mesh(to_mesh)
-    read = options.reading_given()
-    chosen = options.Filters.given()
+    read, chosen = options.reading_given(), options.Filters.given()
     asked = ReshardOptions(
         mesh=mesh,
         placements=None if placements is None else parse_placements(placements, mesh),
@@ -154,8 +155,10 @@ def command(
         format=_format(form, layout),
         layout=layout,
         param_names=None if param_names is None else param_order.read(param_names, read),
+        keep_rank_states=keep_rank_states,
         device_type=device_type,
         dtype=dtype,
+        dtypes=shaping.dtype_rules(),
         include=chosen.include,
         exclude=chosen.exclude,
         only=chosen.only,

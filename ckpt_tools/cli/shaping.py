@@ -6,6 +6,7 @@ Their values are kept with click's context, so that a command takes none of them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import click
 
@@ -28,14 +29,6 @@ def for_export() -> list[click.Parameter]:
                 type=click.IntRange(min=1),
                 metavar="N",
                 help="Keep N rows of embeddings and output layers: takes Megatron's padding off.",
-            )
-        ),
-        _kept(
-            click.Option(
-                ["--dtype-for"],
-                multiple=True,
-                metavar="GLOB=TYPE",
-                help="Another --dtype for names that match: '*norm*=fp32', '*.gate.*=keep'.",
             )
         ),
         _kept(
@@ -90,6 +83,14 @@ def _adapters() -> list[click.Parameter]:
         ),
         _kept(
             click.Option(
+                ["--lora-fan-in-fan-out"],
+                type=click.Choice(["yes", "no"]),
+                help="Whether square weights with LoRA are transformers' Conv1D (GPT-2), which are "
+                "(in, out). Asked for where nothing tells.",
+            )
+        ),
+        _kept(
+            click.Option(
                 ["--adapter-name"],
                 metavar="NAME",
                 help="Which adapter, where there are several.",
@@ -124,6 +125,14 @@ def _names() -> list[click.Parameter]:
     return [
         _kept(
             click.Option(
+                ["--dtype-for"],
+                multiple=True,
+                metavar="GLOB=TYPE",
+                help="Another --dtype for names that match: '*norm*=fp32', '*.gate.*=keep'.",
+            )
+        ),
+        _kept(
+            click.Option(
                 ["--map"],
                 multiple=True,
                 metavar="NAME|FILE",
@@ -137,6 +146,13 @@ def _names() -> list[click.Parameter]:
                 multiple=True,
                 metavar="NAME=N",
                 help="A size that a map asks for, such as head_dim; else config.json tells it.",
+            )
+        ),
+        _kept(
+            click.Option(
+                ["--force-map"],
+                is_flag=True,
+                help="Take the map that --map names for a model that it is not for.",
             )
         ),
         _kept(
@@ -197,8 +213,8 @@ def export_steps(
     if folder is None and _flag("allow_mismatch"):
         raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
     assets = None if folder is None else hf_folder.read_assets(folder)
-    config = assets.config if assets is not None else hf_folder.read_config(index.root)
-    steps = [*_lora_steps(dtype), *_name_steps(config or {})]
+    config = assets.config if assets is not None else hf_folder.config_beside(index.root)
+    steps = [*_lora_steps(dtype), *_name_steps(config)]
     size = _number("vocab_size")
     if size is not None:
         steps.append(maps.VocabularyStep(size))
@@ -213,8 +229,9 @@ def _lora_steps(dtype: DType | None) -> list[Step]:
     """The step of --adapter or --merge-lora, if one is asked for. Raises UsageError."""
     alone, merged = _flag("adapter"), _flag("merge_lora")
     file, alpha, name = _text("adapter_config"), _real("lora_alpha"), _text("adapter_name")
+    square = _text("lora_fan_in_fan_out")
     if not alone and not merged:
-        if file or name or alpha is not None:
+        if file or name or square or alpha is not None:
             raise UsageError("LoRA options need --adapter or --merge-lora.")
         return []
     if alone and merged:
@@ -226,6 +243,8 @@ def _lora_steps(dtype: DType | None) -> list[Step]:
             hint="The job's adapter_config.json has it; verl writes lora_train_meta.json.",
         )
     config = lora.LoraConfig(alpha or 0.0) if file is None else lora.read_config(file)
+    if square is not None:
+        config = replace(config, transposed=square == "yes", asked=True)
     if alone:
         return [lora.AdapterStep(config, name)]
     return [lora.MergeStep(config, name, dtype, dtype_rules())]
@@ -241,7 +260,7 @@ def reshard_steps(ckpt: str, *, engine: str) -> tuple[Step, ...]:
     container = _text("under")
     under = () if container is None else (maps.UnderStep(container),)
     untie = (maps.UntieStep(),) if _flag("untie") else ()
-    steps = (*untie, *_name_steps(hf_folder.read_config(ckpt) or {}), *under)
+    steps = (*untie, *_name_steps(hf_folder.config_beside(ckpt)), *under)
     if steps and engine != "copy":
         raise UsageError(f"Other names and --untie need --engine copy, not {engine}.")
     return steps
@@ -249,12 +268,16 @@ def reshard_steps(ckpt: str, *, engine: str) -> tuple[Step, ...]:
 
 def _name_steps(config: Mapping[str, object]) -> Sequence[Step]:
     values = hf_folder.values_of(config) | maps.parse_values(_texts("map_value"))
+    model_type, force = hf_folder.model_type_of(config), _flag("force_map")
     steps: list[Step] = []
     for text in _texts("map"):
         if text == "auto":
-            steps.append(maps.AutoMapStep(values))
+            steps.append(maps.AutoMapStep(values, model_type))
         else:
-            steps.append(maps.MapStep(maps.find(text), values))
+            found = maps.find(text)
+            steps.append(maps.MapStep(found.forced if force else found, values, model_type))
+    if force and set(_texts("map")) <= {"auto"}:
+        raise UsageError("--force-map takes a map that --map names; here none is named.")
     renames = tuple(map(maps.parse_rename, _texts("rename")))
     return [*steps, maps.RenameStep(renames)] if renames else steps
 

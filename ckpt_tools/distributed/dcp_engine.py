@@ -139,7 +139,9 @@ def _load_and_save(
     chosen = {item.fqn for file in plan.files for item in file.items}
     objects = [entry for entry in index.objects if entry.fqn in chosen]
     unordered: dict[str, object] = {**state, **{entry.fqn: Opaque() for entry in objects}}
-    places = {fqn: place for place, fqn in enumerate(index.order)}  # torch goes by this order, too
+    places = {
+        fqn: place for place, fqn in enumerate(index.nesting.leaves())
+    }  # torch goes by this order, too
     names = sorted(unordered, key=lambda fqn: (places.get(fqn, len(places)), fqn))
     whole = {fqn: unordered[fqn] for fqn in names}
     with _told(UnreadableError, f"dcp.load of {index.root}"):

@@ -18,7 +18,16 @@ from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
-__all__ = ["FORMATS", "Format", "ReadOptions", "detect", "locate", "open_objects", "read_index"]
+__all__ = [
+    "FORMATS",
+    "Format",
+    "ReadOptions",
+    "as_archives",
+    "detect",
+    "locate",
+    "open_objects",
+    "read_index",
+]
 
 
 class Format(NamedTuple):
@@ -63,7 +72,8 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
 
 
 def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
-    """The same index with the values of its plain objects.
+    """The same index with the values of its plain objects, and with the tensors of tuples that a
+    format keeps as objects.
 
     Raises UnsafePickleError when an object asks for a global that could run code.
     """
@@ -72,6 +82,17 @@ def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     from ckpt_tools.formats.dcp import items as dcp_items
 
     return dcp_items.open_objects(index, files)
+
+
+def as_archives(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The same index with every object that has bytes of its own, and no value that was read, as
+    an archive of torch.save.
+    """
+    if all(entry.opened or entry.codec is None for entry in index.objects):
+        return index
+    from ckpt_tools.formats.dcp import items as dcp_items
+
+    return dcp_items.as_archives(index, files)
 
 
 def detect(path: str) -> Format | None:

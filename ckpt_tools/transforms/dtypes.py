@@ -1,58 +1,119 @@
 """Which element type each tensor is written in: what --dtype and its exceptions mean.
 
-It knows types and names, never values.
+It knows types and names, never values. What a quantized weight is made of, `quantized` tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.text import counted, some
-
-# What quantization libraries call the scales of a weight: cast, a scale is another number.
-_SCALES = ("_scale", "_scale_inv", "_scales", ".scale", ".scales")
+from ckpt_tools.errors import UsageError
+from ckpt_tools.transforms import quantized
+from ckpt_tools.transforms.base import Made
+from ckpt_tools.transforms.quantized import Quantized
 
 # What optimizers of mixed precision call their own float32 copy of a weight.
 _MASTERS = frozenset({"master_param", "master_weight", "master", "fp32_param", "param"})
 
 
 def cast_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
-    """The output type of a tensor: floating tensors follow ``dtype``, all others stay.
+    """The output type of a tensor of no quantized weight: floating ones follow ``dtype``.
 
-    float8 tensors stay too: without their scales they mean nothing, and a cast leaves those behind.
+    Those of 8 bits and fewer stay: without a scale they mean nothing.
     """
-    if dtype is None or entry.dtype.kind != "float" or _is_float8(entry):
-        return entry.dtype
-    return dtype
+    follows = entry.dtype.kind == "float" and entry.dtype.bits > 8
+    return dtype if dtype is not None and follows else entry.dtype
 
 
 def chosen_dtypes(
-    entries: Sequence[TensorEntry],
+    made: Sequence[Made],
     dtype: DType | None,
     rules: Sequence[tuple[str, DType | None]],
+    *,
+    source: CheckpointIndex,
 ) -> tuple[dict[str, DType], list[str]]:
-    """The output type of each tensor by its name, and notes on what stays against ``dtype``.
+    """The output type of each tensor by its new name, and notes on what stays against ``dtype``.
 
-    ``rules`` are name patterns and their types (None: keep); the last match wins, over float8 too.
-    Raises UsageError for a pattern that cannot be read.
+    ``rules`` are patterns of new names and their types (None: keep); the last match wins. A tensor
+    of a quantized weight, as it is called in ``source``, follows rules only.
+    Raises UsageError for a pattern that cannot be read, for a cast of packed codes, and for one of
+    tensors that may belong to a quantized weight.
     """
     matchers = [(names.selector((pattern,), ()), wanted) for pattern, wanted in rules]
-    kept = _kept_for_float8(entries) if dtype is not None else set()
+    known = quantized.recognise(source) if dtype is not None or rules else quantized.NONE
     chosen: dict[str, DType] = {}
-    for entry in entries:
-        chosen[entry.fqn] = entry.dtype if entry.fqn in kept else cast_dtype(entry, dtype)
-        for matches, wanted in matchers:
-            if matches(entry.fqn) and entry.dtype.kind == "float":
-                chosen[entry.fqn] = wanted or entry.dtype
-                kept.discard(entry.fqn)
-    if not kept:
-        return chosen, []
-    return chosen, [
-        f"{len(kept)} float8 tensors and their scales keep their types: {some(sorted(kept))}."
-    ]
+    kept: list[Made] = []
+    ruled: list[str] = []
+    doubtful: dict[str, str] = {}
+    for one in made:
+        fqn, own = one.entry.fqn, one.entry.dtype
+        ways = [wanted for matches, wanted in matchers if matches(fqn)]
+        is_member = not known.members.keys().isdisjoint(one.origins)
+        if ways and own.kind == "float":
+            chosen[fqn] = ways[-1] or own
+            if is_member and chosen[fqn] != own:
+                _refuse_codes(one, known)
+                ruled.append(fqn)
+                continue
+        else:
+            chosen[fqn] = own if is_member else cast_dtype(one.entry, dtype)
+            near = [known.doubtful[name] for name in one.origins if name in known.doubtful]
+            if near and chosen[fqn] != own:
+                doubtful[fqn] = near[0]
+        if is_member:
+            kept.append(one)
+    _refuse_doubtful(doubtful)
+    return chosen, [*_kept_notes(kept, known), *_ruled_notes(ruled)]
+
+
+def _refuse_codes(one: Made, known: Quantized) -> None:
+    """Raise UsageError when packed codes in a floating type would be cast."""
+    if not known.codes.isdisjoint(one.origins):
+        raise UsageError(
+            f"{one.entry.fqn} holds packed 4-bit codes in {one.entry.dtype.name}: a cast would "
+            "make them unreadable.",
+            hint=f"Add --dtype-for '{one.entry.fqn}=keep' as the last one, or leave it out with "
+            "--exclude.",
+        )
+
+
+def _refuse_doubtful(doubtful: Mapping[str, str]) -> None:
+    """Raise UsageError, with the tensors that they stand beside, when there are any."""
+    if not doubtful:
+        return
+    first, beside = min(doubtful.items())
+    raise UsageError(
+        f"--dtype would cast {len(doubtful)} tensors that may belong to quantized weights: "
+        f"{some(sorted(doubtful))}. {first} stands beside {beside}, and nothing tells what it is.",
+        hint=f"Leave --dtype away; or say what each is to be: --dtype-for '{first}=keep' or =bf16; "
+        "or leave it out with --exclude.",
+    )
+
+
+def _kept_notes(kept: Sequence[Made], known: Quantized) -> list[str]:
+    """A line on the quantized weights that stay, for those that a cast could have changed."""
+    families: dict[str, list[Made]] = defaultdict(list)
+    for one in kept:
+        origin = next(name for name in one.origins if name in known.members)
+        families[known.members[origin].family].append(one)
+    parts = []
+    for family, members in sorted(families.items()):
+        if any(one.entry.dtype.kind == "float" for one in members):
+            of = {known.members[name].weight for one in members for name in one.origins}
+            tensors, weights = counted(len(members), "tensor"), counted(len(of), f"{family} weight")
+            parts.append(f"{tensors} of {weights} ({some(sorted(of))})")
+    return [f"Kept exact: {'; '.join(parts)}."] if parts else []
+
+
+def _ruled_notes(ruled: Sequence[str]) -> list[str]:
+    if not ruled:
+        return []
+    return [f"--dtype-for casts {len(ruled)} tensors of quantized weights: {some(sorted(ruled))}."]
 
 
 def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -> list[str]:
@@ -72,26 +133,3 @@ def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -
     kept = f"{counted(len(masters), 'float32 master weight')} ({some(sorted(masters))})"
     own = ", ".join(sorted(narrow))
     return [f"The optimizer holds {kept}; written are the model's own, {own}."]
-
-
-def _is_float8(entry: TensorEntry) -> bool:
-    return entry.dtype.kind == "float" and entry.dtype.bits == 8
-
-
-def _kept_for_float8(entries: Sequence[TensorEntry]) -> set[str]:
-    """float8 tensors, and the scales beside them."""
-    eights = {entry.fqn for entry in entries if _is_float8(entry)}
-    stems = {fqn.rpartition(".")[0] for fqn in eights} | eights
-    scales = {
-        entry.fqn
-        for entry in entries
-        if entry.fqn.endswith(_SCALES) and not stems.isdisjoint(_prefixes(entry.fqn))
-    }
-    return eights | scales
-
-
-def _prefixes(fqn: str) -> Iterable[str]:
-    """What a scale's name may begin with: its module's name, or its weight's."""
-    yield fqn.rpartition(".")[0]
-    for ending in _SCALES:
-        yield fqn.removesuffix(ending)

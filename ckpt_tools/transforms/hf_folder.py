@@ -99,6 +99,23 @@ def read_config(folder: str) -> Mapping[str, object] | None:
     return config
 
 
+def config_beside(path: str) -> Mapping[str, object]:
+    """The config.json in a folder, or in that of a file; empty when there is none.
+
+    Raises UsageError for a broken one.
+    """
+    folder = os.path.dirname(path) or "." if os.path.isfile(path) else path
+    return read_config(folder) or {}
+
+
+def model_type_of(config: Mapping[str, object]) -> str | None:
+    """The architecture that a config names (``llama``, ``qwen3``), or None."""
+    text = config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, dict) else None
+    found = config.get("model_type", inner)
+    return found if isinstance(found, str) else None
+
+
 def values_of(config: Mapping[str, object]) -> dict[str, int]:
     """The sizes that a config names, e.g. ``hidden_size``, in elements.
 

@@ -1,12 +1,18 @@
 """Items alike in all but their elements are told by their bytes; any other difference is seen."""
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pickled import CHECKPOINTS
 
 from ckpt_tools.core.index import ByteRange
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.formats import locate, read_index
 from ckpt_tools.formats.dcp.templates import Found, Templates
 from ckpt_tools.formats.pickle.load import load_tensors
 from ckpt_tools.formats.pickle.torch_stubs import StoredTensor
@@ -88,3 +94,48 @@ def test_an_item_of_another_type_is_not_alike(tmp_path: Path) -> None:
         templates, _ = learned(files, first)
 
         assert [templates.find(other) for other in others] == [None]
+
+
+def located(folder: Path, *, alike: bool) -> object:
+    """What every item of a directory is, with or without telling items by those read before."""
+    with pytest.MonkeyPatch.context() as patch, Files() as files:
+        if not alike:
+            patch.setattr(Templates, "find", lambda *_args: None)
+        index = locate(read_index(str(folder)), files)
+    problems = [(type(problem), problem.message, problem.about) for problem in index.problems]
+    return [(entry.fqn, list(entry.chunks)) for entry in index.tensors], problems
+
+
+def readable(folder: Path) -> bool:
+    try:
+        return bool(read_index(str(folder)).tensors)
+    except CheckpointError:
+        return False
+
+
+# What is unpacked lies in a new temporary file each time.
+DIRECTORIES = sorted(path.parent for path in CHECKPOINTS.rglob(".metadata"))
+DIRECTORIES = [path for path in DIRECTORIES if "zstd" not in str(path) and readable(path)]
+MANY_ITEMS = CHECKPOINTS / "fsdp2_bf16_fp32optim_dcp_4r/ckpt"
+
+
+@pytest.mark.parametrize("folder", DIRECTORIES, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
+def test_items_of_real_directories_are_what_they_are_when_each_is_opened(folder: Path) -> None:
+    assert located(folder, alike=True) == located(folder, alike=False)
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_a_damaged_item_is_a_problem_as_when_each_is_opened(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged") / "ckpt"
+    shutil.copytree(MANY_ITEMS, folder)
+    for _ in range(data.draw(st.integers(1, 4))):
+        path = data.draw(st.sampled_from(sorted(folder.glob("*.distcp"))))
+        content = bytearray(path.read_bytes())
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(content)
+    assert located(folder, alike=True) == located(folder, alike=False)
+    shutil.rmtree(folder)

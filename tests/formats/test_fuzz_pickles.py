@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from pickled import CASES, archive_of, data_pickle, name, storage, tensor, text
 
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS
+from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS, load_metadata
 from ckpt_tools.formats.pickle.allowed_globals import TENSOR_GLOBALS
 from ckpt_tools.formats.pickle.guard import end_of_pickle
 from ckpt_tools.formats.pickle.guard_shapes import shape_of
-from ckpt_tools.formats.pickle.load import load_metadata, load_plain, load_tensors
+from ckpt_tools.formats.pickle.load import load_plain, load_tensors
 from ckpt_tools.formats.zip.read import read_archive
 
 LOADS: dict[str, Callable[[bytes], object]] = {

@@ -187,10 +187,14 @@ def test_six_bits_are_refused_where_torch_would_have_to_read_them(
 
 
 def test_a_packed_tensor_is_not_cast(tmp_path: Path) -> None:
-    save_file({"w": packed(4, 4), "v": torch.ones(4)}, tmp_path / "in.safetensors")
+    tensors = {"fc.w": packed(4, 4), "norm.w": torch.ones(4)}
+    save_file(tensors, tmp_path / "in.safetensors")
     run("export", tmp_path / "in.safetensors", "-o", tmp_path / "o.safetensors", "--dtype", "bf16")
     found = load_file(tmp_path / "o.safetensors")
-    assert {name: tensor.dtype for name, tensor in found.items()} == {"w": F4, "v": torch.bfloat16}
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        "fc.w": F4,
+        "norm.w": torch.bfloat16,
+    }
 
 
 def test_a_single_pack_without_dimensions_is_refused(tmp_path: Path) -> None:

@@ -26,25 +26,24 @@ from pickled import (
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from ckpt_tools.core.geometry import Box
 from ckpt_tools.errors import (
     CheckpointError,
     UnreadableError,
     UnsafePickleError,
     UnsupportedError,
 )
-from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS
+from ckpt_tools.formats.dcp.metadata import METADATA_GLOBALS, load_metadata
 from ckpt_tools.formats.pickle.allowed_globals import TENSOR_GLOBALS
 from ckpt_tools.formats.pickle.guard import end_of_pickle
-from ckpt_tools.formats.pickle.load import (
+from ckpt_tools.formats.pickle.load import load_plain, load_stream, load_tensors
+from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     StoredDTensor,
+    StoredPlacement,
+    StoredStorage,
     StoredTensor,
-    load_metadata,
-    load_plain,
-    load_stream,
-    load_tensors,
 )
-from ckpt_tools.formats.pickle.torch_stubs import StoredPlacement, StoredStorage
 
 METADATA = sorted(CHECKPOINTS.rglob(".metadata"))
 END = b"\x80\x02"
@@ -84,8 +83,7 @@ def dtensor_on_one_rank(placement: bytes, grid: bytes = b"K\x01\x85") -> bytes:
 @pytest.mark.parametrize("path", METADATA, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
 def test_real_metadata_places_every_tensor_and_object(path: Path) -> None:
     found = load_metadata(path.read_bytes(), where="m")
-    placed = {fqn for fqn, _ in found.storage}
-    assert placed == found.tensors.keys() | found.objects
+    assert set(found.storage) == found.tensors.keys() | found.objects
 
 
 def test_metadata_says_shapes_types_chunks_and_places() -> None:
@@ -94,8 +92,8 @@ def test_metadata_says_shapes_types_chunks_and_places() -> None:
     )
     weight = found.tensors["model.w"]
     assert (weight.dtype, weight.shape) == ("float32", (4, 2))
-    assert list(weight.chunks) == [((0, 0), (4, 2))]
-    assert found.storage["model.w", (0, 0)].relative_path == "__0_0.distcp"
+    assert weight.boxes == (Box((0, 0), (4, 2)),)
+    assert found.storage["model.w"][0, 0].relative_path == "__0_0.distcp"
 
 
 def test_metadata_without_the_newer_attributes_is_read() -> None:
@@ -103,7 +101,7 @@ def test_metadata_without_the_newer_attributes_is_read() -> None:
         (CASES / "C54_other_metadata_versions/bare/.metadata").read_bytes(), where="m"
     )
     assert found.planner_data is None
-    assert found.storage["model.w", (0, 0)].transforms == ()
+    assert found.storage["model.w"][0, 0].transforms == ()
 
 
 def test_a_class_of_another_library_in_metadata_is_named() -> None:
@@ -121,7 +119,9 @@ def test_metadata_that_would_run_code_is_refused() -> None:
 def test_the_compressor_of_an_item_is_told() -> None:
     path = next(path for path in METADATA if "zstd" in str(path))
     found = load_metadata(path.read_bytes(), where="m")
-    assert {info.transforms for info in found.storage.values()} == {("stream.zstd/1",)}
+    assert {info.transforms for items in found.storage.values() for info in items.values()} == {
+        ("stream.zstd/1",)
+    }
 
 
 # ------------------------------------------------------------------------------- tensors of torch
@@ -341,10 +341,7 @@ def test_plain_values_come_back(value: object, protocol: int) -> None:
         (calls("mine.State"), "mine.State"),
         (calls("numpy.core.multiarray._reconstruct"), "numpy.ndarray"),
         (END + tensor() + b".", "torch.Tensor"),
-        (plain(b"bytes", 4), "builtins.bytes"),
-        (plain({1, 2}, 4), "builtins.set"),
-        (plain(1j, 4), "builtins.complex"),
-        (plain({(1, 2): 3}), "builtins.dict"),
+        (plain({b"key": 3}), "builtins.dict"),
         (END + text("rng") + name("numpy.ndarray") + b"\x86.", "numpy.ndarray"),
         (END + b"V\\ud800\n.", "builtins.str"),
         (END + b"\x8a\xff" + b"\x7f" * 255 + b".", "builtins.int"),

@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transforms.dtypes import chosen_dtypes, master_weights_note
+from ckpt_tools.transforms import dtypes as casts
+from ckpt_tools.transforms.base import Made
+from ckpt_tools.transforms.dtypes import master_weights_note
 
 BF16, FP32, FP8 = BY_NAME["bfloat16"], BY_NAME["float32"], BY_NAME["float8_e4m3fn"]
 
@@ -13,6 +17,14 @@ def entries(**types: DType) -> list[TensorEntry]:
         TensorEntry(name.replace("__", "."), (name,), "model", dtype, (2,), ())
         for name, dtype in types.items()
     ]
+
+
+def chosen_dtypes(
+    tensors: list[TensorEntry], dtype: DType | None, rules: tuple[tuple[str, DType | None], ...]
+) -> tuple[dict[str, DType], list[str]]:
+    made = [Made(entry, (entry.fqn,)) for entry in tensors]
+    index = CheckpointIndex("run", "dcp", tuple(tensors))
+    return casts.chosen_dtypes(made, dtype, rules, source=index)
 
 
 def test_floats_follow_and_all_else_stays() -> None:
@@ -32,20 +44,46 @@ def test_exceptions_hold_without_a_type_for_all() -> None:
     assert found == {"w": BF16, "norm": FP32}
 
 
-def test_float8_and_its_scales_stay_and_are_told() -> None:
+def test_a_quantized_weight_stays_whole_and_is_named() -> None:
     some = entries(
         l__weight=FP8, l__weight_scale_inv=FP32, l__input_scale=FP32, m__weight=FP32, m__scale=FP32
     )
     found, notes = chosen_dtypes(some, BF16, ())
     kept = {"l.weight": FP8, "l.weight_scale_inv": FP32, "l.input_scale": FP32}
     assert found == {**kept, "m.weight": BF16, "m.scale": BF16}
-    assert "3 float8 tensors and their scales keep their types" in notes[0]
+    assert notes == ["Kept exact: 3 tensors of 1 FP8 weight (l.weight)."]
 
 
-def test_an_exception_by_name_casts_float8_too() -> None:
+def test_an_exception_by_name_casts_a_quantized_weight_and_says_so() -> None:
     found, notes = chosen_dtypes(entries(l__weight=FP8), BF16, (("l.*", FP32),))
     assert found == {"l.weight": FP32}
-    assert not notes
+    assert notes == ["--dtype-for casts 1 tensors of quantized weights: l.weight."]
+
+
+def test_packed_codes_in_a_floating_type_are_never_cast() -> None:
+    some = entries(l__weight=BF16, l__weight__quant_map=FP32)
+    assert chosen_dtypes(some, FP32, (("*norm*", FP32),))[0]["l.weight"] == BF16
+    with pytest.raises(UsageError, match="packed 4-bit codes"):
+        chosen_dtypes(some, None, (("*weight", FP32),))
+
+
+def test_a_cast_of_what_may_belong_to_a_quantized_weight_is_refused_with_ways_out() -> None:
+    some = entries(l__weight=BY_NAME["int8"], l__other=FP32)
+    with pytest.raises(UsageError, match=r"l\.other stands beside l\.weight") as caught:
+        chosen_dtypes(some, BF16, ())
+    hint = str(caught.value.hint)
+    assert all(way in hint for way in ("Leave --dtype away", "--dtype-for", "--exclude"))
+    assert chosen_dtypes(some, FP32, ())[0]["l.other"] == FP32
+    for way in (BF16, None):
+        found, _ = chosen_dtypes(some, BF16, (("l.other", way),))
+        assert found["l.other"] == (way or FP32)
+
+
+def test_a_quantized_weight_is_known_by_its_names_in_the_source() -> None:
+    some = entries(l__weight=FP8, l__weight_scale=FP32)
+    made = [Made(replace(e, fqn=f"x{n}"), (e.fqn,)) for n, e in enumerate(some)]
+    index = CheckpointIndex("run", "dcp", tuple(some))
+    assert casts.chosen_dtypes(made, BF16, (), source=index)[0] == {"x0": FP8, "x1": FP32}
 
 
 def test_a_pattern_that_cannot_be_read_is_refused() -> None:
@@ -62,3 +100,8 @@ def test_master_weights_of_the_optimizer_are_told_and_not_taken() -> None:
     assert "1 float32 master weight " in note
     assert "the model's own, bfloat16" in note
     assert not master_weights_note(CheckpointIndex("run", "dcp", (model,)), [model])
+
+
+def test_a_narrow_float_stays_though_nothing_stands_beside_it() -> None:
+    found, _ = chosen_dtypes(entries(l__weight_scale=FP8, m__weight=FP32), BF16, ())
+    assert found == {"l.weight_scale": FP8, "m.weight": BF16}

@@ -244,6 +244,153 @@ def test_what_cannot_be_merged_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+PEFT_NAME = "base_model.model.m.q."
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        PEFT_NAME + "trainable_tokens_delta.default",
+        PEFT_NAME + "anything.default",
+        PEFT_NAME + "base_layer.base_layer.weight",
+        "base_model.model.emb.token_adapter.base_layer.weight",
+        "base_model.model.m.k.ia3_l.default",
+        "base_model.xlora_classifier.weight",
+        "prompt_encoder.default.embedding.weight",
+    ],
+)
+@pytest.mark.parametrize("way", ["--merge-lora", "--adapter"])
+def test_what_peft_puts_there_and_is_not_understood_is_refused_by_name(
+    tmp_path: Path, name: str, way: str
+) -> None:
+    tensors = layer("m.q", 2) | {name: np.ones((2, 2), np.float32)}
+    folder = source(tmp_path / "in", tensors)
+    result = run("export", folder, "-o", tmp_path / "out", way, "--lora-alpha", 1)
+    assert result.exit_code == 3
+    assert name in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokens_trained_alone_are_refused_in_an_adapters_own_folder_too(tmp_path: Path) -> None:
+    tensors = {f"{PEFT_NAME}lora_{side}.weight": np.ones((2, 2), np.float32) for side in "AB"}
+    tensors["base_model.model.emb.token_adapter.trainable_tokens_delta"] = np.ones((1, 2))
+    folder = source(tmp_path / "in", tensors)
+    result = run("export", folder, "-o", tmp_path / "out", "--adapter", "--lora-alpha", 1)
+    assert result.exit_code == 3
+    assert "trainable_tokens_delta" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainable_token_indices", [1, 3]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("layer_replication", [[0, 2]]),
+        ("alora_invocation_tokens", [5]),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("peft_type", "ADALORA"),
+        ("of_a_later_peft", {"x": 1}),
+    ],
+)
+def test_a_setting_that_is_not_understood_is_refused_by_name(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    config = json.loads((PEFT_ADAPTER / "adapter_config.json").read_text()) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("--adapter", "--adapter-config", tmp_path / "config.json")
+    result = run("export", PEFT, "-o", tmp_path / "out", *words)
+    assert result.exit_code == 3
+    assert key in result.stderr
+
+
+def test_lora_over_packed_codes_is_not_merged_whatever_type_holds_them(tmp_path: Path) -> None:
+    tensors = layer("m.q", 2)
+    tensors[PEFT_NAME + "base_layer.weight.quant_map"] = np.ones(16, np.float32)
+    folder = source(tmp_path / "in", tensors)
+    result = run("export", folder, "-o", tmp_path / "out", "--merge-lora", "--lora-alpha", 1)
+    assert result.exit_code == 3
+    assert "m.q.weight is bitsandbytes 4-bit" in result.stderr
+
+
+# ----------------------------------------------------------------------------------- square weights
+
+
+def square(prefix: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(5)
+    sizes = {"base_layer": (4, 4), "lora_A.default": (2, 4), "lora_B.default": (4, 2)}
+    return {
+        f"base_model.model.{prefix}.{part}.weight": rng.random(size, np.float32)
+        for part, size in sizes.items()
+    }
+
+
+def way_of(out: Path, tensors: dict[str, np.ndarray], module: str) -> str:
+    """How the delta of a module was added."""
+    names = (f"base_model.model.{module}.{part}" for part in ("base_layer", "lora_A.default"))
+    base, a = (tensors[f"{name}.weight"] for name in names)
+    delta = tensors[f"base_model.model.{module}.lora_B.default.weight"] @ a
+    found = load_file(out / "model.safetensors")[f"{module}.weight"]
+    same = [
+        way for way, d in (("linear", delta), ("conv1d", delta.T)) if np.allclose(found, base + d)
+    ]
+    return same[0]
+
+
+CONV1D = {
+    "base_model.model.h.0.c_fc.weight": np.ones((4, 8)),
+    "base_model.model.h.0.c_fc.bias": np.ones(8),
+}
+LINEAR = {
+    "base_model.model.h.0.fc.weight": np.ones((8, 4)),
+    "base_model.model.h.0.fc.bias": np.ones(8),
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "more", "words", "way"),
+    [
+        ("m.odd", {}, (), None),
+        ("m.c_proj", {}, (), None),
+        ("m.c_proj", LINEAR, (), None),
+        ("m.c_proj", CONV1D, (), "conv1d"),
+        ("m.odd", LINEAR, (), "linear"),
+        ("m.q_proj", {}, (), "linear"),
+        ("m.q_proj", CONV1D, (), "linear"),
+        ("m.odd", {}, ("--lora-fan-in-fan-out", "yes"), "conv1d"),
+        ("m.odd", {}, ("--lora-fan-in-fan-out", "no"), "linear"),
+        ("m.c_proj", CONV1D, ("--lora-fan-in-fan-out", "no"), "linear"),
+        ("m.odd", {}, (True,), "conv1d"),
+        ("m.c_proj", {}, (False,), "linear"),
+        ("m.c_proj", CONV1D, (True,), "conv1d"),
+        ("m.c_proj", CONV1D, (False,), None),
+    ],
+)
+def test_what_the_shape_cannot_tell_is_known_or_asked_for(
+    tmp_path: Path,
+    module: str,
+    more: dict[str, np.ndarray],
+    words: tuple[object, ...],
+    way: str | None,
+) -> None:
+    tensors = square(module) | more
+    folder = source(tmp_path / "in", tensors)
+    config = tmp_path / "config.json"
+    if words and isinstance(words[0], bool):
+        config.write_text(json.dumps({"lora_alpha": 2, "fan_in_fan_out": words[0]}))
+        words = ("--adapter-config", config)
+    else:
+        words = ("--lora-alpha", 2, *words)
+    result = run("export", folder, "-o", tmp_path / "out", "--merge-lora", *words)
+    if way is None:
+        assert result.exit_code == 2
+        assert "--lora-fan-in-fan-out" in result.stderr
+        assert module in result.stderr
+    else:
+        assert result.exit_code == 0, result.stderr
+        assert way_of(tmp_path / "out", tensors, module) == way
+
+
 def test_a_checkpoint_without_lora_is_told_so(tmp_path: Path) -> None:
     folder = source(tmp_path / "in", {"m.w": np.ones(1, np.float32)})
     result = run("export", folder, "-o", tmp_path / "out", "--adapter", "--lora-alpha", 1)
@@ -323,3 +470,33 @@ def test_peft_loads_the_adapter_and_the_merge_with_its_logits(tmp_path: Path) ->
     with torch.no_grad():
         assert torch.equal(again(input_ids=tokens).logits, wanted)
         torch.testing.assert_close(alone(input_ids=tokens).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    "targets", [["c_attn"], ["attn.c_proj"], ["c_proj"], ["c_attn", "c_proj", "c_fc", "lm_head"]]
+)
+@pytest.mark.parametrize("says", ["alpha", "config"])
+def test_a_gpt2_is_merged_as_peft_merges_it(tmp_path: Path, targets: list[str], says: str) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=31, n_embd=16, n_layer=2, n_head=2, tie_word_embeddings=False
+    )
+    told = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), told)
+    torch.save(model.state_dict(), tmp_path / "ckpt.pt")
+    model.save_pretrained(tmp_path / "adapter")
+    words: tuple[object, ...] = ("--lora-alpha", 6)
+    if says == "config" and "lm_head" not in targets:
+        words = ("--adapter-config", tmp_path / "adapter" / "adapter_config.json")
+    ran("export", tmp_path / "ckpt.pt", "-o", tmp_path / "out", "--merge-lora", *words)
+    wanted = model.merge_and_unload().state_dict()
+    found = load_torch(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-6)

@@ -5,12 +5,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reader_contract import DATA
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tools import api, formats
+from ckpt_tools.cli import cli
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.export import ExportOptions, WriteOptions
 from ckpt_tools.copying.read import read_array
@@ -424,6 +426,109 @@ def test_auto_leaves_the_hubs_names_and_refuses_unknown_ones(tmp_path: Path) -> 
     assert any("Hugging Face's already" in note for note in plan.notes)
     with pytest.raises(UsageError, match="auto is in doubt: no built-in map"):
         export(REAL / "fsdp2_dcp_1d_4r" / "ckpt", tmp_path / "b", maps.AutoMapStep({}))
+
+
+# ------------------------------------------------------------------------ is the map for this model
+
+
+LLAMA = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.v_proj", "self_attn.o_proj")
+LLAMA += ("self_attn.q_proj", "self_attn.k_proj", "input_layernorm", "post_attention_layernorm")
+
+
+def hub(folder: Path, *more: str, model_type: str | None = None) -> Path:
+    """A model with the names of a Llama, which many others have too."""
+    names = ["model.embed_tokens", "model.norm", "lm_head"]
+    names += [f"model.layers.0.{name}" for name in (*LLAMA, *more)]
+    config = {"head_dim": 4} | ({"model_type": model_type} if model_type else {})
+    shapes = {name: (4,) if "norm" in name else (4, 4) for name in names}
+    saved(folder, {f"{name}.weight": np.ones(shape) for name, shape in shapes.items()})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def reshard(source: Path, out: Path, *words: object) -> Result:
+    run = ("reshard", source, "-o", out, "--to-mesh", 1, *words)
+    return CliRunner().invoke(cli, [*map(str, run)])
+
+
+def test_a_map_that_is_named_is_refused_for_a_model_that_it_is_not_for(tmp_path: Path) -> None:
+    source, named = TITAN / "checkpoint_full", maps.find("torchtitan-qwen3-to-hf")
+    with pytest.raises(UsageError, match=r"not for this model: there is no .*q_norm") as caught:
+        export(source, tmp_path / "out", maps.MapStep(named, HEADS))
+    assert "--force-map" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
+    plan = export(source, tmp_path / "out", maps.MapStep(named.forced, HEADS))
+    assert any("torchtitan-qwen3-to-hf, forced" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "mistral", "gemma", "granite", "qwen3"])
+def test_a_llama_of_any_name_is_no_qwen(tmp_path: Path, model_type: str | None) -> None:
+    source = hub(tmp_path / "hub", model_type=model_type)
+    result = reshard(source, tmp_path / "out", "--map", "hf-to-torchtitan-qwen3")
+    assert result.exit_code == 2
+    assert "there is no model.layers.{n}.self_attn.q_norm.weight" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "code"), [(None, 0), ("llama", 0), ("mistral", 0), ("gemma", 2), ("granite", 2)]
+)
+@pytest.mark.parametrize("file", ["", "model.safetensors"])
+def test_what_config_json_says_counts(
+    tmp_path: Path, model_type: str | None, code: int, file: str
+) -> None:
+    source = hub(tmp_path / "hub", model_type=model_type) / file
+    words = ("--map", "hf-to-torchtitan-llama3")
+    result = reshard(source, tmp_path / "out", *words)
+    assert result.exit_code == code, result.stderr
+    if code:
+        assert f"model_type {model_type!r}, and the map is for llama, mistral" in result.stderr
+        assert reshard(source, tmp_path / "out", *words, "--force-map").exit_code == 0
+
+
+@pytest.mark.parametrize(("model_type", "code"), [("qwen3", 0), ("hunyuan_v1_dense", 2)])
+def test_a_model_with_qwens_names_may_be_another(
+    tmp_path: Path, model_type: str, code: int
+) -> None:
+    norms = ("self_attn.q_norm", "self_attn.k_norm")
+    source = hub(tmp_path / "hub", *norms, model_type=model_type)
+    result = reshard(source, tmp_path / "out", "--map", "hf-to-torchtitan-qwen3")
+    assert result.exit_code == code, result.stderr
+    assert not code or model_type in result.stderr
+
+
+MIXTRAL = ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w2")
+MIXTRAL += ("block_sparse_moe.experts.0.w3", "block_sparse_moe.gate")
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("moe-mixtral-to-hf", "moe-qwen3-to-hf"), ("hf-to-moe-mixtral", "hf-to-moe-qwen3")],
+)
+def test_the_maps_of_experts_are_not_for_each_others_models(
+    tmp_path: Path, name: str, other: str
+) -> None:
+    layer, one = "model.layers.0.", np.ones((2, 4, 2), np.float32)
+    mixtral = {f"{layer}mlp.experts.{p}": one for p in ("gate_up_proj", "down_proj")}
+    qwen = mixtral | {f"{layer}self_attn.q_norm.weight": one[0]}
+    if name.startswith("hf-"):
+        mixtral = {f"{layer}{part}.weight": one[0] for part in MIXTRAL}
+        parts = ("gate_proj", "up_proj", "down_proj")
+        qwen = {f"{layer}mlp.experts.0.{p}.weight": one[0] for p in parts}
+        qwen |= {f"{layer}self_attn.q_norm.weight": one[0]}
+    saved(tmp_path / "mixtral", mixtral), saved(tmp_path / "qwen", qwen)
+    for kind, right, wrong in (("mixtral", name, other), ("qwen", other, name)):
+        step = maps.MapStep(maps.find(wrong), {})
+        with pytest.raises(UsageError, match="not for this model"):
+            export(tmp_path / kind, tmp_path / "no", step)
+        export(tmp_path / kind, tmp_path / f"{kind}-out", maps.MapStep(maps.find(right), {}))
+
+
+def test_force_map_needs_a_map(tmp_path: Path) -> None:
+    for words in ((), ("--map", "auto")):
+        result = reshard(hub(tmp_path / "hub"), tmp_path / "out", "--force-map", *words)
+        assert result.exit_code == 2
+        assert "--force-map takes a map that --map names" in result.stderr
 
 
 # ----------------------------------------------------------------------------- names and vocabulary

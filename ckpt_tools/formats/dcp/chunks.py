@@ -1,25 +1,37 @@
-"""The chunks that a `.metadata` lists, kept as columns: a million of them cost one object each.
+"""The items that a `.metadata` names, as chunks and objects of files; no file is opened.
 
-Which boxes there are and who saved them is the same for most tensors, and kept once. It knows the
-rows of `.metadata`, and opens no file.
+A million chunks cost two numbers each: which boxes there are and who saved them is the same for
+most tensors, and kept once.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from operator import add
+from itertools import chain
+from operator import add, attrgetter
 from typing import NamedTuple, TypeAlias, overload
 
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, Chunk, Grid, GridChunks
-from ckpt_tools.formats.dcp.metadata import TensorMeta
-from ckpt_tools.formats.dcp.storage import Offsets, Places, Storage, StorageInfo
+from ckpt_tools.core.index import (
+    ByteRange,
+    Chunk,
+    Grid,
+    GridChunks,
+    ObjectEntry,
+    Path,
+    Section,
+)
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.dcp.checks import rank_of
+from ckpt_tools.formats.dcp.items import TORCH_SAVE, ZSTD
+from ckpt_tools.formats.dcp.metadata import Storage, StorageInfo
 
 # The constructors that NamedTuple generates would take two seconds of a million chunks.
 _make = tuple.__new__
 
 
-class Place(NamedTuple):
+class _Place(NamedTuple):
     """What a relative path and its transforms mean: file, packing of items, and who wrote it."""
 
     path: str
@@ -28,8 +40,6 @@ class Place(NamedTuple):
 
 
 _Slice: TypeAlias = "slice[int | None, int | None, int | None]"
-# What a relative path and its transforms mean.
-PlaceOf = Callable[[str, tuple[str, ...]], Place]
 
 
 class StoredChunks(GridChunks):
@@ -74,60 +84,81 @@ class StoredChunks(GridChunks):
             yield _make(Chunk, (box, data, None, codec, (), rank))
 
 
-class _Cut:
-    """The boxes of tensors that are cut alike, and the grids of those that lie in files alike."""
+class StoredItems:
+    """The items of a DCP directory: chunks of tensors, and objects."""
 
-    __slots__ = ("boxes", "grids", "offsets")
-
-    def __init__(self, boxes: Sequence[tuple[Offsets, Offsets]]) -> None:
-        if len({offsets for offsets, _ in boxes}) < len(boxes):
-            boxes = list(dict.fromkeys(boxes))
-        self.boxes = tuple(_make(Box, box) for box in boxes)
-        self.offsets = [offsets for offsets, _ in boxes]
-        self.grids: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[Grid, str]] = {}
-
-
-class Columns:
-    """Makes the chunks of each name; ``place_of`` says what a place in `.metadata` means."""
-
-    def __init__(self, storage: Storage, place_of: PlaceOf) -> None:
+    def __init__(self, root: str, storage: Storage) -> None:
+        self._root = root
         self._storage = storage
-        self._place_of = place_of
-        # By the identity of the rows: those of tensors that are cut alike are one object.
-        self._cuts: dict[int, tuple[TensorMeta, _Cut]] = {}
+        self._places: dict[tuple[str, tuple[str, ...]], _Place] = {}
+        # By the identity of the boxes, which tensors that are cut alike share and a grid keeps.
+        self._grids: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Grid] = {}
 
-    def chunks(self, fqn: str, meta: TensorMeta) -> Sequence[Chunk]:
+    @property
+    def file_names(self) -> set[str]:
+        """The files that are named, relative to the directory."""
+        items = chain.from_iterable(infos.values() for infos in self._storage.values())
+        return set(map(_path_of, items))
+
+    def chunks(self, fqn: str, boxes: tuple[Box, ...]) -> Sequence[Chunk]:
         """The chunks that have an item; one without is a hole, which the coverage check names."""
-        known = self._cuts.get(id(meta.chunks))
-        if known is None:
-            known = self._cuts[id(meta.chunks)] = meta, _Cut(meta.chunks)
-        cut = known[1]
-        places = self._storage.places(fqn, cut.offsets)
-        if not isinstance(places, Places):
-            return [
-                self._chunk(box, info)
-                for box, info in zip(cut.boxes, places, strict=True)
-                if info is not None
-            ]
-        paths, starts, lengths, transforms = places
-        kind = paths, transforms
-        found = cut.grids.get(kind)
-        if found is None:
-            found = cut.grids[kind] = self._grid(cut.boxes, paths, transforms)
-        return StoredChunks(found[0], starts, lengths, found[1])
-
-    def _grid(
-        self, boxes: tuple[Box, ...], paths: tuple[str, ...], transforms: tuple[str, ...]
-    ) -> tuple[Grid, str]:
-        """The grid of chunks in these files, and their codec."""
-        found = {path: self._place_of(path, transforms) for path in set(paths)}
-        places = [found[path] for path in paths]
-        grid = Grid(
-            boxes, tuple(place.path for place in places), tuple(place.rank for place in places)
-        )
-        return grid, places[0].codec if places else ""
+        items = self._storage.get(fqn, {})
+        try:
+            infos = [items[box.offsets] for box in boxes]
+        except KeyError:
+            boxes = tuple(box for box in boxes if box.offsets in items)
+            infos = [items[box.offsets] for box in boxes]
+        kinds = set(map(_transforms_of, infos))
+        if len(kinds) != 1:
+            return list(map(self._chunk, boxes, infos))
+        transforms = kinds.pop()
+        key = id(boxes), tuple(map(_path_of, infos)), transforms
+        grid = self._grids.get(key)
+        if grid is None:
+            places = [self._place(path, transforms) for path in key[1]]
+            paths, ranks = (place.path for place in places), (place.rank for place in places)
+            grid = self._grids[key] = Grid(boxes, tuple(paths), tuple(ranks))
+        starts, lengths = list(map(_start, infos)), list(map(_length, infos))
+        return StoredChunks(grid, starts, lengths, self._place(key[1][0], transforms).codec)
 
     def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
-        place = self._place_of(info.relative_path, info.transforms)
+        place = self._place(info.relative_path, info.transforms)
         data = ByteRange(place.path, info.offset, info.length)
         return Chunk(box, data, codec=place.codec, rank=place.rank)
+
+    def object(self, fqn: str, path: Path, section: Section) -> ObjectEntry | None:
+        """The entry of an object; None when no file holds it."""
+        info = self._storage.get(fqn, {}).get(None)
+        if info is None:
+            return None
+        place = self._place(info.relative_path, info.transforms)
+        data = ByteRange(place.path, info.offset, info.length)
+        return ObjectEntry(fqn, path, section, data, codec=place.codec)
+
+    def _place(self, relative_path: str, transforms: tuple[str, ...]) -> _Place:
+        key = relative_path, transforms
+        place = self._places.get(key)
+        if place is None:
+            path = os.path.join(self._root, relative_path)
+            place = _Place(path, _codec(path, transforms), rank_of(relative_path))
+            self._places[key] = place
+        return place
+
+
+_path_of: Callable[[StorageInfo], str] = attrgetter("relative_path")
+_transforms_of: Callable[[StorageInfo], tuple[str, ...]] = attrgetter("transforms")
+_start: Callable[[StorageInfo], int] = attrgetter("offset")
+_length: Callable[[StorageInfo], int] = attrgetter("length")
+
+
+def _codec(path: str, transforms: tuple[str, ...]) -> str:
+    """How an item is packed. Raises UnsupportedError for a transform that is not known."""
+    if not transforms:
+        return TORCH_SAVE
+    if transforms == ("stream.zstd/1",):
+        return ZSTD
+    raise UnsupportedError(
+        f"{path} is packed with {list(transforms)}, which is not known here; only stream.zstd/1 "
+        "is.",
+        hint="Save again without this extension.",
+    )

@@ -10,28 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
 
-from ckpt_tools.core.geometry import row_major_strides
+from ckpt_tools.core.dtypes import DType, dtype_named
+from ckpt_tools.core.geometry import Box, row_major_strides
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
     Chunk,
     ObjectEntry,
-    PlainValue,
     TensorEntry,
 )
-from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.dcp import math_bits
-from ckpt_tools.formats.dcp.chunks import StoredChunks
+from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.errors import (
+    CheckpointError,
+    UnreadableError,
+    UnsafePickleError,
+    UnsupportedError,
+)
 from ckpt_tools.formats.dcp.templates import Found, Templates
 from ckpt_tools.formats.pickle import load as pickles
+from ckpt_tools.formats.pickle.state_dict import flatten_at
 from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     StoredDTensor,
     StoredTensor,
 )
+from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
 from ckpt_tools.formats.zip import read as torch_zip
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, Unpack
 
 TORCH_SAVE = "torch.save"
 ZSTD = "zstd"
@@ -39,8 +47,9 @@ ZSTD = "zstd"
 # A plain value is worth opening; a pickled tokenizer or dataloader is not.
 _MAX_PLAIN = 1 << 20
 _CACHED_PICKLES = 4096
-# From so many items on, numpy's start takes less time than looking at them one by one.
-_MANY = 50_000
+# Codecs of chunks whose stored elements have other signs than the tensor.
+_SIGNS = frozenset({"negated", "conjugated"})
+_FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
 # The constructors that NamedTuple generates would take half a second of a million items.
 _make = tuple.__new__
 
@@ -55,12 +64,7 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     opener = _Opener(files, lengths)
     tensors, problems = [], list(index.problems)
     hurt = {fqn for problem in problems for fqn in problem.about}
-    known = opener.many([entry for entry in index.tensors if entry.fqn not in hurt])
     for entry in index.tensors:
-        raw = known.get(entry.fqn)
-        if raw is not None:
-            tensors.append(replace(entry, chunks=raw))
-            continue
         if entry.fqn in hurt or all(chunk.codec is None for chunk in entry.chunks):
             tensors.append(entry)
             continue
@@ -82,22 +86,6 @@ class _Opener:
         self._seen: dict[bytes, StoredTensor] = {}
         self._templates = Templates(files, lengths)
 
-    def many(self, entries: Sequence[TensorEntry]) -> Mapping[str, StoredChunks]:
-        """The raw chunks of tensors with many small items, as far as all are like one another."""
-        stored = [entry for entry in entries if _is_stored(entry)]
-        if sum(len(entry.chunks) for entry in stored) < _MANY:
-            return {}
-        from ckpt_tools.formats.dcp.bulk import Bulk  # late: numpy comes with it
-
-        def learn(tensor: int, chunk: int) -> None:
-            entry = stored[tensor]
-            with suppress(CheckpointError):  # told when its own tensor is looked at
-                self.raw(entry, entry.chunks[chunk])
-
-        found = Bulk(stored, self._files, self._lengths, self._templates, learn).resolved()
-        pairs = zip(stored, found, strict=True)
-        return {entry.fqn: chunks for entry, chunks in pairs if chunks is not None}
-
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
         found = self._known(entry, chunk)
@@ -107,8 +95,8 @@ class _Opener:
             return chunk
         if 0 in chunk.box.sizes and not self._is_there(chunk.data):
             return chunk._replace(data=chunk.data._replace(length=0), codec=None)
-        if chunk.codec in math_bits.CODECS:
-            return math_bits.resolved(chunk, entry.dtype, self._files)
+        if chunk.codec in _SIGNS:
+            return _resolved(chunk, entry.dtype, self._files)
         item = unpacked(self._files, chunk.data, chunk.codec)
         return self._as_found(entry, chunk, item, self._read(entry, chunk, item))
 
@@ -127,7 +115,7 @@ class _Opener:
         data = _make(ByteRange, (path, offset + found.offset, found.length))
         sign = found.stored.sign
         raw = _make(Chunk, (chunk.box, data, found.strides, sign, chunk.replicas, chunk.rank))
-        return raw if sign is None else math_bits.resolved(raw, entry.dtype, self._files)
+        return raw if sign is None else _resolved(raw, entry.dtype, self._files)
 
     def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> Found:
         """What an item is, from its own archive."""
@@ -159,10 +147,6 @@ class _Opener:
                 self._seen.clear()
             stored = self._seen[data] = value
         return stored
-
-
-def _is_stored(entry: TensorEntry) -> bool:
-    return isinstance(entry.chunks, StoredChunks) and entry.chunks.codec == TORCH_SAVE
 
 
 def _check(entry: TensorEntry, chunk: Chunk, stored: StoredTensor, where: str) -> None:
@@ -204,28 +188,144 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def _resolved(chunk: Chunk, dtype: DType, files: Files) -> Chunk:
+    """The chunk of a lazily negated or conjugated tensor: a copy of its bytes with other signs.
+
+    `torch.Tensor.conj()` and `.imag` of one leave a mark, which torch.save keeps, and the elements
+    as they are. Raises UnsupportedError for element types of which torch makes no such view.
+    """
+    if chunk.codec == "conjugated":
+        step, first = dtype.itemsize, dtype.itemsize - 1
+    else:
+        step = dtype.itemsize // (2 if dtype.kind == "complex" else 1)
+        first = step - 1
+    if dtype.kind not in {"float", "complex"} or step < 2:
+        raise UnsupportedError(
+            f"{chunk.data.path}: a lazily {chunk.codec} tensor of {dtype.name} is not read.",
+            hint="Call .resolve_conj() and .resolve_neg() on it before saving.",
+        )
+    data = ByteRange(*files.spill(chunk.data, _flip(first, step)))
+    return chunk._replace(data=data, codec=None)
+
+
+@cache  # one copier for each pair: `Files` makes one copy of a byte range for each copier
+def _flip(first: int, step: int) -> Unpack:
+    """A copier that turns the sign bit in byte ``first`` of every ``step`` bytes."""
+
+    def flip(blocks: Iterator[bytes], write: Callable[[bytes], object], _where: str) -> None:
+        for block in blocks:
+            turned = bytearray(block)
+            turned[first::step] = turned[first::step].translate(_FLIPPED)
+            write(bytes(turned))
+
+    return flip
+
+
 def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
-    """The same index with the values of its plain objects.
+    """The same index with the values of its plain objects, and with the tensors of tuples.
+
+    An item that is a tuple with tensors (torch pickles it whole) becomes that tuple in the tree,
+    with an entry for each tensor and value in it.
 
     Raises UnsafePickleError when an object asks for a global that could run code.
     """
-    return replace(index, objects=tuple(_opened(entry, files) for entry in index.objects))
+    objects: list[ObjectEntry] = []
+    tensors: list[TensorEntry] = []
+    parts: dict[str, Branch[str]] = {}
+    for entry in index.objects:
+        found = _opened(entry, files)
+        if isinstance(found, ObjectEntry):
+            objects.append(found)
+            continue
+        tensors += found.tensors
+        objects += found.objects
+        parts[entry.fqn] = found.tree
+    if not parts:
+        return replace(index, objects=tuple(objects))
+    return replace(
+        index,
+        tensors=tuple(sorted((*index.tensors, *tensors), key=_fqn)),
+        objects=tuple(sorted(objects, key=_fqn)),
+        tree=index.nesting.map(lambda fqn: parts.get(fqn, fqn)),
+    )
 
 
-def _opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
-    if entry.opened or entry.codec is None or entry.data.length > _MAX_PLAIN:
+def _fqn(entry: TensorEntry | ObjectEntry) -> str:
+    return entry.fqn
+
+
+class _Opened(NamedTuple):
+    """An item that holds whole tensors in its own containers."""
+
+    tensors: list[TensorEntry]
+    objects: list[ObjectEntry]
+    tree: Branch[str]
+
+
+def _opened(entry: ObjectEntry, files: Files) -> ObjectEntry | _Opened:
+    if entry.opened or entry.codec is None:
         return entry
-    value = plain_value(files, entry)
-    if isinstance(value, Opaque):
-        return replace(entry, type_name=value.qualname)
-    return replace(entry, value=value, opened=True)
-
-
-def plain_value(files: Files, entry: ObjectEntry) -> PlainValue | Opaque:
-    """What a pickled object is: its plain value, or the name of what is not opened."""
-    item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
+    if entry.codec != TORCH_SAVE and entry.data.length > _MAX_PLAIN:
+        return entry  # it would be inflated to be looked at
+    item = unpacked(files, entry.data, entry.codec)
     where = f"{item.path}, item of {entry.fqn}"
-    return pickles.load_plain(_archive(files, item, where).read("data.pkl"), where=where)
+    archive = _archive(files, item, where)
+    if archive.record("data.pkl").length > _MAX_PLAIN:
+        return entry
+    value = pickles.load_plain(archive.read("data.pkl"), where=where)
+    if not isinstance(value, Opaque):
+        return replace(entry, value=value, opened=True)
+    found = None
+    with suppress(UnsafePickleError):  # not for what could run code: that was refused above
+        if any(name.startswith("data/") for name in archive.names):
+            found = _container(entry, archive, item.path, files)
+    return found or replace(entry, type_name=value.qualname)
+
+
+def _container(
+    entry: ObjectEntry, archive: torch_zip.Archive, path: str, files: Files
+) -> _Opened | None:
+    """What is in an item with tensors; None where it is no container, or has one rank's shards."""
+    where = f"{path}, item of {entry.fqn}"
+    value = pickles.load_tensors(archive.read("data.pkl"), where=where)
+    state = flatten_at(value, where=where, fqn=entry.fqn, path=entry.path)
+    if not state.tensors or not isinstance(state.tree, Branch):
+        return None
+    data = archive.record("data.pkl")
+    pickle = ByteRange(path, data.offset, data.length)
+    objects = [
+        ObjectEntry(
+            *(leaf.fqn, leaf.path, entry.section, pickle, leaf.value),
+            opened=leaf.type_name is None,
+            type_name=leaf.type_name,
+        )
+        for leaf in state.objects
+    ]
+    tensors = []
+    for leaf in state.tensors:
+        if not isinstance(leaf.stored, StoredTensor):
+            return None
+        record = archive.record(f"data/{leaf.stored.storage.key}")
+        data_range, strides = byte_range_of(leaf.stored, record, path), strides_of(leaf.stored)
+        chunk = Chunk(Box.whole(leaf.stored.shape), data_range, strides, leaf.stored.sign)
+        dtype = dtype_named(leaf.stored.dtype)
+        if chunk.codec is not None:
+            chunk = _resolved(chunk, dtype, files)
+        shape = leaf.stored.shape
+        tensors.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
+    torch_zip.require_little_endian(archive)
+    return _Opened(tensors, objects, state.tree)
+
+
+def as_archives(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The same index with packed objects that have no value as archives of torch.save, inflated."""
+    objects = [
+        replace(entry, data=unpacked(files, entry.data, entry.codec), codec=TORCH_SAVE)
+        if entry.codec == ZSTD and not entry.opened
+        else entry
+        for entry in index.objects
+    ]
+    return replace(index, objects=tuple(objects))
 
 
 def holds_shards(entry: ObjectEntry, files: Files) -> bool:

@@ -1,23 +1,20 @@
 """What the ``.metadata`` pickle of a DCP directory says, as slim plain values.
 
 It knows the classes of torch.distributed.checkpoint from torch 2.1 on, and nothing of the files
-that they speak of. A file can list a million chunks, so each costs a few small objects and no dict.
+that they speak of. A file can list a million chunks: each is a few small objects without a dict,
+tensors that are cut alike share their boxes, and checks run over many values at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from ckpt_tools.errors import UnreadableError, UnsupportedError
-from ckpt_tools.formats.dcp.storage import (
-    Offsets,
-    Storage,
-    StorageInfo,
-    StorageLists,
-)
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import DTYPES
 from ckpt_tools.formats.pickle.containers import as_name
 from ckpt_tools.formats.pickle.torch_stubs import (
@@ -29,14 +26,17 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     opaque_class,
     shown,
 )
+from ckpt_tools.formats.pickle.unpickler import collector_paused, placed, unpickle
 
-Row = tuple[Offsets, Offsets]
+Offsets = tuple[int, ...]
 
 # Ways to cut one shape that are looked through for one that is known.
 _MAX_ALIKE = 16
+# torch allows so many; a longer tuple, shared by all items of a file, would take hours to hash.
+_MAX_NDIM = 64
 
 
-class ChunkRecord(StandIn):
+class _ChunkStorage(StandIn):
     """One stored box of a tensor."""
 
     __slots__ = ("offsets", "sizes")
@@ -51,7 +51,7 @@ class ChunkRecord(StandIn):
             state.clear()
 
 
-class IndexRecord(StandIn):
+class _MetadataIndex(StandIn):
     """The key of an item, compared by identity while the pickle is read: that costs nothing."""
 
     __slots__ = ("fqn", "offset")
@@ -63,11 +63,49 @@ class IndexRecord(StandIn):
         if type(state) is not dict:
             raise TypeError("a metadata index without a state")
         fqn, offset = state["fqn"], state.get("offset")
-        if type(fqn) is not str or (offset is not None and type(offset) is not tuple):
+        if type(fqn) is not str:
             raise TypeError("a metadata index without a name")
+        if offset is not None and (type(offset) is not tuple or len(offset) > _MAX_NDIM):
+            raise TypeError("a metadata index whose offset is none")
         self.fqn = fqn
         self.offset = offset
         state.clear()
+
+
+class StorageInfo(StandIn):
+    """Where an item lies: ``length`` bytes at ``offset`` of the file ``relative_path``.
+
+    ``transforms`` name what was done to the bytes, such as ``stream.zstd/1``; empty for nothing.
+    """
+
+    __slots__ = ("length", "offset", "relative_path", "transforms")
+
+    relative_path: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...]
+
+    def __setstate__(self, state: object) -> None:
+        """Take the place, and check it here, where no second pass over a million is needed."""
+        if type(state) is not dict:
+            raise TypeError("a storage info without a state")
+        path, offset, length = state["relative_path"], state["offset"], state["length"]
+        if type(path) is not str or type(offset) is not int or type(length) is not int:
+            raise TypeError("a storage info without path, offset or length")
+        if offset < 0 or length < 0:
+            raise ValueError("a storage info with a negative offset or length")
+        self.relative_path = path
+        self.offset = offset
+        self.length = length
+        transforms = state.get("transform_descriptors") if len(state) > 3 else None
+        self.transforms = _transforms(transforms) if transforms else ()
+        state.clear()
+
+
+def _transforms(value: object) -> tuple[str, ...]:
+    if not isinstance(value, tuple | list) or not 0 < len(value) <= 16:
+        raise TypeError("transform descriptors that are no short list")
+    return tuple(str(item) if type(item) is str else shown(item) for item in value)
 
 
 class _TensorProperties(StandIn):
@@ -87,7 +125,7 @@ class _TensorProperties(StandIn):
             raise TypeError("tensor properties without an element type")
 
 
-class TensorRecord(StateRecord):
+class _TensorStorage(StateRecord):
     """A TensorStorageMetadata."""
 
     __slots__ = ()
@@ -106,22 +144,26 @@ class _Metadata(StateRecord):
 
 
 class TensorMeta(NamedTuple):
-    """One tensor: element type, global shape, and its chunks in the order of the ranks.
+    """One tensor: element type, global shape, and its different boxes in the order of the ranks.
 
-    A chunk is its offsets and its sizes, in elements.
+    Most tensors that are cut alike have the same tuple of boxes, known by its identity.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: Sequence[Row]
+    boxes: tuple[Box, ...]
+
+
+Storage = Mapping[str, Mapping[Offsets | None, StorageInfo]]
 
 
 class Metadata(NamedTuple):
     """All that a ``.metadata`` file says.
 
-    ``objects`` are the names of what is no tensor. ``storage`` places every item by its name and
-    offsets; those of an object are None. ``planner_data`` is the place of each name in the nested
-    state dict, None when it was not flattened. ``checkpoint_id`` is where it was saved to.
+    ``objects`` are the names of what is no tensor. ``storage`` places every item by its name, then
+    by the offsets of its box; those of an object are None. ``planner_data`` is the place of each
+    name in the nested state dict, None when it was not flattened. ``checkpoint_id`` is where it was
+    saved to.
     """
 
     tensors: dict[str, TensorMeta]
@@ -132,7 +174,7 @@ class Metadata(NamedTuple):
     checkpoint_id: str | None
 
 
-def _path(parts: tuple[object, ...]) -> str:
+def _joined_path(parts: tuple[object, ...]) -> str:
     """A pathlib path as plain text."""
     return "/".join(part for part in parts[:1000] if type(part) is str)
 
@@ -147,7 +189,7 @@ def _dict(_args: tuple[object, ...]) -> dict[object, object]:
 
 # Gives its argument back when that is a tuple and raises TypeError when not, without a Python call:
 # a file can have two million sizes. `tuple` itself would turn a long string into a longer tuple.
-SIZE = ().__add__
+_SIZE = ().__add__
 
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -155,13 +197,17 @@ _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"
 
 METADATA_GLOBALS: dict[str, object] = {
     **DTYPES,
-    **{f"{m}.{name}": Function(_path) for m in ("pathlib", "pathlib._local") for name in _PATHS},
+    **{
+        f"{m}.{name}": Function(_joined_path)
+        for m in ("pathlib", "pathlib._local")
+        for name in _PATHS
+    },
     f"{_CHECKPOINT}.Metadata": _Metadata,
-    f"{_CHECKPOINT}.TensorStorageMetadata": TensorRecord,
+    f"{_CHECKPOINT}.TensorStorageMetadata": _TensorStorage,
     f"{_CHECKPOINT}.BytesStorageMetadata": _BytesStorage,
     f"{_CHECKPOINT}.TensorProperties": _TensorProperties,
-    f"{_CHECKPOINT}.ChunkStorageMetadata": ChunkRecord,
-    f"{_CHECKPOINT}.MetadataIndex": IndexRecord,
+    f"{_CHECKPOINT}.ChunkStorageMetadata": _ChunkStorage,
+    f"{_CHECKPOINT}.MetadataIndex": _MetadataIndex,
     f"{_CHECKPOINT}.StorageMeta": _StorageMeta,
     f"{_CHECKPOINT}._MEM_FORMAT_ENCODING": Function(_first),
     f"{_CHECKPOINT}.MEM_FORMAT_ENCODING": Function(_first),
@@ -170,7 +216,7 @@ METADATA_GLOBALS: dict[str, object] = {
     f"{_SHARDED}.MEM_FORMAT_ENCODING": Function(_first),
     "torch.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,
     "torch.serialization._get_layout": Function(_first),
-    "torch.Size": SIZE,
+    "torch.Size": _SIZE,
     "torch.strided": "torch.strided",
     "torch.contiguous_format": opaque_class("torch.contiguous_format"),
     "torch.preserve_format": opaque_class("torch.preserve_format"),
@@ -179,115 +225,103 @@ METADATA_GLOBALS: dict[str, object] = {
 }
 
 
-def metadata_of(value: object) -> Metadata:
-    """The metadata from what its pickle gave.
+def load_metadata(data: bytes, *, where: str) -> Metadata:
+    """What the ``.metadata`` file of a DCP directory says; ``where`` names it in errors.
 
-    Raises UnreadableError when a part is missing or is not what it should be, and AttributeError
-    when an object has no state.
+    Raises UnsafePickleError for a class that is not torch's, naming it, and UnreadableError for
+    bytes that are damaged.
     """
-    state = state_of(value)
-    entries = state.get("state_dict_metadata")
+    with placed(where), collector_paused():
+        value = unpickle(data, resolve=_resolved, storage=_no_storage)
+        try:
+            return _metadata(value)
+        except AttributeError as error:
+            raise UnreadableError("is damaged: an object in it has no state.") from error
+
+
+def _resolved(name: str) -> object:
+    found = METADATA_GLOBALS.get(name)
+    if found is None:
+        raise UnsafePickleError(
+            f"asks for {name}, which DCP metadata of torch 2.1 to 2.13 does not have; "
+            "it was not run.",
+            hint="The directory was written by another library, or is hostile.",
+        )
+    return found
+
+
+def _no_storage(_pid: object) -> object:
+    raise UnreadableError("is no DCP metadata: it holds a tensor.")
+
+
+def _metadata(value: object) -> Metadata:
+    if not isinstance(value, _Metadata):
+        raise UnreadableError(f"holds no DCP metadata, but {shown(value)}.")
+    entries = value.state.get("state_dict_metadata")
     if type(entries) is not dict:
         raise UnreadableError("lists no tensors: it has no state_dict_metadata.")
     tensors: dict[str, TensorMeta] = {}
-    objects: list[str] = []
-    cuts = Cuts()
-    for fqn, entry in entries.items():
-        name = as_name(fqn)
-        if isinstance(entry, TensorRecord):
-            dtype, shape, chunks = tensor_parts(name, entry)
-            tensors[name] = TensorMeta(dtype, shape, cuts.rows(name, shape, chunks))
+    objects: set[str] = set()
+    cuts = _Cuts()
+    for key, entry in entries.items():
+        fqn = as_name(key)
+        if isinstance(entry, _TensorStorage):
+            tensors[fqn] = _tensor(fqn, entry, cuts)
+        elif isinstance(entry, _BytesStorage):
+            objects.add(fqn)
         else:
-            objects.append(object_name(name, entry))
-    return metadata_with(state, tensors, objects, _storage(state.get("storage_data")))
-
-
-def state_of(value: object) -> dict[object, object]:
-    """All that a Metadata object holds."""
-    if not isinstance(value, _Metadata):
-        raise UnreadableError(f"holds no DCP metadata, but {shown(value)}.")
-    return value.state
-
-
-def metadata_with(
-    state: Mapping[object, object],
-    tensors: dict[str, TensorMeta],
-    objects: Iterable[str],
-    storage: Storage,
-) -> Metadata:
-    """The metadata with these tensors, objects and places, and the rest from its state."""
+            raise UnreadableError(f"describes {fqn} as {shown(entry)}.")
     return Metadata(
         tensors,
         objects=frozenset(objects),
-        storage=storage,
-        planner_data=_planner_data(state.get("planner_data")),
-        version=_text(state.get("version")),
-        checkpoint_id=_checkpoint_id(state.get("storage_meta")),
+        storage=_storage(value.state.get("storage_data")),
+        planner_data=_planner_data(value.state.get("planner_data")),
+        version=_text(value.state.get("version")),
+        checkpoint_id=_checkpoint_id(value.state.get("storage_meta")),
     )
 
 
-def object_name(fqn: str, entry: object) -> str:
-    """The name of an entry that is no tensor and must be an object."""
-    if not isinstance(entry, _BytesStorage):
-        raise UnreadableError(f"describes {fqn} as {shown(entry)}.")
-    return fqn
-
-
-def tensor_parts(fqn: str, entry: StateRecord) -> tuple[str, Offsets, list[object]]:
-    """Element type, shape, and the list of chunks of a tensor, into which nothing looked."""
+def _tensor(fqn: str, entry: StateRecord, cuts: _Cuts) -> TensorMeta:
     properties, chunks = entry.state.get("properties"), entry.state.get("chunks")
-    if type(chunks) is not list:
-        raise UnreadableError(f"describes {fqn} without its properties or chunks.")
-    dtype = dtype_of(fqn, properties)
-    return dtype, as_counts(entry.state.get("size"), f"the shape of {fqn}"), chunks
-
-
-def dtype_of(fqn: str, properties: object) -> str:
-    """The element type that the properties of a tensor name."""
-    if not isinstance(properties, _TensorProperties):
+    if not isinstance(properties, _TensorProperties) or type(chunks) is not list:
         raise UnreadableError(f"describes {fqn} without its properties or chunks.")
     if not isinstance(properties.dtype, TorchDType):
         raise UnreadableError(f"gives {fqn} the element type {shown(properties.dtype)}.")
     layout = properties.layout
     if layout is not None and (type(layout) is not str or layout != "torch.strided"):
-        raise UnsupportedError(f"{fqn} is stored with layout {shown(properties.layout)}.")
-    return properties.dtype.name
+        raise UnsupportedError(f"{fqn} is stored with layout {shown(layout)}.")
+    shape = as_counts(entry.state.get("size"), f"the shape of {fqn}")
+    return TensorMeta(properties.dtype.name, shape, cuts.boxes(fqn, shape, chunks))
 
 
-class Cuts:
-    """The chunks of tensors: those of tensors that are cut alike become one list."""
+class _Cuts:
+    """The boxes of tensors: those of tensors that are cut alike become one tuple."""
 
     def __init__(self) -> None:
-        self._known: dict[Offsets, list[tuple[list[Offsets], list[Offsets], list[Row]]]] = {}
+        self._known: dict[Offsets, list[tuple[list[Offsets], list[Offsets], tuple[Box, ...]]]] = {}
 
-    def rows(self, fqn: str, shape: Offsets, chunks: Sequence[object]) -> list[Row]:
-        """The offsets and sizes of the chunks of a tensor."""
-        if not set(map(type, chunks)) <= {ChunkRecord}:
+    def boxes(self, fqn: str, shape: Offsets, chunks: Sequence[object]) -> tuple[Box, ...]:
+        """The boxes of the chunks of a tensor; of chunks with one box there is one."""
+        if not set(map(type, chunks)) <= {_ChunkStorage}:
             raise UnreadableError(f"describes {fqn} with chunks that are none.")
         offsets = list(map(_offsets, chunks))
         sizes = list(map(_sizes, chunks))
         alike = self._known.setdefault(shape, [])
-        for known_offsets, known_sizes, rows in alike:
+        for known_offsets, known_sizes, boxes in alike:
             if known_offsets == offsets and known_sizes == sizes:
-                return rows
-        rows = checked_rows(fqn, shape, offsets, sizes)
+                return boxes
+        if not _are_counts(offsets, len(shape)) or not _are_counts(sizes, len(shape)):
+            raise UnreadableError(f"describes {fqn} with a chunk that is no box in {len(shape)}-D.")
+        boxes = tuple(dict.fromkeys(map(Box, offsets, sizes)))
         if len(alike) < _MAX_ALIKE:
-            alike.append((offsets, sizes, rows))
-        return rows
+            alike.append((offsets, sizes, boxes))
+        return boxes
 
 
 _offsets: Callable[[object], Offsets] = attrgetter("offsets")
 _sizes: Callable[[object], Offsets] = attrgetter("sizes")
-_transforms: Callable[[object], tuple[str, ...]] = attrgetter("transforms")
-
-
-def checked_rows(
-    fqn: str, shape: Offsets, offsets: Sequence[Offsets], sizes: Sequence[Offsets]
-) -> list[Row]:
-    """The chunks with these offsets and sizes, which must be boxes in as many dimensions."""
-    if not _are_counts(offsets, len(shape)) or not _are_counts(sizes, len(shape)):
-        raise UnreadableError(f"describes {fqn} with a chunk that is no box in {len(shape)}-D.")
-    return list(zip(offsets, sizes, strict=True))
+_offset: Callable[[object], Offsets | None] = attrgetter("offset")
+_path_of: Callable[[object], str] = attrgetter("relative_path")
 
 
 def _are_counts(rows: Sequence[Offsets], ndim: int) -> bool:
@@ -300,12 +334,18 @@ def _are_counts(rows: Sequence[Offsets], ndim: int) -> bool:
 def _storage(value: object) -> Storage:
     if type(value) is not dict:
         raise UnreadableError("does not say where its items lie: it has no storage_data.")
-    if not set(map(type, value)) <= {IndexRecord} or not set(map(type, value.values())) <= {
-        StorageInfo
-    }:
+    kinds = set(map(type, value)), set(map(type, value.values()))
+    if not kinds[0] <= {_MetadataIndex} or not kinds[1] <= {StorageInfo}:
         raise UnreadableError("places items in a way that is not torch's.")
-    set(map(_transforms, value.values()))  # an AttributeError for one without a state
-    return StorageLists((index.fqn, index.offset, info) for index, info in value.items())
+    if not set(map(type, chain.from_iterable(filter(None, map(_offset, value))))) <= {int}:
+        raise UnreadableError("places items in a way that is not torch's.")
+    set(map(_path_of, value.values()))  # an AttributeError for one without a state
+    storage: dict[str, dict[Offsets | None, StorageInfo]] = defaultdict(dict)
+    for index, info in value.items():
+        storage[index.fqn][index.offset] = info
+    if sum(map(len, storage.values())) < len(value):
+        raise UnreadableError("places one item twice.")
+    return storage
 
 
 def _planner_data(value: object) -> dict[str, tuple[str | int, ...]] | None:

@@ -2,7 +2,7 @@
 writes them (FSDP2, and FSDP1 through DCP).
 
 The index comes from `.metadata` and the sizes of the files alone; what lies inside the items is the
-business of `dcp_items`. DCP stores boxes and no mesh, so no layout is stated here.
+business of `items`. DCP stores boxes and no mesh, so no layout is stated here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import replace
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.index import (
-    ByteRange,
     CheckpointIndex,
     FileEntry,
     ObjectEntry,
@@ -23,6 +22,7 @@ from ckpt_tools.core.index import (
     Section,
     TensorEntry,
 )
+from ckpt_tools.core.state_tree import of_paths
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
@@ -37,12 +37,16 @@ from ckpt_tools.formats.dcp import (
 from ckpt_tools.formats.dcp import (
     safetensors_data as dcp_safetensors,
 )
-from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of, rank_of
-from ckpt_tools.formats.dcp.chunks import Columns, Place
-from ckpt_tools.formats.dcp.metadata import Metadata, TensorMeta
-from ckpt_tools.formats.dcp.storage import StorageInfo, StorageKey, StorageLists
+from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of
+from ckpt_tools.formats.dcp.chunks import StoredItems
+from ckpt_tools.formats.dcp.metadata import (
+    Metadata,
+    Offsets,
+    StorageInfo,
+    TensorMeta,
+    load_metadata,
+)
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.unpickler import collector_paused
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -79,7 +83,7 @@ def _read_index(path: str) -> CheckpointIndex:
     metadata = _read_metadata(path, sizes)
     _refuse_flat_parameters(path, metadata.tensors)
     path_of = _paths(metadata)
-    stored = _Stored(path, metadata)
+    stored = StoredItems(path, metadata.storage)
     sections = _sections(metadata, path_of)
     tensors = tuple(
         TensorEntry(
@@ -88,14 +92,14 @@ def _read_index(path: str) -> CheckpointIndex:
             section=sections[fqn],
             dtype=dtype_named(meta.dtype),
             shape=tuple(meta.shape),
-            chunks=stored.columns.chunks(fqn, meta),
+            chunks=stored.chunks(fqn, meta.boxes),
         )
         for fqn, meta in sorted(metadata.tensors.items())
     )
     objects = tuple(
         stored.object(fqn, path_of[fqn], sections[fqn]) for fqn in sorted(metadata.objects)
     )
-    needed = metadata.storage.paths
+    needed = stored.file_names
     index = CheckpointIndex(
         root=path,
         format="dcp",
@@ -108,7 +112,7 @@ def _read_index(path: str) -> CheckpointIndex:
         world_size=_world_size((*sizes, *needed)),
         torch_version=None,
         notes=tuple(_notes(sizes, needed, objects)),
-        order=tuple(metadata.planner_data or ()),
+        tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
     with Files() as files:
         index = dcp_safetensors.resolve(index, files)
@@ -131,7 +135,7 @@ def _read_metadata(path: str, sizes: Mapping[str, int]) -> Metadata:
             where = os.path.join(path, name)
             if sizes[name] == 0:
                 raise UnreadableError(f"{where} is empty.", hint="The save was interrupted.")
-            return pickles.load_metadata(files.read(where, 0, sizes[name]), where=where)
+            return load_metadata(files.read(where, 0, sizes[name]), where=where)
 
         if ".metadata" in sizes:
             return load(".metadata")
@@ -160,17 +164,18 @@ def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
 def _union(parts: Sequence[Metadata], path: str) -> Metadata:
     """One metadata out of those that each rank wrote for itself (use_collectives=False)."""
     tensors: dict[str, TensorMeta] = {}
-    storage: dict[StorageKey, StorageInfo] = {}
+    storage: dict[str, dict[Offsets | None, StorageInfo]] = {}
     planner: dict[str, Path] = {}
     for part in parts:
         planner |= part.planner_data or {}
-        storage = {**part.storage, **storage}
+        for fqn, items in part.storage.items():
+            storage[fqn] = {**items, **storage.get(fqn, {})}
         for fqn, meta in part.tensors.items():
             tensors[fqn] = _joined(tensors.get(fqn, meta), meta, where=f"{path}: {fqn}")
     return parts[0]._replace(
         tensors=tensors,
         objects=frozenset().union(*(part.objects for part in parts)),
-        storage=StorageLists((fqn, at, info) for (fqn, at), info in storage.items()),
+        storage=storage,
         planner_data=planner or None,
     )
 
@@ -183,7 +188,7 @@ def _joined(known: TensorMeta, meta: TensorMeta, *, where: str) -> TensorMeta:
             f"{where}: the ranks disagree: {known.dtype} {list(known.shape)} and "
             f"{meta.dtype} {list(meta.shape)}."
         )
-    return known._replace(chunks=[*known.chunks, *meta.chunks])
+    return known._replace(boxes=tuple(dict.fromkeys((*known.boxes, *meta.boxes))))
 
 
 def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
@@ -198,55 +203,18 @@ def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
 
 
 def _paths(metadata: Metadata) -> dict[str, Path]:
-    """The path of every entry: planner_data's, or the name alone where there is none."""
+    """The path of every entry: planner_data's, in its order, or the name alone without one."""
     planner = metadata.planner_data or {}
-    return {fqn: tuple(planner.get(fqn, (fqn,))) for fqn in (*metadata.tensors, *metadata.objects)}
+    entries = metadata.tensors.keys() | metadata.objects
+    known = {fqn: tuple(path) for fqn, path in planner.items() if fqn in entries}
+    rest = (fqn for fqn in (*metadata.tensors, *sorted(metadata.objects)) if fqn not in known)
+    return known | {fqn: (fqn,) for fqn in rest}
 
 
 def _sections(metadata: Metadata, path_of: Mapping[str, Path]) -> dict[str, Section]:
     objects = {path_of[fqn] for fqn in metadata.objects}
     found = names.classify(list(path_of.values()), objects=objects)
     return {fqn: section for fqn, (section, _) in zip(path_of, found, strict=True)}
-
-
-class _Stored:
-    """Where the items of each name are."""
-
-    def __init__(self, root: str, metadata: Metadata) -> None:
-        self._storage = metadata.storage
-        self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
-        self._root = root
-        self.columns = Columns(metadata.storage, self._place)
-
-    def _place(self, relative_path: str, transforms: tuple[str, ...]) -> Place:
-        key = relative_path, transforms
-        place = self._places.get(key)
-        if place is None:
-            path = os.path.join(self._root, relative_path)
-            place = Place(path, _codec(path, transforms), rank_of(relative_path))
-            self._places[key] = place
-        return place
-
-    def object(self, fqn: str, path: Path, section: Section) -> ObjectEntry | None:
-        info = self._storage.get((fqn, None))
-        if info is None:
-            return None
-        place = self._place(info.relative_path, info.transforms)
-        data = ByteRange(place.path, info.offset, info.length)
-        return ObjectEntry(fqn, path, section, data, codec=place.codec)
-
-
-def _codec(path: str, transforms: tuple[str, ...]) -> str:
-    """How an item is packed. Raises UnsupportedError for a transform that is not known."""
-    if not transforms:
-        return dcp_items.TORCH_SAVE
-    if transforms == ("stream.zstd/1",):
-        return dcp_items.ZSTD
-    raise UnsupportedError(
-        f"{path} is packed with {list(transforms)}, which is not known here; only stream.zstd/1 "
-        "is.",
-        hint="Save again without this extension.",
-    )
 
 
 def _world_size(file_names: Iterable[str]) -> int | None:

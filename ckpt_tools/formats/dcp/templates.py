@@ -3,11 +3,21 @@
 torch saves every item as an archive of its own, and those of one shape and type are equal byte for
 byte outside of a few places. What was found out about the first then holds for all. This room
 compares bytes; what an archive is, and what is made of it, is known to others.
+
+An item of torch 2.13 with four float32 in 1,577 bytes:
+
+    0 to 704      head: equal in all (headers, the pickle, …)
+    704 to 720    the elements, which nobody looks at
+    720 to 1577   tail: equal but for bytes 724 to 728 and 1298 to 1302, the sum of the elements;
+                  960 to 1000, a random number, and its sum at 1004 to 1008 and 1419 to 1423
+
+Another item of 1,577 bytes with the same head and the same rest of the tail is four float32 in its
+bytes 704 to 720: its archive need not be opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckpt_tools.core.index import ByteRange
@@ -67,10 +77,6 @@ class Templates:
             else:
                 return found
         return None
-
-    def of_length(self, length: int) -> Sequence[Template]:
-        """The items of this length that were learned."""
-        return self._known.get(length, ())
 
     def learn(self, item: ByteRange, archive: Archive, found: Found) -> None:
         """Remember an item that was read, when little stands around its elements."""

@@ -84,51 +84,15 @@ _TAKEN |= {0x85: 1, 0x86: 2, 0x87: 3}
 _TO_MARK = frozenset(b"tue")
 
 
-class Token(NamedTuple):
-    """An opcode of an entry with its argument: a fixed one is the same in all entries.
-
-    ``number`` is what a reference says.
-    """
+class _Token(NamedTuple):
+    """An opcode of an entry with its argument."""
 
     op: int
     start: int
     end: int
-    number: int = 0
-    is_fixed: bool = False
 
 
-class Run(NamedTuple):
-    """Entries of one shape that follow one another in a pickle, and an entry like them.
-
-    The first of them puts what it remembers under the number ``memo`` and those after it; each
-    remembers ``memos`` values.
-    """
-
-    shape: bytes
-    sample: bytes
-    start: int
-    end: int
-    entries: int
-    memo: int
-    memos: int
-
-
-def tokens_of(entry: bytes) -> list[Token]:
-    """The opcodes of an entry that has a shape."""
-    tokens = _tokens(entry) or []
-    fixed = _fixed_references(tokens) or set()
-    return [
-        token._replace(
-            number=int.from_bytes(entry[token.start + 1 : token.end], "little")
-            if token.op in b"hj"
-            else 0,
-            is_fixed=index in fixed,
-        )
-        for index, token in enumerate(tokens)
-    ]
-
-
-def _tokens(entry: bytes) -> list[Token] | None:
+def _tokens(entry: bytes) -> list[_Token] | None:
     """The opcodes of an entry, or None when one of them is none that a shape may have."""
     tokens, at = [], 0
     while at < len(entry):
@@ -138,7 +102,7 @@ def _tokens(entry: bytes) -> list[Token] | None:
             size = 1 + entry[at + 1]
         if size is None or (op == 0x8A and not 6 <= size <= 9):
             return None
-        tokens.append(Token(op, at, at + 1 + size))
+        tokens.append(_Token(op, at, at + 1 + size))
         at += 1 + size
     return tokens if at == len(entry) else None
 
@@ -162,7 +126,7 @@ def _pattern(entry: bytes) -> bytes | None:
     return b"".join(parts)
 
 
-def _fixed_references(tokens: list[Token]) -> set[int] | None:
+def _fixed_references(tokens: list[_Token]) -> set[int] | None:
     """Which references must be to the same value in every entry: None when that cannot be told.
 
     All of those that become a key, an item of a tuple, or remembered: what they refer to decides

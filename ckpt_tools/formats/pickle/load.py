@@ -12,13 +12,6 @@ from typing import BinaryIO
 
 from ckpt_tools.core.index import PlainValue
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
-from ckpt_tools.formats.dcp.metadata import (
-    METADATA_GLOBALS,
-    Metadata,
-    TensorMeta,
-    metadata_of,
-)
-from ckpt_tools.formats.dcp.storage import StorageInfo
 from ckpt_tools.formats.pickle.allowed_globals import (
     SHARDED_TENSOR_MODULES,
     TENSOR_GLOBALS,
@@ -28,14 +21,11 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     made_by,
 )
 from ckpt_tools.formats.pickle.containers import Containers, plain_value, settled
-from ckpt_tools.formats.pickle.guard import walked
 from ckpt_tools.formats.pickle.rebuild import refused_function, storage_from_id
 from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     OpaqueObject,
-    StoredDTensor,
     StoredStorage,
-    StoredTensor,
     TorchDType,
     opaque_class,
 )
@@ -44,61 +34,9 @@ from ckpt_tools.formats.pickle.unpickler import (
     pickle_at,
     placed,
     unpickle,
-    unpickle_walked,
 )
 
-__all__ = [
-    "Metadata",
-    "Opaque",
-    "Plain",
-    "StorageInfo",
-    "StoredDTensor",
-    "StoredTensor",
-    "TensorMeta",
-    "collector_paused",
-    "load_metadata",
-    "load_plain",
-    "load_stream",
-    "load_tensors",
-]
-
-Plain = PlainValue
-
 _MAX_OPAQUE_CLASSES = 1000
-# Some sixty thousand chunks: fewer are read one by one before numpy would have started.
-_COLUMNS_FROM = 8 << 20
-
-
-def load_metadata(data: bytes, *, where: str) -> Metadata:
-    """What the ``.metadata`` file of a DCP directory says; ``where`` names it in errors.
-
-    Raises UnsafePickleError for a class that is not torch's, naming it, and UnreadableError for
-    bytes that are damaged.
-    """
-
-    def resolve(name: str) -> object:
-        found = METADATA_GLOBALS.get(name)
-        if found is None:
-            raise UnsafePickleError(
-                f"asks for {name}, which DCP metadata of torch 2.1 to 2.13 does not have; "
-                "it was not run.",
-                hint="The directory was written by another library, or is hostile.",
-            )
-        return found
-
-    with placed(where), collector_paused():
-        end, runs = walked(data)
-        if runs and len(data) >= _COLUMNS_FROM:
-            from ckpt_tools.formats.dcp.table import load_table  # late: numpy comes with it
-
-            found = load_table(data, end, runs, resolve)
-            if found is not None:
-                return found
-        value = unpickle_walked(data, resolve=resolve, storage=_no_storage)
-        try:
-            return metadata_of(value)
-        except AttributeError as error:
-            raise UnreadableError("is damaged: an object in it has no state.") from error
 
 
 def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> object:
@@ -259,7 +197,3 @@ def _refuse_sharded_tensor(data: bytes) -> None:
     """Raise that the pickle holds a ShardedTensor, if it does: it says more than what it needs."""
     if b"torch.distributed._shard.sharded_tensor" in data and b"ShardedTensor" in data:
         raise _sharded_tensor_error()
-
-
-def _no_storage(_pid: object) -> object:
-    raise UnreadableError("is no DCP metadata: it holds a tensor.")

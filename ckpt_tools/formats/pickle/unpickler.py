@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, BytesIO
 from typing import BinaryIO
@@ -19,7 +19,7 @@ from ckpt_tools.formats.pickle.guard import CutPickleError, end_of_pickle
 Resolve = Callable[[str], object]
 
 # Everything that the C unpickler raises for bytes that are no good pickle.
-DAMAGE = (
+_DAMAGE = (
     pickle.UnpicklingError,
     EOFError,
     TypeError,
@@ -46,15 +46,16 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> object:
         """The stand-in for a global."""
-        module = _PYTHON_2.get(module_name, module_name)
-        return self._resolve(printable(f"{module}.{global_name}"))
+        name = f"{_PYTHON_2.get(module_name, module_name)}.{global_name}"
+        return self._resolve(printable(_PYTHON_2.get(name, name)))
 
     def persistent_load(self, pid: object) -> object:
         """The stand-in for a storage."""
         return self._storage(pid)
 
 
-_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+# Protocol 2 has the names of Python 2, also when Python 3 writes it.
+_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg", "builtins.long": "builtins.int"}
 
 
 def unpickle(data: bytes, *, resolve: Resolve, storage: Callable[[object], object]) -> object:
@@ -63,27 +64,12 @@ def unpickle(data: bytes, *, resolve: Resolve, storage: Callable[[object], objec
     Raises UnreadableError for any damage, and what the two raise.
     """
     end_of_pickle(data)
-    return unpickle_walked(data, resolve=resolve, storage=storage)
-
-
-def unpickle_walked(
-    data: bytes, *, resolve: Resolve, storage: Callable[[object], object]
-) -> object:
-    """As `unpickle`, of a pickle that was walked."""
     try:
         # The buffer saves a call for each opcode of a pickle without frames.
         return _Unpickler(BufferedReader(BytesIO(data)), resolve, storage).load()
-    except DAMAGE as error:
+    except _DAMAGE as error:
         reason = printable(str(error)) or type(error).__name__
         raise UnreadableError(f"is damaged: its pickle cannot be read ({reason}).") from error
-
-
-def load_with_memo(
-    data: bytes, resolve: Resolve, storage: Callable[[object], object]
-) -> tuple[object, Mapping[int, object]]:
-    """As `unpickle_walked`, with all that was remembered. Raises any of `DAMAGE`."""
-    unpickler = _Unpickler(BufferedReader(BytesIO(data)), resolve, storage)
-    return unpickler.load(), unpickler.memo.copy()
 
 
 def printable(text: str) -> str:

@@ -97,6 +97,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         ties=tied(state.tensors),
         notes=(*_zero_weights(tensors), *_overlaps(state.tensors)),
         problems=tuple(_problems(state.tensors, placed, path)),
+        tree=state.tree,
     )
 
 
@@ -125,8 +126,8 @@ def _placed(leaf: TensorLeaf, saved: SavedFile) -> _Place:
         layout = dtensors.layout_of(stored)
         return _Place(dtensors.held_box(stored, layout), layout)
     except UnsupportedError as error:
-        fqn = names.join(leaf.path)
-        flaw = error.reworded(f"{saved.path}: {fqn}: {error.message}.").concerning((fqn,))
+        message = f"{saved.path}: {leaf.fqn}: {error.message}."
+        flaw = error.reworded(message).concerning((leaf.fqn,))
         return _Place(Box.whole(stored.local.shape), flaw=flaw)
 
 
@@ -141,7 +142,7 @@ def _tensor(leaf: TensorLeaf, place: _Place, saved: SavedFile, section: Section)
         rank=None if isinstance(stored, StoredTensor) else stored.mesh.rank,
     )
     return TensorEntry(
-        fqn=names.join(leaf.path),
+        fqn=leaf.fqn,
         path=leaf.path,
         section=section,
         dtype=dtype_named(stored.dtype),
@@ -156,7 +157,7 @@ def _objects(
 ) -> list[ObjectEntry]:
     entries = [
         ObjectEntry(
-            fqn=names.join(leaf.path),
+            fqn=leaf.fqn,
             path=leaf.path,
             section=sections[leaf.path],
             data=saved.pickle,
@@ -175,7 +176,7 @@ def _problems(
     """What keeps the tensors of the file from being whole: shards of one rank, Partial."""
     yield from (place.flaw for place in places if place.flaw is not None)
     shards = [
-        (names.join(leaf.path), leaf.stored, place.layout)
+        (leaf.fqn, leaf.stored, place.layout)
         for leaf, place in zip(leaves, places, strict=True)
         if isinstance(leaf.stored, StoredDTensor)
         and place.layout is not None

@@ -14,20 +14,35 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 from ckpt_tools.errors import UnsupportedError, UsageError, reason_of
+from ckpt_tools.transforms.lora import orientation
 from ckpt_tools.transforms.lora.parts import Parts
+
+# What of PEFT's LoraConfig (0.21) changes nothing here: bookkeeping, which modules were trained
+# (the tensors tell), how the factors began, and what only counts in training.
+_UNDERSTOOD = frozenset(
+    {"peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"}
+    | {"revision", "inference_mode", "runtime_config", "target_modules", "exclude_modules"}
+    | {"modules_to_save", "layers_to_transform", "layers_pattern", "init_lora_weights"}
+    | {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}
+    | {"lora_dropout", "ensure_weight_tying", "megatron_core", "qalora_group_size"}
+    | {"r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "fan_in_fan_out"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
     """Alpha for all modules, exceptions by module pattern, and how alpha becomes a factor.
 
-    ``said`` is the file's own content, None when only alpha was given.
+    ``transposed`` says whether square weights are (in, out), as those of transformers' Conv1D, None
+    when nothing says it; ``asked`` whether a person did. ``said`` is the file's own content, None
+    when only alpha was given.
     """
 
     alpha: float
     alphas: Mapping[str, float] = field(default_factory=dict)
     rslora: bool = False
-    transposed: bool = False
+    transposed: bool | None = None
+    asked: bool = False
     said: Mapping[str, object] | None = field(default=None, repr=False)
 
     def scale(self, module: str, rank: int) -> float:
@@ -50,11 +65,7 @@ def read_config(path: str) -> LoraConfig:
         raise UsageError(f"{path} cannot be read: {reason_of(error)}.") from error
     if not isinstance(said, dict) or not _is_number(said.get("lora_alpha")):
         raise UsageError(f"{path} has no number `lora_alpha`.")
-    odd = [key for key in ("use_dora", "lora_bias", "use_qalora", "use_bdlora") if said.get(key)]
-    if odd or said.get("peft_type", "LORA") != "LORA" or said.get("bias", "none") != "none":
-        raise UnsupportedError(
-            f"{path} is of no plain LoRA: {', '.join(odd) or 'another peft_type, or bias'}."
-        )
+    _refuse_others(said, path)
     patterns = said.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or not all(map(_is_number, patterns.values())):
         raise UsageError(f"{path}: `alpha_pattern` is no object of numbers.")
@@ -62,9 +73,28 @@ def read_config(path: str) -> LoraConfig:
         alpha=said["lora_alpha"],
         alphas=patterns,
         rslora=said.get("use_rslora") is True,
-        transposed=said.get("fan_in_fan_out") is True,
+        transposed=bool(said["fan_in_fan_out"]) if "fan_in_fan_out" in said else None,
         said=said,
     )
+
+
+def _refuse_others(said: Mapping[str, object], path: str) -> None:
+    """Raise UnsupportedError, with their names, for settings that are not understood here."""
+    odd = [f"{key} = {value!r}" for key, value in said.items() if _is_odd(key, value)]
+    if said.get("peft_type", "LORA") != "LORA":
+        odd = [f"peft_type = {said['peft_type']!r}"]
+    if "peft_type" not in said:  # another program's file, with settings of its own
+        odd = [one for one in odd if one.startswith(("use_", "lora_", "trainable_", "target_"))]
+    if odd:
+        raise UnsupportedError(
+            f"{path} is of no plain LoRA, or of one that is not understood here: {', '.join(odd)}.",
+            hint="PEFT itself can merge or save it.",
+        )
+
+
+def _is_odd(key: str, value: object) -> bool:
+    """Whether a setting may change what the tensors mean: not known, and not off."""
+    return key not in _UNDERSTOOD and bool(value) and (key, value) != ("bias", "none")
 
 
 def _is_number(value: object) -> bool:
@@ -124,7 +154,7 @@ def _made(config: LoraConfig, parts: Parts) -> dict[str, object]:
         "alpha_pattern": dict(config.alphas),
         "use_rslora": config.rslora,
         "use_dora": False,
-        "fan_in_fan_out": config.transposed,
+        "fan_in_fan_out": orientation.is_transposed(parts, said=config.transposed),
         "bias": "none",
         "lora_dropout": 0.0,
         "inference_mode": True,

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING
 from ckpt_tools.copying.read import read_array
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import IncompleteError, UnsupportedError, unwritable
 from ckpt_tools.storage.reader import Files, temporary_folder
 from ckpt_tools.transforms import dtypes as casts
+from ckpt_tools.transforms import quantized
 from ckpt_tools.transforms.base import Made, Outcome
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks
+from ckpt_tools.transforms.lora.orientation import transposed
 from ckpt_tools.transforms.lora.parts import Factors, Parts, parts_of
 from ckpt_tools.transforms.maps import views
 
@@ -112,25 +114,30 @@ class MergeStep:
     def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
         """Plan the merge; nothing is read.
 
-        Raises what `parts_of` and `check_ranks` raise, IncompleteError for a base weight that is
-        not there, and UnsupportedError for one that is quantized.
+        Raises what `parts_of`, `check_ranks` and `transposed` raise, IncompleteError for a base
+        weight that is not there, and UnsupportedError for one that is quantized.
         """
         parts = parts_of(made, self.adapter)
         check_ranks(self.config, parts)
+        turned = transposed(parts, said=self.config.transposed, asked=self.config.asked)
+        entries = tuple(one.entry for one in made)
+        packed = quantized.recognise(CheckpointIndex("", "", entries)).members
         folder = mkdtemp(dir=temporary_folder())
         merged: dict[str, Made] = {}
         works: list[Merge] = []
         for number, factors in enumerate(parts.factors):
             name = f"{factors.module}.weight"
             path = os.path.join(folder, f"{number:06}.bin")
-            work = self._merge(parts, factors, path=path)
+            if name in parts.base and parts.base[name].entry.fqn in packed:
+                raise _is_quantized(name, packed[parts.base[name].entry.fqn].family)
+            work = self._merge(parts, factors, path=path, turned=factors.module in turned)
             works.append(work)
             origins = (*parts.base[name].origins, *factors.a.origins, *factors.b.origins)
             merged[name] = Made(_entry_of(work), origins)
         out = tuple(_merged_names(parts, merged))
         return Outcome(out, tuple(self._notes(parts)), works=tuple(works))
 
-    def _merge(self, parts: Parts, factors: Factors, *, path: str) -> Merge:
+    def _merge(self, parts: Parts, factors: Factors, *, path: str, turned: bool) -> Merge:
         name = f"{factors.module}.weight"
         if name not in parts.base:
             raise IncompleteError(
@@ -140,7 +147,7 @@ class MergeStep:
             )
         base = replace(parts.base[name].entry, fqn=name, path=(name,))
         left, right = factors.b.entry, factors.a.entry
-        if factors.embedding or self.config.transposed:
+        if factors.embedding or turned:
             left, right = _transposed(right), _transposed(left)
         wanted = (left.shape[0], right.shape[1])
         if base.shape != wanted:
@@ -148,11 +155,11 @@ class MergeStep:
                 f"{name} has shape {list(base.shape)}, its LoRA factors make {list(wanted)}."
             )
         if not {base.dtype.name, left.dtype.name, right.dtype.name} <= _FLOATS:
-            raise UnsupportedError(
-                f"{name} is {base.dtype.name}: LoRA cannot be merged into quantized weights.",
-                hint="Write the adapter alone with --adapter.",
-            )
-        chosen, _ = casts.chosen_dtypes([base], self.dtype, self.dtypes)
+            raise _is_quantized(name, base.dtype.name)
+        made = Made(base, ())
+        chosen, _ = casts.chosen_dtypes(
+            [made], self.dtype, self.dtypes, source=CheckpointIndex("", "", ())
+        )
         scale = self.config.scale(factors.module, factors.rank)
         return Merge(base, left, right, scale, chosen[name], path)
 
@@ -165,6 +172,13 @@ class MergeStep:
         )
         if parts.saved:
             yield f"Takes {len(parts.saved)} tensors from modules that were trained whole."
+
+
+def _is_quantized(name: str, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} is {what}: LoRA cannot be merged into quantized weights.",
+        hint="Write the adapter alone with --adapter.",
+    )
 
 
 def _entry_of(work: Merge) -> TensorEntry:

@@ -1,15 +1,18 @@
 """Which entries of a checkpoint are LoRA's, which are the base model's, by PEFT's names.
 
 PEFT wraps a module into a layer with `base_layer`, `lora_A.<adapter>` and `lora_B.<adapter>`, and a
-module that is trained whole into `original_module` and `modules_to_save.<adapter>`.
+module that is trained whole into `original_module` and `modules_to_save.<adapter>`. Whatever else
+PEFT puts there (tokens trained alone, other methods, parameters that are no weight) is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.errors import AnswerNo, UnsupportedError, UsageError
 from ckpt_tools.transforms.base import Made
 
@@ -21,7 +24,11 @@ _FACTOR = re.compile(
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.(?P<rest>.+)")
-_OTHER = re.compile(r".*\.(lora_[A-Za-z_]+|vera_[A-Za-z_]+)(\..+)?")
+# What other methods of PEFT call their parameters (its PEFT_TYPE_TO_PREFIX_MAPPING, 0.21).
+_OTHER = re.compile(
+    r".*\.((\w*lora|p?vera|hada|lokr|ia3|b?oft|hra|fourierft|waveft|trainable_tokens|shira|adamss"
+    r"|psoft|c3a|miss)_\w+|token_adapter)(\..+)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,7 @@ def parts_of(made: Sequence[Made], adapter: str | None) -> Parts:
         if both.keys() != {"A", "B"}:
             raise UnsupportedError(f"{module}: of the factors A and B only {min(both)} is there.")
         parts.factors.append(Factors(module, both["A"], both["B"], embedding))
+    _refuse_others(rest, factors)
     for one in rest:
         _put(parts, one)
     if name is None and not any(_BASE.fullmatch(one.entry.fqn) for one in rest):
@@ -105,14 +113,49 @@ def _factors(
             factor = _Factor(_bare(found["module"]), found["side"], bool(found["kind"]))
             factors[factor, found["adapter"]] = one
         elif _OTHER.fullmatch(name):
-            raise UnsupportedError(
-                f"{name} is no plain LoRA (DoRA, biases of LoRA and others are not supported)."
-            )
+            raise _not_understood(name)
         else:
             rest.append(one)
     if not factors:
         raise AnswerNo("There are no LoRA weights (lora_A, lora_B) among the chosen tensors.")
     return factors, rest
+
+
+def _refuse_others(
+    rest: Sequence[Made], factors: Mapping[tuple[_Factor, str | None], Made]
+) -> None:
+    """Raise UnsupportedError for what PEFT put into a checkpoint and is not understood here.
+
+    In a layer of PEFT's stand its base layer and the factors; beside its model stands nothing.
+    """
+    layers: dict[str, list[TensorEntry]] = defaultdict(list)
+    for one in rest:
+        found = _BASE.fullmatch(one.entry.fqn)
+        if found is not None:
+            layers[found["module"]].append(one.entry)
+    inside = any(one.entry.fqn.startswith(PREFIX) for one in factors.values())
+    for one in rest:
+        name = one.entry.fqn
+        parents = [name[:place] for place, letter in enumerate(name) if letter == "."]
+        layer = next((parent for parent in parents if parent in layers), None)
+        known = layer is None or name.startswith(f"{layer}.base_layer.")
+        nested = name.split(".").count("base_layer") > 1
+        if not known or nested or (inside and not name.startswith(PREFIX)):
+            raise _not_understood(name)
+    for factor, _ in factors:
+        own = layers.get(factor.module, layers.get(PREFIX + factor.module, []))
+        if own and not any(
+            e.dtype.kind != "float" or e.fqn.endswith(".base_layer.weight") for e in own
+        ):
+            raise _not_understood(own[0].fqn)
+
+
+def _not_understood(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} is no plain LoRA: of PEFT only lora_A and lora_B of linear layers and embeddings, "
+        "and modules_to_save, are understood.",
+        hint="PEFT itself can merge or save it. --exclude leaves out what is none of the model's.",
+    )
 
 
 def _saved_adapters(rest: Sequence[Made]) -> Iterator[str]:

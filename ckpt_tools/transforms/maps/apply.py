@@ -29,22 +29,34 @@ from ckpt_tools.transforms.maps.views import View
 
 @dataclass(frozen=True, slots=True)
 class MapStep:
-    """The step that applies a map; ``values`` are what it may ask for, e.g. ``head_dim``."""
+    """The step that applies a map; ``values`` are what it may ask for, e.g. ``head_dim``.
+
+    ``model_type`` is that of the model's config.json, None where nothing says it.
+    """
 
     tensor_map: TensorMap
     values: Mapping[str, int]
+    model_type: str | None = None
 
     def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
         """Apply the map. Raises what `apply` raises."""
-        return apply(self.tensor_map, made, values=self.values)
+        return apply(self.tensor_map, made, values=self.values, model_type=self.model_type)
 
 
-def apply(tensor_map: TensorMap, made: Sequence[Made], *, values: Mapping[str, int]) -> Outcome:
+def apply(
+    tensor_map: TensorMap,
+    made: Sequence[Made],
+    *,
+    values: Mapping[str, int],
+    model_type: str | None = None,
+) -> Outcome:
     """The entries under their new names.
 
-    Raises UsageError for names that the map does not know, or that two rules claim, for parts that
-    are not there, for shapes that do not fit, and for values that it asks for and nobody told.
+    Raises UsageError for a model that the map is not for, for names that it does not know, or that
+    two rules claim, for parts that are not there, for shapes that do not fit, and for values that
+    it asks for and nobody told.
     """
+    _refuse_others(tensor_map, [one.entry.fqn for one in made], model_type)
     sorted_out = _sorted_out(tensor_map, made, values=values)
     out = [one for group in sorted_out.groups for one in _carried_out(group)]
     if not out:
@@ -68,12 +80,35 @@ def apply(tensor_map: TensorMap, made: Sequence[Made], *, values: Mapping[str, i
 
 
 def knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:
-    """Whether a map has a rule for each of these names, and all that it requires is there."""
+    """Whether a map has a rule for each of these names, and they are those that it is for."""
     patterns = [pattern(text) for rule in tensor_map.rules for text in rule.sources]
     patterns += [pattern(text) for text in tensor_map.drop]
-    return all(any(one.fullmatch(name) for one in patterns) for name in names) and all(
-        any(pattern(text).fullmatch(name) for name in names) for text in tensor_map.requires
-    )
+    known = all(any(one.fullmatch(name) for one in patterns) for name in names)
+    return known and not _misfits(tensor_map, names)
+
+
+def _misfits(tensor_map: TensorMap, names: Sequence[str]) -> list[str]:
+    """What of these names keeps them from being those that the map is for, a phrase for each."""
+    found = {
+        text: next((name for name in names if pattern(text).fullmatch(name)), None)
+        for text in (*tensor_map.requires, *tensor_map.forbids)
+    }
+    missing = [f"there is no {text}" for text in tensor_map.requires if found[text] is None]
+    return missing + [f"there is {found[text]}" for text in tensor_map.forbids if found[text]]
+
+
+def _refuse_others(tensor_map: TensorMap, names: Sequence[str], model_type: str | None) -> None:
+    """Raise UsageError for a model that the map is not for: its rules may fit all the same."""
+    reasons = _misfits(tensor_map, names)
+    if model_type and tensor_map.model_types and model_type not in tensor_map.model_types:
+        known = ", ".join(tensor_map.model_types)
+        reasons.append(f"config.json says model_type {model_type!r}, and the map is for {known}")
+    if reasons:
+        raise UsageError(
+            f"The map {tensor_map.name} is not for this model: {'; '.join(reasons)}.",
+            hint="Choose another map (--map auto looks for one by the names), or a part that it is "
+            "for; --force-map takes it all the same.",
+        )
 
 
 @dataclass(slots=True)

@@ -19,16 +19,17 @@ class AutoMapStep:
     """Applies the one built-in map to Hugging Face's names that knows every name."""
 
     values: Mapping[str, int]
+    model_type: str | None = None
 
     def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
         """Choose and apply a map, or none when the names are Hugging Face's already.
 
-        Raises UsageError when no map, or more than one, knows all names.
+        Raises UsageError when no map, or more than one, knows all names, and what `apply` raises.
         """
         names = [one.entry.fqn for one in made]
         known = [one for one in builtins_to_hf() if not one.keeps_rest and knows_all(one, names)]
         if len(known) == 1:
-            outcome = apply(known[0], made, values=self.values)
+            outcome = apply(known[0], made, values=self.values, model_type=self.model_type)
             chosen = f"--map auto chose {known[0].name}: of all maps only it knows all names."
             return outcome._replace(notes=(chosen, *outcome.notes))
         if _ON_HUB in names and not known:

@@ -76,21 +76,40 @@ class Rule:
 class TensorMap:
     """A named list of rules; ``drop`` are names that have no place on the other side.
 
-    ``requires`` are patterns of which each must match a name before the map is chosen unasked.
-    Names without a rule are refused, or stay as they are where the map ``keeps_rest``.
+    ``requires`` are patterns of which each must match a name, ``forbids`` those of which none may;
+    ``model_types`` are those of config.json that the map is for (none: any). Names without a rule
+    are refused, or stay as they are where the map ``keeps_rest``.
     """
 
     name: str
     rules: tuple[Rule, ...] = field(repr=False)
     drop: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
+    forbids: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
     keeps_rest: bool = False
 
     @property
     def back(self) -> TensorMap:
         """The map that undoes this one: what it drops cannot come back."""
-        rules = tuple(rule.back for rule in self.rules)
-        return TensorMap(f"{self.name}, back", rules, keeps_rest=self.keeps_rest)
+        return replace(
+            self,
+            name=f"{self.name}, back",
+            rules=tuple(rule.back for rule in self.rules),
+            drop=(),
+            requires=self._there(self.requires),
+            forbids=self._there(self.forbids),
+        )
+
+    @property
+    def forced(self) -> TensorMap:
+        """The map that asks for nothing but its rules."""
+        return replace(self, name=f"{self.name}, forced", requires=(), forbids=(), model_types=())
+
+    def _there(self, texts: tuple[str, ...]) -> tuple[str, ...]:
+        """These patterns as the other side has them: names without a rule are the same there."""
+        targets = {text: rule.targets for rule in self.rules for text in rule.sources}
+        return tuple(there for text in texts for there in targets.get(text, (text,)))
 
     @property
     def values(self) -> frozenset[str]:

@@ -2,7 +2,9 @@
 
     name = "mine"
     drop = ["rope.freqs"]                 # names that have no place on the other side
-    requires = ["layers.{n}.q_norm.weight"]   # for --map auto: what must be there
+    requires = ["layers.{n}.q_norm.weight"]   # names that must be there
+    forbids = ["layers.{n}.q_proj.bias"]  # names that must not be there
+    model_types = ["llama"]               # those of config.json that the map is for; none: any
     keep_rest = false                     # whether names without a rule stay as they are
 
     [[rule]]
@@ -45,7 +47,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_MAP_KEYS = frozenset({"name", "drop", "requires", "keep_rest", "rule"})
+_MAP_KEYS = frozenset({"name", "drop", "requires", "forbids", "model_types", "keep_rest", "rule"})
 _RULE_KEYS = frozenset(
     {"from", "to", "rotary", "head_dim", "transpose", "dim", "sizes", "groups", "stack"}
     | {"from_shape", "to_shape"}
@@ -123,6 +125,8 @@ def parse(text: str, *, name: str) -> TensorMap:
         rules=rules,
         drop=table.texts("drop"),
         requires=table.texts("requires"),
+        forbids=table.texts("forbids"),
+        model_types=table.texts("model_types"),
         keeps_rest=table.flag("keep_rest"),
     )
 

@@ -1,0 +1,99 @@
+"""Which base weights are (in, out), not (out, in): those of transformers' Conv1D, as in GPT-2.
+
+PEFT asks the module's class, which no checkpoint has. The shape tells, unless a weight is square:
+then others of its kind do, or the configuration (`fan_in_fan_out`), or it must be asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.transforms.lora.parts import Factors, Parts
+
+# What Conv1D layers are called: in transformers 5 no other names, but other models have linear
+# layers under these.
+_CONV1D = re.compile(r"(.+\.)?(c_attn|c_proj|c_fc|q_attn)")
+# Linear layers in every model of transformers 5 that has them.
+_LINEAR = re.compile(
+    r"(.+\.)?(([qkvo]|qkv|in|out|gate|up|down|gate_up)_proj|query|key|value|query_key_value|lm_head"
+    r"|to_[qkv]|w[qkvo123])"
+)
+
+
+def transposed(parts: Parts, *, said: bool | None, asked: bool) -> frozenset[str]:
+    """The modules whose base weight is (in, out).
+
+    ``said`` is what the configuration, or a person who was ``asked``, says of square weights.
+    Raises UsageError for square weights of which nothing tells, or of which the configuration says
+    other than the weights beside them.
+    """
+    found, open_ones = set(), []
+    told = {True: set(_told(parts, conv1d=True)), False: set(_told(parts, conv1d=False))}
+    for factors in parts.factors:
+        ways = _ways(factors, parts)
+        beside = told[_CONV1D.fullmatch(factors.module) is not None]
+        if len(ways) > 1:
+            others = _by_others(factors.module, said=said, beside=beside)
+            ways = {said is True} if asked else others
+        if len(ways) > 1:
+            open_ones.append(factors.module)
+        elif ways == {True}:
+            found.add(factors.module)
+    if open_ones:
+        raise UsageError(
+            f"{len(open_ones)} weights with LoRA are square, and nothing tells (out, in) from "
+            f"(in, out): {', '.join(sorted(open_ones)[:5])}.",
+            hint="--lora-fan-in-fan-out no for linear layers, yes for transformers' Conv1D (GPT-2)."
+            " PEFT's adapter_config.json says it too; where the other weights say otherwise, ask "
+            "the model.",
+        )
+    return frozenset(found)
+
+
+def is_transposed(parts: Parts, *, said: bool | None) -> bool:
+    """What a new configuration is to say: PEFT itself corrects it by the module's class."""
+    seen = {way for conv1d in (True, False) for way in _told(parts, conv1d=conv1d)}
+    return seen == {True} if said is None else said
+
+
+def _by_others(module: str, *, said: bool | None, beside: set[bool]) -> set[bool]:
+    """What is known of a square weight by others; both ways when that is nothing."""
+    if said is not None:
+        return {said, *beside} if len(beside) == 1 else {said}
+    if len(beside) == 1:
+        return beside
+    return {False} if not beside and _LINEAR.fullmatch(module) else {True, False}
+
+
+def _ways(factors: Factors, parts: Parts) -> set[bool]:
+    """Whether a module's base weight may be (in, out), by its shape: both when it is square."""
+    made = parts.base.get(f"{factors.module}.weight")
+    if factors.embedding or made is None:
+        return {False}
+    fits = (factors.b.entry.shape[0], factors.a.entry.shape[1]) if factors.rank else ()
+    return {way for way in (False, True) if made.entry.shape == (fits[::-1] if way else fits)}
+
+
+def _told(parts: Parts, *, conv1d: bool) -> Iterator[bool]:
+    """What other weights tell, by factors or biases, that are (or are not) called as Conv1D's."""
+    for factors in parts.factors:
+        ways = _ways(factors, parts)
+        same = (_CONV1D.fullmatch(factors.module) is not None) == conv1d
+        if same and len(ways) == 1 and not factors.embedding:
+            yield from ways
+    for module, shape, bias in _with_biases(parts):
+        same = (_CONV1D.fullmatch(module) is not None) == conv1d
+        if same and shape[0] != shape[1] and bias in shape:
+            yield bias == shape[1]
+
+
+def _with_biases(parts: Parts) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Matrices with a bias: the module, the shape, the bias's length."""
+    shapes: Mapping[str, tuple[int, ...]] = {n: one.entry.shape for n, one in parts.base.items()}
+    for name, shape in shapes.items():
+        module, _, leaf = name.rpartition(".")
+        bias = shapes.get(f"{module}.bias", ())
+        if leaf == "weight" and len(shape) == 2 and len(bias) == 1:
+            yield module, shape, bias[0]

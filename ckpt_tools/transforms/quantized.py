@@ -1,0 +1,311 @@
+"""Which tensors together are one quantized weight: packed codes and the scales of them.
+
+A cast would leave the codes and change what they mean, so a family keeps its types as a whole. It
+is known by its packed tensor (a narrow or packed type), or by names that only one library writes.
+Here are names, types and shapes; no value is read. An example:
+
+    l.weight uint8, l.weight_scale float8, l.weight_scale_2 float32   one NVFP4 weight
+    l.bias bfloat16                                                   not of it: added afterwards
+    l.other float32                                                   may be of it: nothing tells
+
+Sources of the names: the state dicts of bitsandbytes 0.45, torchao 0.14, compressed-tensors 0.12,
+GPTQModel 4, AutoAWQ 0.2, Transformer Engine 2, ModelOpt 0.33, and those of transformers 5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
+from typing import NamedTuple
+
+from ckpt_tools.core import names
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+
+# What kinds of element types packed tensors have: see `_kind`.
+_BYTES, _INTS = frozenset({"i8"}), frozenset({"i8", "i16", "i32", "i64"})
+_WORDS, _FP8, _FP4 = frozenset({"i8", "i16", "i32"}), frozenset({"f8"}), frozenset({"f4"})
+_NARROW = _BYTES | _FP8 | _FP4
+
+
+class _Family(NamedTuple):
+    """``packed`` is the packed tensor's name in its module, ``kinds`` are those of its type.
+
+    ``beside`` must be there too; ``also`` are names of the family that `_is_scale` does not know.
+    """
+
+    name: str
+    packed: str
+    kinds: frozenset[str]
+    beside: str = ""
+    also: str = ""
+
+
+# A weight may be of any type beside its zero point: of such a module only the scales are kept.
+_ZERO = "zero_point"
+# The first row that fits names the family.
+_FAMILIES = (
+    _Family("bitsandbytes 8-bit", "weight", _BYTES, r"(weight\.)?SCB", "weight_format"),
+    _Family("8-bit optimizer state", r"state\d", _BYTES, r"absmax\d", r"(new_)?max\d|\w+norm_vec"),
+    _Family("torchao", r".*(qdata|int_data|packed_weight)", _WORDS | _NARROW),
+    _Family("torchao 8-bit optimizer state", "codes", _BYTES, "qmap"),
+    _Family("compressed-tensors", r"(.+_)?weight_packed", _WORDS, "", r".*(shape|g_idx)"),
+    _Family("GPTQ", "qweight", _INTS, "g_idx", "g_idx"),
+    _Family("AWQ", "qweight", _INTS, "qzeros"),
+    _Family("GPTQ or AWQ", "qweight", _INTS),
+    _Family("EXL2", "q_weight", _INTS, "", r"q_.+"),
+    _Family("EXL3", "trellis", _INTS),
+    _Family("HQQ", "W_q", _INTS),
+    _Family("AQLM", "codes", _INTS, "codebooks"),
+    _Family("VPTQ", "indices", _INTS, "centroids", r"weight_bias|norm_.+"),
+    _Family("QuIP#", r"Qidxs(_\w+)?", _INTS),
+    _Family("Marlin", r"B(_24)?", frozenset({"i32"}), "s", "s"),
+    _Family("Quanto", "_data", _NARROW),
+    _Family("MXFP4", r".+_blocks", _BYTES, r".+_scales"),
+    _Family("NVFP4", r".+", _NARROW, r".+_scale_2"),
+    _Family(
+        "fake-quantized", "fake_quant_enabled", _INTS, "", r"observer_enabled|(min|max)_val|eps"
+    ),
+    _Family("calibrated", rf"(.+_)?{_ZERO}", _INTS | _FP8, r"(.+_)?scale"),
+    _Family("FP8", r".+", _FP8),
+    _Family("FP4", r".+", _FP4),
+)
+# Only bitsandbytes writes these below a weight's name; the weight itself may be of any type, for
+# FSDP shards it in the type of the layers beside it (bnb_4bit_quant_storage).
+_BNB4 = "bitsandbytes 4-bit"
+_BNB4_SIGN = re.compile(r"(?P<weight>.+)\.((nested_)?quant_map|quant_state(\..+)?)")
+# Buffers that quantizing layers keep beside a weight of any type.
+_BUFFERS = (
+    ("ModelOpt", r"(?P<layer>.+?)\.[^.]*quantizer(\.\d+)?\._\w*(amax|scale|zero_point|bias_value)"),
+    (
+        "Transformer Engine",
+        r"(?P<layer>.+?)\.(_extra_state|fp8_meta\w*(\..+)?|\w*amax_history\w*|scale(_inv)?_(fwd|bwd))",
+    ),
+    ("fake-quantized", r"(?P<layer>.+?)\.(.*\.)?activation_post_process\.((min|max)_val|eps)"),
+)
+# Names of scales that a plain model hardly has, though no packed tensor stands beside them: those
+# of a model that is calibrated, or was decoded, or of which only the cache is quantized.
+_LONE = re.compile(r"(weight|input|output)_(global_)?scale(_inv|_\d)?|(?P<one>[qkv]_scale)")
+_BUFFER_SIGN = re.compile(r"quantizer|_extra_state|fp8_meta|amax_|_fwd|_bwd|post_process")
+# Scales of activations: they may stand in a module above those of the packed weights.
+_CACHE_SCALE = re.compile(
+    r"(q|k|v|kv|qkv|prob|input|output|[qkv]_cache|[qkv]_proj)?_(scale(_float)?|shift)"
+)
+
+# Words of a name, without the digits at their end.
+_SCALE_WORD = re.compile(
+    r"scales?|scaling|q?zeros?|zp|absmax|amax|qmap|codebooks?|centroids|lut|shift|offsets?|scbt?|cb"
+    r"|s[uv]h?|wscale|dmin|mcg"
+)
+_WEIGHT_WORD = re.compile(r"q?weights?|packed|codes|q?data|blocks|kernel|wq?|proj|experts")
+_BIAS_WORD = re.compile(r"bias(es)?|sinks")
+_PLAIN = re.compile(
+    r"lora_\w+|step|(max_)?exp_avg\w*|momentum_buffer|master\w*|fp32_param|param|running_(mean|var)"
+)
+# Integers that are no codes, by what they are called.
+_NO_CODES_WORD = re.compile(
+    r"mask(ed)?|bias|ids?|idx|index|indices|positions?|enabled|steps?|rng|seed|count(er)?|num|tokens?"
+    r"|state|version|flags?|format|len(gths?)?|bucket|order|perm|shape|sizes?"
+)
+
+
+class Member(NamedTuple):
+    """What a tensor belongs to: a family by its name, and the weight."""
+
+    family: str
+    weight: str
+
+
+class Quantized(NamedTuple):
+    """The tensors of a checkpoint that a cast must leave, by name.
+
+    ``members`` belong to a quantized weight; ``codes`` are those of them that hold packed codes in
+    a floating type; ``doubtful`` floating tensors stand beside the weight that they name, and
+    nothing tells whether they belong to it.
+    """
+
+    members: Mapping[str, Member]
+    codes: frozenset[str]
+    doubtful: Mapping[str, str]
+
+
+NONE = Quantized({}, frozenset(), {})
+
+
+def recognise(index: CheckpointIndex) -> Quantized:
+    """The quantized weights of a checkpoint, from names, types and shapes alone."""
+    tensors = {entry.fqn: entry for entry in index.tensors}
+    members = _by_names(tensors, [entry.fqn for entry in index.objects])
+    weights = {one.weight for one in members.values() if one.family == _BNB4} & tensors.keys()
+    codes = frozenset(one for one in weights if tensors[one].dtype.kind == "float")
+    doubtful: dict[str, str] = {}
+    above: dict[str, Member] = {}
+    containers = {names.join(path) for path in names.container_of(e.path for e in index.tensors)}
+    for module, group in _by_module(tensors).items():
+        packed = _packed(group)
+        if packed:
+            at_top = not module or module[:-1] in containers
+            found, near = _sorted_out(group, packed, at_top=at_top)
+            for name, one in found.items():
+                members.setdefault(module + name, Member(packed[one].name, module + one))
+            for higher in _above(module):
+                above.setdefault(higher, members[module + next(iter(packed))])
+            doubtful |= {module + name: module + one for name, one in near.items()}
+    for fqn in tensors.keys() - members.keys() if above else ():
+        module, _, leaf = fqn.rpartition(".")
+        if f"{module}." in above and _CACHE_SCALE.fullmatch(leaf):
+            members[fqn] = above[f"{module}."]
+    for fqn, entry in tensors.items():
+        if entry.dtype.kind == "float" and "_scale" in fqn and _is_lone(entry):
+            doubtful.setdefault(fqn, f"{fqn.rpartition('.')[0]}.weight")
+    return Quantized(members, codes, {k: v for k, v in doubtful.items() if k not in members})
+
+
+def _by_names(tensors: Mapping[str, TensorEntry], others: Collection[str]) -> dict[str, Member]:
+    """What is known by names alone: all below a 4-bit weight, and the buffers of quantizers."""
+    signs = (_BNB4_SIGN.fullmatch(fqn) for fqn in (*tensors, *others) if "quant_" in fqn)
+    weights = {sign["weight"] for sign in signs if sign is not None}
+    found: dict[str, Member] = {}
+    for fqn, entry in tensors.items():
+        owners = (fqn, *_prefixes(fqn)) if weights else ()
+        weight = next((one for one in owners if one in weights), None)
+        if weight is not None:
+            found[fqn] = Member(_BNB4, weight)
+        elif entry.dtype.kind == "float" and _BUFFER_SIGN.search(fqn):
+            found |= _buffer(fqn)
+    return found
+
+
+def _buffer(fqn: str) -> dict[str, Member]:
+    """The family and the layer of a quantizing layer's buffer, by its name; empty for others."""
+    layers = ((family, re.fullmatch(text, fqn)) for family, text in _BUFFERS)
+    known = [Member(family, layer["layer"]) for family, layer in layers if layer is not None]
+    return {fqn: known[0]} if known else {}
+
+
+def _prefixes(fqn: str) -> Iterator[str]:
+    place = fqn.rfind(".")
+    while place > 0:
+        yield fqn[:place]
+        place = fqn.rfind(".", 0, place)
+
+
+def _above(module: str) -> Iterable[str]:
+    """The modules up to two levels above a module, each with its dot."""
+    return [f"{one}." for one in islice(_prefixes(module[:-1]), 2)]
+
+
+def _by_module(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
+    """The tensors of each module (its name with the dot) by their names in it.
+
+    What lies below a tensor's own name (``weight.absmax``) stands in that tensor's module. None,
+    where nothing can be packed: a plain model of a million tensors is not to wait for this.
+    """
+    groups: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    if not any(map(_may_be_packed, tensors.values())):
+        return groups
+    for fqn, entry in tensors.items():
+        owner = next((one for one in islice(_prefixes(fqn), 3) if one in tensors), fqn)
+        module = owner[: owner.rfind(".") + 1]
+        groups[module][fqn[len(module) :]] = entry
+    return groups
+
+
+def _sorted_out(
+    group: Mapping[str, TensorEntry], packed: Mapping[str, _Family], *, at_top: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The tensors of a module that belong to a packed one, which they name; and the doubtful."""
+    found, doubtful = {name: name for name in packed}, {}
+    for name in sorted(group.keys() - packed.keys()):
+        near = max(packed, key=lambda one: (_alike(one, name), one))
+        if _is_of(name, packed[near]):
+            found[name] = near
+        elif _is_doubtful(group[name], name, near, at_top=at_top):
+            doubtful[name] = near
+    return found, doubtful
+
+
+def _alike(one: str, other: str) -> int:
+    """How many letters at their begin two names have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
+    """The packed tensors of a module, with their families."""
+    found = {}
+    for name, entry in group.items():
+        family = _family(name, entry, group)
+        if family is not None:
+            found[name] = family
+    codes = {name: family for name, family in found.items() if not name.endswith(_ZERO)}
+    return codes or found
+
+
+def _may_be_packed(entry: TensorEntry) -> bool:
+    kind = _kind(entry.dtype)
+    return bool(kind) and (kind != "i64" or bool(_rows(entry.fqn.rpartition(".")[2], kind)))
+
+
+def _family(name: str, entry: TensorEntry, group: Collection[str]) -> _Family | None:
+    """The family that a tensor is the packed one of, or None."""
+    kind = _kind(entry.dtype)
+    if not kind or (_is_scale(name) and not name.endswith(_ZERO)):
+        return None
+    for row in _rows(name, kind):
+        if not row.beside or any(re.fullmatch(row.beside, other) for other in group):
+            return row
+    by_name = kind in _WORDS and _has(name, _WEIGHT_WORD)
+    by_shape = kind in _BYTES and len(entry.shape) >= 2
+    if (by_name or by_shape) and not _has(name, _NO_CODES_WORD):
+        return _Family(f"packed {entry.dtype.name}", name, _WORDS)
+    return None
+
+
+@lru_cache(4096)
+def _rows(name: str, kind: str) -> tuple[_Family, ...]:
+    """The families that a packed tensor of this name in its module may be of."""
+    return tuple(r for r in _FAMILIES if kind in r.kinds and re.fullmatch(r.packed, name))
+
+
+def _kind(dtype: DType) -> str:
+    """``i8`` to ``i64`` for integers, ``f8`` and ``f4`` for narrow floats, else nothing."""
+    if dtype.kind in ("int", "uint"):
+        return f"i{dtype.bits}"
+    if dtype.kind == "raw" or (dtype.kind == "float" and dtype.bits < 8):
+        return "f4"
+    return "f8" if dtype.kind == "float" and dtype.bits == 8 else ""
+
+
+def _is_lone(entry: TensorEntry) -> bool:
+    """Whether a tensor is a scale by its name alone; one of a cache is a single number."""
+    found = _LONE.fullmatch(entry.fqn.rpartition(".")[2])
+    return found is not None and (found["one"] is None or entry.numel == 1)
+
+
+def _is_of(name: str, family: _Family) -> bool:
+    return _is_scale(name) or bool(family.also and re.fullmatch(family.also, name))
+
+
+def _is_doubtful(entry: TensorEntry, name: str, packed: str, *, at_top: bool) -> bool:
+    """Whether a tensor beside a packed one may be of its family.
+
+    At the top of a checkpoint everything stands beside everything: only a weight's own name tells.
+    """
+    plain = _has(name, _BIAS_WORD) or _PLAIN.fullmatch(name) is not None
+    near = not at_top or _has(packed, _WEIGHT_WORD) or name.startswith(packed)
+    return entry.dtype.kind == "float" and near and not plain and not packed.endswith(_ZERO)
+
+
+def _is_scale(name: str) -> bool:
+    """Whether a name is one of scales, zero points, code books… as quantizing libraries have."""
+    return _has(name, _SCALE_WORD)
+
+
+@lru_cache(4096)
+def _has(name: str, word: re.Pattern[str]) -> bool:
+    words = re.split(r"[_.:]", name.lower())
+    return any(word.fullmatch(one.rstrip("0123456789")) for one in words)

@@ -290,6 +290,6 @@ def dtype_rules() -> tuple[tuple[str, DType | None], ...]:
 def _dtype_rule(text: str) -> tuple[str, DType | None]:
     pattern, found, name = text.rpartition("=")
     dtype = parse_dtype(name)
-    if not found or not pattern or (name != "keep" and (dtype is None or dtype.kind != "float")):
+    if not found or not pattern or (name != "keep" and (dtype is None or not dtype.holds_weights)):
         raise UsageError(f"--dtype-for is written GLOB=TYPE with a floating type, not {text!r}.")
     return pattern, dtype

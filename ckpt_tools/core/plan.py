@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
@@ -11,7 +11,8 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry, completed
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.errors import IncompleteError
+from ckpt_tools.core.text import counted, some
+from ckpt_tools.errors import IncompleteError, UnsupportedError
 
 
 class ReadItem(NamedTuple):
@@ -56,6 +57,18 @@ class Target(NamedTuple):
     entry: TensorEntry
     dtype: DType
     layout: Layout | None = None
+
+
+def refuse_types_not_in_torch(targets: Iterable[Target]) -> None:
+    """Raise UnsupportedError for tensors whose type torch lacks: its formats name types by it."""
+    wrong = [target.fqn for target in targets if not target.dtype.is_in_torch]
+    if wrong:
+        raise UnsupportedError(
+            f"torch has no 6-bit floats, which {counted(len(wrong), 'tensor')} would be written "
+            f"in: {some(wrong)}.",
+            hint="Only safetensors holds them; --exclude leaves them out.",
+            about=wrong,
+        )
 
 
 class Nearby:

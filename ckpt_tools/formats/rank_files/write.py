@@ -21,7 +21,14 @@ from typing import NamedTuple
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import NO_TREE, ObjectEntry
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem, placed_tree
+from ckpt_tools.core.plan import (
+    FilePlan,
+    Finder,
+    Target,
+    WriteItem,
+    placed_tree,
+    refuse_types_not_in_torch,
+)
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.pickle.dump import (
@@ -88,6 +95,7 @@ def plan_files(
     object that was not opened and for paths that exclude each other.
     """
     check_version(style.torch_version)
+    refuse_types_not_in_torch(targets)
     for target in targets:
         _check(target, mesh)
     plans: list[FilePlan] = []

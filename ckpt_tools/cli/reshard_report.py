@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from tempfile import gettempdir
 from typing import NamedTuple
 
 from ckpt_tools.cli import render
@@ -14,8 +13,7 @@ from ckpt_tools.core.mesh_spec import default_placements
 from ckpt_tools.core.sizes import format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import Request
-from ckpt_tools.distributed.job import Job
-from ckpt_tools.storage.paths import is_address
+from ckpt_tools.distributed.job import Job, made_at
 
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 
@@ -41,7 +39,7 @@ class Report(NamedTuple):
         """What will be read, written and held in memory, in all and for each file."""
         files = list(forecast.files(plan))
         sources = render.counted(len(forecast.sources(plan)), "file")
-        free = atomic_output.free_space(self._where())
+        free = atomic_output.free_space(made_at(self.job.out))
         yield f"{self._what(plan)}; not written (--dry-run)"
         yield from render.facts(
             (
@@ -69,10 +67,6 @@ class Report(NamedTuple):
             align="lrrrr",
             width=render.terminal_width(),
         )
-
-    def _where(self) -> str:
-        """The folder that an output is made in before it is sent to an address, else itself."""
-        return gettempdir() if is_address(self.job.out) else self.job.out
 
     def _placements(self) -> str:
         options = self.job.options

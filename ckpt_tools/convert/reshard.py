@@ -37,6 +37,7 @@ from ckpt_tools.core.mesh_spec import (
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.selection import select
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms.base import Made, Outcome, Step
@@ -199,7 +200,10 @@ def reshard(
     had written all. Raises what `plan_reshard` and `output.appearing` raise; in every case ``out``
     is as it was.
     """
-    atomic_output.refuse_existing(out, force=write.force, resume=write.resume)
+    sources = [*write.sources, *sources_of(index)]
+    if options.like is not None:
+        sources += sources_of(options.like)
+    out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
     if write.check and options.layout not in (None, "plain"):
         raise UsageError(
             f"--check reads one checkpoint back, and --layout {options.layout} writes several.",

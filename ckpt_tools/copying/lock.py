@@ -286,7 +286,7 @@ def _claim(partial: str) -> int:
     """An open and locked journal, which is certainly the one that has its name."""
     journal = os.path.join(partial, _JOURNAL)
     for _ in range(_TRIES):
-        _refuse_foreign(partial)
+        refuse_foreign(partial)
         os.makedirs(partial, exist_ok=True)
         with suppress(FileNotFoundError):  # its holder is just done with it, and removed it
             fd = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -301,13 +301,17 @@ def _claim(partial: str) -> int:
     raise OutputExistsError(f"{partial} comes and goes: another process is writing it.")
 
 
-def _refuse_foreign(partial: str) -> None:
+def refuse_foreign(partial: str) -> None:
+    """Raise OutputExistsError for what is there and is no unfinished output of ours.
+
+    A link is none: what it leads to may be on another file system, from which nothing is renamed.
+    """
     if not os.path.lexists(partial):
         return
     is_ours = os.path.isdir(partial) and (
-        not os.listdir(partial) or os.path.exists(os.path.join(partial, _JOURNAL))
+        not os.listdir(partial) or os.path.isfile(os.path.join(partial, _JOURNAL))
     )
-    if not is_ours:
+    if not is_ours or os.path.islink(partial):
         raise OutputExistsError(
             f"{partial} is there, and no unfinished output of ckpt-tools.",
             hint="Move it away, or name another output.",

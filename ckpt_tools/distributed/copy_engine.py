@@ -14,12 +14,14 @@ from ckpt_tools.convert.reshard import (
     plan_reshard,
     reshard,
 )
+from ckpt_tools.copying import out_path
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.distributed.agreement import require_same_plan, watchful
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 
@@ -30,7 +32,9 @@ def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPl
     An address gets what was made whole here first. Raises what `reshard` and `uploads.staged`
     raise, and WriteError when a worker dies.
     """
+    job = job._replace(out=out_path.real(job.out))
     if is_address(job.out):
+        out_path.refuse_source(job.out, [*job.write.sources, *sources_of(index)])
         with upload.staged(job.out, force=job.write.force, resume=job.write.resume) as here:
             return reshard_here(index, job._replace(out=here), workers=workers)
 

@@ -144,6 +144,35 @@ def _megatron_backend(path: str) -> bool:
     return re.search(rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"', text) is not None
 
 
+# Frameworks that keep a checkpoint beside other parts of the same save.
+_SPREAD = ("accelerate", "transformers", "olmo")
+
+
+def sources_of(index: CheckpointIndex) -> list[str]:
+    """Every file and folder that a checkpoint is read from, and what belongs to the same save."""
+    return [index.root, *(file.path for file in index.files), *_beside(index)]
+
+
+def _beside(index: CheckpointIndex) -> list[str]:
+    """What lies beside a checkpoint and is of the same save: other parts of its framework's folder.
+
+    Not what this program is making there, or is about to replace.
+    """
+    if index.framework not in _SPREAD or paths.is_address(index.root):
+        return []
+    folder = os.path.dirname(os.path.abspath(index.root))
+    try:
+        names = set(paths.listdir(folder))
+    except OSError:
+        return []
+    unfinished = {name for name in names if f"{name}.partial" in names}
+    return [
+        os.path.join(folder, name)
+        for name in sorted(names - unfinished)
+        if not name.endswith((".partial", ".replaced"))
+    ]
+
+
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
     """Which framework made a checkpoint, and what told it; (None, None) when nothing does."""
     root = paths.absolute(index.root)

@@ -43,7 +43,7 @@ from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.unpickler import collector_paused
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, refuse_special
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _FLAT_PARAM = ("_flat_param", "flat_param")
@@ -73,6 +73,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
 
 
 def _read_index(path: str) -> CheckpointIndex:
+    refuse_special([os.path.join(path, ".metadata")])
     sizes = _file_sizes(path)
     metadata = _read_metadata(path, sizes)
     _refuse_flat_parameters(path, metadata.tensors)
@@ -94,6 +95,7 @@ def _read_index(path: str) -> CheckpointIndex:
         stored.object(fqn, path_of[fqn], sections[fqn]) for fqn in sorted(metadata.objects)
     )
     needed = metadata.storage.paths
+    refuse_special(os.path.join(path, name) for name in needed - sizes.keys())
     index = CheckpointIndex(
         root=path,
         format="dcp",

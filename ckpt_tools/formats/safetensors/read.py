@@ -282,7 +282,7 @@ def _read_listed(reading: _Reading, index: _Index, files: Files) -> None:
     by_file: dict[str, list[str]] = {}
     for fqn, path in sorted(index.weight_map.items()):
         by_file.setdefault(path, []).append(fqn)
-    there = sorted(path for path in by_file if Place(path).is_file())
+    there = sorted(p for p in by_file if Place(p).is_file() or paths.special(p))
     _read_parts(reading, there, files)
     for path in sorted(by_file.keys() - there):
         reading.files.append(FileEntry(path, None))

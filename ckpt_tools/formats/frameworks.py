@@ -55,7 +55,7 @@ def followed(path: str) -> str:
     """
     if paths.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
         return path
-    with open(path, "rb") as file:
+    with open(paths.open_file(path), "rb") as file:
         text = file.read(_MAX_LINK)
     try:
         target = os.path.join(os.path.dirname(path), text.decode())

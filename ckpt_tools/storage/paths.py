@@ -133,8 +133,12 @@ def exists(path: str) -> bool:
 
 
 def size(path: str) -> int:
-    """Bytes of a file. Raises OSError."""
-    return fsspec_store.facts(path).size if is_address(path) else os.path.getsize(path)
+    """Bytes of a file, a regular one. Raises OSError."""
+    if is_address(path):
+        return fsspec_store.facts(path).size
+    status = os.stat(path)
+    _require_regular(status.st_mode, path)
+    return status.st_size
 
 
 def _facts(address: str) -> fsspec_store.Facts | None:

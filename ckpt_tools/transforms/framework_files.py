@@ -6,7 +6,6 @@ it asks the file system only for the lengths of small files that are copied alon
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from ckpt_tools.core.plan import (
 )
 from ckpt_tools.errors import WriteError
 from ckpt_tools.formats.torch_file import write as torch_write
+from ckpt_tools.storage import paths
 from ckpt_tools.transforms.frameworks import Arranged, Placed
 
 PlanFolder = Callable[[Sequence[Target], CheckpointIndex], Sequence[FilePlan]]
@@ -100,7 +100,7 @@ def _text(name: str, text: str) -> FilePlan:
 def _copy(name: str, path: str) -> FilePlan:
     """A file that is copied as it is."""
     try:
-        length = os.path.getsize(path)
+        length = paths.size(path)
     except OSError as error:
         raise WriteError(f"{path} cannot be copied along: {error.strerror}.") from error
     source = ObjectEntry(name, (name,), "other", ByteRange(path, 0, length))

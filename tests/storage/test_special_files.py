@@ -19,7 +19,7 @@ CASES = (
     ("fsdp2_dcp_1d_4r/ckpt", "__1_0.distcp"),
     ("fsdp2_dcp_1d_4r/ckpt", ".metadata"),
     ("fsdp2_torchsave_1d_4r/ckpt", "model_rank1.pt"),
-    ("hf_sharded_safetensors/ckpt", "model-00001-of-00002.safetensors"),
+    ("hf_sharded_safetensors/ckpt", "model-00001-of-00003.safetensors"),
     ("hf_sharded_safetensors/ckpt", "model.safetensors.index.json"),
     ("hf_sharded_safetensors/ckpt", "config.json"),
 )

@@ -37,8 +37,8 @@ class Report(NamedTuple):
 
     def rehearsal(self, plan: ReshardPlan) -> Iterator[str]:
         """What will be read, written and held in memory, in all and for each file."""
-        files = list(forecast.files(plan))
-        sources = render.counted(len(forecast.sources(plan)), "file")
+        found = forecast.of(plan)
+        files, sources = found.files, render.counted(found.sources, "file")
         free = atomic_output.free_space(made_at(self.job.out))
         yield f"{self._what(plan)}; not written (--dry-run)"
         yield from render.facts(
@@ -47,7 +47,7 @@ class Report(NamedTuple):
                 ("Engine", f"{self.request.engine}, {self._processes()}"),
                 ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
                 ("Writes", format_size(plan.nbytes)),
-                ("Memory", f"about {format_size(self._memory(plan))} a process"),
+                ("Memory", f"about {format_size(self._memory(plan, found))} a process"),
                 ("Free", f"{format_size(free)} where OUT will be made"),
             )
         )
@@ -82,13 +82,15 @@ class Report(NamedTuple):
             return f"{self.request.workers} workers with {threads} each"
         return f"one process with {threads}"
 
-    def _memory(self, plan: ReshardPlan) -> int:
+    def _memory(self, plan: ReshardPlan, found: forecast.Forecast) -> int:
         buffers = self.job.write.max_memory // self.request.workers
-        return forecast.peak_memory(plan, engine=self.request.engine, buffers=buffers)
+        engine = self.request.engine
+        return forecast.peak_memory(plan, found.held, engine=engine, buffers=buffers)
 
     def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
         """All of it as one JSON object."""
         names = plan.mesh.dim_names
+        found = forecast.of(plan)
         return {
             "schema": "ckpt-tools/reshard/1",
             "output": self.job.out,
@@ -102,7 +104,7 @@ class Report(NamedTuple):
             },
             "tensors": len(plan.targets),
             "nbytes": plan.nbytes,
-            "peak_memory": self._memory(plan),
+            "peak_memory": self._memory(plan, found),
             "files": [
                 {
                     "path": file.path,
@@ -111,7 +113,7 @@ class Report(NamedTuple):
                     "read": file.read,
                     "sources": file.sources,
                 }
-                for file in forecast.files(plan)
+                for file in found.files
             ],
             "notes": list(plan.notes),
         }

@@ -34,7 +34,7 @@ from ckpt_tools.core.mesh_spec import (
     fsdp_order,
     in_words,
 )
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import FilePlan, Target, total_length
 from ckpt_tools.core.selection import select
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.frameworks import sources_of
@@ -81,7 +81,7 @@ class ReshardOptions:
 class ReshardPlan:
     """Files to write, the tensors in them with their layouts, and what a person should know."""
 
-    files: tuple[FilePlan, ...]
+    files: Sequence[FilePlan]
     targets: tuple[Target, ...]
     mesh: Mesh
     notes: tuple[str, ...]
@@ -123,11 +123,11 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     placements = options.placements or default_placements(options.mesh)
     notes = [*stepped, *_notes(layouts, options), *left_out, *arranged]
     return ReshardPlan(
-        files=tuple(plans),
+        files=plans,
         targets=targets,
         mesh=options.mesh,
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
-        nbytes=sum(plan.length for plan in plans),
+        nbytes=total_length(plans),
     )
 
 
@@ -150,7 +150,7 @@ def _with_names(
 
 def _plan_layout(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> tuple[list[FilePlan], tuple[Target, ...], tuple[str, ...]]:
+) -> tuple[Sequence[FilePlan], tuple[Target, ...], tuple[str, ...]]:
     """The files of the output as its framework wants them, what the targets are called in them,
     and what is to be told of it.
     """
@@ -164,7 +164,7 @@ def _plan_layout(
         located, options.layout, world_size=options.mesh.size, order=order or None
     )
 
-    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> list[FilePlan]:
+    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> Sequence[FilePlan]:
         return _plan_files(part, moved, options)
 
     plans = framework_files.plan_files(arranged, located, targets, plan_folder)
@@ -384,7 +384,7 @@ def _planner_data(index: CheckpointIndex) -> dict[str, Path]:
 
 def _plan_files(
     targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
-) -> list[FilePlan]:
+) -> Sequence[FilePlan]:
     if options.format == "ranks":
         from ckpt_tools.formats.rank_files import write as ranks_write
         from ckpt_tools.formats.torch_file.dtensor_write import parse_version

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from ckpt_tools.copying.out_path import (
     refuse_source,
     replaced_of,
 )
-from ckpt_tools.copying.tasks import cut
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.copying.tasks import TASK_BYTES
+from ckpt_tools.core.plan import FilePlan, files_of
 from ckpt_tools.core.sizes import format_size
 from ckpt_tools.errors import (
     CheckpointError,
@@ -190,7 +191,10 @@ def _refuse_obstacles(out: str, single_file: str | None) -> None:
 def _check_space(out: str, plans: Sequence[FilePlan]) -> None:
     """Raise WriteError for too little space; what an unfinished output holds counts as written."""
     folder = place_of(out).folder
-    needed = sum(max(0, p.length - _allocated(os.path.join(folder, p.path))) for p in plans)
+    needed = sum(
+        max(0, file.length - _allocated(os.path.join(folder, file.path)))
+        for file in files_of(plans)
+    )
     free = free_space(out)
     if needed > free:
         raise WriteError(
@@ -310,12 +314,12 @@ def _resumed(claim: Claim, order: Order) -> Started | None:
 
 
 def _progress(tasks: dict[journal.TaskId, int], order: Order) -> str:
-    """How much of an order these tasks are."""
+    """About how much of an order these tasks are."""
+    finished = Counter(path for path, _ in tasks)
     done = total = 0
-    for plan in order.plans:
-        for task in cut(plan):
-            total += task.nbytes
-            done += task.nbytes if (plan.path, task.number) in tasks else 0
+    for file in files_of(order.plans):
+        total += file.length
+        done += min(file.length, finished[file.path] * TASK_BYTES)
     return f"{format_size(done)} of {format_size(total)}"
 
 
@@ -390,8 +394,8 @@ class _Planned(NamedTuple):
     folders: frozenset[str]
 
     @classmethod
-    def of(cls, plans: Iterable[FilePlan]) -> _Planned:
-        files = frozenset(plan.path for plan in plans)
+    def of(cls, plans: Sequence[FilePlan]) -> _Planned:
+        files = frozenset(file.path for file in files_of(plans))
         folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
         return cls(files, frozenset(folders))
 

@@ -23,7 +23,7 @@ from ckpt_tools._version import __version__
 from ckpt_tools.copying.tasks import TASK_BYTES
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.plan import FilePlan, PlannedFile, files_of, plan_digest
 from ckpt_tools.errors import OutputExistsError, WriteError
 from ckpt_tools.storage import fsspec_store, paths
 
@@ -105,12 +105,9 @@ def _state_in_store(address: str) -> str:
 def _layout(plans: Sequence[FilePlan]) -> str:
     """Differs when files, lengths, places or known bytes do, or how they are cut into tasks."""
     digest = blake2b(str(TASK_BYTES).encode(), digest_size=16)
-    for plan in plans:
-        places = [item.offset for item in plan.items]
-        digest.update(repr((plan.path, plan.length, places)).encode())
-        for offset, data in plan.literals:
-            digest.update(b"%d %d " % (offset, len(data)))
-            digest.update(data)
+    for file in files_of(plans):
+        known = file.digest if isinstance(file, PlannedFile) else plan_digest(file)
+        digest.update(repr((file.path, file.length, known)).encode())
     return digest.hexdigest()
 
 

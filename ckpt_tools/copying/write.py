@@ -25,7 +25,7 @@ from ckpt_tools.copying.task_writer import (
     Stopped,
     unwritable,
 )
-from ckpt_tools.copying.tasks import ALL, Share, Task, cut, share_of
+from ckpt_tools.copying.tasks import ALL, Share, Task, groups_of, share_of
 from ckpt_tools.core.plan import FilePlan, WriteItem
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
@@ -90,15 +90,15 @@ def write_files(  # noqa: PLR0913 - each is one plain fact, and most have no nat
             f"{threads} threads with {max_memory:,} bytes of memory: "
             f"one thread and {MIN_MEMORY:,} bytes are the least."
         )
-    tasks = share_of([task for plan in plans for task in cut(plan)], share)
     outputs = _Outputs(root)
-    work = _Work(tasks, outputs=outputs, journal=journal, on_bytes=on_bytes)
     try:
-        if share.index == 0:
-            outputs.create(plan for plan in plans if not plan.literals and not plan.items)
-        work.begin()
-        threads = min(threads, max_memory // _MIN_MEMORY_PER_THREAD, max(1, work.left))
-        work.run(files, threads=threads, memory=max_memory // threads)
+        for group, tasks in groups_of(plans, share):
+            if share.index == 0:
+                outputs.create(plan for plan in group if not plan.literals and not plan.items)
+            work = _Work(tasks, outputs=outputs, journal=journal, on_bytes=on_bytes)
+            work.begin()
+            count = min(threads, max_memory // _MIN_MEMORY_PER_THREAD, max(1, work.left))
+            work.run(files, threads=count, memory=max_memory // count)
     finally:
         outputs.close()
 

@@ -16,7 +16,7 @@ from ckpt_tools.convert.reshard import (
 )
 from ckpt_tools.copying import out_path
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.plan import FilePlan, total_length
 from ckpt_tools.distributed.agreement import require_same_plan, watchful
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
@@ -40,7 +40,7 @@ def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPl
 
     def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
         order = _order(job, plans, folder, count=workers)
-        job.on_total(sum(plan.length for plan in plans))
+        job.on_total(total_length(plans))
         if workers == 1 or not plans:
             write_share(order, 0, on_bytes=job.on_bytes)
         else:
@@ -60,7 +60,7 @@ def reshard_as_group(group: Group, index: CheckpointIndex, job: Job) -> ReshardP
             return  # rank 0 goes on with a run that had written all
         require_same_plan(group, plans)
         order = _order(job, plans, folder, count=group.size)
-        job.on_total(sum(plan.length for plan in plans) // group.size)
+        job.on_total(total_length(plans) // group.size)
         with group.together():  # nobody writes any more when rank 0 tidies up
             write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
 
@@ -81,4 +81,4 @@ def lead_or_follow(
 
 def _order(job: Job, plans: Sequence[FilePlan], folder: str, *, count: int) -> Order:
     write = job.write
-    return Order(tuple(plans), folder, count, write.threads, write.max_memory, job.place.journals)
+    return Order(plans, folder, count, write.threads, write.max_memory, job.place.journals)

@@ -20,6 +20,8 @@ from ckpt_tools.core.plan import (
     Finder,
     Target,
     WriteItem,
+    inside,
+    joined,
     object_entry_as_tensor,
 )
 from ckpt_tools.errors import WriteError
@@ -35,7 +37,7 @@ def plan_files(
     located: CheckpointIndex,
     targets: Sequence[Target],
     plan_folder: PlanFolder,
-) -> list[FilePlan]:
+) -> Sequence[FilePlan]:
     """All files of the arrangement, folder by folder, then what lies beside them.
 
     ``targets`` are the source's tensors under their own names; ``plan_folder`` plans the files of
@@ -44,15 +46,16 @@ def plan_files(
     folders: dict[str, list[Placed]] = {}
     for one in arranged.placed:
         folders.setdefault(one.folder, []).append(one)
-    plans: list[FilePlan] = []
+    parts: list[Sequence[FilePlan]] = []
     for folder, placed in folders.items():
         moved = _moved(located, placed)
-        part = renamed(placed, targets)
-        plans += [_inside(folder, plan) for plan in plan_folder(part, moved)]
+        parts.append(inside(folder, plan_folder(renamed(placed, targets), moved)))
+    plans: list[FilePlan] = []
     for name, beside in arranged.beside.items():
         plans += torch_write.plan_files((), _moved(located, beside).objects, filename=name)
     plans += [_text(name, text) for name, text in arranged.texts.items()]
-    return [*plans, *(_copy(name, path) for name, path in arranged.copied.items())]
+    plans += [_copy(name, path) for name, path in arranged.copied.items()]
+    return joined([*parts, plans])
 
 
 def _moved(located: CheckpointIndex, placed: Sequence[Placed]) -> CheckpointIndex:
@@ -83,13 +86,6 @@ def renamed(placed: Sequence[Placed], targets: Sequence[Target]) -> tuple[Target
             target = by_name[one.entry.fqn]
             found.append(target._replace(fqn=one.fqn, path=one.path))
     return tuple(sorted(found, key=lambda target: target.fqn))
-
-
-def _inside(folder: str, plan: FilePlan) -> FilePlan:
-    if not folder:
-        return plan
-    path = f"{folder}/{plan.path}"
-    return plan._replace(path=path, items=tuple(item._replace(path=path) for item in plan.items))
 
 
 def _text(name: str, text: str) -> FilePlan:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -21,7 +23,7 @@ from typing import NamedTuple
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ObjectEntry, Path
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
+from ckpt_tools.core.plan import FilePlan, Finder, LazyPlans, PlannedFile, Target, WriteItem
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.pickle.dump import (
     Blank,
@@ -78,7 +80,7 @@ def plan_files(
     mesh: Mesh,
     device_type: str,
     style: RankFileStyle = RankFileStyle(),
-) -> list[FilePlan]:
+) -> LazyPlans:
     """One file for each rank of the mesh, or one for each rank and each part of the checkpoint.
 
     Raises UsageError when a layout's mesh has another size than ``mesh`` or the naming has no
@@ -88,13 +90,13 @@ def plan_files(
     check_version(style.torch_version)
     for target in targets:
         _check(target, mesh)
-    plans: list[FilePlan] = []
+    files: list[PlannedFile] = []
     for family in _families(targets, objects, naming=style.naming):
         planner = _Planner(family, device_type=device_type, torch_version=style.torch_version)
         for rank in range(mesh.size):
             path = _filename(style.naming, family=family.name, world=mesh.size, rank=rank)
-            plans.append(planner.plan(path, rank=rank))
-    return plans
+            files.append(planner.planned(path, rank=rank))
+    return LazyPlans(files)
 
 
 def _check(target: Target, mesh: Mesh) -> None:
@@ -160,14 +162,35 @@ class _Planner:
         self._finders = [Finder(target.entry) for target in family.targets]
         self._boxes: dict[tuple[Layout, tuple[int, ...]], list[Box]] = {}
         self._contents: dict[tuple[tuple[int, ...], ...], _Contents] = {}
+        self._lengths: dict[tuple[tuple[tuple[int, ...], ...], int, int], int] = {}
+        for target, finder in zip(family.targets, self._finders, strict=True):
+            finder.reads(Box.whole(target.entry.shape))  # now, and not when files are half written
+
+    def planned(self, path: str, *, rank: int) -> PlannedFile:
+        """The file of one rank, to be planned later: its pickle and sizes say all of it."""
+        sizes = tuple(self._box(target, rank).sizes for target in self._family.targets)
+        pickle, storages = self._filled(sizes, rank)
+        name = archive_name(path)
+        key = sizes, len(pickle), len(name)
+        length = self._lengths.get(key)
+        if length is None:
+            length = self._lengths[key] = lay_out(pickle, storages, archive=name).length
+        digest = blake2b(repr((sizes, name)).encode() + pickle).digest()
+        return PlannedFile(path, length, digest, partial(self.plan, path, rank=rank))
+
+    def _filled(
+        self, sizes: tuple[tuple[int, ...], ...], rank: int
+    ) -> tuple[bytes, tuple[int | bytes, ...]]:
+        """The pickle and the storages of a rank whose shards have these sizes."""
+        contents = self._of(sizes)
+        values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
+        return contents.pickle.filled(values), contents.storages
 
     def plan(self, path: str, *, rank: int) -> FilePlan:
         """The file of one rank."""
         boxes = [self._box(target, rank) for target in self._family.targets]
-        contents = self._of(tuple(box.sizes for box in boxes))
-        values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
-        pickle = contents.pickle.filled(values)
-        archive = lay_out(pickle, contents.storages, archive=archive_name(path))
+        pickle, storages = self._filled(tuple(box.sizes for box in boxes), rank)
+        archive = lay_out(pickle, storages, archive=archive_name(path))
         items = tuple(
             WriteItem(
                 target.fqn,

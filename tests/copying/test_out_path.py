@@ -176,6 +176,20 @@ def test_any_other_link_is_refused_and_stays(tmp_path: Path, target: str) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "out.safetensors"]
 
 
+@pytest.mark.parametrize("command", ["fingerprint", "svg", "html", "inspect"])
+def test_a_small_file_replaces_no_link_and_keeps_its_mode(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    file.chmod(0o600)
+    (tmp_path / "link").symlink_to("file")
+    done = COMMANDS[command](FSDP2, str(tmp_path / "link"))
+    assert (done.exit_code, file.read_text()) == (2, "mine")
+    assert COMMANDS[command](FSDP2, str(file)).exit_code == 0
+    assert file.read_text() != "mine"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
 def test_out_is_made_normal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):

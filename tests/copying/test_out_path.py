@@ -117,16 +117,16 @@ def test_other_parts_of_the_same_save_are_sources(tmp_path: Path) -> None:
     assert run("export", model, "-o", model.parent / "hf").exit_code == 0
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "socket", "character device"])
+@pytest.mark.parametrize("kind", ["FIFO", "socket"])
 @pytest.mark.parametrize("force", [(), ("--force",)])
 def test_an_out_that_is_no_file_and_no_folder_is_refused(
     tmp_path: Path, kind: str, force: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    out = {"FIFO": "fifo", "socket": "sock", "character device": "/dev/null"}[kind]
+    out = "out"
     if kind == "FIFO":
         os.mkfifo(out)
-    elif kind == "socket":
+    else:
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(out)
     for command in (("export",), ("reshard", "--to-mesh", "2"), ("export", "--dry-run")):
@@ -136,7 +136,7 @@ def test_an_out_that_is_no_file_and_no_folder_is_refused(
     assert os.path.exists(out)
 
 
-@pytest.mark.parametrize("out", [".", "..", "/", "", " ", "sub/.."])
+@pytest.mark.parametrize("out", [".", "..", "", " ", "sub/.."])
 def test_the_working_directory_and_what_is_above_it_are_refused(
     tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,9 +147,13 @@ def test_the_working_directory_and_what_is_above_it_are_refused(
     assert [p.name for p in tmp_path.rglob("*")] == ["here", "sub"]
 
 
-def test_a_mount_point_is_refused() -> None:
-    with pytest.raises(UsageError, match="mount point"):
-        out_path.real("/proc")
+@pytest.mark.parametrize(
+    ("out", "what"),
+    [("/proc", "mount point"), ("/dev/null", "character device"), ("/", "working directory")],
+)
+def test_what_belongs_to_the_system_is_refused(out: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what):  # no command is tried: this may be root's machine
+        out_path.real(out)
 
 
 def test_a_link_to_a_folder_is_followed_and_stays_a_link(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ckpt_tools._version import __version__
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.journal import Place
 from ckpt_tools.copying.lock import Origin, digest_of_reads, in_words
+from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
@@ -62,7 +63,7 @@ class WriteOptions:
     """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes.
 
     ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
-    are never written over.
+    are never written over. Raises UsageError for no thread, or less than 1 MiB of memory.
     """
 
     force: bool = False
@@ -71,6 +72,9 @@ class WriteOptions:
     resume: bool = False
     check: bool = False
     sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_memory(self.threads, self.max_memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,11 +204,7 @@ def reshard(
     if options.like is not None:
         sources += sources_of(options.like)
     out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
-    if write.check and options.layout not in (None, "plain"):
-        raise UsageError(
-            f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
-            hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
-        )
+    refuse_check(options, write)
     plan = plan_reshard(index, options)
     origin = claim.Origin.of(index, plan.files, claim.in_words(options))
     with atomic_output.appearing(
@@ -217,6 +213,15 @@ def reshard(
         carry_out(() if started.is_written else plan.files, started.place.folder)
         proven = _check(plan, started.place.folder, index, write) if write.check else ()
     return replace(plan, notes=(*plan.notes, *started.notes, *proven))
+
+
+def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:
+    """Raise UsageError when the output cannot be read back as one checkpoint, and is to be."""
+    if write.check and options.layout not in (None, "plain"):
+        raise UsageError(
+            f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
+            hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
+        )
 
 
 def _check(

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem, total_length
-from ckpt_tools.errors import WriteError
+from ckpt_tools.errors import UsageError, WriteError
 
 TASK_BYTES = 16 << 20
+MIN_MEMORY = 1 << 20
 # Plans that are made when it is their turn: bytes of them at a time, and about what an item takes.
 GROUP_BYTES = 16 << 20
 _ITEM_BYTES = 2_500
@@ -201,6 +202,15 @@ def _without_slots(literal: Literal, slots: Sequence[int]) -> Iterator[Literal]:
         start = max(start, slot + SLOT_BYTES)
     if start < end:
         yield Literal(start, data[start - offset :])
+
+
+def check_memory(threads: int, max_memory: int) -> None:
+    """Raise UsageError for fewer threads or bytes of buffers than any work can be done with."""
+    if max_memory < MIN_MEMORY or threads < 1:
+        raise UsageError(
+            f"{threads} threads with {max_memory:,} bytes of memory: "
+            f"one thread and {MIN_MEMORY:,} bytes are the least."
+        )
 
 
 def share_of(tasks: Sequence[Task], share: Share) -> list[Task]:

@@ -25,14 +25,12 @@ from ckpt_tools.copying.task_writer import (
     Stopped,
     unwritable,
 )
-from ckpt_tools.copying.tasks import ALL, Share, Task, groups_of, share_of
+from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.plan import FilePlan, WriteItem
-from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
 
 __all__ = ["ALL", "NO_JOURNAL", "Journal", "Share", "read_array", "read_box", "write_files"]
 
-MIN_MEMORY = 1 << 20
 _MIN_MEMORY_PER_THREAD = 256 << 10
 # Shorter files are written through the page cache, from which they may well be read next.
 DIRECT_FROM = 64 << 20
@@ -85,11 +83,7 @@ def write_files(  # noqa: PLR0913 - each is one plain fact, and most have no nat
     UnreadableError when a source cannot be read, and KeyboardInterrupt as it comes; what was
     written so far stays, and the journal knows it.
     """
-    if max_memory < MIN_MEMORY or threads < 1:
-        raise UsageError(
-            f"{threads} threads with {max_memory:,} bytes of memory: "
-            f"one thread and {MIN_MEMORY:,} bytes are the least."
-        )
+    check_memory(threads, max_memory)
     outputs = _Outputs(root)
     try:
         for group, tasks in groups_of(plans, share):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard, refuse_check
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.distributed import copy_engine, environment
 from ckpt_tools.distributed.group import join
@@ -35,7 +35,7 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
     Raises what `reshard` raises, and UsageError when the engine and the processes do not fit. On
     every rank of a job the same error is raised.
     """
-    _refuse_rewriting(request, job)
+    _refuse_unfit(request, job)
     place = environment.place()
     if place is None:
         _refuse_alone(request, job)
@@ -43,11 +43,6 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
             _admit(job)
         index = read_index(request.ckpt, options=request.read)
         return copy_engine.reshard_here(index, job, workers=request.workers)
-    if job.write.check and request.engine != "copy":
-        raise UsageError(
-            f"--check goes with --engine copy, not with {request.engine}.",
-            hint=f"Compare afterwards: ckpt-tools diff {request.ckpt} {job.out}",
-        )
     group = join(place, workers=request.workers)
     if request.engine == "gather":
         from ckpt_tools.distributed import gather_engine  # numpy comes with it
@@ -72,7 +67,7 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
     What only the plan shows to be in the way, such as too little space, `check_room` says.
     Without the engine `gather`, rank 0 of a torchrun job does so for all: no rank waits for it.
     """
-    _refuse_rewriting(request, job)
+    _refuse_unfit(request, job)
     place = environment.place()
     if place is None:
         _refuse_alone(request, job)
@@ -99,11 +94,19 @@ def _admit(job: Job) -> None:
     atomic_output.admit(job.out, sources=write.sources, force=write.force, resume=write.resume)
 
 
-def _refuse_rewriting(request: Request, job: Job) -> None:
-    """Raise UsageError when torch is to move tensors that are not the source's own."""
+def _refuse_unfit(request: Request, job: Job) -> None:
+    """Raise UsageError when torch is to move tensors that are not the source's own, and when an
+    output is to be read back that this cannot be done with.
+    """
     options = job.options
+    refuse_check(options, job.write)
     if request.engine == "copy":
         return
+    if job.write.check:
+        raise UsageError(
+            f"--check goes with --engine copy, not with {request.engine}.",
+            hint=f"Compare afterwards: ckpt-tools diff {request.ckpt} {job.out}",
+        )
     if options.steps or options.layout is not None or options.param_names is not None:
         raise UsageError(
             f"--engine {request.engine} moves tensors as they are: it neither renames nor "

@@ -275,6 +275,22 @@ def test_a_dry_run_refuses_what_the_real_run_refuses(tmp_path: Path) -> None:
         assert "is there already" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--max-memory", "1KB"),
+        ("--layout", "accelerate", "--check"),
+        ("--engine", "dcp", "--check"),
+    ],
+)
+def test_a_dry_run_refuses_the_flags_that_the_real_run_refuses(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    args = ("reshard", FSDP2, "--to-mesh", "2", "-o", tmp_path / "out", *flags)
+    real, dry = run(*args), run(*args, "--dry-run")
+    assert (dry.exit_code, dry.stderr) == (real.exit_code, real.stderr) == (2, real.stderr)
+
+
 @pytest.mark.parametrize("command", [("export",), ("reshard", "--to-mesh", "2")])
 def test_a_dry_run_shows_its_plan_then_says_what_has_no_room(
     tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ room knows paths, never what is in files.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,6 +17,9 @@ from ckpt_tools.errors import UsageError, WriteError
 from ckpt_tools.storage import paths
 
 _Inode = tuple[int, int]
+# The fifth word of a line is a mount point, with blanks as \\040: proc(5).
+_MOUNTS = "/proc/self/mountinfo"
+_ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def partial_of(out: str) -> str:
@@ -75,11 +79,24 @@ def _refuse_kind(path: str) -> None:
             f"{path} is the working directory, or above it.",
             hint="Name a folder in it that is not there yet.",
         )
-    if os.path.ismount(path):
+    if os.path.ismount(path) or path in _mount_points():
         raise UsageError(
             f"{path} is a mount point, which no output can replace.",
             hint="Name a folder in it that is not there yet.",
         )
+
+
+def _mount_points() -> set[str]:
+    """Where file systems are mounted, also a file, or a folder of the same one; none if unknown.
+
+    Of those `os.path.ismount` knows nothing, and the rename at the end would find out.
+    """
+    try:
+        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
+            fields = [line.split(" ")[4] for line in file]
+    except OSError:
+        return set()
+    return {_ESCAPED.sub(lambda found: chr(int(found[1], 8)), field) for field in fields}
 
 
 def existing_parent(path: str) -> str:

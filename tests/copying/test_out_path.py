@@ -156,6 +156,22 @@ def test_what_belongs_to_the_system_is_refused(out: str, what: str) -> None:
         out_path.real(out)
 
 
+@pytest.mark.parametrize("name", ["bound", "file.pt", "with blank"])
+def test_a_mount_of_the_same_file_system_is_a_mount_point(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / name
+    out.write_text("mine") if out.suffix else out.mkdir()
+    word = str(out).replace(" ", "\\040")
+    (tmp_path / "mounts").write_text(
+        f"36 25 254:0 /a / rw - ext4\n37 36 254:0 /b {word} rw - ext4\n"
+    )
+    monkeypatch.setattr(out_path, "_MOUNTS", str(tmp_path / "mounts"))
+    with pytest.raises(UsageError, match="mount point"):
+        out_path.real(str(out))
+    assert out_path.real(str(out / "new" if out.is_dir() else tmp_path / "new"))
+
+
 def test_a_link_to_a_folder_is_followed_and_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "scratch" / "run").mkdir(parents=True)
     (tmp_path / "out").symlink_to("scratch/run")

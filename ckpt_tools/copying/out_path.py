@@ -17,7 +17,7 @@ from ckpt_tools.errors import UsageError, WriteError
 from ckpt_tools.storage import paths
 
 _Inode = tuple[int, int]
-# The fifth word of a line is a mount point, with blanks as \\040: proc(5).
+# The fifth word of a line is a mount point, with blanks as \040: proc(5).
 _MOUNTS = "/proc/self/mountinfo"
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 

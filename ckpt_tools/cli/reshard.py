@@ -34,7 +34,7 @@ from ckpt_tools.distributed.engines import (
     rehearse,
     reshard_by,
 )
-from ckpt_tools.distributed.job import Job, ignore
+from ckpt_tools.distributed.job import Job, check_room, ignore
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
@@ -187,6 +187,7 @@ def _rehearse(request: Request, job: Job, *, told: str, as_json: bool) -> None:
         render.emit_json(report.json(plan, dry_run=True))
     else:
         render.emit(report.rehearsal(plan))
+    check_room(job.out, plan.files)
 
 
 def _carry_out(request: Request, job: Job, *, told: str, as_json: bool) -> None:

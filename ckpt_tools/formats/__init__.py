@@ -17,7 +17,7 @@ from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.formats import frameworks
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, refuse_special
 
 __all__ = [
     "FORMATS",
@@ -120,6 +120,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     """
     if not paths.exists(path):
         return _read_glob(path, options)
+    refuse_special([path])
     place = frameworks.member(path)
     frameworks.refuse_foreign(place)
     form = detect(place)

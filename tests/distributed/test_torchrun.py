@@ -70,6 +70,22 @@ def test_a_job_on_the_target_mesh_takes_the_same_next_step(
     assert steps[f"{kind} from ours"] == steps[f"{kind} from source"]
 
 
+# ---------------------------------------------------------------------------- what is written over
+
+
+@pytest.mark.parametrize("command", [("export",), ("reshard", "--to-mesh", "2")])
+def test_the_ranks_of_a_job_write_into_no_source(tmp_path: Path, command: tuple[str, ...]) -> None:
+    source = tmp_path / "run"
+    shutil.copytree(DCP, source)
+    (tmp_path / "link").symlink_to("run")
+    before = contents(tmp_path)
+    words = ("-m", "ckpt_tools", *command, source, "-o", tmp_path / "link" / "new", "--force")
+    done = torchrun(2, *words)
+    assert done.returncode != 0
+    assert "lies inside the source" in done.stderr
+    assert contents(tmp_path) == before
+
+
 # --------------------------------------------------------------------------------------- engines
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ckpt_tools import formats, proof
@@ -25,10 +25,19 @@ _ROOM = 400
 UNPROVEN = "-" * _ROOM
 
 
-def check(folder: str, targets: Sequence[Target], *, source: CheckpointIndex, threads: int) -> str:
+def check(
+    folder: str,
+    targets: Sequence[Target],
+    *,
+    source: CheckpointIndex,
+    threads: int,
+    own: Collection[str] | None = None,
+) -> str:
     """Compare what lies in ``folder`` with what was to be written; says in one line what is proven.
 
-    ``targets`` are the tensors as they were planned. Raises WriteError when one of them differs.
+    ``targets`` are the tensors as they were planned, ``own`` the source's files that this process
+    can read, when that is not all of them: the rest is for others to compare. Raises WriteError
+    when one of them differs.
     """
     entries = tuple(sorted((target.entry for target in targets), key=lambda e: e.fqn))
     named = {target.entry.fqn: target.fqn for target in targets}
@@ -41,6 +50,7 @@ def check(folder: str, targets: Sequence[Target], *, source: CheckpointIndex, th
             renamed=named,
             dtypes={target.entry.fqn: target.dtype for target in targets},
             threads=threads,
+            own=own,
         )
 
 

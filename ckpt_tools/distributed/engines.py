@@ -7,8 +7,9 @@ from typing import Literal
 
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
 from ckpt_tools.copying import atomic_output
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.distributed import copy_engine, environment
-from ckpt_tools.distributed.group import join
+from ckpt_tools.distributed.group import Group, join
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, read_index
@@ -43,23 +44,26 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
             _refuse_existing(job)
         index = read_index(request.ckpt, options=request.read)
         return copy_engine.reshard_here(index, job, workers=request.workers)
-    if job.write.check and request.engine != "copy":
-        raise UsageError(
-            f"--check goes with --engine copy, not with {request.engine}.",
-            hint=f"Compare afterwards: ckpt-tools diff {request.ckpt} {job.out}",
-        )
-    group = join(place, workers=request.workers)
-    if request.engine == "gather":
-        from ckpt_tools.distributed import gather_engine  # numpy comes with it
+    with join(place, workers=request.workers) as group:
+        if request.engine == "gather":
+            return group.guarded(lambda: _by_gather(group, request, job))
+        with group.collective():
+            if group.rank == 0:
+                _refuse_existing(job)
+            index = read_index(request.ckpt, options=request.read)
+        if request.engine == "copy":
+            return copy_engine.reshard_as_group(group, index, job)
+        return group.guarded(lambda: _by_dcp(group, index, job))
 
-        return gather_engine.reshard_by_gather(group, request.ckpt, job, read=request.read)
-    with group.together():
-        if group.rank == 0:
-            _refuse_existing(job)
-        index = read_index(request.ckpt, options=request.read)
-    if request.engine == "copy":
-        return copy_engine.reshard_as_group(group, index, job)
-    from ckpt_tools.distributed import dcp_engine
+
+def _by_gather(group: Group, request: Request, job: Job) -> ReshardPlan:
+    from ckpt_tools.distributed import gather_engine  # numpy comes with it
+
+    return gather_engine.reshard_by_gather(group, request.ckpt, job, read=request.read)
+
+
+def _by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPlan:
+    from ckpt_tools.distributed import dcp_engine  # torch comes with it
 
     return dcp_engine.reshard_by_dcp(group, index, job)
 
@@ -80,8 +84,10 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
     if place is not None and request.engine == "gather":
         from ckpt_tools.distributed import gather_engine
 
-        group = join(place, workers=request.workers)
-        plan = gather_engine.plan_by_gather(group, request.ckpt, job, read=request.read)
+        with join(place, workers=request.workers) as group:
+            plan = group.guarded(
+                lambda: gather_engine.plan_by_gather(group, request.ckpt, job, read=request.read)
+            )
     else:
         index = read_index(request.ckpt, options=request.read)
         if place is not None and request.engine == "dcp":

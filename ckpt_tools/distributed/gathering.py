@@ -109,9 +109,9 @@ class Gathering:
             error = self._do(entry, wanted[fqn], writer, error)
             untold += entry.nbytes
             if untold >= _MEET_EVERY:
-                self._group.meet(error)
+                self._group.barrier(error)
                 untold = 0
-        self._group.meet(error)
+        self._group.barrier(error)
 
     def _do(
         self,

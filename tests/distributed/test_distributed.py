@@ -40,13 +40,15 @@ from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.environment import Place
 from ckpt_tools.distributed.export_engine import ExportJob, export_here
-from ckpt_tools.distributed.group import ElsewhereError, Group
+from ckpt_tools.distributed.group import Group
+from ckpt_tools.distributed.heartbeat import Heartbeat
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.pieces import PieceWriter
 from ckpt_tools.distributed.workers import Order, write_with_workers
 from ckpt_tools.errors import (
     CkptError,
     OutputExistsError,
+    PeerFailedError,
     UnreadableError,
     UsageError,
     WriteError,
@@ -101,7 +103,7 @@ def test_a_rank_alone_is_no_torchrun_job(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_rank_0_runs_every_command(under_torchrun: Callable[[int], None]) -> None:
     under_torchrun(0)
-    environment.let_rank_0_speak(["ls", "ckpt"])
+    environment.silence_followers(["ls", "ckpt"])
 
 
 @pytest.mark.parametrize("arguments", [["ls", "ckpt"], ["--version"], ["verify", "x"], []])
@@ -110,7 +112,7 @@ def test_other_ranks_leave_what_is_not_shared_to_rank_0(
 ) -> None:
     under_torchrun(2)
     with pytest.raises(SystemExit) as end:
-        environment.let_rank_0_speak(arguments)
+        environment.silence_followers(arguments)
     assert end.value.code == 0
 
 
@@ -167,6 +169,9 @@ class MemoryStore:
             self._values[key] = str(now).encode()
             return now
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self._values[key] for key in keys]
+
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
@@ -178,7 +183,10 @@ def run_ranks(count: int, work: Callable[[Group], object]) -> list[object]:
 
     def run(rank: int) -> None:
         try:
-            found[rank] = work(Group(store, Place(rank, count, rank, count)))
+            place = Place(rank, count, rank, count)
+            heartbeat = Heartbeat(store, place)
+            with heartbeat.running():
+                found[rank] = work(Group(store, place, heartbeat=heartbeat))
         except CkptError as error:
             found[rank] = error
 
@@ -192,16 +200,16 @@ def run_ranks(count: int, work: Callable[[Group], object]) -> list[object]:
 
 
 def test_every_rank_hears_what_rank_0_says() -> None:
-    assert run_ranks(4, lambda group: group.tell(f"from {group.rank}")) == ["from 0"] * 4
+    assert run_ranks(4, lambda group: group.broadcast(f"from {group.rank}")) == ["from 0"] * 4
 
 
 def test_what_one_rank_raises_all_raise() -> None:
     def work(group: Group) -> None:
-        with group.together():
-            group.meet()
+        with group.collective():
+            group.barrier()
             if group.rank == 2:
                 raise WriteError("the disk is full", hint="Free some.")
-            group.meet()
+            group.barrier()
 
     for error in run_ranks(4, work):
         assert isinstance(error, WriteError)
@@ -210,7 +218,7 @@ def test_what_one_rank_raises_all_raise() -> None:
 
 def test_the_lowest_rank_that_fails_is_told_of() -> None:
     def work(group: Group) -> None:
-        with group.together():
+        with group.collective():
             raise UsageError(f"no, says {group.rank}")
 
     assert {str(error) for error in run_ranks(3, work)} == {"no, says 0"}
@@ -218,8 +226,8 @@ def test_the_lowest_rank_that_fails_is_told_of() -> None:
 
 def test_a_fault_at_the_very_end_is_everybodys() -> None:
     def work(group: Group) -> None:
-        with group.together():
-            group.meet()
+        with group.collective():
+            group.barrier()
             if group.rank == 0:
                 raise WriteError("cannot rename")
 
@@ -228,12 +236,12 @@ def test_a_fault_at_the_very_end_is_everybodys() -> None:
 
 def test_a_rank_that_looks_around_stops_when_another_has_failed() -> None:
     def work(group: Group) -> None:
-        with group.together():
+        with group.collective():
             if group.rank == 1:
                 raise WriteError("the disk is full")
             end = time.monotonic() + 10
             while time.monotonic() < end:
-                group.look_around()
+                group.check_peers()
                 time.sleep(0.05)
 
     started = time.monotonic()
@@ -243,10 +251,10 @@ def test_a_rank_that_looks_around_stops_when_another_has_failed() -> None:
 
 def test_having_failed_elsewhere_is_never_what_is_told() -> None:
     def work(group: Group) -> None:
-        with group.together():
+        with group.collective():
             if group.rank == 1:
                 raise WriteError("the disk is full")
-            raise ElsewhereError("Another rank has failed.")
+            raise PeerFailedError("Another rank has failed.")
 
     assert {str(error) for error in run_ranks(3, work)} == {"Rank 1: the disk is full"}
 

@@ -55,8 +55,15 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
             with group.collective():  # a rank that fails must not be missed in a collective
                 write_share(order, 0, on_bytes=progress.add)
             with Files() as files:
-                parts = headers[group.rank].parts()
-                gathering = Gathering(group, Source(index, parts, files), device_type)
+                parts = [one.parts() for one in headers]
+                uncompared = frozenset(
+                    fqn
+                    for part_of in parts
+                    for fqn, part in part_of.items()
+                    if part.crc is None or not part.fills_record
+                )
+                source = Source(index, parts[group.rank], files, uncompared)
+                gathering = Gathering(group, source, device_type)
                 gathering.run(plans, cut, PieceWriter(folder, on_bytes=progress.add))
             filled = [plan._replace(literals=()) for plan in plans]
             require_all_written(group, filled, folder, nbytes=progress.nbytes)

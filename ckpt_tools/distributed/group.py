@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ T = TypeVar("T")
 
 _FIRST_MEETING = 300.0  # seconds: as long as torch's own rendezvous waits
 _AGENTS_STORE = 60.0  # the agent has made it before it starts us
+_REFUSED = 5.0
 _ORPHANS_PATIENCE = 10.0
 _LAST_WORD = 60.0
 _LAST_WRITES = 10.0
@@ -45,6 +48,7 @@ class Group:
         self._heartbeat = heartbeat
         self._meetings = 0
         self._is_over = False
+        self._is_stuck = False
 
     @property
     def place(self) -> Place:
@@ -137,6 +141,7 @@ class Group:
             if trouble is None and not self._heartbeat.has_failed:
                 good = now
             elif now - good > (_LAST_WRITES if trouble else environment.peer_timeout()):
+                self._is_stuck = True
                 raise self._lost(trouble or "Another rank has failed.")
         if errors:
             raise errors[0]
@@ -152,10 +157,14 @@ class Group:
         with suppress(RuntimeError):  # the store is gone with rank 0: that was its last word
             if self.rank == 0:
                 self._store.set("ended", "1")
-                return
-            end = time.monotonic() + (0 if self._heartbeat.is_leaderless else _LAST_WORD)
+            is_alone = self.rank == 0 or self._heartbeat.is_leaderless
+            end = time.monotonic() + (0 if is_alone else _LAST_WORD)
             while time.monotonic() < end and not self._store.check(["ended"]):
                 time.sleep(_LONGEST_PAUSE)
+        if self._is_stuck:  # Python's own end may wait for what that thread waits for
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(PeerFailedError.exit_code)
 
     def _ask(self, call: Callable[[], T]) -> T:
         """What the store answers, which may be gone, or on a node that is.
@@ -180,7 +189,9 @@ class Group:
                 self._await_the_living()
         if self._heartbeat.is_leaderless and self._place.local_rank == 0:
             environment.speak()  # rank 0 cannot
-        return PeerFailedError(trouble, hint="Start the job again; see --resume.")
+        return PeerFailedError(
+            trouble, hint="Look at that node, then start the same command again."
+        )
 
     def _await_the_living(self) -> None:
         if self._heartbeat.is_leaderless:
@@ -270,6 +281,8 @@ def _stores(place: Place, name: str) -> tuple[Store, Store]:
     limit = timedelta(seconds=seconds)
 
     def connect() -> tuple[Store, Store]:
+        if environment.agent_has_store():
+            _require_listener(seconds)
         store, _, _ = next(rendezvous("env://", timeout=limit))
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         beats = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
@@ -291,8 +304,30 @@ def _stores(place: Place, name: str) -> tuple[Store, Store]:
         raise PeerFailedError(f"The torchrun agent that started rank {place.rank} is gone.")
     if errors and not isinstance(errors[0], RuntimeError | OSError):
         raise errors[0]
+    if errors and isinstance(errors[0], ConnectionRefusedError):
+        raise PeerFailedError(
+            f"Nobody listens at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: the "
+            "torchrun agent that holds the job's store has ended."
+        )
     why = str(errors[0]).partition("\n")[0] if errors else f"waited {seconds:.0f} seconds"
     raise _nobody_came(place, why)
+
+
+def _require_listener(seconds: float) -> None:
+    """Raise ConnectionRefusedError when nobody listens where torchrun's agent must; torch itself
+    would try again for as long as it waits for a slow one.
+    """
+    end = time.monotonic() + _REFUSED
+    while True:
+        try:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(address, timeout=seconds).close()
+        except ConnectionRefusedError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_LONGEST_PAUSE)
+        else:
+            return
 
 
 def _in_thread(

@@ -116,7 +116,9 @@ class Heartbeat:
             return
         if environment.is_orphan():
             self.is_leaderless = True
-            self.report(f"The torchrun agent that started {self._name(self._place.rank)} is gone.")
+            self.report(
+                f"{self._name(self._place.rank)} has lost the torchrun agent that started it."
+            )
             return
         if not self._watched:
             return

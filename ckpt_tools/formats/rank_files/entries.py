@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckpt_tools.core import names
+from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Chunk, ObjectEntry, Path, Section, TensorEntry
 from ckpt_tools.errors import CheckpointError, UnsupportedError
 from ckpt_tools.formats.rank_files.parts import (
@@ -135,7 +136,7 @@ class _Report:
 
     complaints: dict[str, list[str]] = field(default_factory=dict)
     differing: dict[str, int] = field(default_factory=dict)
-    unlike: list[str] = field(default_factory=list)
+    unlike: dict[str, Box] = field(default_factory=dict)
     unseen: list[str] = field(default_factory=list)
     per_rank: list[str] = field(default_factory=list)
     optim_differs: bool = False
@@ -148,7 +149,7 @@ class _Report:
             self.differing[entry.fqn] = joined.differing[0]
             self.optim_differs = self.optim_differs or entry.section == "optim"
         if joined.unlike:
-            self.unlike.append(f"{entry.fqn} {joined.unlike[0]}")
+            self.unlike[entry.fqn] = joined.unlike[0]
         if joined.unseen:
             self.unseen.append(entry.fqn)
 
@@ -170,12 +171,19 @@ class _Report:
                 about=fqns,
             )
 
+        if self.unlike:
+            yield UnsupportedError(
+                "Ranks that should hold the same rows hold different ones, so that none is known "
+                f"to be right: {some([f'{fqn} {box}' for fqn, box in self.unlike.items()])}.",
+                hint="A file is of another save or step, or replicas drifted apart in training. "
+                "Bring the file of this save, or leave them out with -x.",
+                about=list(self.unlike),
+            )
+
     def notes(self) -> Iterator[str]:
         """What a person should know."""
         if self.per_rank:
             yield f"Kept once per rank, as ….rank_N: {some(sorted(self.per_rank))}."
-        if self.unlike:
-            yield f"Replicas hold other values than the rank that is read: {some(self.unlike)}."
         if self.unseen:
             yield f"Replicas too large to be compared: {some(self.unseen)}."
 

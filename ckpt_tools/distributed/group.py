@@ -34,6 +34,7 @@ _LAST_WRITES = 10.0
 _LONGEST_PAUSE = 0.05
 _RANKS_A_MILLISECOND = 20  # what one store answers without being flooded
 _NAMED = 8
+_INTERRUPTED = 130
 
 # A process may join its job again and again, and must not find what was said the last time.
 _groups = count()
@@ -48,7 +49,7 @@ class Group:
         self._heartbeat = heartbeat
         self._meetings = 0
         self._is_over = False
-        self._is_stuck = False
+        self._stuck: int | None = None  # the exit code of a process with a thread left behind
 
     @property
     def place(self) -> Place:
@@ -136,12 +137,16 @@ class Group:
         thread = _in_thread(work, answers, errors)
         good = time.monotonic()
         while thread.is_alive():
-            thread.join(_LONGEST_PAUSE)
+            try:
+                thread.join(_LONGEST_PAUSE)
+            except KeyboardInterrupt:
+                self._stuck = _INTERRUPTED
+                raise
             trouble, now = self._heartbeat.trouble(), time.monotonic()
             if trouble is None and not self._heartbeat.has_failed:
                 good = now
             elif now - good > (_LAST_WRITES if trouble else environment.peer_timeout()):
-                self._is_stuck = True
+                self._stuck = PeerFailedError.exit_code
                 raise self._lost(trouble or "Another rank has failed.")
         if errors:
             raise errors[0]
@@ -161,10 +166,10 @@ class Group:
             end = time.monotonic() + (0 if is_alone else _LAST_WORD)
             while time.monotonic() < end and not self._store.check(["ended"]):
                 time.sleep(_LONGEST_PAUSE)
-        if self._is_stuck:  # Python's own end may wait for what that thread waits for
+        if self._stuck is not None:  # Python's own end may wait for what that thread waits for
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(PeerFailedError.exit_code)
+            os._exit(self._stuck)
 
     def _ask(self, call: Callable[[], T]) -> T:
         """What the store answers, which may be gone, or on a node that is.

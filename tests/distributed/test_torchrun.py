@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from dtensor_files import HYBRID, dtensor, mesh_of, shard
 from launching import JOBS, ckpt_tools, contents, ends, job, nodes, torchrun
 from safetensors.numpy import save_file
 
@@ -77,6 +79,22 @@ def test_a_job_on_the_target_mesh_takes_the_same_next_step(
 # --------------------------------------------------------------------------------------- engines
 
 
+def drifted(folder: Path) -> Path:
+    """Rank files on 2x2, whose last rank holds another value than its replica.
+
+    Each shard is a part of a larger storage, so that no CRC in a header tells it.
+    """
+    folder.mkdir()
+    whole = torch.arange(800_000, dtype=torch.float32).view(8, 100_000)
+    for rank in range(4):
+        mesh = mesh_of((2, 2), rank)
+        local = torch.cat([shard(whole, HYBRID, mesh), torch.zeros(1, 100_000)])[:4]
+        local[3, 7] += rank == 3
+        state = {"w": dtensor(local, whole.shape, HYBRID, mesh)}
+        torch.save(state, folder / f"model_world_size_4_rank_{rank}.pt")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of reshards by one job of 4 ranks: ENGINE-NAME, or ENGINE-NAME.error.RANK."""
@@ -131,13 +149,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "check": True,
         },
         {"engine": "dcp", "name": "checked", "ckpt": DCP, "mesh": "2x2", "check": True},
+        {"engine": "gather", "name": "drifted", "ckpt": drifted(folder / "drifted"), "mesh": "2"},
         {"engine": "gather", "name": "lacking", "ckpt": lacking / "{rank}", "mesh": "8"},
     ]
     copied = {"verl": ranks}
     for task in tasks:
         name = task.pop("name")
         task["out"] = str(folder / f"{task['engine']}-{name}")
-        if name not in ("lacking", "ranks", "checked"):
+        if name not in ("lacking", "ranks", "checked", "drifted"):
             places = [word for rule in task.get("place", ()) for word in ("--place", rule)]
             source = copied.get(str(name), task["ckpt"])
             out = folder / f"copy-{task['engine']}-{name}"
@@ -198,6 +217,13 @@ def test_the_engine_dcp_refuses_what_torch_cannot_load_on_every_rank(engines: Pa
 @pytest.mark.parametrize("name", ["1d", "tp", "dtypes", "verl"])
 def test_the_engine_gather_writes_the_files_that_copy_writes(engines: Path, name: str) -> None:
     assert contents(engines / f"gather-{name}") == contents(engines / f"copy-gather-{name}")
+
+
+def test_the_engine_gather_refuses_large_replicas_that_differ(engines: Path) -> None:
+    told = {(engines / f"gather-drifted.error.{rank}").read_text() for rank in range(4)}
+    assert len(told) == 1
+    assert "w: replicas hold different values" in told.pop()
+    assert not list(engines.glob("gather-drifted.partial"))
 
 
 def test_a_rank_without_its_file_ends_all_ranks_with_one_error(engines: Path) -> None:

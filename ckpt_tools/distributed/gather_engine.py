@@ -70,10 +70,9 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
             if job.write.check:
                 proven.append(_check(group, index, job, folder, own=headers[group.rank].sizes))
 
-        unchecked = replace(job.write, check=False)  # rank 0 may not see what it would compare
-        plan = lead_or_follow(
-            group, index, job.without_resume()._replace(write=unchecked), share=carry_out
-        )
+        # Rank 0 may not see what it would have to compare, so that all ranks do it above.
+        alone = job._replace(write=replace(job.write, check=False)).without_resume()
+        plan = lead_or_follow(group, index, alone, share=carry_out)
         return job.noting_resume(replace(plan, notes=(*plan.notes, *proven)), engine="gather")
 
 

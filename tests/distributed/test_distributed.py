@@ -38,7 +38,7 @@ from ckpt_tools.core.layout import (
 )
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.plan import FilePlan, WriteItem
-from ckpt_tools.distributed import agreement, environment, messages
+from ckpt_tools.distributed import agreement, dcp_engine, environment, messages
 from ckpt_tools.distributed import group as group_module
 from ckpt_tools.distributed.agreement import digest
 from ckpt_tools.distributed.copy_engine import reshard_here
@@ -291,6 +291,22 @@ def test_a_rank_that_is_gone_ends_the_others_and_is_named(gone: int) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
+def test_an_error_that_a_rank_brought_is_told_although_another_is_gone() -> None:
+    def work(group: Group) -> None:
+        with group.collective():
+            group.barrier()
+            if group.rank == 2:
+                group._is_over = True
+                raise AnswerNo("killed")  # it says nothing to anybody
+            if group.rank == 1:
+                raise WriteError("the disk is full")
+            group.barrier()
+
+    found = run_ranks(3, work)
+    assert [str(error) for error in found[:2]] == ["Rank 1: the disk is full"] * 2
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_rank_that_hangs_in_a_collective_with_one_that_is_gone_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -362,6 +378,19 @@ def test_what_was_written_is_counted_before_the_output_appears(
     for error in run_ranks(2, work):
         assert isinstance(error, WriteError)
         assert words in error.message
+
+
+def test_what_dcp_saved_is_counted_by_its_own_metadata(tmp_path: Path) -> None:
+    plan = reshard_here(read_index(str(DCP)), job(tmp_path / "out", mesh="2"), workers=1)
+    dcp_engine._require_saved(plan, str(tmp_path / "out"))
+    only = replace(job(tmp_path / "less", mesh="2").options, only="model")
+    less = job(tmp_path / "less", mesh="2")._replace(options=only)
+    reshard_here(read_index(str(DCP)), less, workers=1)
+    with pytest.raises(WriteError, match=r"tensors are not in its \.metadata"):
+        dcp_engine._require_saved(plan, str(tmp_path / "less"))
+    (tmp_path / "out" / "__1_0.distcp").unlink()
+    with pytest.raises(WriteError, match=r"not all written: .*__1_0\.distcp"):
+        dcp_engine._require_saved(plan, str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

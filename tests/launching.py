@@ -34,7 +34,6 @@ def nodes(
     *arguments: str | Path,
     env: dict[str, str] | None = None,
     own_disk: Path | None = None,
-    rendezvous: str = "static",
 ) -> list[subprocess.Popen[str]]:
     """Start a job on two nodes of one rank each, which are two agents on this machine.
 
@@ -46,12 +45,8 @@ def nodes(
     agents = []
     for number in range(2):
         command = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc-per-node", "1"]
-        if rendezvous == "static":
-            command += ["--node-rank", str(number), "--master-addr", "127.0.0.1"]
-            command += ["--master-port", str(port)]
-        else:
-            command += ["--rdzv-backend", rendezvous, "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        command += map(str, arguments)
+        command += ["--node-rank", str(number), "--master-addr", "127.0.0.1"]
+        command += ["--master-port", str(port), *map(str, arguments)]
         if own_disk is not None and number == 1:
             mounted = f'mount -t tmpfs none {own_disk} && exec "$@"'
             command = ["unshare", "-m", "sh", "-c", mounted, "sh", *command]

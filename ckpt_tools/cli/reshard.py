@@ -48,7 +48,7 @@ write 4x8, and the bytes are always the same.
 
 Engines: copy moves byte ranges and needs no torch. dcp loads and saves with torch's own DCP, under
 torchrun with one rank for each of the mesh. gather is for rank files on the nodes' own disks, under
-torchrun with one rank for each of the source.
+torchrun with one rank for each of the source. Only copy goes on with --resume.
 
 """ + options.examples(
     "ckpt-tools reshard run7/step-1000 -o run7-4x8 --to-mesh 4x8",

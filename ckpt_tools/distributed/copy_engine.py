@@ -17,7 +17,7 @@ from ckpt_tools.convert.reshard import (
 from ckpt_tools.copying import out_path
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan, total_length
-from ckpt_tools.distributed.agreement import require_same_plan, watchful
+from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
@@ -56,15 +56,16 @@ def reshard_as_group(group: Group, index: CheckpointIndex, job: Job) -> ReshardP
     """
 
     def share(plans: Sequence[FilePlan], folder: str) -> None:
-        if group.tell(str(len(plans))) == "0":
-            return  # rank 0 goes on with a run that had written all
-        require_same_plan(group, plans, source=index)
+        if not begin(group, plans, job.place, source=index):
+            return
         order = _order(job, plans, folder, count=group.size)
         job.on_total(total_length(plans) // group.size)
-        with group.together():  # nobody writes any more when rank 0 tidies up
-            write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
+        progress = Progress(group, job.on_bytes)
+        with group.collective():  # nobody writes any more when rank 0 tidies up
+            write_share(order, group.rank, on_bytes=progress.add)
+        require_all_written(group, plans, folder, nbytes=progress.nbytes)
 
-    with group.together():
+    with group.collective():
         return lead_or_follow(group, index, job, share=share)
 
 

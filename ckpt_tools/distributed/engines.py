@@ -7,8 +7,9 @@ from typing import Literal
 
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard, refuse_check
 from ckpt_tools.copying import atomic_output, out_path
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.distributed import copy_engine, environment
-from ckpt_tools.distributed.group import join
+from ckpt_tools.distributed.group import Group, join
 from ckpt_tools.distributed.job import Job, rehearse_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, read_index
@@ -43,20 +44,28 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
             _admit(job)
         index = read_index(request.ckpt, options=request.read)
         return copy_engine.reshard_here(index, job, workers=request.workers)
-    group = join(place, workers=request.workers)
-    if request.engine == "gather":
-        from ckpt_tools.distributed import gather_engine  # numpy comes with it
+    with join(place, workers=request.workers) as group:
+        if request.engine == "gather":
+            return group.guarded(lambda: _by_gather(group, request, job))
+        with group.collective():
+            if group.rank == 0:
+                _admit(job)
+            index = read_index(request.ckpt, options=request.read)
+        if request.engine == "copy":
+            return copy_engine.reshard_as_group(group, index, job)
+        return group.guarded(lambda: _by_dcp(group, index, job))
 
-        with group.together():  # each rank knows its own files only
-            out_path.refuse_source(out_path.real(job.out), job.write.sources)
-        return gather_engine.reshard_by_gather(group, request.ckpt, job, read=request.read)
-    with group.together():
-        if group.rank == 0:
-            _admit(job)
-        index = read_index(request.ckpt, options=request.read)
-    if request.engine == "copy":
-        return copy_engine.reshard_as_group(group, index, job)
-    from ckpt_tools.distributed import dcp_engine
+
+def _by_gather(group: Group, request: Request, job: Job) -> ReshardPlan:
+    from ckpt_tools.distributed import gather_engine  # numpy comes with it
+
+    with group.collective():  # each rank knows its own files only
+        out_path.refuse_source(out_path.real(job.out), job.write.sources)
+    return gather_engine.reshard_by_gather(group, request.ckpt, job, read=request.read)
+
+
+def _by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPlan:
+    from ckpt_tools.distributed import dcp_engine  # torch comes with it
 
     return dcp_engine.reshard_by_dcp(group, index, job)
 
@@ -75,8 +84,10 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
     if place is not None and request.engine == "gather":
         from ckpt_tools.distributed import gather_engine
 
-        group = join(place, workers=request.workers)
-        plan = gather_engine.plan_by_gather(group, request.ckpt, job, read=request.read)
+        with join(place, workers=request.workers) as group:
+            plan = group.guarded(
+                lambda: gather_engine.plan_by_gather(group, request.ckpt, job, read=request.read)
+            )
     else:
         index = read_index(request.ckpt, options=request.read)
         if place is not None and request.engine == "dcp":
@@ -102,11 +113,6 @@ def _refuse_unfit(request: Request, job: Job) -> None:
     refuse_check(options, job.write)
     if request.engine == "copy":
         return
-    if job.write.check:
-        raise UsageError(
-            f"--check goes with --engine copy, not with {request.engine}.",
-            hint=f"Compare afterwards: ckpt-tools diff {request.ckpt} {job.out}",
-        )
     if options.steps or options.layout is not None or options.param_names is not None:
         raise UsageError(
             f"--engine {request.engine} moves tensors as they are: it neither renames nor "

@@ -17,7 +17,7 @@ from ckpt_tools.copying.tasks import Share, cut, share_of
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.agreement import require_same_plan, watchful
+from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
 from ckpt_tools.distributed.group import Group, join
 from ckpt_tools.distributed.job import ignore, rehearse_output
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
@@ -57,13 +57,13 @@ def export_by(
             _admit(job)
         index = read_index(ckpt, options=read)
         return export_here(index, asked(index), job, workers=workers)
-    group = join(place, workers=workers)
-    with group.together():
-        if group.rank == 0:
-            _admit(job)
-        index = read_index(ckpt, options=read)
-        options = asked(index)
-    return _as_group(group, index, options, job)
+    with join(place, workers=workers) as group:
+        with group.collective():
+            if group.rank == 0:
+                _admit(job)
+            index = read_index(ckpt, options=read)
+            options = asked(index)
+        return _as_group(group, index, options, job)
 
 
 def rehearse(
@@ -120,18 +120,19 @@ def _as_group(
     """Rank 0 makes and renames the output, all fill it."""
 
     def share(plan: ExportPlan, place: Place) -> None:
-        if group.tell(str(len(plan.files))) == "0":
-            return  # rank 0 goes on with a run that had written all
-        require_same_plan(group, plan.files, source=index)
+        if not begin(group, plan.files, place, source=index):
+            return
         job.on_total(_nbytes(plan) // group.size)
         order = _order(job, plan, place, count=group.size)
-        with group.together():  # nobody writes any more when rank 0 tidies up
+        progress = Progress(group, job.on_bytes)
+        with group.collective():  # nobody writes any more when rank 0 tidies up
             with Files() as files:
                 mine = _needed(plan.works, plan.files, Share(group.rank, group.size))
                 convert.do_works(mine, files)
-            write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
+            write_share(order, group.rank, on_bytes=progress.add)
+        require_all_written(group, plan.files, place.folder, nbytes=progress.nbytes)
 
-    with group.together():
+    with group.collective():
         if group.rank == 0:
             return convert.export(index, job.out, options=options, write=job.write, carry_out=share)
         single_file = convert.single_file_of(job.out, options.format)

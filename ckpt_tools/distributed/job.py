@@ -17,7 +17,7 @@ from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 
 if TYPE_CHECKING:
-    from ckpt_tools.convert.reshard import ReshardOptions
+    from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
 
 
 def ignore(nbytes: int) -> None:
@@ -55,9 +55,16 @@ class Job(NamedTuple):
     on_bytes: Callable[[int], None]
     on_total: Callable[[int], None] = ignore
 
-    def anew(self) -> Job:
+    def without_resume(self) -> Job:
         """The same for an engine that keeps no journal: it cannot go on with what is there."""
         return self._replace(write=replace(self.write, resume=False))
+
+    def noting_resume(self, plan: ReshardPlan, *, engine: str) -> ReshardPlan:
+        """The plan, with a note when --resume was asked of such an engine."""
+        if not self.write.resume:
+            return plan
+        note = f"--engine {engine} keeps no journal, so --resume began anew."
+        return replace(plan, notes=(*plan.notes, note))
 
     @property
     def place(self) -> Place:

@@ -414,9 +414,9 @@ def test_a_rank_finds_a_wrong_value_in_the_rows_that_it_alone_can_read(
     asked = {"source": index, "threads": 1, "own": own}
     if rank == 0:
         with pytest.raises(WriteError, match=re.escape(target.fqn)):
-            checking.check(str(tmp_path / "out"), plan.targets, **asked)
+            checking.check(str(tmp_path / "out"), checking.Written(plan.targets), **asked)
     else:
-        words = checking.check(str(tmp_path / "out"), plan.targets, **asked)
+        words = checking.check(str(tmp_path / "out"), checking.Written(plan.targets), **asked)
         assert "comparison on every rank" in words
 
 

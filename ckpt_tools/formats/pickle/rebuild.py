@@ -231,7 +231,7 @@ def _placement(record: object) -> StoredPlacement:
 
 def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
     """The mesh dimensions that cut each tensor dimension, in order, or None."""
-    if type(value) is not tuple or len(value) > 64:
+    if not isinstance(value, tuple) or len(value) > 64:
         return None
     order = []
     for record in value:
@@ -272,7 +272,7 @@ def _read_mesh(state: dict[object, object]) -> StoredMesh:
         coordinate=None if coordinate is None else _coordinate(coordinate, shape),
         rank=rank if type(rank) is int else None,
         device_type=device if type(device) is str else "cpu",
-        rank_map=rank_map if type(rank_map) is tuple else None,
+        rank_map=rank_map if isinstance(rank_map, tuple) else None,
         strides=strides,
     )
 
@@ -298,7 +298,7 @@ def _layout_grid(layout: MeshLayoutRecord) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _items(value: object) -> tuple[object, ...]:
-    if type(value) is not tuple or len(value) > 64:
+    if not isinstance(value, tuple) or len(value) > 64:
         raise UnreadableError(f"a mesh layout of {shown(value)}.")
     return value
 

@@ -11,6 +11,7 @@ import gc
 import sys
 
 from ckpt_tools.cli.group import CommandGroup, report_crash
+from ckpt_tools.cli.guesses import command_line
 from ckpt_tools.distributed import environment
 
 GROUPS = {
@@ -54,7 +55,7 @@ def main() -> None:
     gc.disable()  # an index is a tree of small objects, millions at times, and nothing leaks cycles
     atexit.register(gc.freeze)  # Python collects once more when it ends, even so
     sys.excepthook = report_crash
-    environment.let_rank_0_speak(sys.argv[1:])
+    environment.let_rank_0_speak(command_line(sys.argv[1:]))
     # A name in the checkpoint may hold characters that the terminal's encoding lacks.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -122,7 +122,7 @@ _PARAMS = [
 ]
 
 
-@click.command("reshard", help=_HELP, params=_PARAMS)
+@click.command("reshard", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,

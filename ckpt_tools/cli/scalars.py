@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from ckpt_tools.analysis.summary import step_entries
+from ckpt_tools.analysis.summary import Step, step_entries
 from ckpt_tools.cli.decode import decode
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import locate, open_objects
 from ckpt_tools.storage.reader import Files
-
-
-class Step(NamedTuple):
-    """How many steps were done, and the name of the entry that says so."""
-
-    value: int
-    fqn: str
 
 
 def read_step(index: CheckpointIndex) -> Step | None:

@@ -52,7 +52,7 @@ _PARAMS = [
 ]
 
 
-@click.command("stats", help=_HELP, params=_PARAMS)
+@click.command("stats", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         CkptError,
         IncompleteError,
         OutputExistsError,
+        SourceChangedError,
         UnreadableError,
         UnsafePickleError,
         UnsupportedError,
@@ -99,6 +100,7 @@ __all__ = [
     "ReshardOptions",
     "ReshardPlan",
     "Shard",
+    "SourceChangedError",
     "Statistics",
     "TensorEntry",
     "TensorStats",
@@ -129,8 +131,8 @@ __all__ = [
 _HOMES = {
     "convert.export": "ExportOptions ExportPlan WriteOptions",
     "core.dtypes": "DType dtype_named",
-    "errors": "AnswerNo CheckpointError CkptError IncompleteError OutputExistsError UnreadableError"
-    " UnsafePickleError UnsupportedError UsageError WriteError",
+    "errors": "AnswerNo CheckpointError CkptError IncompleteError OutputExistsError"
+    " SourceChangedError UnreadableError UnsafePickleError UnsupportedError UsageError WriteError",
     "formats": "ReadOptions",
     "core.geometry": "Box",
     "core.index": "ByteRange CheckpointIndex Chunk ObjectEntry TensorEntry",

@@ -309,7 +309,9 @@ class Checkpoint:
         if entry is None:
             raise self._unknown(fqn, "object")
         with Files() as files:
-            opened = formats.open_objects(replace(self.index, tensors=(), objects=(entry,)), files)
+            one = self.index.select({fqn})
+            one.require_whole()
+            opened = formats.open_objects(one, files)
         found = opened.objects[0]
         if not found.opened:
             what = found.type_name or "too large"
@@ -326,8 +328,7 @@ class Checkpoint:
         """The packed elements of a box. Raises what is wrong with the tensor."""
         from ckpt_tools.copying.write import read_box  # late: it needs numpy
 
-        known = tuple(problem for problem in self.index.problems if entry.fqn in problem.about)
-        one = replace(self.index, tensors=(entry,), objects=(), problems=known)
+        one = self.index.select({entry.fqn})
         data = bytearray(box.numel * entry.dtype.itemsize)
         with Files() as files:
             located = formats.locate(one, files)
@@ -339,6 +340,8 @@ class Checkpoint:
         return data
 
     def _unknown(self, fqn: str, noun: str) -> NoSuchEntry:
+        """The error for a name that is not there. Raises what is wrong when the name is lost."""
+        self.index.select({fqn}).require_whole()
         names = near_names(self.index, fqn)
         hint = f"Did you mean {' or '.join(names)}?" if names else None
         return NoSuchEntry(f"{self.root} has no {noun} {fqn!r}.", hint=hint)
@@ -417,7 +420,7 @@ def _step(checkpoint: Checkpoint) -> Step | None:
                 value = checkpoint.read(entry.fqn).item()
         except CkptError:
             continue
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
+        if type(value) is int or (isinstance(value, float) and value.is_integer()):
             return Step(int(value), entry.fqn)
     return None
 

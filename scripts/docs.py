@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,7 +69,10 @@ def write_pages() -> None:
 def write_pictures() -> None:
     """Draw a real checkpoint under the name that README's examples have."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(SAMPLE, Path(folder) / "run7" / "step-1000")
+        step = shutil.copytree(SAMPLE, Path(folder) / "run7" / "step-1000")
+        three_hours_ago = time.time() - 3 * 3600
+        for file in step.iterdir():
+            os.utime(file, (three_hours_ago, three_hours_ago))
         layout = ["run7/step-1000", "--only", "model", "--to-mesh", "2x2", "--svg", "-", "-q"]
         (DOCS / "layout.svg").write_text(_run(folder, "layout", *layout), encoding="utf-8")
         shown = _run(folder, "inspect", "run7/step-1000")

@@ -1,4 +1,4 @@
-"""The README's examples run as they are written, and print what it shows."""
+"""The examples of README and docs run as they are written, and print what is shown."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ REAL = ROOT / "tests" / "data" / "checkpoints"
 
 
 class Example(NamedTuple):
-    """A command of the README and the lines that it shows below it."""
+    """A command of a page and the lines that the page shows below it."""
 
     command: str
     output: tuple[str, ...]
@@ -24,9 +25,10 @@ class Example(NamedTuple):
 
 def _blocks() -> list[list[Example]]:
     """The commands of each console block, in order: one block's commands share a folder."""
-    text = (ROOT / "README.md").read_text()
+    texts = [path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))]
     return [
         list(_examples(block))
+        for text in texts
         for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     ]
 
@@ -44,7 +46,10 @@ def _examples(block: str) -> list[Example]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder as the README's author had it."""
-    shutil.copytree(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt", tmp_path / "run7" / "step-1000")
+    step = shutil.copytree(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt", tmp_path / "run7" / "step-1000")
+    three_hours_ago = time.time() - 3 * 3600
+    for file in step.iterdir():
+        os.utime(file, (three_hours_ago, three_hours_ago))
     shutil.copytree(REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt", tmp_path / "run7" / "ranks")
     return tmp_path
 
@@ -66,8 +71,17 @@ def test_the_examples_run_as_written(block: list[Example], folder: Path) -> None
             assert shown == [line.rstrip() for line in example.output]
 
 
-def test_every_command_is_in_the_readme() -> None:
+def test_every_command_is_in_readme_or_docs() -> None:
     from ckpt_tools.cli import cli
 
-    text = (ROOT / "README.md").read_text()
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    text = "".join(page.read_text() for page in pages)
     assert all(f"ckpt-tools {name}" in text for name in cli.list_commands(None))
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: page.name
+)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target

@@ -105,22 +105,21 @@ def command(
     chosen = options.Filters.of(include, exclude, only)
     a = reading.choose(reading.read(first, ReadOptions(allow_global)), chosen)
     b = reading.choose(reading.read(second, ReadOptions(allow_global)), chosen)
-    found = _headers(a, b, naming) if header_only else _values(a, b, asked, threads=threads)
+    found = (
+        compare_headers(a, b, naming=naming)
+        if header_only
+        else _values(a, b, asked, threads=threads)
+    )
     if json:
         render.emit_json(_json(a, b, found))
     else:
         render.emit(_lines(found))
+    for index in (a, b):
+        index.require_whole()  # only headers have come this far with anything lost
     if not found.equal:
         if not found.tensors + found.objects and not clean_names:
             say("No name is on both sides; --clean-names compares them without containers.")
         click.get_current_context().exit(1)
-
-
-def _headers(a: CheckpointIndex, b: CheckpointIndex, naming: Naming) -> Diff:
-    for index in (a, b):
-        for problem in index.problems:
-            say(problem.message)
-    return compare_headers(a, b, naming=naming)
 
 
 def _values(a: CheckpointIndex, b: CheckpointIndex, asked: DiffOptions, *, threads: int) -> Diff:

@@ -53,6 +53,7 @@ _PARAMS = [
         "--max-shard-size", default="5GB", text="Tensor bytes of one safetensors file, at most."
     ),
     click.Option(["--keep-names"], is_flag=True, help="Leave every name as the checkpoint has it."),
+    options.keep_rank_states(),
     *shaping.for_export(),
     *options.writing(),
     options.as_json(),
@@ -71,6 +72,7 @@ def command(
     dtype: DType | None,
     max_shard_size: int,
     keep_names: bool,
+    keep_rank_states: bool,
     jobs: int,
     dry_run: bool,
     json: bool,
@@ -90,6 +92,7 @@ def command(
             dtype=dtype,
             dtypes=shaping.dtype_rules(),
             keep_names=keep_names,
+            keep_rank_states=keep_rank_states,
             steps=shaping.export_steps(index, dtype=dtype, is_folder=_is_hf_folder(out, form)),
             include=chosen.include,
             exclude=chosen.exclude,

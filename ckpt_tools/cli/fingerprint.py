@@ -77,6 +77,7 @@ def command(
 def digest(index: CheckpointIndex, *, threads: int) -> Fingerprint:
     """The fingerprint of these tensors, with a bar. Raises AnswerNo when there are none."""
     if not index.tensors:
+        index.require_whole()
         raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to digest.")
     total = sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="fingerprint") as on_bytes, Files() as files:

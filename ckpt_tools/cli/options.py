@@ -19,7 +19,8 @@ from ckpt_tools.formats.options import ReadOptions
 
 # The headings of a command's help, each with the names of its options. Any other comes first.
 _HEADINGS = {
-    "Output": "out to_mesh placements place like form layout param_names device_type engine",
+    "Output": "out to_mesh placements place like form layout device_type engine"
+    " param_names keep_rank_states",
     "Which entries": "include exclude only",
     "Types and sizes": "dtype dtype_for max_shard_size vocab_size",
     "Names": "keep_names map map_value force_map rename untie under",
@@ -254,6 +255,16 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
         return parse_size(value)
     except UsageError as error:
         raise click.BadParameter(f"{error.message} {error.hint or ''}", ctx, param) from error
+
+
+def keep_rank_states() -> click.Parameter:
+    """--keep-rank-states, as ``keep_rank_states``."""
+    return click.Option(
+        ["--keep-rank-states"],
+        is_flag=True,
+        help="Keep data positions and random states that each rank saved for itself, though the "
+        "target has another number of ranks. Else they are left out and named.",
+    )
 
 
 def dtype() -> click.Parameter:

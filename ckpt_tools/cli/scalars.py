@@ -33,9 +33,9 @@ def _number(index: CheckpointIndex, files: Files) -> int | None:
         value = open_objects(index, files).objects[0].value
     else:
         value = read_single(locate(index, files).tensors[0], files)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return int(value) if value == int(value) else None
+    if type(value) is int or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    return None
 
 
 def read_single(entry: TensorEntry, files: Files) -> object:

@@ -63,6 +63,8 @@ def command(
     if entry is None:
         raise reading.no_such_name(index, name)
     one = index.select({name})
+    if any(name in problem.about for problem in one.problems):
+        one.require_whole()
     if isinstance(entry, ObjectEntry):
         if part is not None:
             raise UsageError(f"{name} is an object, and only a tensor has a --slice.")
@@ -71,6 +73,7 @@ def command(
         _print_bare(corner.read_corner(_located(one), part))
     else:
         _show_tensor(one, mesh_of(index), part=part, json=json)
+    one.require_whole()
 
 
 def _located(one: CheckpointIndex) -> TensorEntry:

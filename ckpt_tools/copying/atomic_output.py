@@ -17,14 +17,23 @@ from fnmatch import fnmatch
 
 from ckpt_tools.copying import journal
 from ckpt_tools.copying.journal import Place
-from ckpt_tools.copying.lock import Claim, Origin, claimed, folder_in
+from ckpt_tools.copying.lock import (
+    Claim,
+    Origin,
+    claimed,
+    folder_in,
+    require_unchanged,
+    with_states,
+)
 from ckpt_tools.copying.tasks import cut
+from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import (
     CheckpointError,
     CkptError,
     OutputExistsError,
+    SourceChangedError,
     UsageError,
     WriteError,
     unwritable,
@@ -49,12 +58,14 @@ CHECKPOINT_FILES = (
 class Order:
     """An output to make at ``out`` from ``origin``; ``single_file`` of the plans is all of it.
 
+    ``source`` are the files that it is made from, which must stay as they are until its end.
     ``resume`` goes on with what an earlier run of the same order has finished.
     """
 
     out: str
     plans: Sequence[FilePlan]
     origin: Origin
+    source: Sequence[FileEntry] = ()
     single_file: str | None = None
     resume: bool = False
 
@@ -184,8 +195,25 @@ def appearing(order: Order) -> Iterator[Started]:
             started = _start(claim, order)
         with _kept_on_failure(claim, order):
             check_space(order.out, order.plans)
-            yield started
+            with _one_source(order):
+                yield started
             _appear(claim, order)
+
+
+@contextmanager
+def _one_source(order: Order) -> Iterator[None]:
+    """A block at whose end the source is as it was; what else went wrong may come of its change."""
+    source = with_states(order.source)
+    require_unchanged(source)
+    try:
+        yield
+    except (CkptError, OSError) as error:
+        try:
+            require_unchanged(source)
+        except SourceChangedError as changed:
+            raise changed from error
+        raise
+    require_unchanged(source)
 
 
 @contextmanager
@@ -283,6 +311,8 @@ def _progress(tasks: dict[journal.TaskId, int], order: Order) -> str:
 
 def _is_about_source(error: BaseException) -> bool:
     """Whether going on is of no use; what the system refused may go well the next time."""
+    if isinstance(error, SourceChangedError):
+        return True
     return isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError)
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry
+from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry, completed
 from ckpt_tools.core.layout import Layout
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import IncompleteError
 
 
@@ -130,6 +131,15 @@ class Finder:
             part = box.intersect(there)
             if part is not None:
                 yield ReadItem(chunk, there if part == there else part)
+
+
+def placed_tree(
+    targets: Sequence[Target], objects: Sequence[ObjectEntry], tree: Branch[str]
+) -> Branch[Target | ObjectEntry]:
+    """What is to be written, in the containers that ``tree`` has for the names; see `completed`."""
+    placed: list[Target | ObjectEntry] = [*targets, *objects]
+    found = {one.fqn: one for one in placed}
+    return completed(tree, placed).map(found.__getitem__)
 
 
 def object_entry_as_tensor(entry: ObjectEntry) -> TensorEntry:

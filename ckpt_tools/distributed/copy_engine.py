@@ -54,7 +54,7 @@ def reshard_as_group(group: Group, index: CheckpointIndex, job: Job) -> ReshardP
     def share(plans: Sequence[FilePlan], folder: str) -> None:
         if group.tell(str(len(plans))) == "0":
             return  # rank 0 goes on with a run that had written all
-        require_same_plan(group, plans)
+        require_same_plan(group, plans, source=index)
         order = _order(job, plans, folder, count=group.size)
         job.on_total(sum(plan.length for plan in plans) // group.size)
         with group.together():  # nobody writes any more when rank 0 tidies up

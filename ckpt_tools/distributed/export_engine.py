@@ -101,7 +101,7 @@ def _as_group(
     def share(plan: ExportPlan, place: Place) -> None:
         if group.tell(str(len(plan.files))) == "0":
             return  # rank 0 goes on with a run that had written all
-        require_same_plan(group, plan.files)
+        require_same_plan(group, plan.files, source=index)
         job.on_total(_nbytes(plan) // group.size)
         order = _order(job, plan, place, count=group.size)
         with group.together():  # nobody writes any more when rank 0 tidies up

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UnsupportedError
@@ -86,6 +86,23 @@ def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
         if seen > _MAX_FOLDERS:
             break
     return list(found.values())
+
+
+def beside(folder: str, read: Collection[str], is_checkpoint: Callable[[str], bool]) -> list[str]:
+    """Checkpoints in a folder of which ``read`` are the files that were read, by their names in it.
+
+    An index JSON by itself is none: its files are. Nothing is looked for in stores, where each
+    folder would be a request.
+    """
+    if paths.is_address(folder) or not os.path.isdir(folder):
+        return []
+    known = {os.path.realpath(path) for path in read}
+
+    def is_other(path: str) -> bool:
+        is_own = path.endswith(".index.json") or os.path.realpath(path) in known
+        return not is_own and is_checkpoint(path)
+
+    return [os.path.relpath(path, folder) for path in inside(folder, is_other)]
 
 
 def _keep(found: dict[str, str], path: str) -> None:

@@ -32,6 +32,9 @@ class FileSystem(Protocol):
     def put_file(self, lpath: str, rpath: str) -> object:
         """Send a file of this machine, in parts where it is large."""
 
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Forget listings that are kept."""
+
     def open(self, path: str, mode: str, *, block_size: int) -> BinaryIO:
         """A stream that can be sought in."""
 
@@ -87,6 +90,11 @@ def _asked(address: str, ask: Callable[[FileSystem], Result]) -> Result:
 def facts(address: str) -> Facts:
     """What the store says of an address. Raises FileNotFoundError, or another OSError."""
     return _facts(_asked(address, lambda system: system.info(address)))
+
+
+def forget(address: str) -> None:
+    """Have the next listing come from the store itself."""
+    _file_system(address).invalidate_cache()
 
 
 def listing(address: str) -> list[Facts]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import filter as filter_names
 from glob import glob as local_glob
 from typing import BinaryIO
 
+from ckpt_tools.core.index import FileState
 from ckpt_tools.storage import fsspec_store
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -36,6 +38,55 @@ def file_sizes(path: str) -> dict[str, int]:
         return {entry.name: entry.size for entry in fsspec_store.listing(path) if not entry.is_dir}
     with os.scandir(path) as entries:
         return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+
+def states(path: str) -> dict[str, FileState]:
+    """The states of a file, or of the files right in a folder, by path. Raises OSError.
+
+    Of a store only the listing of a folder is asked for, and of a web server, which has none,
+    nothing.
+    """
+    if is_address(path):
+        if path.startswith(("http://", "https://")) or not is_dir(path):
+            return {}
+        return {
+            os.path.join(path, one.name): FileState(one.size, version=one.version)
+            for one in fsspec_store.listing(path)
+            if not one.is_dir
+        }
+    if not os.path.isdir(path):
+        return {path: _state_of(os.stat(path))}
+    with os.scandir(path) as entries:
+        return {
+            os.path.join(path, entry.name): _state_of(entry.stat())
+            for entry in entries
+            if entry.is_file()
+        }
+
+
+def _state_of(status: os.stat_result) -> FileState:
+    # No device: its number is another one on every node, and after every mount.
+    return FileState(status.st_size, status.st_mtime_ns, f"inode {status.st_ino}")
+
+
+def states_now(files: Iterable[str]) -> dict[str, FileState]:
+    """The states of these files as they are now, without those that are not there."""
+    found: dict[str, FileState] = {}
+    folders: dict[str, set[str]] = {}
+    for file in files:
+        if is_address(file):
+            folders.setdefault(os.path.dirname(file), set()).add(file)
+            continue
+        with suppress(OSError):
+            found[file] = _state_of(os.stat(file))
+    for folder, wanted in folders.items():
+        fsspec_store.forget(folder)
+        with suppress(OSError):
+            for one in fsspec_store.listing(folder):
+                path = os.path.join(folder, one.name)
+                if path in wanted:
+                    found[path] = FileState(one.size, version=one.version)
+    return found
 
 
 def is_dir(path: str) -> bool:

@@ -35,7 +35,7 @@ from ckpt_tools.core.layout import (
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.plan import WriteItem
 from ckpt_tools.distributed import environment, messages
-from ckpt_tools.distributed.agreement import digest
+from ckpt_tools.distributed.agreement import digest, identity
 from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.environment import Place
@@ -355,6 +355,15 @@ def test_plans_of_another_checkpoint_have_another_digest() -> None:
     assert digest(one.files) != digest(other.files)
 
 
+def test_copies_of_one_checkpoint_have_one_identity_and_two_saves_have_two(tmp_path: Path) -> None:
+    shutil.copytree(DCP, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert identity(read_index(str(tmp_path / "copy"))) == identity(read_index(str(DCP)))
+    with (tmp_path / "copy" / "__3_0.distcp").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")
+    assert identity(read_index(str(tmp_path / "copy"))) != identity(read_index(str(DCP)))
+
+
 # -------------------------------------------------------------------------------------- layout
 
 
@@ -463,6 +472,15 @@ def test_a_rehearsal_says_what_each_file_will_hold_and_writes_nothing(tmp_path: 
     assert "not written (--dry-run)" in done.stdout
     assert "__3_0.distcp" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_of_many_files_is_a_summary_and_its_json_has_them_all(tmp_path: Path) -> None:
+    arguments = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "64", "--dry-run"]
+    lines = CliRunner().invoke(cli, arguments).stdout.splitlines()
+    assert "The smallest, the middle and the largest of 65 files (--json has all):" in lines
+    assert len(lines) < 16
+    done = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert len(json.loads(done.stdout)["files"]) == 65
 
 
 def test_a_rehearsal_refuses_what_would_be_refused(tmp_path: Path) -> None:

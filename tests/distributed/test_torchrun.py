@@ -252,6 +252,22 @@ def test_what_an_export_by_ranks_refuses_is_told_once(tmp_path: Path) -> None:
     assert "exitcode  : 2" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["export {} -o {}", "reshard {} -o {} --to-mesh 2"])
+def test_two_sources_of_one_layout_are_not_mixed(tmp_path: Path, command: str) -> None:
+    for rank in (0, 1):
+        values = np.full((1024, 500), rank, dtype=np.uint8)
+        save_file({"a": values, "b": values}, tmp_path / f"source{rank}.safetensors")
+    asked = command.format(f"{tmp_path}/source$RANK.safetensors", tmp_path / "out")
+    done = torchrun(2, "--no-python", "sh", "-c", f"exec ckpt-tools {asked}")
+    assert done.returncode != 0
+    assert done.stderr.count("finds another checkpoint than rank 0 does") == 1
+    assert "exitcode  : 3" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "source0.safetensors",
+        "source1.safetensors",
+    ]
+
+
 def test_torchrun_finds_the_command_itself_and_a_looking_one_prints_once() -> None:
     alone = ckpt_tools("ls", DCP).stdout
     done = torchrun(2, "ckpt-tools", "ls", DCP, env={"PET_NO_PYTHON": "1"})

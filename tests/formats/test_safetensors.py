@@ -249,7 +249,7 @@ def test_a_header_of_100_000_tensors_is_read_in_seconds(tmp_path: Path) -> None:
 
 def test_one_of_several_shards_says_so() -> None:
     index = read(LISTED / "model-00002-of-00003.safetensors")
-    assert "file 2 of 3" in index.notes[0]
+    assert "file 2 of 3" in index.problems[0].message
 
 
 def test_one_rank_alone_is_not_whole() -> None:

@@ -46,15 +46,16 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> object:
         """The stand-in for a global."""
-        module = _PYTHON_2.get(module_name, module_name)
-        return self._resolve(printable(f"{module}.{global_name}"))
+        name = f"{_PYTHON_2.get(module_name, module_name)}.{global_name}"
+        return self._resolve(printable(_PYTHON_2.get(name, name)))
 
     def persistent_load(self, pid: object) -> object:
         """The stand-in for a storage."""
         return self._storage(pid)
 
 
-_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+# Protocol 2 has the names of Python 2, also when Python 3 writes it.
+_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg", "builtins.long": "builtins.int"}
 
 
 def unpickle(data: bytes, *, resolve: Resolve, storage: Callable[[object], object]) -> object:

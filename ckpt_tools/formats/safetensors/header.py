@@ -17,6 +17,7 @@ from ckpt_tools.core.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.numbered import is_text
 from ckpt_tools.storage.reader import Files
 
 PREFIX = 8  # bytes of the header's length
@@ -197,15 +198,6 @@ def _tensors(raw: dict[str, object], *, path: str, start: int) -> dict[str, Stor
     if unknown:
         raise _unknown_types(unknown, path)
     return tensors
-
-
-def is_text(name: str) -> bool:
-    """Whether a name can be written at all: JSON can spell lone surrogates, no file can."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _unknown_types(unknown: dict[str, list[str]], path: str) -> UnsupportedError:

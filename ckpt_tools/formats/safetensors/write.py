@@ -14,7 +14,9 @@ from itertools import pairwise
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX, is_text
+from ckpt_tools.formats.numbered import is_text
+from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX
+from ckpt_tools.formats.safetensors.sections import Home, encoded
 
 _ALIGNMENT = 8
 _RESERVED = "__metadata__"
@@ -30,7 +32,8 @@ def plan_files(
     """The files that hold these tensors whole: one, or numbered shards with an index JSON.
 
     A shard holds at most ``max_shard_size`` bytes of tensors, or one tensor that is larger.
-    ``metadata`` goes into the header of each file, beside ``format: pt``. Paths are relative to the
+    ``metadata`` goes into the header of each file, beside ``format: pt`` and the sections; a
+    target's path is the container that it stands in, and its name there. Paths are relative to the
     output folder.
 
     Raises UnsupportedError, with all their names, for types that safetensors cannot hold, and
@@ -40,6 +43,8 @@ def plan_files(
     _check_targets(ordered)
     if max_shard_size < 1 or not basename or "/" in basename:
         raise UsageError(f"Shards {basename!r} of at most {max_shard_size} bytes cannot be meant.")
+    homes = {t.fqn: Home(t.path[:-1], t.entry.section) for t in ordered}
+    metadata = {**metadata, **encoded(homes)}
     shards = _split(ordered, max_shard_size)
     count = len(shards)
     if count == 1:

@@ -218,6 +218,10 @@ class Checkpoint:
         """The mesh and how it is known: its ``status`` is ``confirmed`` or ``inferred``."""
         return summary.mesh_of(self.index)
 
+    def tensor(self, name: str) -> TensorEntry | None:
+        """What headers say of the tensor of this name, or None."""
+        return self.index.tensor(name)
+
     def require_whole(self) -> None:
         """Raise what keeps the checkpoint from being whole; do nothing when it is."""
         self.index.require_whole()

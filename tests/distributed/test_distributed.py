@@ -1,5 +1,6 @@
 """What several processes agree on, without any torchrun job: that is `test_torchrun`'s."""
 
+import json
 import os
 import shutil
 import signal

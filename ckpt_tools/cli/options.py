@@ -48,7 +48,7 @@ class Command(click.Command):
         except click.UsageError as error:
             if "unexpected extra argument" not in error.message:
                 raise
-            hint = "CKPT is one path. Quote a glob, so that the shell does not expand it."
+            hint = "CKPT is one path: a folder, a file, or a quoted glob of rank files."
             raise UsageError(error.message, hint=hint) from error
 
     def headed(self, ctx: click.Context) -> dict[str, list[click.Option]]:

@@ -184,7 +184,7 @@ def test_some_of_the_files_are_not_taken_for_all(tmp_path: Path) -> None:
 def test_several_paths_where_one_is_expected_say_quote_it(tmp_path: Path) -> None:
     done = run("ls", DCP, tmp_path)
     assert done.exit_code == 2
-    assert "Quote a glob" in done.stderr
+    assert "a quoted glob of rank files" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------ help

@@ -313,10 +313,8 @@ class Checkpoint:
         if entry is None:
             raise self._unknown(fqn, "object")
         with Files() as files:
-            one = self.index.select({fqn})
-            one.require_whole()
-            opened = formats.open_objects(one, files)
-        found = opened.objects[0]
+            self.index.select({fqn}).require_whole()
+            found = formats.open_object(self.index, entry, files)
         if not found.opened:
             what = found.type_name or "too large"
             raise UnsupportedError(f"{fqn} is no plain value, and is not opened: {what}.")

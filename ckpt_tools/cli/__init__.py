@@ -55,7 +55,7 @@ def main() -> None:
     gc.disable()  # an index is a tree of small objects, millions at times, and nothing leaks cycles
     atexit.register(gc.freeze)  # Python collects once more when it ends, even so
     sys.excepthook = report_crash
-    environment.let_rank_0_speak(command_line(sys.argv[1:]))
+    environment.silence_followers(command_line(sys.argv[1:]))
     # A name in the checkpoint may hold characters that the terminal's encoding lacks.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

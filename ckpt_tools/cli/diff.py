@@ -52,6 +52,7 @@ _WORDS = {
     "shape": "shape",
     "values": "values",
     "unknown": "cannot be told",
+    "container": "container",
     "same": "same",
 }
 
@@ -174,6 +175,8 @@ def _details(entries: Sequence[EntryDiff]) -> Iterator[str]:
 def _summary(found: Diff) -> str:
     """One line: what was compared, and what came of it."""
     compared = f"{counted(found.tensors, 'tensor')} and {counted(found.objects, 'object')}"
+    if found.containers is not None:
+        compared += " and the containers they are in"
     by = "" if found.values_compared else " by headers only: VALUES WERE NOT COMPARED"
     counts = Counter(_WORDS[e.status] for e in found.entries if e.status != "same")
     told = ", ".join(f"{count:,} {word}" for word, count in counts.items())
@@ -191,6 +194,7 @@ def _json(a: CheckpointIndex, b: CheckpointIndex, found: Diff) -> render.Json:
         "values_compared": found.values_compared,
         "tensors": found.tensors,
         "objects": found.objects,
+        "containers": found.containers,
         "same": found.same,
         "differences": [_entry_json(e) for e in found.entries if e.status != "same"],
     }

@@ -283,9 +283,11 @@ def _dtype(ctx: click.Context, param: click.Parameter, value: str) -> DType | No
     if value == "keep":
         return None
     found = parse_dtype(value)
-    if found is None or found.kind != "float":
+    if found is None or not found.holds_weights:
         raise click.BadParameter(
-            f"{value!r} is no floating type; write keep, bf16, fp16 or fp32.", ctx, param
+            f"{value!r} is no floating type for weights; write keep, bf16, fp16 or fp32.",
+            ctx,
+            param,
         )
     return found
 

@@ -34,7 +34,7 @@ from ckpt_tools.distributed.engines import (
     rehearse,
     reshard_by,
 )
-from ckpt_tools.distributed.job import Job, ignore
+from ckpt_tools.distributed.job import Job, check_room, ignore
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
@@ -48,7 +48,7 @@ write 4x8, and the bytes are always the same.
 
 Engines: copy moves byte ranges and needs no torch. dcp loads and saves with torch's own DCP, under
 torchrun with one rank for each of the mesh. gather is for rank files on the nodes' own disks, under
-torchrun with one rank for each of the source.
+torchrun with one rank for each of the source. Only copy goes on with --resume.
 
 """ + options.examples(
     "ckpt-tools reshard run7/step-1000 -o run7-4x8 --to-mesh 4x8",
@@ -187,6 +187,7 @@ def _rehearse(request: Request, job: Job, *, told: str, as_json: bool) -> None:
         render.emit_json(report.json(plan, dry_run=True))
     else:
         render.emit(report.rehearsal(plan))
+    check_room(job.out, plan.files)
 
 
 def _carry_out(request: Request, job: Job, *, told: str, as_json: bool) -> None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckpt_tools._version import __version__
-from ckpt_tools.copying import atomic_output
+from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.journal import Place
 from ckpt_tools.copying.lock import Origin, digest_of_reads, in_words
+from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
@@ -27,10 +28,12 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
-from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.paths import is_address, normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
@@ -64,13 +67,21 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes."""
+    """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes.
+
+    ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
+    are never written over. Raises UsageError for no thread, or less than 1 MiB of memory.
+    """
 
     force: bool = False
     threads: int = 2
     max_memory: int = 64 << 20
     resume: bool = False
     check: bool = False
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_memory(self.threads, self.max_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,7 @@ class ExportPlan:
 
     A target's entry is what is written, under its new name, as boxes over the source's bytes;
     ``origins`` are the names in the source that it comes from. ``works`` must be done once before
-    the files are written.
+    the files are written. ``tree`` has the containers of the names, where the format keeps them.
     """
 
     files: tuple[FilePlan, ...]
@@ -89,6 +100,8 @@ class ExportPlan:
     nbytes: int
     single_file: str | None = None
     works: tuple[Work, ...] = ()
+    objects: tuple[ObjectEntry, ...] = ()
+    tree: Branch[str] = NO_TREE
 
     @property
     def tensors(self) -> int:
@@ -161,6 +174,8 @@ def plan_export(
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
         single_file=single_file,
         works=outcome.works,
+        objects=objects,
+        tree=tree,
     )
 
 
@@ -231,10 +246,13 @@ def export(
     when a run that is gone on with had written all. Raises what `plan_export`, `output.appearing`
     and `uploads.staged` raise; in every case ``out`` is as it was.
     """
+    out = out_path.real(out)
     if is_address(out):
+        out_path.refuse_source(out, [*write.sources, *sources_of(index)])
         with upload.staged(out, force=write.force, resume=write.resume) as here:
             return export(index, here, options=options, write=write, carry_out=carry_out)
-    atomic_output.refuse_existing(out, force=write.force, resume=write.resume)
+    sources = [*write.sources, *sources_of(index)]
+    out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
     single_file = single_file_of(out, options.format)
     plan = plan_export(index, options, single_file=single_file, check=write.check)
     words = in_words(options)
@@ -262,7 +280,8 @@ def _check(
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
-    words = checking.check(written, plan.targets, source=index, threads=write.threads)
+    wanted = checking.Written(plan.targets, plan.objects, plan.tree)
+    words = checking.check(written, wanted, source=index, threads=write.threads)
     checking.record_in_headers(folder, words)
     return (words,)
 
@@ -276,12 +295,12 @@ def do_works(works: Sequence[Work], files: Files) -> None:
 def is_single_file(out: str, form: str) -> bool:
     """Whether this output name asks for one file rather than for a folder."""
     suffixes = (".safetensors",) if form == "safetensors" else (".pt", ".pth", ".bin", ".ckpt")
-    return out.endswith(suffixes)
+    return normal(out).endswith(suffixes)
 
 
 def single_file_of(out: str, form: str) -> str | None:
     """The name of the one file to write, when ``out`` asks for one."""
-    return os.path.basename(out) if is_single_file(out, form) else None
+    return os.path.basename(normal(out)) if is_single_file(out, form) else None
 
 
 def rename(

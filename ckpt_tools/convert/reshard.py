@@ -21,7 +21,7 @@ from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying import lock as claim
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,
@@ -37,9 +37,11 @@ from ckpt_tools.core.mesh_spec import (
     in_words,
 )
 from ckpt_tools.core.names import select
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import FilePlan, Target, total_length
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import param_names
@@ -86,13 +88,18 @@ class ReshardOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """Files to write, the tensors in them with their layouts, and what a person should know."""
+    """Files to write, the tensors in them with their layouts, and what a person should know.
 
-    files: tuple[FilePlan, ...]
+    ``tree`` has the containers of the names in the output, ``objects`` among them.
+    """
+
+    files: Sequence[FilePlan]
     targets: tuple[Target, ...]
     mesh: Mesh
     notes: tuple[str, ...]
     nbytes: int
+    objects: tuple[ObjectEntry, ...] = ()
+    tree: Branch[str] = NO_TREE
 
 
 def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan:
@@ -135,15 +142,17 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     targets = tuple(
         Target(e.fqn, e.path, e, chosen_types[e.fqn], layouts[e.fqn]) for e in located.tensors
     )
-    plans, targets, arranged = _plan_layout(targets, located, options)
+    plans, targets, held, arranged = _plan_layout(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
     notes = [*stepped, *kept, *_notes(layouts, options), *of_ranks, *left_out, *arranged]
     return ReshardPlan(
-        files=tuple(plans),
+        files=plans,
         targets=targets,
         mesh=options.mesh,
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
-        nbytes=sum(plan.length for plan in plans),
+        nbytes=total_length(plans),
+        objects=held.objects,
+        tree=held.nesting,
     )
 
 
@@ -169,12 +178,13 @@ def _with_names(
 
 def _plan_layout(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> tuple[list[FilePlan], tuple[Target, ...], tuple[str, ...]]:
+) -> tuple[Sequence[FilePlan], tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
     """The files of the output as its framework wants them, what the targets are called in them,
-    and what is to be told of it.
+    what goes into the last folder, and what is to be told of it.
     """
     if options.layout is None:
-        return _plan_files(targets, located, options), targets, ()
+        return _plan_files(targets, located, options), targets, located, ()
+    folders = [located]
     from ckpt_tools.transforms import framework_files
     from ckpt_tools.transforms import frameworks as framework_layouts
 
@@ -188,12 +198,13 @@ def _plan_layout(
         )
         arranged = framework_layouts.arrange(located, options.layout, wanted)
 
-    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> list[FilePlan]:
+    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> Sequence[FilePlan]:
+        folders.append(moved)
         return _plan_files(part, moved, options)
 
     plans = framework_files.plan_files(arranged, located, targets, plan_folder)
     placed = [framework_files.renamed(tree, targets) for tree in arranged.folders.values()]
-    return plans, tuple(chain.from_iterable(placed)), arranged.notes
+    return plans, tuple(chain.from_iterable(placed)), folders[-1], arranged.notes
 
 
 def _digest_in(files: Files) -> Digest:
@@ -246,12 +257,11 @@ def reshard(
     had written all. Raises what `plan_reshard` and `output.appearing` raise; in every case ``out``
     is as it was.
     """
-    atomic_output.refuse_existing(out, force=write.force, resume=write.resume)
-    if write.check and options.layout not in (None, "plain"):
-        raise UsageError(
-            f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
-            hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
-        )
+    sources = [*write.sources, *sources_of(index)]
+    if options.like is not None:
+        sources += sources_of(options.like)
+    out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
+    refuse_check(options, write)
     plan = plan_reshard(index, options)
     origin = claim.Origin.of(index, plan.files, claim.in_words(options))
     with atomic_output.appearing(
@@ -262,13 +272,23 @@ def reshard(
     return replace(plan, notes=(*plan.notes, *started.notes, *proven))
 
 
+def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:
+    """Raise UsageError when the output cannot be read back as one checkpoint, and is to be."""
+    if write.check and options.layout not in (None, "plain"):
+        raise UsageError(
+            f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
+            hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
+        )
+
+
 def _check(
     plan: ReshardPlan, folder: str, index: CheckpointIndex, write: WriteOptions
 ) -> tuple[str, ...]:
     """Read the output back, and record the proof beside it."""
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
-    words = checking.check(folder, plan.targets, source=index, threads=write.threads)
+    wanted = checking.Written(plan.targets, plan.objects, plan.tree)
+    words = checking.check(folder, wanted, source=index, threads=write.threads)
     checking.record_beside(folder, words, source=index)
     return (words,)
 
@@ -419,7 +439,7 @@ def _without_unopened(
 
 def _plan_files(
     targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
-) -> list[FilePlan]:
+) -> Sequence[FilePlan]:
     if options.format == "ranks":
         from ckpt_tools.formats.rank_files import write as ranks_write
         from ckpt_tools.formats.torch_file.dtensor_write import parse_version

@@ -11,13 +11,13 @@ from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
 
-from ckpt_tools.core.index import CheckpointIndex, FileState
+from ckpt_tools.core.index import CheckpointIndex, FileState, ObjectEntry
 from ckpt_tools.core.text import first_of
 from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.formats import frameworks
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, refuse_special
 
 __all__ = [
     "FORMATS",
@@ -26,6 +26,7 @@ __all__ = [
     "as_archives",
     "detect",
     "locate",
+    "open_object",
     "open_objects",
     "read_index",
 ]
@@ -86,6 +87,12 @@ def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     return dcp_items.open_objects(index, files)
 
 
+def open_object(index: CheckpointIndex, entry: ObjectEntry, files: Files) -> ObjectEntry:
+    """One object of the index with its value, when it is plain; a tuple with tensors is not."""
+    opened = open_objects(replace(index, tensors=(), objects=(entry,)), files)
+    return opened.object(entry.fqn) or replace(entry, type_name="tuple or list with tensors")
+
+
 def as_archives(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     """The same index with every object that has bytes of its own, and no value that was read, as
     an archive of torch.save.
@@ -113,6 +120,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     """
     if not paths.exists(path):
         return _read_glob(path, options)
+    refuse_special([path])
     place = frameworks.member(path)
     frameworks.refuse_foreign(place)
     form = detect(place)

@@ -55,7 +55,7 @@ def followed(path: str) -> str:
     """
     if paths.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
         return path
-    with open(path, "rb") as file:
+    with open(paths.open_file(path), "rb") as file:
         text = file.read(_MAX_LINK)
     try:
         target = os.path.join(os.path.dirname(path), text.decode())
@@ -159,6 +159,35 @@ def _megatron_backend(path: str) -> bool:
     """Whether this JSON file is one of Megatron's dist_checkpointing."""
     text = paths.head(path, _MAX_LINK)
     return re.search(rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"', text) is not None
+
+
+# Frameworks that keep a checkpoint beside other parts of the same save.
+_SPREAD = ("accelerate", "transformers", "olmo")
+
+
+def sources_of(index: CheckpointIndex) -> list[str]:
+    """Every file and folder that a checkpoint is read from, and what belongs to the same save."""
+    return [index.root, *(file.path for file in index.files), *_beside(index)]
+
+
+def _beside(index: CheckpointIndex) -> list[str]:
+    """What lies beside a checkpoint and is of the same save: other parts of its framework's folder.
+
+    Not what this program is making there, or is about to replace.
+    """
+    if index.framework not in _SPREAD or paths.is_address(index.root):
+        return []
+    folder = os.path.dirname(os.path.abspath(index.root))
+    try:
+        names = set(paths.listdir(folder))
+    except OSError:
+        return []
+    unfinished = {name for name in names if f"{name}.partial" in names}
+    return [
+        os.path.join(folder, name)
+        for name in sorted(names - unfinished)
+        if not name.endswith((".partial", ".replaced"))
+    ]
 
 
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:

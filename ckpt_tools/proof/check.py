@@ -1,22 +1,25 @@
 """Proof that an output holds what its source held: the source's digests, and the result's own.
 
-`same_tensors` is what --check runs before an output is given its name.
+`same_tensors` and `same_objects` are what --check runs before an output is given its name.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from hashlib import sha256
 from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import WriteError
+from ckpt_tools.proof.containers import compare_containers
 from ckpt_tools.proof.fingerprint import digest_of
+from ckpt_tools.proof.objects import compare_objects
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.reader import Files
 
@@ -40,12 +43,14 @@ def same_tensors(
     dtypes: Mapping[str, DType],
     threads: int = 2,
     on_bytes: Callable[[int], None] = ignore_bytes,
+    own: Collection[str] | None = None,
 ) -> str:
     """Read back ``result`` and compare the SHA-256 of each tensor with the source's.
 
     ``renamed`` gives the name in the result of each source tensor that was written, ``dtypes`` the
     type that it was to have there; where that is another one, the source is cast again, in memory.
-    Returns one line that says what was proven.
+    With ``own``, the only files of the source that can be read here, the boxes that they hold are
+    compared instead. Returns one line that says what was proven.
 
     Raises WriteError when a tensor differs, is missing, or is there without a source, and what
     keeps either side from being whole.
@@ -58,6 +63,8 @@ def same_tensors(
     tally = Tally(on_bytes)
 
     def differs(pair: _Pair) -> bool:
+        if own is not None:
+            return _boxes_differ(pair, own, files, on_bytes=tally.add)
         expected = _digest_as(pair.source, pair.dtype, files, on_bytes=tally.add)
         return digest_of(pair.result, files, on_bytes=tally.add) != expected
 
@@ -70,7 +77,43 @@ def same_tensors(
             hint="The output was not given its name. Write it again; if this comes back, suspect "
             "the disk or the memory of this machine.",
         )
-    return _statement(pairs)
+    return _statement(pairs, method="SHA-256" if own is None else "comparison on every rank")
+
+
+def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files) -> str:
+    """Compare the objects and the containers of a result, read back, with what was to be written.
+
+    Both must be opened, and have the result's names. Returns a sentence that says what was proven,
+    or nothing when there was nothing to compare.
+
+    Raises WriteError for an object that differs, is missing, or is there without a source, and for
+    a container that is another one.
+    """
+    faults = [f"{entry.fqn} has no source" for entry in result.objects if not _has(source, entry)]
+    for entry in source.objects:
+        found = result.object(entry.fqn)
+        if found is None:
+            faults.append(f"{entry.fqn} is missing")
+            continue
+        verdict, why = compare_objects(entry, found, files)
+        if not verdict:
+            faults.append(f"{entry.fqn}: {why}")
+    containers = compare_containers(source, result)
+    faults += [
+        f"{one.name or 'all'} is {one.b or 'not there'}, not {one.a or 'there'}"
+        for one in (containers.differing if containers is not None else ())
+    ]
+    if faults:
+        raise WriteError(
+            f"{result.root}, read back, is not what was to be written: {some(faults)}."
+        )
+    parts = [f"{len(source.objects):,} objects"] if source.objects else []
+    parts += [f"{containers.count:,} containers"] if containers is not None else []
+    return f" So are its {' and '.join(parts)}, by value." if parts else ""
+
+
+def _has(source: CheckpointIndex, entry: ObjectEntry) -> bool:
+    return source.object(entry.fqn) is not None
 
 
 def _nbytes(pair: _Pair) -> int:
@@ -128,7 +171,36 @@ def _digest_as(
     return state.hexdigest()
 
 
-def _statement(pairs: list[_Pair]) -> str:
+def _boxes_differ(
+    pair: _Pair, own: Collection[str], files: Files, *, on_bytes: Callable[[int], None]
+) -> bool:
+    """Whether the result holds anything else in the boxes that these files hold."""
+    from ckpt_tools.copying.cast import Caster
+    from ckpt_tools.copying.write import read_box
+
+    source, result = pair.source, pair.result
+    caster = None if source.dtype == pair.dtype else Caster(source.dtype, pair.dtype)
+    for chunk in source.chunks:
+        if chunk.data.path not in own or not chunk.box.numel:
+            continue
+        alone = replace(source, chunks=(chunk._replace(replicas=()),))
+        sides = (
+            read_box(entry, chunk.box, files=files, slab_bytes=_BLOCK_NUMEL * entry.dtype.itemsize)
+            for entry in (alone, result)
+        )
+        for here, there in zip(*sides, strict=True):
+            expected = bytearray(len(there))
+            if caster is None:
+                expected[:] = here
+            else:
+                caster.cast(here, memoryview(expected))
+            on_bytes(len(there))
+            if expected != there:
+                return True
+    return False
+
+
+def _statement(pairs: list[_Pair], *, method: str) -> str:
     casts = Counter(
         f"{pair.source.dtype.name} to {pair.dtype.name}"
         for pair in pairs
@@ -139,6 +211,6 @@ def _statement(pairs: list[_Pair]) -> str:
     parts = [f"{kept:,} bit for bit"] if kept or not casts else []
     parts += [f"{count:,} as the source cast from {cast}" for cast, count in sorted(casts.items())]
     return (
-        f"Proven by SHA-256: the {len(pairs):,} tensors written ({nbytes:,} bytes), read back, are "
-        f"the source's: {', '.join(parts)}."
+        f"Proven by {method}: the {len(pairs):,} tensors written ({nbytes:,} bytes), read back, "
+        f"are the source's: {', '.join(parts)}."
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from ckpt_tools.core.state_tree import Branch, L, Path, Tree
+from ckpt_tools.core.state_tree import Branch, L, Path, Tree, of_paths
 
 
 def items_of(
@@ -32,6 +32,12 @@ def items_of(
                 yield (*above, part), item
         else:
             waiting.pop()
+
+
+def as_read(tree: Branch[L], *, is_tensor: Callable[[L], bool]) -> Branch[L]:
+    """The tree as it is read back from a DCP directory, where paths are all that tells of it."""
+    made: Branch[L | Branch[L]] = of_paths(items_of(tree, is_tensor=is_tensor))
+    return made  # type: ignore[return-value]  # a leaf that is a container is one of the tree
 
 
 def _is_one_item(branch: Branch[L], is_tensor: Callable[[L], bool]) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType, dtype_named
 from ckpt_tools.core.geometry import Box, row_major_strides
 from ckpt_tools.core.index import (
@@ -260,12 +261,23 @@ def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
         parts[entry.fqn] = found.tree
     if not parts:
         return replace(index, objects=tuple(objects))
+    tensors = _classified([*index.tensors, *tensors], objects)[len(index.tensors) :]
     return replace(
         index,
         tensors=tuple(sorted((*index.tensors, *tensors), key=_fqn)),
         objects=tuple(sorted(objects, key=_fqn)),
         tree=index.nesting.map(lambda fqn: parts.get(fqn, fqn)),
     )
+
+
+def _classified(
+    tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]
+) -> list[TensorEntry]:
+    """The tensors with the sections that they have among these entries."""
+    paths = [entry.path for entry in tensors] + [entry.path for entry in objects]
+    found = names.classify(paths, objects={entry.path for entry in objects})
+    pairs = zip(tensors, found, strict=False)
+    return [replace(entry, section=section) for entry, (section, _) in pairs]
 
 
 def _fqn(entry: TensorEntry | ObjectEntry) -> str:

@@ -45,7 +45,7 @@ from ckpt_tools.formats.dcp.per_rank import RANK_METADATA, Union
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.unpickler import collector_paused
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, refuse_special
 
 _FLAT_PARAM = ("_flat_param", "flat_param")
 
@@ -74,6 +74,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
 
 
 def _read_index(path: str) -> CheckpointIndex:
+    refuse_special([os.path.join(path, ".metadata")])
     sizes = _file_sizes(path)
     union = _read_metadata(path, sizes)
     metadata = union.metadata
@@ -95,6 +96,7 @@ def _read_index(path: str) -> CheckpointIndex:
     objects = tuple(
         stored.object(fqn, path_of[fqn], sections[fqn]) for fqn in sorted(metadata.objects)
     )
+    refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
     index = CheckpointIndex(
         root=path,
         format="dcp",

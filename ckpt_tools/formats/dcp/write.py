@@ -29,6 +29,7 @@ from ckpt_tools.core.plan import (
     WriteItem,
     object_entry_as_tensor,
     placed_tree,
+    refuse_types_not_in_torch,
 )
 from ckpt_tools.core.state_tree import Branch, Path
 from ckpt_tools.errors import UsageError
@@ -91,6 +92,7 @@ def plan_files(
     Raises UsageError when a layout's mesh has another size, IncompleteError when the source's
     chunks do not cover a tensor, UnsupportedError for an object with neither bytes nor a value.
     """
+    refuse_types_not_in_torch(targets)
     paths: dict[str, Path] = {}
     entries: list[_Item] = []
     whole = placed_tree(targets, objects, tree)

@@ -183,7 +183,7 @@ class _Report:
         elif joined.differing:
             self.differing[entry.fqn] = joined.differing[0]
             self.optim_differs = self.optim_differs or entry.section == "optim"
-        elif joined.unlike:
+        if joined.unlike:
             self.unlike[entry.fqn] = joined.unlike[0]
         if joined.unseen:
             self.unseen.append(entry.fqn)
@@ -207,11 +207,12 @@ class _Report:
             )
 
         if self.unlike:
-            shown = some([f"{fqn} {box}" for fqn, box in self.unlike.items()])
             yield UnsupportedError(
-                f"{shown}: replicas that differ between ranks, so that none is known to be right.",
-                hint=_LEAVE_OUT,
-                about=[*self.unlike],
+                "Ranks that should hold the same rows hold different ones, so that none is known "
+                f"to be right: {some([f'{fqn} {box}' for fqn, box in self.unlike.items()])}.",
+                hint="A file is of another save or step, or replicas drifted apart in training. "
+                "Bring the file of this save, or leave them out with -x.",
+                about=list(self.unlike),
             )
 
     def notes(self) -> Iterator[str]:

@@ -83,7 +83,7 @@ def read_index(
 
 def _files_in(folder: str) -> list[str]:
     found = [os.path.join(folder, name) for name in sorted(paths.listdir(folder))]
-    return [path for path in found if paths.is_file(path)]
+    return [path for path in found if paths.is_file(path) or paths.special(path)]
 
 
 @dataclass(slots=True)

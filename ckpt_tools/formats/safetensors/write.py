@@ -70,6 +70,8 @@ def _check_targets(ordered: Sequence[Target]) -> None:
                 f"A tensor cannot be named {target.fqn!r} in a safetensors file."
             )
     wrong = [target for target in ordered if target.dtype.safetensors is None]
+    # A header counts the single floats along the last dimension; without one it cannot.
+    wrong += [t for t in ordered if t.dtype.packed > 1 and not t.entry.shape]
     if wrong:
         shown = ", ".join(f"{target.fqn} ({target.dtype.name})" for target in wrong)
         raise UnsupportedError(
@@ -94,7 +96,7 @@ def _split(ordered: Sequence[Target], max_shard_size: int) -> list[list[Target]]
 
 def _plan_file(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) -> FilePlan:
     """One file: its header as bytes that are known, and a box to fill for each tensor."""
-    placed = sorted(shard, key=lambda target: (-target.dtype.bits, target.fqn))
+    placed = sorted(shard, key=_size_and_name)
     described: dict[str, object] = {_RESERVED: {"format": "pt", **dict(sorted(metadata.items()))}}
     starts: list[int] = []
     end = 0
@@ -103,7 +105,7 @@ def _plan_file(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) 
         end += _nbytes(target)
         described[target.fqn] = {
             "dtype": target.dtype.safetensors,
-            "shape": list(target.entry.shape),
+            "shape": _header_shape(target),
             "data_offsets": [starts[-1], end],
         }
     head = _head(path, described)
@@ -113,6 +115,17 @@ def _plan_file(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) 
         if target.entry.numel
     )
     return FilePlan(path, len(head) + end, ((0, head),), items)
+
+
+def _size_and_name(target: Target) -> tuple[int, str]:
+    """The order of tensors in a file: falling bits of the format's own elements, then names."""
+    return -target.dtype.bits // target.dtype.packed, target.fqn
+
+
+def _header_shape(target: Target) -> list[int]:
+    """The shape in the format's own elements, of which several may be packed in one of ours."""
+    shape = list(target.entry.shape)
+    return [*shape[:-1], shape[-1] * target.dtype.packed] if shape else shape
 
 
 def _head(path: str, described: Mapping[str, object]) -> bytes:

@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import NO_TREE, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem, placed_tree
+from ckpt_tools.core.plan import (
+    FilePlan,
+    Finder,
+    Target,
+    WriteItem,
+    placed_tree,
+    refuse_types_not_in_torch,
+)
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.pickle.dump import Node, dumps, object_node, tensor_node
 from ckpt_tools.formats.pickle.nest import nested
@@ -33,6 +40,7 @@ def plan_files(
     Raises IncompleteError when the source's chunks do not cover a tensor, UnsupportedError for an
     object that was not opened and for paths that exclude each other.
     """
+    refuse_types_not_in_torch(targets)
     packed = pack(placed_tree(targets, objects, tree))
     archive = lay_out(packed.pickle, packed.sizes, archive=archive_name(filename))
     items = packed.items(archive.slots, filename)

@@ -230,6 +230,32 @@ class Checkpoint:
         """The same checkpoint with only these tensors and objects."""
         return Checkpoint(self.index.select(fqns))
 
+    def inspect(self) -> Inspection:
+        """What it is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
+        return inspect(self)
+
+    def verify(self) -> Report:
+        """Read every byte once and say what is hurt."""
+        return verify(self)
+
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        dtype: str | DType | None = None,
+        only: Section | Literal["all"] | None = None,
+        force: bool = False,
+        check: bool = False,
+    ) -> ExportPlan:
+        """Write whole tensors to the folder or file ``out``, as the function `export` does."""
+        return export(self, out, dtype=dtype, only=only, force=force, check=check)
+
+    def reshard(
+        self, out: str | os.PathLike[str], to_mesh: str | Mesh, *, force: bool = False
+    ) -> ReshardPlan:
+        """Write the shards of another mesh, as the function `reshard` does."""
+        return reshard(self, out, to_mesh, force=force)
+
     def __len__(self) -> int:
         """Number of tensors and objects."""
         return len(self.tensors) + len(self.objects)

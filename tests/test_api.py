@@ -300,6 +300,16 @@ def test_reshard_takes_a_mesh_as_text(tmp_path: Path) -> None:
         ckpt_tools.reshard(DCP, tmp_path / "none")
 
 
+def test_a_checkpoint_has_the_verbs_as_methods(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    assert checkpoint.inspect().step == ckpt_tools.inspect(DCP).step == (2, "step")
+    assert checkpoint.verify().whole
+    checkpoint.export(tmp_path / "half.safetensors", dtype="bf16")
+    half = open_checkpoint(tmp_path / "half.safetensors")
+    assert half["emb.weight"].dtype == "bfloat16"
+    checkpoint.reshard(tmp_path / "two", "2")
+    assert ckpt_tools.diff(checkpoint, tmp_path / "two").equal
+
+
 # ------------------------------------------------------------------------------------------- docs
 
 

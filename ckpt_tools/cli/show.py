@@ -45,7 +45,7 @@ _PARAMS = [
 ]
 
 
-@click.command("show", help=_HELP, params=_PARAMS)
+@click.command("show", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,

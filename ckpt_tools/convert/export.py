@@ -29,7 +29,7 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
@@ -326,7 +326,9 @@ def rename(
         notes.append(f"Took off the container {names.join(prefix)!r} that the names stood in.")
     changed = sum(cleaned[fqn] != name for fqn, name in bare.items())
     if changed:
-        notes.append(f"Removed wrapper components from {changed} names; --keep-names keeps them.")
+        notes.append(
+            f"Removed wrapper components from {counted(changed, 'name')}; --keep-names keeps them."
+        )
     return cleaned, notes
 
 
@@ -352,7 +354,8 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
     notes += casts.master_weights_note(index, chosen.tensors)
     if chosen.objects:
         shown = some([entry.fqn for entry in chosen.objects])
-        notes.append(f"Skipped {len(chosen.objects)} objects that are no tensors: {shown}.")
+        skipped = counted(len(chosen.objects), "object")
+        notes.append(f"Left out {skipped}, since only tensors are written: {shown}.")
     return notes
 
 

@@ -22,7 +22,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import of_paths
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import (
     IncompleteError,
     UnreadableError,
@@ -204,7 +204,7 @@ def _notes(
         yield f"Ignored {len(stray)} data files that .metadata does not name: {some(stray)}."
     lost = sum(entry is None for entry in objects)
     if lost:
-        yield f"{lost} objects are named in .metadata without a place in any file."
+        yield f"{counted(lost, 'object')} named in .metadata without a place in any file."
 
 
 def _refuse_one_ranks_dict(index: CheckpointIndex, files: Files) -> None:

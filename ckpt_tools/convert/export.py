@@ -121,6 +121,7 @@ def plan_export(
 
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     if not chosen.tensors:
+        chosen.require_whole()
         raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
     renamed, notes = rename(index, chosen.tensors, keep_names=options.keep_names)
     with Files() as files:

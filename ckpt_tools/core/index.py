@@ -137,6 +137,8 @@ class ObjectEntry:
     ``value`` holds numbers, strings, bools and small lists or dicts of them; ``opened`` says if it
     was read at all, since None is a value too. ``type_name`` names what is not opened, ``codec``
     what the bytes are: None when they have no meaning of their own and ``value`` is all there is.
+    A config that is not opened may have a ``value`` to be shown. ``flaw`` says why the entry cannot
+    be used, without its name: `formats.locate` makes a problem of it.
     """
 
     fqn: str
@@ -147,6 +149,7 @@ class ObjectEntry:
     opened: bool = False
     type_name: str | None = None
     codec: str | None = None
+    flaw: CheckpointError | None = None
 
 
 class FileEntry(NamedTuple):

@@ -21,6 +21,7 @@ from ckpt_tools.core.index import (
     PlainValue,
     TensorEntry,
 )
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.dcp.templates import Found, Templates
 from ckpt_tools.formats.pickle import load as pickles
@@ -28,6 +29,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     StoredDTensor,
     StoredTensor,
+    shown,
 )
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files, Unpack
@@ -65,7 +67,20 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
         except CheckpointError as error:
             problems.append(error.concerning((entry.fqn,)))
             tensors.append(entry)
+    problems += _flaws(index.objects)
     return replace(index, tensors=tuple(tensors), problems=tuple(problems))
+
+
+def _flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
+    """Problems of entries that are there and cannot be used, one for all with the same flaw."""
+    alike: dict[tuple[str, str], list[ObjectEntry]] = {}
+    for entry in objects:
+        if entry.flaw is not None:
+            alike.setdefault((entry.data.path, entry.flaw.message), []).append(entry)
+    for (path, _), entries in alike.items():
+        flaw, fqns = entries[0].flaw, [entry.fqn for entry in entries]
+        if flaw is not None:
+            yield flaw.at(f"{path}: {some(fqns)}").concerning(fqns)
 
 
 class _Opener:
@@ -133,7 +148,7 @@ class _Opener:
         if stored is None:
             value = pickles.load_tensors(data, where=where)
             if not isinstance(value, StoredTensor):
-                raise UnreadableError(f"{where} holds no tensor but {type(value).__name__}.")
+                raise UnreadableError(f"{where} holds no tensor but {shown(value)}.")
             if len(self._seen) >= _CACHED_PICKLES:
                 self._seen.clear()
             stored = self._seen[data] = value
@@ -225,7 +240,7 @@ def _opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
         return entry
     value = plain_value(files, entry)
     if isinstance(value, Opaque):
-        return replace(entry, type_name=value.qualname)
+        return replace(entry, type_name=value.qualname, value=value.fields)
     return replace(entry, value=value, opened=True)
 
 
@@ -236,12 +251,21 @@ def plain_value(files: Files, entry: ObjectEntry) -> PlainValue | Opaque:
     return pickles.load_plain(_archive(files, item, where).read("data.pkl"), where=where)
 
 
-def holds_shards(entry: ObjectEntry, files: Files) -> bool:
-    """Whether an object is a whole state dict with one rank's shards (flatten_state_dict=False)."""
+def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDTensor]:
+    """The tensors in a pickled object: a whole state dict, saved with flatten_state_dict=False.
+
+    None are said to be in an object that cannot be opened: whoever chooses it gets the error.
+    """
     item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
     where = f"{item.path}, item of {entry.fqn}"
-    value = pickles.load_tensors(_archive(files, item, where).read("data.pkl"), where=where)
-    return any(isinstance(leaf, StoredDTensor) for leaf in _leaves(value))
+    try:
+        archive = _archive(files, item, where)
+        if not any(name.startswith("data/") for name in archive.names):
+            return []
+        value = pickles.load_tensors(archive.read("data.pkl"), where=where)
+    except CheckpointError:
+        return []
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, StoredTensor | StoredDTensor)]
 
 
 def _leaves(value: object) -> Iterator[object]:

@@ -6,9 +6,15 @@ written ``module.name`` with the module of Python 3 (``builtins``, not ``__built
 
 from __future__ import annotations
 
+import builtins
 import re
+import shlex
+from collections.abc import Collection
 
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import UnsafePickleError, UnsupportedError
+from ckpt_tools.formats.pickle.configs import is_config
 from ckpt_tools.formats.pickle.rebuild import (
     DTENSOR,
     PARAMETER,
@@ -131,10 +137,13 @@ TENSOR_GLOBALS: dict[str, object] = {
 _OPAQUE_MODULES = frozenset(
     {
         "argparse",
+        "array",
         "collections",
         "datetime",
         "decimal",
+        "enum",
         "fractions",
+        "ipaddress",
         "numpy",
         "numpy._core.multiarray",
         "numpy._core.numeric",
@@ -150,9 +159,14 @@ _OPAQUE_MODULES = frozenset(
         "numpy.random._sfc64",
         "numpy.random.bit_generator",
         "numpy.random.mtrand",
+        "omegaconf.base",
+        "omegaconf.dictconfig",
+        "omegaconf.listconfig",
+        "omegaconf.nodes",
         "pathlib",
         "pathlib._local",
         "random",
+        "re",
         "uuid",
         "zoneinfo",
     }
@@ -161,7 +175,8 @@ _OPAQUE_NAMES = frozenset(
     {
         "_codecs.encode",
         "_io.BytesIO",
-        "copyreg._reconstructor",
+        "copyreg.__newobj__",
+        "copyreg.__newobj_ex__",
         "torch.Generator",
         "torch._C.Generator",
         "torch._C._distributed_c10d.RedOpType",
@@ -171,6 +186,12 @@ _OPAQUE_NAMES = frozenset(
         "torch.torch_version.TorchVersion",
         "torch.utils._get_qscheme",
         "types.SimpleNamespace",
+        "typing.Any",
+        "typing.Dict",
+        "typing.List",
+        "typing.Optional",
+        "typing.Tuple",
+        "typing.Union",
     }
 )
 _TORCH_CONSTANTS = frozenset(
@@ -182,10 +203,27 @@ _TORCH_CONSTANTS = frozenset(
         "strided",
         "sparse_coo",
         "sparse_csr",
+        "sparse_csc",
+        "sparse_bsr",
+        "sparse_bsc",
+        "jagged",
+        "per_channel_affine",
+        "per_channel_affine_float_qparams",
+        "per_channel_symmetric",
+        "per_tensor_affine",
+        "per_tensor_symmetric",
     }
 )
-_BUILTIN_TYPES = frozenset(
+_EXCEPTIONS = frozenset(
+    name
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, BaseException)
+)
+_BUILTIN_TYPES = _EXCEPTIONS | frozenset(
     {
+        "Ellipsis",
+        "NoneType",
+        "NotImplemented",
         "NotImplementedType",
         "bool",
         "bytearray",
@@ -252,6 +290,9 @@ _MADE_BY = {
 }
 
 
+_MAX_NAMED = 20
+
+
 def made_by(name: str) -> str:
     """The class of what a global makes, as far as it is known; else the global itself."""
     if name.startswith("torch._utils._rebuild"):
@@ -264,7 +305,7 @@ def is_harmless(name: str) -> bool:
     module, _, last = name.rpartition(".")
     if module == "builtins":
         return last in _BUILTIN_TYPES
-    if module == "torch" and last in _TORCH_CONSTANTS:
+    if is_config(name) or (module == "torch" and last in _TORCH_CONSTANTS):
         return True
     return name in _OPAQUE_NAMES or (module in _OPAQUE_MODULES and not is_runner(name))
 
@@ -272,7 +313,7 @@ def is_harmless(name: str) -> bool:
 def is_runner(name: str) -> bool:
     """Whether a global is known to run code or reach the system; it can never be allowed."""
     module, _, last = name.rpartition(".")
-    if name in _OPAQUE_NAMES or module in _OPAQUE_MODULES:
+    if name in _OPAQUE_NAMES or is_config(name) or module in _OPAQUE_MODULES:
         return name.startswith(_NUMPY_RUNNERS)
     if module == "builtins":
         return last not in _BUILTIN_TYPES
@@ -282,3 +323,33 @@ def is_runner(name: str) -> bool:
 def is_torch_dtype(name: str) -> bool:
     """Whether a global is an element type of torch, those included that we cannot read."""
     return _DTYPE_NAME.fullmatch(name) is not None
+
+
+def runner_error(name: str) -> UnsafePickleError:
+    """What to raise for a global that can run code."""
+    return UnsafePickleError(
+        f"asks for {name}, which can run code; it was not run, and it cannot be allowed.",
+        hint="Do not open this file with torch.load(weights_only=False) or pickle.load.",
+    )
+
+
+def unknown_error(name: str, asked: Collection[str]) -> UnsafePickleError:
+    """What is wrong with a value of an unknown global, in a pickle that asks for all of these."""
+    names = [name, *sorted(set(asked) - {name})]
+    known = "is" if len(names) == 1 else "are"
+    options = " ".join(f"--allow-global {shlex.quote(one)}" for one in sorted(asked))
+    return UnsafePickleError(
+        f"asks for {some(names, _MAX_NAMED)}, which {known} not on the list of what is read; it "
+        "was not run.",
+        hint=f"{options} keeps it as an opaque value, which is never run; -x leaves it out.",
+    )
+
+
+def module_error(name: str) -> UnsupportedError:
+    """What is wrong with a model that was pickled as an object."""
+    return UnsupportedError(
+        f"a whole module of class {name}, pickled with its code (torch.save(model)); only state "
+        "dicts are read.",
+        hint="Load it where its code is, with torch.load(…, weights_only=False), and save "
+        "model.state_dict() instead; -x leaves the entry out.",
+    )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from ckpt_tools.core.index import PlainValue
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
+from ckpt_tools.formats.pickle.configs import ConfigObject, Configs
 from ckpt_tools.formats.pickle.torch_stubs import (
     Function,
     Marker,
@@ -16,6 +18,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     StoredDTensor,
     StoredTensor,
     as_counts,
+    opaque_class,
     shown,
 )
 
@@ -50,9 +53,11 @@ class Containers:
             "builtins.complex": Function(self._complex, "builtins.complex"),
             "builtins.frozenset": Function(self._set, "builtins.frozenset"),
             "builtins.set": Function(self._set, "builtins.set"),
+            "builtins.type": Function(self._type, "builtins.type"),
             "collections.Counter": Function(self._counter, "collections.Counter"),
             "collections.OrderedDict": Function(self._dict, "collections.OrderedDict"),
             "collections.defaultdict": Function(self._empty, "collections.defaultdict"),
+            "copyreg._reconstructor": Function(self._reconstructed, "copyreg._reconstructor"),
             "torch.Size": Function(self._size, "torch.Size"),
         }
 
@@ -88,6 +93,19 @@ class Containers:
             return Opaque("builtins.set")
         self._copy(_BYTES_OF_ITEM * len(items))
         return set(items) if all(type(item) in _ATOMS for item in items) else Opaque("builtins.set")
+
+    def _type(self, args: tuple[object, ...]) -> object:
+        """``(None,)``: how pickle writes the class of a constant. With more, it makes a class."""
+        if len(args) != 1:
+            raise runner_error("builtins.type")
+        return Opaque("builtins.type")
+
+    def _reconstructed(self, args: tuple[object, ...]) -> object:
+        """``(class, base, state of the base)``: how protocol 0 and 1 make an object."""
+        kind = args[0] if args else None
+        if isinstance(kind, type) and issubclass(kind, OpaqueObject):
+            return kind()
+        return opaque_class(getattr(kind, "qualname", "builtins.object"))()
 
     def _counter(self, args: tuple[object, ...]) -> object:
         return args[0] if args and type(args[0]) is dict else PickledDict()
@@ -130,10 +148,13 @@ class _Settler:
         self._done: dict[int, tuple[object, int] | None] = {}
         self._nodes = 0
         self._max_nodes = max_nodes
+        self._configs = Configs()
 
     def settle(self, value: object, depth: int) -> object:
         """The settled value."""
         self._count(1)
+        if isinstance(value, ConfigObject) and value.unknown is None:
+            return self._configs.opaque(value)
         if type(value) not in _CONTAINERS:
             return _leaf(value)
         if depth > _MAX_DEPTH:
@@ -195,10 +216,22 @@ def _leaf(value: object) -> object:
         return Opaque("builtins.str")
     if kind in _ATOMS:
         return value
-    known = isinstance(value, OpaqueObject | Marker | Function)
-    if known or (isinstance(value, type) and issubclass(value, OpaqueObject)):
-        return Opaque(str(getattr(value, "qualname", "")))
+    if isinstance(value, OpaqueObject) or (
+        isinstance(value, type) and issubclass(value, OpaqueObject)
+    ):
+        return _opaque(value)
+    if isinstance(value, Marker | Function):
+        return Opaque(value.qualname)
     return Opaque(kind.__name__)
+
+
+def _opaque(value: OpaqueObject | type[OpaqueObject]) -> Opaque:
+    """The object or class as a value that is not opened, and why it cannot be used."""
+    if isinstance(value, OpaqueObject) and value.is_module:
+        return Opaque(value.qualname, flaw=module_error(value.qualname))
+    if value.unknown is None:
+        return Opaque(value.qualname)
+    return Opaque(value.qualname, flaw=unknown_error(value.qualname, value.unknown))
 
 
 def _is_text(value: str) -> bool:
@@ -222,7 +255,10 @@ def as_name(value: object) -> str:
 def plain_value(value: object, *, asked: frozenset[str], max_nodes: int) -> PlainValue | Opaque:
     """The value when it is plain, else Opaque with the name of what is not; see `settled`."""
     try:
-        return _plain(settled(value, max_nodes=max_nodes))
+        made = settled(value, max_nodes=max_nodes)
+        if isinstance(made, Opaque):
+            return Opaque(made.qualname, asked, fields=made.fields)
+        return _plain(made)
     except _NotPlainError as error:
         return Opaque(error.qualname, asked)
     except UnsupportedError:

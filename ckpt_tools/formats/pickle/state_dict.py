@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import Path, PlainValue
-from ckpt_tools.errors import UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredTensor
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor
 
 Stored = StoredTensor | StoredDTensor
 
@@ -41,11 +41,21 @@ class TensorLeaf(NamedTuple):
 
 
 class ObjectLeaf(NamedTuple):
-    """Something that is not a tensor: its value when it is plain, else the name of its type."""
+    """Something that is not a tensor: its value when it is plain, else the name of its type.
+
+    ``flaw`` says why it cannot be used: it is a tensor of a kind that is not read, or of a class
+    that nobody knows. What is not plain may still have a value, to be shown.
+    """
 
     path: Path
     value: PlainValue
     type_name: str | None
+    flaw: CheckpointError | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether tensors are in it, which cannot be read."""
+        return isinstance(self.flaw, UnsupportedError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,7 @@ def flatten(value: object, *, where: str) -> StateDict:
         if isinstance(leaf, StoredTensor | StoredDTensor):
             tensors.append(TensorLeaf(path, leaf))
         else:
-            objects.append(ObjectLeaf(path, *walk.plain(leaf)))
+            objects.append(ObjectLeaf(path, *walk.plain(leaf), flaw=walk.flaw(leaf)))
     _refuse_flat_parameters([leaf.path for leaf in tensors], where)
     _check_names([*(leaf.path for leaf in tensors), *(leaf.path for leaf in objects)], where)
     return StateDict(tuple(tensors), tuple(objects))
@@ -87,6 +97,7 @@ class _Walk:
         self._repeated = 0
         self._known: dict[tuple[int, bool], bool] = {}
         self._opened: dict[int, tuple[PlainValue, str | None]] = {}
+        self._flaws: dict[int, CheckpointError | None] = {}
         self._left = _MAX_PLAIN_IN_ALL
 
     def leaves(self, value: object, path: Path) -> Iterator[tuple[Path, object]]:
@@ -120,9 +131,14 @@ class _Walk:
             look = _Look(min(self._left, _MAX_PLAIN))
             name = look.odd_type(value, 0)
             self._left -= min(self._left, _MAX_PLAIN) - look.left
-            plain = value if name is None else None
+            plain = value if name is None else getattr(value, "fields", None)
+            self._flaws[id(value)] = look.flaw
             self._opened[id(value)] = plain, name  # type: ignore[assignment]  # looked through
         return self._opened[id(value)]
+
+    def flaw(self, value: object) -> CheckpointError | None:
+        """Why a value that was looked through cannot be used, or None."""
+        return self._flaws.get(id(value))
 
     def holds(self, value: list[object] | tuple[object, ...]) -> bool:
         """Whether a list has a tensor or a dict somewhere inside; whether a tuple has a tensor."""
@@ -131,6 +147,8 @@ class _Walk:
     def _holds(self, value: object, depth: int, *, tensors_only: bool) -> bool:
         if isinstance(value, StoredTensor | StoredDTensor):
             return True
+        if isinstance(value, Opaque):
+            return value.is_tensor
         if isinstance(value, dict):
             if not tensors_only:
                 return True
@@ -183,6 +201,7 @@ class _Look:
 
     def __init__(self, left: int) -> None:
         self.left = left
+        self.flaw: CheckpointError | None = None
 
     def odd_type(self, value: object, depth: int) -> str | None:
         """The name of the first type that is not plain, or of a container that is too large."""
@@ -191,6 +210,8 @@ class _Look:
             return _type_name(value)
         if _is_plain_scalar(value):
             return None
+        if isinstance(value, Opaque):
+            self.flaw = value.flaw
         if not isinstance(value, dict | list | tuple) or len(value) > self.left:
             return _type_name(value)
         if not isinstance(value, dict):

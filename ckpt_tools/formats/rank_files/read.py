@@ -128,6 +128,10 @@ class Reading:
         self.sizes[file.path] = self.files.size(file.path)
         saved = open_saved(file.path, self.files, options=self.options)
         state = flatten(saved.value, where=file.path)
+        if rank_names.holds_other_state(file.family):
+            for other in state.objects:
+                if other.flaw is not None:
+                    raise other.flaw.at(f"{file.path}: {names.join(other.path)}")
         container: Path = ()
         tops = saved.value.keys() if isinstance(saved.value, dict) else ()
         if contained and not rank_names.has_container(tops, file.family):
@@ -139,7 +143,7 @@ class Reading:
 
     def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange, container: Path) -> None:
         for leaf in state.objects:
-            part = ObjectPart(file.rank, pickle, leaf.value, leaf.type_name)
+            part = ObjectPart(file.rank, pickle, leaf.value, leaf.type_name, leaf.flaw)
             self.gathered.objects.setdefault((*container, *leaf.path), []).append(part)
         self.ranks.see(file, [leaf.stored for leaf in state.tensors])
         held = self.held.setdefault(file.pattern, set())

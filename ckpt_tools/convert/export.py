@@ -120,13 +120,12 @@ def plan_export(
     from ckpt_tools import formats  # the readers; a looking command that never plans skips them
 
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    if not chosen.tensors:
-        chosen.require_whole()
-        raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
     renamed, notes = rename(index, chosen.tensors, keep_names=options.keep_names)
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
+        if not chosen.tensors:
+            raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
         if _keeps_nesting(options):
             located = formats.open_objects(located, files)
         outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)

@@ -181,6 +181,7 @@ _OPAQUE_NAMES = frozenset(
         "torch._C.Generator",
         "torch._C._distributed_c10d.RedOpType",
         "torch._C._distributed_c10d.ReduceOp",
+        "torch._dynamo.decorators._DimRange",
         "torch.device",
         "torch.serialization._get_layout",
         "torch.torch_version.TorchVersion",
@@ -285,6 +286,9 @@ _MADE_BY = {
     "numpy._core.multiarray.scalar": "numpy.generic",
     "numpy.core.multiarray._reconstruct": "numpy.ndarray",
     "numpy.core.multiarray.scalar": "numpy.generic",
+    "numpy.random._pickle.__bit_generator_ctor": "numpy.random.BitGenerator",
+    "numpy.random._pickle.__generator_ctor": "numpy.random.Generator",
+    "numpy.random._pickle.__randomstate_ctor": "numpy.random.RandomState",
     "torch._tensor._rebuild_from_type": "torch.Tensor",
     "torch._tensor._rebuild_from_type_v2": "torch.Tensor",
 }
@@ -333,15 +337,15 @@ def runner_error(name: str) -> UnsafePickleError:
     )
 
 
-def unknown_error(name: str, asked: Collection[str]) -> UnsafePickleError:
-    """What is wrong with a value of an unknown global, in a pickle that asks for all of these."""
-    names = [name, *sorted(set(asked) - {name})]
+def unknown_error(asked: Collection[str]) -> UnsafePickleError:
+    """What is wrong with a value of an unknown global: all that its pickle asks for."""
+    names = sorted(asked)
     known = "is" if len(names) == 1 else "are"
-    options = " ".join(f"--allow-global {shlex.quote(one)}" for one in sorted(asked))
+    options = " ".join(f"--allow-global {shlex.quote(name)}" for name in names)
     return UnsafePickleError(
         f"asks for {some(names, _MAX_NAMED)}, which {known} not on the list of what is read; it "
         "was not run.",
-        hint=f"{options} keeps it as an opaque value, which is never run; -x leaves it out.",
+        hint=f"{options} keeps such values closed, and never runs them; -x leaves them out.",
     )
 
 

@@ -98,7 +98,7 @@ class Containers:
         """``(None,)``: how pickle writes the class of a constant. With more, it makes a class."""
         if len(args) != 1:
             raise runner_error("builtins.type")
-        return Opaque("builtins.type")
+        return Opaque("builtins.NoneType" if args[0] is None else "builtins.type")
 
     def _reconstructed(self, args: tuple[object, ...]) -> object:
         """``(class, base, state of the base)``: how protocol 0 and 1 make an object."""
@@ -135,7 +135,7 @@ def settled(value: object, *, max_nodes: int) -> object:
 
     What is shared stays shared. Raises UnreadableError for a value that contains itself, that is
     nested more than 200 deep, or that has more than ``max_nodes`` nodes when each is counted as
-    often as it is met, and UnsupportedError for a dict with an opaque object as a key.
+    often as it is met. A dict with an opaque object as a key is an opaque value with a flaw.
     """
     return _Settler(max_nodes).settle(value, 0)
 
@@ -163,7 +163,11 @@ class _Settler:
             return self._again(self._done[id(value)])
         self._done[id(value)] = None
         before = self._nodes
-        made = self._container(value, depth + 1)
+        try:
+            made = self._container(value, depth + 1)
+        except UnsupportedError as error:  # a key of its own; those of what is inside are caught
+            hint = "Save it again with names for keys; -x leaves the entry out."
+            made = Opaque("builtins.dict", flaw=UnsupportedError(error.message, hint=hint))
         self._done[id(value)] = (made, self._nodes - before)
         return made
 
@@ -231,7 +235,7 @@ def _opaque(value: OpaqueObject | type[OpaqueObject]) -> Opaque:
         return Opaque(value.qualname, flaw=module_error(value.qualname))
     if value.unknown is None:
         return Opaque(value.qualname)
-    return Opaque(value.qualname, flaw=unknown_error(value.qualname, value.unknown))
+    return Opaque(value.qualname, flaw=unknown_error(value.unknown))
 
 
 def _is_text(value: str) -> bool:
@@ -261,8 +265,6 @@ def plain_value(value: object, *, asked: frozenset[str], max_nodes: int) -> Plai
         return _plain(made)
     except _NotPlainError as error:
         return Opaque(error.qualname, asked)
-    except UnsupportedError:
-        return Opaque("builtins.dict", asked)
 
 
 class _NotPlainError(Exception):

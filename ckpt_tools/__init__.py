@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         CkptError,
         IncompleteError,
         OutputExistsError,
+        SourceChangedError,
         UnreadableError,
         UnsafePickleError,
         UnsupportedError,
@@ -92,6 +93,7 @@ __all__ = [
     "ReshardOptions",
     "ReshardPlan",
     "Shard",
+    "SourceChangedError",
     "Statistics",
     "TensorEntry",
     "TensorStats",
@@ -121,8 +123,8 @@ __all__ = [
 _HOMES = {
     "convert.export": "ExportOptions ExportPlan WriteOptions",
     "core.dtypes": "DType dtype_named",
-    "errors": "AnswerNo CheckpointError CkptError IncompleteError OutputExistsError UnreadableError"
-    " UnsafePickleError UnsupportedError UsageError WriteError",
+    "errors": "AnswerNo CheckpointError CkptError IncompleteError OutputExistsError"
+    " SourceChangedError UnreadableError UnsafePickleError UnsupportedError UsageError WriteError",
     "formats": "ReadOptions",
     "core.geometry": "Box",
     "core.index": "ByteRange CheckpointIndex Chunk ObjectEntry TensorEntry",

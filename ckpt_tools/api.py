@@ -7,7 +7,7 @@ prints nothing and knows neither options nor formats.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ckpt_tools import formats, proof
@@ -89,10 +89,11 @@ class Checkpoint(CheckpointIndex):
         """
         entry = self.object(fqn)
         if entry is None:
+            self.select({fqn}).require_whole()
             raise AnswerNo(f"{self.root} has no object {fqn!r}.")
         with Files() as files:
-            opened = formats.open_objects(replace(self, tensors=(), objects=(entry,)), files)
-        found = opened.objects[0]
+            self.select({fqn}).require_whole()
+            found = formats.open_object(self, entry, files)
         if not found.opened:
             what = found.type_name or "too large"
             raise UnsupportedError(f"{fqn} is no plain value, and is not opened: {what}.")
@@ -101,6 +102,7 @@ class Checkpoint(CheckpointIndex):
     def _entry(self, fqn: str) -> TensorEntry:
         entry = self.tensor(fqn)
         if entry is None:
+            self.select({fqn}).require_whole()
             raise AnswerNo(f"{self.root} has no tensor {fqn!r}.")
         return entry
 
@@ -108,8 +110,7 @@ class Checkpoint(CheckpointIndex):
         """The packed elements of a box. Raises what is wrong with the tensor."""
         from ckpt_tools.copying.write import read_box  # late: it needs numpy
 
-        known = tuple(problem for problem in self.problems if entry.fqn in problem.about)
-        one = replace(self, tensors=(entry,), objects=(), problems=known)
+        one = self.select({entry.fqn})
         data = bytearray(box.numel * entry.dtype.itemsize)
         with Files() as files:
             located = formats.locate(one, files)
@@ -140,7 +141,9 @@ def open_checkpoint(path: str, *, options: ReadOptions = _READ) -> Checkpoint:
     ``require_whole()``. Raises a CheckpointError for what is no checkpoint at all.
     """
     index = formats.read_index(path, options=options)
-    return Checkpoint(**{field.name: getattr(index, field.name) for field in fields(index)})
+    return Checkpoint(
+        **{field.name: getattr(index, field.name) for field in fields(index) if field.init}
+    )
 
 
 def export(

@@ -10,6 +10,7 @@
     │   ├── IncompleteError      3   something that the checkpoint needs is not there
     │   └── UnsupportedError     3   understood, and refused: reading it would give wrong tensors
     └── WriteError               4   the output could not be written; what was there is untouched
+        └── SourceChangedError   4   the source changed while it was read
 
 Each error carries one line that says what, where, found and expected, and a hint that says what to
 try next. This room knows nothing of formats.
@@ -96,6 +97,10 @@ class WriteError(CkptError):
     """The output could not be written."""
 
     exit_code: ClassVar[int] = 4
+
+
+class SourceChangedError(WriteError):
+    """The source changed while it was read, so that what was written may be of two saves."""
 
 
 def reason_of(error: Exception) -> str:

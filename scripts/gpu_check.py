@@ -19,7 +19,7 @@ from pathlib import Path
 
 HOME = Path(__file__).resolve().parent.parent
 TRAINING = HOME / "tests" / "jobs" / "training.py"
-NEEDED = ("torch", "numpy", "click", "tabulate", "tqdm", "safetensors")
+NEEDED = ("torch", "numpy", "ml_dtypes", "click", "tabulate", "tqdm", "safetensors")
 DEVICE = os.environ.get("TRAINING_DEVICE", "cuda")
 RANKS = 2
 ENVIRONMENT = {

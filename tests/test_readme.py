@@ -1,4 +1,4 @@
-"""The README's examples run as they are written, and print what it shows."""
+"""The examples of README and docs run as they are written, and print what is shown."""
 
 import os
 import re
@@ -16,7 +16,7 @@ REAL = ROOT / "tests" / "data" / "checkpoints"
 
 
 class Example(NamedTuple):
-    """A command of the README and the lines that it shows below it."""
+    """A command of a page and the lines that the page shows below it."""
 
     command: str
     output: tuple[str, ...]
@@ -24,9 +24,10 @@ class Example(NamedTuple):
 
 def _blocks() -> list[list[Example]]:
     """The commands of each console block, in order: one block's commands share a folder."""
-    text = (ROOT / "README.md").read_text()
+    texts = [path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))]
     return [
         list(_examples(block))
+        for text in texts
         for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     ]
 
@@ -66,8 +67,17 @@ def test_the_examples_run_as_written(block: list[Example], folder: Path) -> None
             assert shown == [line.rstrip() for line in example.output]
 
 
-def test_every_command_is_in_the_readme() -> None:
+def test_every_command_is_in_readme_or_docs() -> None:
     from ckpt_tools.cli import cli
 
-    text = (ROOT / "README.md").read_text()
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    text = "".join(page.read_text() for page in pages)
     assert all(f"ckpt-tools {name}" in text for name in cli.list_commands(None))
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: page.name
+)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target

@@ -21,22 +21,10 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.layout import Layout, Mesh, Shard
+from ckpt_tools.core.optimizer_states import kind_of
 
 Status = Literal["confirmed", "inferred"]
 
-# Which optimizers keep these tensors for a parameter. Adam and AdamW keep the same ones: only the
-# code that built the optimizer knows which it was.
-_OPTIMIZERS = (
-    (frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}), "Adam or AdamW with amsgrad"),
-    (frozenset({"exp_avg", "exp_avg_sq"}), "Adam or AdamW"),
-    (frozenset({"exp_avg", "exp_inf"}), "Adamax"),
-    (frozenset({"square_avg", "acc_delta"}), "Adadelta"),
-    (frozenset({"square_avg"}), "RMSprop"),
-    (frozenset({"prev", "step_size"}), "Rprop"),
-    (frozenset({"exp_avg"}), "Lion, or another that keeps one average"),
-    (frozenset({"momentum_buffer"}), "SGD with momentum, or Muon"),
-    (frozenset({"sum"}), "Adagrad"),
-)
 # The likeliest first. Composer counts steps as ``batch`` of a Timestamp, whose ``iteration`` is
 # something else.
 _STEP_NAMES = (
@@ -194,10 +182,10 @@ def optimizer_of(index: CheckpointIndex) -> Optimizer | None:
     }
     if not names:
         return None
-    for states, kind in _OPTIMIZERS:
-        if states <= names:
-            return Optimizer(kind, tuple(sorted(states | (names & {"step"}))))
-    return Optimizer("unknown", tuple(sorted(names)[:_MAX_NAMED]))
+    kind = kind_of(names)
+    if kind is None:
+        return Optimizer("unknown", tuple(sorted(names)[:_MAX_NAMED]))
+    return Optimizer(kind.name, tuple(sorted(kind.states | (names & {"step"}))))
 
 
 def step_entries(index: CheckpointIndex) -> list[TensorEntry | ObjectEntry]:

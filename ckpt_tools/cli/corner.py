@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.cli.decode import Number, decode
 from ckpt_tools.cli.render import Json
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
 
+Number = bool | int | float | complex
+
 _ROWS, _COLUMNS = 6, 6
 _MAX_VALUES = 100_000
 
 
 class Corner(NamedTuple):
-    """The elements of ``box`` of a tensor in row-major order."""
+    """The elements of ``box`` of a tensor in row-major order, and what they are called."""
 
     fqn: str
     box: Box
     values: Sequence[Number]
+    noun: str = "values"
 
     @property
     def numel(self) -> int:
@@ -34,7 +36,9 @@ def read_corner(entry: TensorEntry, part: str | None) -> Corner:
 
     Raises UsageError for a slice that cannot be meant or that is too large to print.
     """
-    from ckpt_tools.copying.write import read_array  # late: it needs numpy, and only values do
+    # late: numpy comes with it, only values need it
+    from ckpt_tools.copying.cast import decode, has_numbers
+    from ckpt_tools.copying.write import read_array
 
     box = first_corner(entry.shape) if part is None else parse_slice(part, entry.shape)
     if box.numel > _MAX_VALUES:
@@ -44,7 +48,8 @@ def read_corner(entry: TensorEntry, part: str | None) -> Corner:
         )
     with Files() as files:
         data = read_array(entry, box, files=files)
-    return Corner(entry.fqn, box, decode(bytes(data), entry.dtype))
+    noun = "values" if has_numbers(entry.dtype) else "packed bits, as integers,"
+    return Corner(entry.fqn, box, decode(bytes(data), entry.dtype), noun)
 
 
 def first_corner(shape: Sequence[int]) -> Box:
@@ -112,7 +117,7 @@ def lines(corner: Corner) -> Iterator[str]:
     width = max(map(len, texts))
     per_row = corner.box.sizes[-1] if corner.box.sizes else 1
     if corner.box.sizes:
-        yield f"  values of {corner.box}"
+        yield f"  {corner.noun} of {corner.box}"
     rows_in_block = corner.box.sizes[-2] if len(corner.box.sizes) > 1 else 1
     for number, start in enumerate(range(0, len(texts), per_row)):
         if number and number % rows_in_block == 0:

@@ -52,6 +52,7 @@ _WORDS = {
     "shape": "shape",
     "values": "values",
     "unknown": "cannot be told",
+    "container": "container",
     "same": "same",
 }
 
@@ -105,22 +106,21 @@ def command(
     chosen = options.Filters.of(include, exclude, only)
     a = reading.choose(reading.read(first, ReadOptions(allow_global)), chosen)
     b = reading.choose(reading.read(second, ReadOptions(allow_global)), chosen)
-    found = _headers(a, b, naming) if header_only else _values(a, b, asked, threads=threads)
+    found = (
+        compare_headers(a, b, naming=naming)
+        if header_only
+        else _values(a, b, asked, threads=threads)
+    )
     if json:
         render.emit_json(_json(a, b, found))
     else:
         render.emit(_lines(found))
+    for index in (a, b):
+        index.require_whole()  # only headers have come this far with anything lost
     if not found.equal:
         if not found.tensors + found.objects and not clean_names:
             say("No name is on both sides; --clean-names compares them without containers.")
         click.get_current_context().exit(1)
-
-
-def _headers(a: CheckpointIndex, b: CheckpointIndex, naming: Naming) -> Diff:
-    for index in (a, b):
-        for problem in index.problems:
-            say(problem.message)
-    return compare_headers(a, b, naming=naming)
 
 
 def _values(a: CheckpointIndex, b: CheckpointIndex, asked: DiffOptions, *, threads: int) -> Diff:
@@ -175,6 +175,8 @@ def _details(entries: Sequence[EntryDiff]) -> Iterator[str]:
 def _summary(found: Diff) -> str:
     """One line: what was compared, and what came of it."""
     compared = f"{counted(found.tensors, 'tensor')} and {counted(found.objects, 'object')}"
+    if found.containers is not None:
+        compared += " and the containers they are in"
     by = "" if found.values_compared else " by headers only: VALUES WERE NOT COMPARED"
     counts = Counter(_WORDS[e.status] for e in found.entries if e.status != "same")
     told = ", ".join(f"{count:,} {word}" for word, count in counts.items())
@@ -192,6 +194,7 @@ def _json(a: CheckpointIndex, b: CheckpointIndex, found: Diff) -> render.Json:
         "values_compared": found.values_compared,
         "tensors": found.tensors,
         "objects": found.objects,
+        "containers": found.containers,
         "same": found.same,
         "differences": [_entry_json(e) for e in found.entries if e.status != "same"],
     }

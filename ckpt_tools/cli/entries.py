@@ -59,7 +59,7 @@ def value_text(entry: ObjectEntry) -> str:
     """The value of a plain object as one line of JSON, or what it is when it was not opened."""
     if not entry.opened:
         return f"({entry.type_name or 'not opened'})"
-    return json.dumps(entry.value, default=str)
+    return json.dumps(_spelled(entry.value))
 
 
 def row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[str, ...]:
@@ -138,13 +138,28 @@ def entry_json(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> dic
 
 def plain_json(value: PlainValue) -> Json:
     """A plain value as JSON has it: keys are strings, and what JSON lacks stays a string."""
+    return _finite(_spelled(value))
+
+
+def _spelled(value: PlainValue) -> Json:
+    """A plain value in JSON's own types; a set is a sorted list."""
     if isinstance(value, dict):
-        return {str(key): plain_json(inner) for key, inner in value.items()}
+        return {str(key): _spelled(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_json(inner) for inner in value]
+        return [_spelled(inner) for inner in value]
+    if isinstance(value, (set, frozenset)):
+        return [_spelled(inner) for inner in sorted(value, key=repr)]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _finite(value: Json) -> Json:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):  # noqa: PLR0124 (NaN)
         return str(value)
-    return value if isinstance(value, (bool, int, float, str)) else None
+    return value
 
 
 def csv_row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[str | int, ...]:

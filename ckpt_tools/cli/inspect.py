@@ -107,12 +107,17 @@ def _page(
     from ckpt_tools.cli.pictures import files  # late: most reports are for the terminal
     from ckpt_tools.cli.pictures.report_page import report_page
     from ckpt_tools.cli.values import look
+    from ckpt_tools.copying import one_file
+    from ckpt_tools.formats.frameworks import sources_of
 
     if len(ckpts) > 1 or json:
         raise UsageError("--html reports one checkpoint, and not as --json.")
     chosen, read = asked
+    if html != "-":
+        one_file.admit(html, sources=ckpts, force=force)
     whole = reading.read(ckpts[0], read)
+    sources = (*ckpts, *sources_of(whole))
     index = reading.with_values(reading.choose(whole, chosen))
     seen = look(index) if stats else None
-    files.write(html, report_page(whole, index, seen=seen), force=force)
+    files.write(html, report_page(whole, index, seen=seen), sources=sources, force=force)
     whole.require_whole()

@@ -177,6 +177,16 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
         raise click.BadParameter(f"{error.message} {error.hint or ''}", ctx, param) from error
 
 
+def keep_rank_states() -> click.Parameter:
+    """--keep-rank-states, as ``keep_rank_states``."""
+    return click.Option(
+        ["--keep-rank-states"],
+        is_flag=True,
+        help="Keep data positions and random states that each rank saved for itself, though the "
+        "target has another number of ranks. Else they are left out and named.",
+    )
+
+
 def dtype() -> click.Parameter:
     """--dtype, as ``dtype``: an element type, or None to keep each tensor's own."""
     return click.Option(
@@ -193,9 +203,11 @@ def _dtype(ctx: click.Context, param: click.Parameter, value: str) -> DType | No
     if value == "keep":
         return None
     found = parse_dtype(value)
-    if found is None or found.kind != "float":
+    if found is None or not found.holds_weights:
         raise click.BadParameter(
-            f"{value!r} is no floating type; write keep, bf16, fp16 or fp32.", ctx, param
+            f"{value!r} is no floating type for weights; write keep, bf16, fp16 or fp32.",
+            ctx,
+            param,
         )
     return found
 

@@ -12,8 +12,9 @@ from ckpt_tools.formats import (
     frameworks,
     read_index,
 )
-from ckpt_tools.transforms import optimizer_names
-from ckpt_tools.transforms.optimizer_names import ParamNames
+from ckpt_tools.storage.paths import open_file
+from ckpt_tools.transforms import param_names
+from ckpt_tools.transforms.optimizer import ParamNames
 
 _STORED = "stored"
 _LONGEST = 64 << 20  # bytes of a list of names
@@ -27,17 +28,17 @@ def read(text: str, options: ReadOptions) -> ParamNames:
     if text == _STORED:
         return ParamNames()
     if os.path.isfile(text) and detect(frameworks.member(text)) is None:
-        return ParamNames(optimizer_names.parse_names(_text_of(text), where=text))
+        return ParamNames(param_names.parse_names(_text_of(text), where=text))
     if not os.path.exists(text):
         raise UsageError(f"--param-names: {text} is not there.")
-    return optimizer_names.names_in(with_values(read_index(text, options=options)))
+    return param_names.names_in(with_values(read_index(text, options=options)))
 
 
 def _text_of(path: str) -> str:
     if os.path.getsize(path) > _LONGEST:
         raise UsageError(f"--param-names: {path} is too long for a list of names.")
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(open_file(path), encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         why = reason_of(error)

@@ -45,7 +45,12 @@ def with_values(index: CheckpointIndex) -> CheckpointIndex:
 
 
 def no_such_name(index: CheckpointIndex, fqn: str) -> AnswerNo:
-    """The error for a name that the checkpoint does not have, with names that are near."""
+    """The error for a name that the checkpoint does not have, with names that are near.
+
+    Raises what is wrong when the name is lost.
+    """
+    if fqn in index.lost:
+        index.select({fqn}).require_whole()
     names = near_names(index, fqn)
     hint = _did_you_mean(names) if names else "`ckpt-tools ls` lists all names."
     return AnswerNo(f"{index.root} has no entry {fqn!r}.", hint=hint)

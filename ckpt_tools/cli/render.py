@@ -45,7 +45,7 @@ def emit_json_lines(values: Iterable[Json]) -> None:
 
 
 def emit_csv(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -> None:
-    """Print a CSV table with its header."""
+    """Print a CSV table with its header, a line each: names are written as in every table."""
     emit(_csv_lines(header, rows))
 
 
@@ -55,7 +55,7 @@ def _csv_lines(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]
     lines: list[str] = []
     writer = csv.writer(_Collector(lines), lineterminator="")
     for row in (header, *rows):
-        writer.writerow(row)
+        writer.writerow([printable(cell) if isinstance(cell, str) else cell for cell in row])
         yield lines.pop()
 
 

@@ -34,7 +34,7 @@ from ckpt_tools.distributed.engines import (
     rehearse,
     reshard_by,
 )
-from ckpt_tools.distributed.job import Job, ignore
+from ckpt_tools.distributed.job import Job, check_room, ignore
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
@@ -98,6 +98,7 @@ _PARAMS = [
         help="Names for a numbered optimizer state: a list, one a line, in the optimizer's own "
         "order; a checkpoint that has them; or 'stored', those in its own param_groups.",
     ),
+    options.keep_rank_states(),
     click.Option(
         ["--device-type"],
         metavar="TYPE",
@@ -134,6 +135,7 @@ def command(
     form: Literal["dcp", "ranks"],
     layout: FrameworkLayout | None,
     param_names: str | None,
+    keep_rank_states: bool,
     device_type: str,
     engine: Engine,
     dtype: DType | None,
@@ -153,6 +155,7 @@ def command(
         format=_format(form, layout),
         layout=layout,
         param_names=None if param_names is None else param_order.read(param_names, read),
+        keep_rank_states=keep_rank_states,
         device_type=device_type,
         dtype=dtype,
         dtypes=shaping.dtype_rules(),
@@ -184,6 +187,7 @@ def _rehearse(request: Request, job: Job, *, told: str, as_json: bool) -> None:
         render.emit_json(report.json(plan, dry_run=True))
     else:
         render.emit(report.rehearsal(plan))
+    check_room(job.out, plan.files)
 
 
 def _carry_out(request: Request, job: Job, *, told: str, as_json: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from tempfile import gettempdir
 from typing import NamedTuple
 
 from ckpt_tools.cli import render
@@ -14,8 +13,7 @@ from ckpt_tools.core.mesh_spec import default_placements
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import Request
-from ckpt_tools.distributed.job import Job
-from ckpt_tools.storage.paths import is_address
+from ckpt_tools.distributed.job import Job, made_at
 
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 
@@ -39,9 +37,9 @@ class Report(NamedTuple):
 
     def rehearsal(self, plan: ReshardPlan) -> Iterator[str]:
         """What will be read, written and held in memory, in all and for each file."""
-        files = list(forecast.files(plan))
-        sources = counted(len(forecast.sources(plan)), "file")
-        free = atomic_output.free_space(self._where())
+        found = forecast.of(plan)
+        files, sources = found.files, counted(found.sources, "file")
+        free = atomic_output.free_space(made_at(self.job.out))
         yield f"{self._what(plan)}; not written (--dry-run)"
         yield from render.facts(
             (
@@ -49,7 +47,7 @@ class Report(NamedTuple):
                 ("Engine", f"{self.request.engine}, {self._processes()}"),
                 ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
                 ("Writes", format_size(plan.nbytes)),
-                ("Memory", f"about {format_size(self._memory(plan))} a process"),
+                ("Memory", f"about {format_size(self._memory(plan, found))} a process"),
                 ("Free", f"{format_size(free)} where OUT will be made"),
             )
         )
@@ -70,10 +68,6 @@ class Report(NamedTuple):
             width=render.terminal_width(),
         )
 
-    def _where(self) -> str:
-        """The folder that an output is made in before it is sent to an address, else itself."""
-        return gettempdir() if is_address(self.job.out) else self.job.out
-
     def _placements(self) -> str:
         options = self.job.options
         placements = options.placements or default_placements(options.mesh)
@@ -88,13 +82,15 @@ class Report(NamedTuple):
             return f"{self.request.workers} workers with {threads} each"
         return f"one process with {threads}"
 
-    def _memory(self, plan: ReshardPlan) -> int:
+    def _memory(self, plan: ReshardPlan, found: forecast.Forecast) -> int:
         buffers = self.job.write.max_memory // self.request.workers
-        return forecast.peak_memory(plan, engine=self.request.engine, buffers=buffers)
+        engine = self.request.engine
+        return forecast.peak_memory(plan, found.held, engine=engine, buffers=buffers)
 
     def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
         """All of it as one JSON object."""
         names = plan.mesh.dim_names
+        found = forecast.of(plan)
         return {
             "schema": "ckpt-tools/reshard/1",
             "output": self.job.out,
@@ -108,7 +104,7 @@ class Report(NamedTuple):
             },
             "tensors": len(plan.targets),
             "nbytes": plan.nbytes,
-            "peak_memory": self._memory(plan),
+            "peak_memory": self._memory(plan, found),
             "files": [
                 {
                     "path": file.path,
@@ -117,7 +113,7 @@ class Report(NamedTuple):
                     "read": file.read,
                     "sources": file.sources,
                 }
-                for file in forecast.files(plan)
+                for file in found.files
             ],
             "notes": list(plan.notes),
         }

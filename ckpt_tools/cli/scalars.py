@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 from ckpt_tools.analysis.summary import step_entries
-from ckpt_tools.cli.decode import decode
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats import locate, open_objects
+from ckpt_tools.formats import locate, open_object
 from ckpt_tools.storage.reader import Files
+
+# The types that steps have, for struct: numpy would cost a looking command its start.
+_STRUCT = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
 class Step(NamedTuple):
@@ -39,7 +42,7 @@ def _number(index: CheckpointIndex, files: Files) -> int | None:
     """The only entry of this index as a whole number, or None when it is none."""
     value: object = None
     if index.objects:
-        value = open_objects(index, files).objects[0].value
+        value = open_object(index, index.objects[0], files).value
     else:
         value = read_single(locate(index, files).tensors[0], files)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -51,4 +54,8 @@ def read_single(entry: TensorEntry, files: Files) -> object:
     """The value of a located one-element tensor, read without any mover of tensors."""
     chunk = next(chunk for chunk in entry.chunks if chunk.box.numel == 1)
     data = files.read(chunk.data.path, chunk.data.offset, entry.dtype.itemsize)
+    if entry.dtype.name in _STRUCT:
+        return struct.unpack(_STRUCT[entry.dtype.name], data)[0]
+    from ckpt_tools.copying.cast import decode  # late: numpy comes with it
+
     return decode(data, entry.dtype)[0]

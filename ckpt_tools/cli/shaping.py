@@ -250,6 +250,13 @@ def _lora_steps(dtype: DType | None) -> list[Step]:
     return [lora.MergeStep(config, name, dtype, dtype_rules())]
 
 
+def sources() -> tuple[str, ...]:
+    """Files and folders that these options name; also words that name none, which do no harm."""
+    maps_given = [text.removeprefix("back:") for text in _texts("map")]
+    one = (_text("hf_assets"), _text("adapter_config"), *maps_given)
+    return tuple(text for text in one if text)
+
+
 def is_adapter() -> bool:
     """Whether an adapter alone is asked for."""
     return _flag("adapter")
@@ -290,6 +297,6 @@ def dtype_rules() -> tuple[tuple[str, DType | None], ...]:
 def _dtype_rule(text: str) -> tuple[str, DType | None]:
     pattern, found, name = text.rpartition("=")
     dtype = parse_dtype(name)
-    if not found or not pattern or (name != "keep" and (dtype is None or dtype.kind != "float")):
+    if not found or not pattern or (name != "keep" and (dtype is None or not dtype.holds_weights)):
         raise UsageError(f"--dtype-for is written GLOB=TYPE with a floating type, not {text!r}.")
     return pattern, dtype

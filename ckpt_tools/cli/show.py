@@ -18,7 +18,7 @@ from ckpt_tools.cli import completing, corner, entries, options, reading, render
 from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats import ReadOptions, locate
+from ckpt_tools.formats import ReadOptions, locate, open_object
 from ckpt_tools.storage.reader import Files
 
 _CHUNKS_SHOWN = 32
@@ -62,16 +62,23 @@ def command(
     index = reading.read(ckpt, ReadOptions(allow_global))
     entry = index.tensor(name) or index.object(name)
     if entry is None:
+        index = reading.with_values(index)  # a tensor of a tuple has a name once that is opened
+        entry = index.tensor(name)
+    if entry is None:
         raise reading.no_such_name(index, name)
     one = index.select({name})
+    if any(name in problem.about for problem in one.problems):
+        one.require_whole()
     if isinstance(entry, ObjectEntry):
         if part is not None:
             raise UsageError(f"{name} is an object, and only a tensor has a --slice.")
-        _show_object(reading.with_values(one).objects[0], raw=raw, json=json)
+        with Files() as files:
+            _show_object(open_object(one, entry, files), raw=raw, json=json)
     elif raw:
         _print_bare(corner.read_corner(_located(one), part))
     else:
         _show_tensor(one, mesh_of(index), part=part, json=json)
+    one.require_whole()
 
 
 def _located(one: CheckpointIndex) -> TensorEntry:

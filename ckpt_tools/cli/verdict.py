@@ -29,9 +29,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if len(report.problems) > _SHOWN:
         yield "", f"and {len(report.problems) - _SHOWN:,} more problems; --json has all"
     yield "tensors", _tensors(report)
-    lost = [hurt for hurt in report.hurt if hurt.lost]
+    lost = [_lost(hurt) for hurt in report.hurt if hurt.lost]
+    lost += [f"{render.printable(fqn)}: all of it" for fqn in report.lost]
     if lost:
-        yield "lost", "\n".join(first_of([_lost(hurt) for hurt in lost], _SHOWN))
+        yield "lost", "\n".join(first_of(lost, _SHOWN))
     if report.rescued:
         saved = [
             f"{render.printable(r.fqn)} {r.box} of {r.lost} is also in {r.replica}"
@@ -57,9 +58,12 @@ def _problem(problem: CheckpointError) -> str:
 
 
 def _tensors(report: Report) -> str:
-    if not report.hurt:
-        return f"all {report.tensors:,} are whole"
-    return f"{len(report.hurt):,} of {report.tensors:,} hurt, {_whole(report):,} whole"
+    lost = f", {len(report.lost):,} lost" if report.lost else ""
+    if report.hurt:
+        return f"{len(report.hurt):,} of {report.tensors:,} hurt, {_whole(report):,} whole{lost}"
+    if lost or any(not problem.about for problem in report.problems):
+        return f"all {report.tensors:,} that are there are whole{lost}"
+    return f"all {report.tensors:,} are whole"
 
 
 def _whole(report: Report) -> int:
@@ -149,6 +153,7 @@ def as_json(report: Report, compared: Comparison | None, *, against: str | None)
             "whole": _whole(report),
             "hurt": [_hurt_json(hurt) for hurt in report.hurt],
         },
+        "lost": list(report.lost),
         "objects": {"total": report.objects, "hurt": list(report.hurt_objects)},
         "replicas": [
             {

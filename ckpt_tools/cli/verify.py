@@ -11,7 +11,7 @@ from ckpt_tools.cli.fingerprint import digest
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import ReadOptions
+from ckpt_tools.formats import ReadOptions, read_index
 from ckpt_tools.proof import (
     Comparison,
     Report,
@@ -82,10 +82,10 @@ def command(
             "--against compares."
         )
     read = ReadOptions(allow_global)
-    index = reading.read(ckpt, read)
+    index = read_index(ckpt, options=read)  # the report has its notes
     report = _report(index, quick=quick, threads=threads)
     compared: Comparison | None = None
-    if against is not None and not report.hurt and not report.rescued:
+    if against is not None and not (report.hurt or report.lost or report.rescued):
         # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
         readable = replace(index, problems=())
         compared = _compare(readable, against, chosen, read=read, threads=threads)

@@ -11,11 +11,13 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckpt_tools import formats, proof
 from ckpt_tools._version import __version__
-from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import Target
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.storage.reader import Files
 
 PROOF_FIELD = "proof"
@@ -25,23 +27,38 @@ _ROOM = 400
 UNPROVEN = "-" * _ROOM
 
 
-def check(folder: str, targets: Sequence[Target], *, source: CheckpointIndex, threads: int) -> str:
+class Written(NamedTuple):
+    """What was to be written: tensors as planned, objects, and the tree of all names."""
+
+    targets: Sequence[Target]
+    objects: Sequence[ObjectEntry] = ()
+    tree: Branch[str] = NO_TREE
+
+
+def check(folder: str, written: Written, *, source: CheckpointIndex, threads: int) -> str:
     """Compare what lies in ``folder`` with what was to be written; says in one line what is proven.
 
-    ``targets`` are the tensors as they were planned. Raises WriteError when one of them differs.
+    Raises WriteError when a tensor, an object or a container differs.
     """
-    entries = tuple(sorted((target.entry for target in targets), key=lambda e: e.fqn))
-    named = {target.entry.fqn: target.fqn for target in targets}
-    result = formats.read_index(folder)
+    targets = written.targets
+    entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in targets]
+    dtypes = {target.fqn: target.dtype for target in targets}
     with Files() as files:
-        return proof.same_tensors(
-            replace(source, tensors=entries, objects=(), problems=()),
-            result,
-            files,
-            renamed=named,
-            dtypes={target.entry.fqn: target.dtype for target in targets},
-            threads=threads,
+        result = formats.open_objects(formats.read_index(folder), files)
+        wanted = replace(
+            source,
+            format=result.format,
+            tensors=tuple(sorted(entries, key=lambda e: e.fqn)),
+            objects=tuple(sorted(written.objects, key=lambda e: e.fqn)),
+            tree=written.tree,
+            problems=(),
         )
+        wanted = formats.open_objects(wanted, files)
+        names = {entry.fqn: entry.fqn for entry in wanted.tensors}
+        words = proof.same_tensors(
+            wanted, result, files, renamed=names, dtypes=dtypes, threads=threads
+        )
+        return words + proof.same_objects(wanted, result, files)
 
 
 def record_in_headers(folder: str, words: str) -> None:

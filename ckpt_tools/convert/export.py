@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckpt_tools._version import __version__
-from ckpt_tools.copying import atomic_output
+from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.journal import Place
 from ckpt_tools.copying.lock import Origin, digest_of_reads, in_words
+from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
+    NO_TREE,
     CheckpointIndex,
     ObjectEntry,
     Section,
@@ -26,14 +28,18 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
-from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.paths import is_address, normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
 from ckpt_tools.transforms.base import Made, Outcome, Step, Work
+from ckpt_tools.transforms.param_names import loadable
+from ckpt_tools.transforms.rank_states import ONE_FILE, without_old_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +48,15 @@ class ExportOptions:
 
     ``dtypes`` are exceptions from ``dtype`` by name patterns, the last match wins. ``steps`` change
     the entries after containers and wrappers are off their names. ``basename`` begins the name of
-    each safetensors file.
+    each safetensors file. ``keep_rank_states`` takes what each rank saved for itself along where
+    objects go along.
     """
 
     format: Literal["safetensors", "torch"] = "safetensors"
     dtype: DType | None = None
     dtypes: tuple[tuple[str, DType | None], ...] = ()
     keep_names: bool = False
+    keep_rank_states: bool = False
     steps: tuple[Step, ...] = ()
     basename: str = "model"
     include: tuple[str, ...] = ()
@@ -59,13 +67,21 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes."""
+    """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes.
+
+    ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
+    are never written over. Raises UsageError for no thread, or less than 1 MiB of memory.
+    """
 
     force: bool = False
     threads: int = 2
     max_memory: int = 64 << 20
     resume: bool = False
     check: bool = False
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_memory(self.threads, self.max_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +90,7 @@ class ExportPlan:
 
     A target's entry is what is written, under its new name, as boxes over the source's bytes;
     ``origins`` are the names in the source that it comes from. ``works`` must be done once before
-    the files are written.
+    the files are written. ``tree`` has the containers of the names, where the format keeps them.
     """
 
     files: tuple[FilePlan, ...]
@@ -84,6 +100,8 @@ class ExportPlan:
     nbytes: int
     single_file: str | None = None
     works: tuple[Work, ...] = ()
+    objects: tuple[ObjectEntry, ...] = ()
+    tree: Branch[str] = NO_TREE
 
     @property
     def tensors(self) -> int:
@@ -118,33 +136,45 @@ def plan_export(
     names and element types that the output cannot hold.
     """
     from ckpt_tools import formats  # the readers; a looking command that never plans skips them
+    from ckpt_tools.formats.torch_file import write as torch_write
 
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    renamed, notes = rename(index, chosen.tensors, keep_names=options.keep_names)
+    of_ranks: list[str] = []
+    if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
+        chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
         if not chosen.tensors:
             raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
         if _keeps_nesting(options):
-            located = formats.open_objects(located, files)
+            located = loadable(formats.open_objects(located, files))
+        renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
         outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)
     targets, kept = _targets(index, outcome, options)
+    targets = _in_containers(targets, outcome, index, options)
     objects: tuple[ObjectEntry, ...] = ()
+    tree = NO_TREE
     if _keeps_nesting(options):
-        targets = _at_their_paths(targets, located)
+        tree = located.nesting
         objects = tuple(entry for entry in located.objects if entry.opened)
         chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.opened))
     facts = _provenance(index, check=check)
-    plans = _plan_files(targets, objects, options, facts=facts, single_file=single_file)
+    if options.format == "torch":
+        name = single_file or "model.pt"
+        plans = torch_write.plan_files(targets, objects, filename=name, tree=tree)
+    else:
+        plans = _plan_safetensors(targets, options, facts=facts, single_file=single_file)
     return ExportPlan(
         files=(*plans, *outcome.files),
         targets=targets,
         origins={one.entry.fqn: one.origins for one in outcome.made},
-        notes=(*index.notes, *notes, *outcome.notes, *kept, *_left_out(index, chosen)),
+        notes=(*index.notes, *notes, *outcome.notes, *kept, *of_ranks, *_left_out(index, chosen)),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
         single_file=single_file,
         works=outcome.works,
+        objects=objects,
+        tree=tree,
     )
 
 
@@ -156,9 +186,32 @@ def _keeps_nesting(options: ExportOptions) -> bool:
     return options.format == "torch" and options.keep_names and not options.steps
 
 
-def _at_their_paths(targets: Sequence[Target], located: CheckpointIndex) -> tuple[Target, ...]:
-    paths = {entry.fqn: entry.path for entry in located.tensors}
-    return tuple(target._replace(path=paths[target.fqn]) for target in targets)
+def _in_containers(
+    targets: Sequence[Target], outcome: Outcome, index: CheckpointIndex, options: ExportOptions
+) -> tuple[Target, ...]:
+    """The targets of a safetensors file at the path of the container that their names begin with.
+
+    That is the source's, where it was not taken off; steps give names that stand in none.
+    """
+    if options.format != "safetensors" or options.steps:
+        return tuple(targets)
+    paths = [entry.path for entry in index.entries]
+    classified = names.classify(paths, objects={entry.path for entry in index.objects})
+    containers = {
+        entry.fqn: container
+        for entry, (_, container) in zip(index.entries, classified, strict=True)
+    }
+    common = {containers[made.origins[0]] for made in outcome.made}
+    if len(common) == 1 and not options.keep_names:
+        return tuple(targets)  # the one container of all was taken off
+    placed = []
+    for target, made in zip(targets, outcome.made, strict=True):
+        container = containers[made.origins[0]]
+        prefix = names.join((*container, ""))
+        inside = container and target.fqn.startswith(prefix)
+        path = (*container, target.fqn[len(prefix) :]) if inside else (target.fqn,)
+        placed.append(target._replace(path=path))
+    return tuple(placed)
 
 
 def _made(tensors: Sequence[TensorEntry], renamed: Mapping[str, str]) -> tuple[Made, ...]:
@@ -192,10 +245,13 @@ def export(
     when a run that is gone on with had written all. Raises what `plan_export`, `output.appearing`
     and `uploads.staged` raise; in every case ``out`` is as it was.
     """
+    out = out_path.real(out)
     if is_address(out):
+        out_path.refuse_source(out, [*write.sources, *sources_of(index)])
         with upload.staged(out, force=write.force, resume=write.resume) as here:
             return export(index, here, options=options, write=write, carry_out=carry_out)
-    atomic_output.refuse_existing(out, force=write.force, resume=write.resume)
+    sources = [*write.sources, *sources_of(index)]
+    out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
     single_file = single_file_of(out, options.format)
     plan = plan_export(index, options, single_file=single_file, check=write.check)
     words = in_words(options)
@@ -205,6 +261,7 @@ def export(
         out,
         plan.files,
         Origin.of(index, plan.files, words),
+        source=index.files,
         single_file=single_file,
         resume=write.resume,
     )
@@ -222,7 +279,8 @@ def _check(
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
-    words = checking.check(written, plan.targets, source=index, threads=write.threads)
+    wanted = checking.Written(plan.targets, plan.objects, plan.tree)
+    words = checking.check(written, wanted, source=index, threads=write.threads)
     checking.record_in_headers(folder, words)
     return (words,)
 
@@ -236,12 +294,12 @@ def do_works(works: Sequence[Work], files: Files) -> None:
 def is_single_file(out: str, form: str) -> bool:
     """Whether this output name asks for one file rather than for a folder."""
     suffixes = (".safetensors",) if form == "safetensors" else (".pt", ".pth", ".bin", ".ckpt")
-    return out.endswith(suffixes)
+    return normal(out).endswith(suffixes)
 
 
 def single_file_of(out: str, form: str) -> str | None:
     """The name of the one file to write, when ``out`` asks for one."""
-    return os.path.basename(out) if is_single_file(out, form) else None
+    return os.path.basename(normal(out)) if is_single_file(out, form) else None
 
 
 def rename(
@@ -297,18 +355,13 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
     return notes
 
 
-def _plan_files(
+def _plan_safetensors(
     targets: Sequence[Target],
-    objects: Sequence[ObjectEntry],
     options: ExportOptions,
     *,
     facts: Mapping[str, str],
     single_file: str | None,
 ) -> list[FilePlan]:
-    if options.format == "torch":
-        from ckpt_tools.formats.torch_file import write as torch_write
-
-        return torch_write.plan_files(targets, objects, filename=single_file or "model.pt")
     from ckpt_tools.formats.safetensors import write as safetensors_write
 
     largest = sum(t.entry.numel * t.dtype.itemsize for t in targets) + 1

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from importlib.metadata import version
+from itertools import chain
 from typing import Literal
 
 from ckpt_tools.analysis import infer_mesh as inference
@@ -19,7 +21,7 @@ from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying import lock as claim
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import CheckpointIndex, Path, Section, TensorEntry
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,
@@ -35,15 +37,19 @@ from ckpt_tools.core.mesh_spec import (
     in_words,
 )
 from ckpt_tools.core.names import select
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import FilePlan, Target, total_length
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
+from ckpt_tools.transforms import param_names
 from ckpt_tools.transforms.base import Made, Outcome, Step
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
-from ckpt_tools.transforms.optimizer_names import ParamNames
+from ckpt_tools.transforms.optimizer import Digest, ParamNames
+from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
 
 # The codec of objects that DCP keeps as they are; see `formats.dcp_items`.
 TORCH_SAVE = "torch.save"
@@ -59,7 +65,8 @@ class ReshardOptions:
     ``like`` takes each tensor's layout from another checkpoint where that has one. ``steps`` change
     the tensors after containers and wrappers are off their names. ``layout`` is the framework whose
     loader the output is for. ``param_names`` name a numbered optimizer's parameters in its order;
-    empty, they are those that its groups store.
+    empty, they are those that its groups store. ``keep_rank_states`` takes data positions and
+    random states along that belong to other ranks than the target has.
     """
 
     mesh: Mesh
@@ -76,17 +83,23 @@ class ReshardOptions:
     steps: tuple[Step, ...] = ()
     layout: FrameworkLayout | None = None
     param_names: ParamNames | None = None
+    keep_rank_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """Files to write, the tensors in them with their layouts, and what a person should know."""
+    """Files to write, the tensors in them with their layouts, and what a person should know.
 
-    files: tuple[FilePlan, ...]
+    ``tree`` has the containers of the names in the output, ``objects`` among them.
+    """
+
+    files: Sequence[FilePlan]
     targets: tuple[Target, ...]
     mesh: Mesh
     notes: tuple[str, ...]
     nbytes: int
+    objects: tuple[ObjectEntry, ...] = ()
+    tree: Branch[str] = NO_TREE
 
 
 def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan:
@@ -100,12 +113,17 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    chosen, of_ranks = without_old_ranks(chosen, _target_ranks(options))
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
         foreign = any(e.codec != TORCH_SAVE for e in located.objects)
         if options.format == "ranks" or options.layout is not None or foreign:
             located = formats.open_objects(located, files)
+        if options.format == "ranks":
+            located = param_names.loadable(located)
+        else:
+            located = formats.as_archives(located, files)
     located, left_out = _without_unopened(located, options)
     sharded = _sharded(index)
     stepped: list[str] = []
@@ -113,23 +131,33 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     if options.steps:
         outcome, stepped = _stepped(index, located, options)
         made = outcome.made
-        located = replace(located, tensors=tuple(one.entry for one in made))
+        located = replace(
+            located,
+            tensors=tuple(one.entry for one in made),
+            tree=located.nesting.filter(lambda fqn: located.object(fqn) is not None),
+        )
         sharded = frozenset(one.entry.fqn for one in made if not sharded.isdisjoint(one.origins))
     layouts = _layouts(located.tensors, options, sharded=sharded)
     chosen_types, kept = chosen_dtypes(made, options.dtype, options.dtypes, source=index)
     targets = tuple(
         Target(e.fqn, e.path, e, chosen_types[e.fqn], layouts[e.fqn]) for e in located.tensors
     )
-    plans, targets, arranged = _plan_layout(targets, located, options)
+    plans, targets, held, arranged = _plan_layout(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
-    notes = [*stepped, *kept, *_notes(layouts, options), *left_out, *arranged]
+    notes = [*stepped, *kept, *_notes(layouts, options), *of_ranks, *left_out, *arranged]
     return ReshardPlan(
-        files=tuple(plans),
+        files=plans,
         targets=targets,
         mesh=options.mesh,
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
-        nbytes=sum(plan.length for plan in plans),
+        nbytes=total_length(plans),
+        objects=held.objects,
+        tree=held.nesting,
     )
+
+
+def _target_ranks(options: ReshardOptions) -> TargetRanks:
+    return EVERY_RANK if options.keep_rank_states else TargetRanks.of_mesh(options.mesh)
 
 
 def _with_names(
@@ -137,39 +165,67 @@ def _with_names(
 ) -> CheckpointIndex:
     """The index with its numbered optimizer's state by name, before anything is chosen by name."""
     from ckpt_tools import formats
-    from ckpt_tools.transforms import optimizer_names
 
     groups = [entry for entry in index.objects if "param_groups" in entry.path]
     with Files() as files:
         opened = formats.open_objects(replace(index, objects=tuple(groups)), files).objects
     known = {entry.fqn: entry for entry in opened}
     index = replace(index, objects=tuple(known.get(e.fqn, e) for e in index.objects))
-    if options.layout == "verl" and not optimizer_names.numbered(index):
+    if options.layout == "verl" and not param_names.numbered(index):
         return index  # they are then the order in which to number
-    return optimizer_names.with_names(index, given)
+    return param_names.with_names(index, given)
 
 
 def _plan_layout(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> tuple[list[FilePlan], tuple[Target, ...], tuple[str, ...]]:
+) -> tuple[Sequence[FilePlan], tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
     """The files of the output as its framework wants them, what the targets are called in them,
-    and what is to be told of it.
+    what goes into the last folder, and what is to be told of it.
     """
     if options.layout is None:
-        return _plan_files(targets, located, options), targets, ()
+        return _plan_files(targets, located, options), targets, located, ()
+    folders = [located]
     from ckpt_tools.transforms import framework_files
     from ckpt_tools.transforms import frameworks as framework_layouts
 
-    order = options.param_names.names if options.param_names else None
-    arranged = framework_layouts.arrange(
-        located, options.layout, world_size=options.mesh.size, order=order or None
-    )
+    order = options.param_names if options.param_names and options.param_names.names else None
+    with Files() as files:
+        wanted = framework_layouts.LayoutTarget(
+            world_size=options.mesh.size,
+            ranks=_target_ranks(options),
+            order=order,
+            digest=_digest_in(files),
+        )
+        arranged = framework_layouts.arrange(located, options.layout, wanted)
 
-    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> list[FilePlan]:
+    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> Sequence[FilePlan]:
+        folders.append(moved)
         return _plan_files(part, moved, options)
 
     plans = framework_files.plan_files(arranged, located, targets, plan_folder)
-    return plans, framework_files.renamed(arranged.placed, targets), arranged.notes
+    placed = [framework_files.renamed(tree, targets) for tree in arranged.folders.values()]
+    return plans, tuple(chain.from_iterable(placed)), folders[-1], arranged.notes
+
+
+def _digest_in(files: Files) -> Digest:
+    """What compares hyper-parameters by their bytes; each is read once."""
+    known: dict[object, str] = {}
+
+    def digest(entry: Entry) -> str:
+        place = entry.data if isinstance(entry, ObjectEntry) else tuple(entry.chunks)
+        if place not in known:
+            known[place] = _digest_of(entry, files)
+        return known[place]
+
+    return digest
+
+
+def _digest_of(entry: Entry, files: Files) -> str:
+    if isinstance(entry, ObjectEntry):
+        return sha256(files.read(*entry.data)).hexdigest()
+    from ckpt_tools.proof.fingerprint import digest_of  # most plans compare nothing
+
+    return digest_of(entry, files)
 
 
 def _stepped(
@@ -201,20 +257,28 @@ def reshard(
     had written all. Raises what `plan_reshard` and `output.appearing` raise; in every case ``out``
     is as it was.
     """
-    atomic_output.refuse_existing(out, force=write.force, resume=write.resume)
+    sources = [*write.sources, *sources_of(index)]
+    if options.like is not None:
+        sources += sources_of(options.like)
+    out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
+    refuse_check(options, write)
+    plan = plan_reshard(index, options)
+    origin = claim.Origin.of(index, plan.files, claim.in_words(options))
+    with atomic_output.appearing(
+        atomic_output.Order(out, plan.files, origin, source=index.files, resume=write.resume)
+    ) as started:
+        carry_out(() if started.is_written else plan.files, started.place.folder)
+        proven = _check(plan, started.place.folder, index, write) if write.check else ()
+    return replace(plan, notes=(*plan.notes, *started.notes, *proven))
+
+
+def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:
+    """Raise UsageError when the output cannot be read back as one checkpoint, and is to be."""
     if write.check and options.layout not in (None, "plain"):
         raise UsageError(
             f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
             hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
         )
-    plan = plan_reshard(index, options)
-    origin = claim.Origin.of(index, plan.files, claim.in_words(options))
-    with atomic_output.appearing(
-        atomic_output.Order(out, plan.files, origin, resume=write.resume)
-    ) as started:
-        carry_out(() if started.is_written else plan.files, started.place.folder)
-        proven = _check(plan, started.place.folder, index, write) if write.check else ()
-    return replace(plan, notes=(*plan.notes, *started.notes, *proven))
 
 
 def _check(
@@ -223,7 +287,8 @@ def _check(
     """Read the output back, and record the proof beside it."""
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
-    words = checking.check(folder, plan.targets, source=index, threads=write.threads)
+    wanted = checking.Written(plan.targets, plan.objects, plan.tree)
+    words = checking.check(folder, wanted, source=index, threads=write.threads)
     checking.record_beside(folder, words, source=index)
     return (words,)
 
@@ -372,16 +437,9 @@ def _without_unopened(
     return replace(index, objects=kept), [note]
 
 
-def _planner_data(index: CheckpointIndex) -> dict[str, Path]:
-    """The path of each name, in the order of the source's state dict where that is known."""
-    paths = {entry.fqn: entry.path for entry in index.entries}
-    first = {fqn: paths[fqn] for fqn in index.order if fqn in paths}
-    return first | paths
-
-
 def _plan_files(
     targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
-) -> list[FilePlan]:
+) -> Sequence[FilePlan]:
     if options.format == "ranks":
         from ckpt_tools.formats.rank_files import write as ranks_write
         from ckpt_tools.formats.torch_file.dtensor_write import parse_version
@@ -392,6 +450,7 @@ def _plan_files(
             mesh=options.mesh,
             device_type=options.device_type,
             style=ranks_write.RankFileStyle(torch_version=parse_version(version("torch"))),
+            tree=located.nesting,
         )
     from ckpt_tools.formats.dcp import write as dcp_write
 
@@ -399,5 +458,5 @@ def _plan_files(
         targets,
         located.objects,
         world_size=options.mesh.size,
-        planner_data=_planner_data(located),
+        tree=located.nesting,
     )

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Literal
 from ckpt_tools._version import __version__
 from ckpt_tools.copying.tasks import TASK_BYTES
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan
-from ckpt_tools.errors import OutputExistsError, unwritable
-from ckpt_tools.storage import fsspec_store, paths
+from ckpt_tools.core.index import CheckpointIndex, FileEntry
+from ckpt_tools.core.plan import FilePlan, PlannedFile, files_of, plan_digest
+from ckpt_tools.errors import OutputExistsError, SourceChangedError, unwritable
+from ckpt_tools.storage import paths
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,8 +44,9 @@ _TRIES = 10
 class Origin:
     """What an output is made from; with equal origins every byte of two outputs is equal.
 
-    ``sources`` are the source's files, by names that do not tell where it is, with their length and
-    time of last change; ``options`` what was asked for, in words; ``layout`` a digest of the plan.
+    ``sources`` are the source's files, by names that do not tell where it is, with their states
+    before they were first read; ``options`` what was asked for, in words; ``layout`` a digest of
+    the plan.
     """
 
     version: str
@@ -59,8 +60,10 @@ class Origin:
     ) -> Origin:
         """The origin of these plans, made with these options for this checkpoint."""
         top = index.root if paths.is_dir(index.root) else os.path.dirname(index.root)
-        files = {os.path.relpath(file.path, top or "."): file.path for file in index.files}
-        sources = {name: _state(path) for name, path in sorted(files.items())}
+        sources = {
+            os.path.relpath(file.path, top or "."): str(file.state or "not there")
+            for file in sorted(with_states(index.files))
+        }
         return cls(__version__, sources, dict(options), _layout(plans))
 
     def differences(self, now: Origin) -> list[str]:
@@ -81,36 +84,33 @@ class Origin:
         return found
 
 
-def _state(path: str) -> str:
-    if paths.is_address(path):
-        return _state_in_store(path)
-    try:
-        status = os.stat(path)
-    except OSError:
-        return "not there"
-    seconds, nanoseconds = divmod(status.st_mtime_ns, 10**9)
-    changed = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-    return f"{status.st_size:,} bytes of {changed}.{nanoseconds:09d} UTC"
+def with_states(files: Sequence[FileEntry]) -> list[FileEntry]:
+    """The same files; those that nobody has looked at, with the states that they have now."""
+    now = paths.states_now(file.path for file in files if file.state is None)
+    return [file._replace(state=file.state or now.get(file.path)) for file in files]
 
 
-def _state_in_store(address: str) -> str:
-    """Length and version of an object, as far as its store tells them."""
-    try:
-        found = fsspec_store.facts(address)
-    except OSError:
-        return "not there"
-    return f"{found.size:,} bytes, version {found.version or 'unknown'}"
+def require_unchanged(files: Sequence[FileEntry]) -> None:
+    """Raise SourceChangedError when a file is not as it was before its first byte was read."""
+    now = paths.states_now(file.path for file in files)
+    changed = [file for file in files if file.state != now.get(file.path)]
+    if changed:
+        first = changed[0]
+        was, new = first.state or "not there", now.get(first.path) or "not there"
+        more = f" {len(changed) - 1} more files have changed, too." if len(changed) > 1 else ""
+        raise SourceChangedError(
+            f"{first.path} has changed since it was first read: was {was}, is {new}.{more}",
+            hint="The output would be of two sources, so it was not given its name. Run the "
+            "command again when nothing writes there any more.",
+        )
 
 
 def _layout(plans: Sequence[FilePlan]) -> str:
     """Differs when files, lengths, places or known bytes do, or how they are cut into tasks."""
     digest = blake2b(str(TASK_BYTES).encode(), digest_size=16)
-    for plan in plans:
-        places = [item.offset for item in plan.items]
-        digest.update(repr((plan.path, plan.length, places)).encode())
-        for offset, data in plan.literals:
-            digest.update(b"%d %d " % (offset, len(data)))
-            digest.update(data)
+    for file in files_of(plans):
+        known = file.digest if isinstance(file, PlannedFile) else plan_digest(file)
+        digest.update(repr((file.path, file.length, known)).encode())
     return digest.hexdigest()
 
 
@@ -286,7 +286,7 @@ def _claim(partial: str) -> int:
     """An open and locked journal, which is certainly the one that has its name."""
     journal = os.path.join(partial, _JOURNAL)
     for _ in range(_TRIES):
-        _refuse_foreign(partial)
+        refuse_foreign(partial)
         os.makedirs(partial, exist_ok=True)
         with suppress(FileNotFoundError):  # its holder is just done with it, and removed it
             fd = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -301,13 +301,17 @@ def _claim(partial: str) -> int:
     raise OutputExistsError(f"{partial} comes and goes: another process is writing it.")
 
 
-def _refuse_foreign(partial: str) -> None:
+def refuse_foreign(partial: str) -> None:
+    """Raise OutputExistsError for what is there and is no unfinished output of ours.
+
+    A link is none: what it leads to may be on another file system, from which nothing is renamed.
+    """
     if not os.path.lexists(partial):
         return
     is_ours = os.path.isdir(partial) and (
-        not os.listdir(partial) or os.path.exists(os.path.join(partial, _JOURNAL))
+        not os.listdir(partial) or os.path.isfile(os.path.join(partial, _JOURNAL))
     )
-    if not is_ours:
+    if not is_ours or os.path.islink(partial):
         raise OutputExistsError(
             f"{partial} is there, and no unfinished output of ckpt-tools.",
             hint="Move it away, or name another output.",

@@ -129,7 +129,8 @@ class Gatherer:
 
         stage = self._stage[: span_of(block)]
         self._read_full(fd, block.path, stage, block.source)
-        width = block.itemsize if block.unit == block.itemsize else 1
+        is_word = block.unit == block.itemsize and block.itemsize in _WORDS
+        width = block.itemsize if is_word else 1
         shape = (*(dim.size for dim in block.dims), block.unit // width)
         word = _WORDS[width]
         into = (*(dim.target for dim in block.dims), width)

@@ -1,6 +1,12 @@
 """One table of element types: torch's name, safetensors' name, size in bits.
 
 It knows names and sizes, never values. Names are torch's without the ``torch.`` prefix.
+
+Every element here takes whole bytes. Floats of 4 and 6 bits are packed, as torch packs them: one
+element of float4_e2m1fn_x2 is two floats in a byte, and a shape counts these pairs along the last
+dimension. So every cut of a tensor falls between bytes. safetensors' header counts single floats:
+torch's (3, 8) of float4_e2m1fn_x2 is F4 of [3, 16] there, 24 bytes in both. torch has no 6-bit
+float; here four of them in three bytes are one element, named as torch would.
 """
 
 from __future__ import annotations
@@ -15,20 +21,32 @@ class DType(NamedTuple):
 
     ``name`` is torch's, ``safetensors`` the format's own or None when it cannot hold the type,
     ``bits`` the size of one element, ``kind`` one of float, int, uint, bool, complex, raw.
+    ``packed`` elements of safetensors are one element here.
     """
 
     name: str
     safetensors: str | None
     bits: int
     kind: str
+    packed: int = 1
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return self.bits // 8
 
+    @property
+    def holds_weights(self) -> bool:
+        """Whether weights may be cast to it: a float with a sign, which float8_e8m0fnu lacks."""
+        return self.kind == "float" and self.name != "float8_e8m0fnu"
 
-# safetensors names: the format's README (0.7), which has C64 but no 128-bit complex number.
+    @property
+    def is_in_torch(self) -> bool:
+        """Whether torch has the type, so that its own formats can hold it."""
+        return not self.name.startswith("float6_")
+
+
+# safetensors names: the format's README (0.8), which has C64 but no 128-bit complex number.
 _ROWS = (
     DType("float64", "F64", 64, "float"),
     DType("float32", "F32", 32, "float"),
@@ -39,7 +57,9 @@ _ROWS = (
     DType("float8_e4m3fnuz", "F8_E4M3FNUZ", 8, "float"),
     DType("float8_e5m2fnuz", "F8_E5M2FNUZ", 8, "float"),
     DType("float8_e8m0fnu", "F8_E8M0", 8, "float"),
-    DType("float4_e2m1fn_x2", None, 8, "raw"),
+    DType("float4_e2m1fn_x2", "F4", 8, "raw", 2),
+    DType("float6_e2m3fn_x4", "F6_E2M3", 24, "raw", 4),
+    DType("float6_e3m2fn_x4", "F6_E3M2", 24, "raw", 4),
     DType("int64", "I64", 64, "int"),
     DType("int32", "I32", 32, "int"),
     DType("int16", "I16", 16, "int"),

@@ -5,27 +5,45 @@ Readers make it, everything else uses it. It knows nothing of formats, and it op
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from operator import add, attrgetter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.errors import CheckpointError, IncompleteError
+from ckpt_tools.core.state_tree import Branch, Key, merge, of_paths
+from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 
 Section = Literal["model", "optim", "other"]
 SECTIONS: tuple[Section, ...] = ("model", "optim", "other")
-Path = tuple[str | int, ...]
 PlainValue = (
-    None | bool | int | float | str | Sequence["PlainValue"] | Mapping[str | int, "PlainValue"]
+    None
+    | bool
+    | int
+    | float
+    | complex
+    | str
+    | bytes
+    | AbstractSet["PlainValue"]
+    | Sequence["PlainValue"]
+    | Mapping[Key, "PlainValue"]
 )
+
+
+class Size(tuple[int, ...]):
+    """A torch.Size among plain values: a tuple of its own kind."""
+
+    __slots__ = ()
 
 
 class ByteRange(NamedTuple):
@@ -96,8 +114,9 @@ class GridChunks(Sequence[Chunk]):
 class TensorEntry:
     """One logical tensor: its name, type and global shape, and the chunks that hold it.
 
-    ``path`` is where it sits in the nested state dict, container by container; ``fqn`` the same
-    joined by dots. ``layout`` is what the format states, None when it states none.
+    ``path`` is where it sits in the tree of the state dict: a str is the text of a dict's key, an
+    int a place in a list or tuple. ``fqn`` is the same joined by dots. ``layout`` is what the
+    format states, None when it states none.
     """
 
     fqn: str
@@ -134,11 +153,12 @@ class TensorEntry:
 class ObjectEntry:
     """Something that is not a tensor: where its bytes are, and its value when it is plain.
 
-    ``value`` holds numbers, strings, bools and small lists or dicts of them; ``opened`` says if it
-    was read at all, since None is a value too. ``type_name`` names what is not opened, ``codec``
-    what the bytes are: None when they have no meaning of their own and ``value`` is all there is.
-    A config that is not opened may have a ``value`` to be shown. ``flaw`` says why the entry cannot
-    be used, without its name: `formats.locate` makes a problem of it.
+    ``value`` holds numbers, text, bytes, bools and small containers of them, each of its own kind
+    (an OrderedDict, a `Size`); ``opened`` says if it was read at all, since None is a value too.
+    ``type_name`` names what is not opened, ``codec`` what the bytes are: None when they have no
+    meaning of their own and ``value`` is all there is. A config that is not opened may have a
+    ``value`` to be shown. ``flaw`` says why the entry cannot be used, without its name:
+    `formats.locate` makes a problem of it.
     """
 
     fqn: str
@@ -152,20 +172,53 @@ class ObjectEntry:
     flaw: CheckpointError | None = None
 
 
+Entry: TypeAlias = TensorEntry | ObjectEntry
+
+
+class FileState(NamedTuple):
+    """What tells a file from another one in its place, without a look into it.
+
+    ``changed`` is the time of the last change in nanoseconds, ``version`` the inode on a disk, what
+    else changes with the contents in a store. Both are 0 or empty where nothing tells them.
+    """
+
+    size: int
+    changed: int = 0
+    version: str = ""
+
+    def __str__(self) -> str:
+        """In words that a person can compare."""
+        told = [f"{self.size:,} bytes"]
+        if self.changed:
+            seconds, nanoseconds = divmod(self.changed, 10**9)
+            date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+            told = [f"{told[0]} of {date}.{nanoseconds:09d} UTC"]
+        return ", ".join([*told, *filter(None, [self.version])])
+
+
 class FileEntry(NamedTuple):
-    """A file that the checkpoint needs; ``length`` in bytes, None when it is not there."""
+    """A file that the checkpoint needs; ``length`` in bytes, None when it is not there.
+
+    ``state`` is that before its first byte was read, None where nobody has looked.
+    """
 
     path: str
     length: int | None
+    state: FileState | None = None
+
+
+# Nothing is known of the containers: paths say it.
+NO_TREE: Branch[str] = Branch("dict", (), ())
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
     """Everything that is known of a checkpoint without reading its values.
 
-    ``tensors`` and ``objects`` are sorted by name; ``order`` has names as the state dict had them,
-    where the format tells. ``problems`` are what keeps it from being whole, ``ties`` groups of
-    names that share one storage.
+    ``tensors`` and ``objects`` are sorted by name. ``tree`` has the names of entries for leaves, in
+    the order and in the containers of the state dict; entries that it lacks stand behind, at their
+    paths, and names without an entry are not there: `nesting` is the tree of the entries.
+    ``problems`` are what keeps it from being whole, ``ties`` groups of names that share a storage.
     """
 
     root: str
@@ -180,7 +233,41 @@ class CheckpointIndex:
     ties: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
-    order: tuple[str, ...] = ()
+    tree: Branch[str] = NO_TREE
+    _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def nesting(self) -> Branch[str]:
+        """The tree of the state dict: each leaf is the name of an entry, each entry one leaf."""
+        if not self._nesting:
+            self._nesting.append(completed(self.tree, self.entries))
+        return self._nesting[0]
+
+    def entry_tree(self) -> Branch[Entry]:
+        """`nesting` with the entries for leaves."""
+        entries: dict[str, Entry] = {entry.fqn: entry for entry in self.entries}
+        return self.nesting.map(entries.__getitem__)
+
+    def arranged(self, tree: Branch[Entry]) -> CheckpointIndex:
+        """The same checkpoint with the entries of a tree, each renamed after its place in it.
+
+        An entry may be there more than once. Raises UnsupportedError for two places of one name.
+        """
+        placed = [_renamed(entry, path) for path, entry in tree.walk()]
+        placed.sort(key=_fqn)
+        for one, other in pairwise(placed):
+            if one.fqn == other.fqn:
+                raise UnsupportedError(
+                    f"{self.root}: {list(one.path)} and {list(other.path)} would both be called "
+                    f"{one.fqn}.",
+                    hint="Leave one of them out with --exclude.",
+                )
+        return replace(
+            self,
+            tensors=tuple(entry for entry in placed if isinstance(entry, TensorEntry)),
+            objects=tuple(entry for entry in placed if isinstance(entry, ObjectEntry)),
+            tree=tree.map_places(lambda path, _: ".".join(map(str, path))),
+        )
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -188,9 +275,17 @@ class CheckpointIndex:
         return tuple(file.path for file in self.files if file.length is None)
 
     @property
-    def entries(self) -> list[TensorEntry | ObjectEntry]:
+    def entries(self) -> list[Entry]:
         """Every tensor, then every object."""
         return [*self.tensors, *self.objects]
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Names that a problem speaks of and that have no entry, sorted: what went with a file."""
+        named = frozenset().union(*(problem.about for problem in self.problems))
+        if not named:
+            return ()
+        return tuple(sorted(named.difference(entry.fqn for entry in self.entries)))
 
     def tensor(self, fqn: str) -> TensorEntry | None:
         """The tensor of this name, or None."""
@@ -205,7 +300,11 @@ class CheckpointIndex:
         return self.objects[place] if found else None
 
     def select(self, fqns: Collection[str]) -> CheckpointIndex:
-        """The same checkpoint with only these tensors and objects, and the problems they have."""
+        """The same checkpoint with only these tensors and objects, and the problems they have.
+
+        A problem that names nothing belongs to every choice. A name that was lost with its file may
+        be among ``fqns``, too: it has no entry, and its problem comes along.
+        """
         return replace(
             self,
             problems=tuple(p for p in self.problems if not p.about or not p.about.isdisjoint(fqns)),
@@ -224,8 +323,36 @@ class CheckpointIndex:
         raise first.reworded("\n  ".join(shown)).concerning(())
 
 
-def _fqn(entry: TensorEntry | ObjectEntry) -> str:
+def _fqn(entry: Entry) -> str:
     return entry.fqn
+
+
+def _renamed(entry: Entry, path: Path) -> Entry:
+    return entry if entry.path == path else replace(entry, fqn=".".join(map(str, path)), path=path)
+
+
+class Placed(Protocol):
+    """What has a name and a place in a state dict."""
+
+    @property
+    def fqn(self) -> str: ...  # noqa: D102 (said above)
+
+    @property
+    def path(self) -> Path: ...  # noqa: D102
+
+
+def completed(tree: Branch[str], placed: Sequence[Placed]) -> Branch[str]:
+    """The tree without names that nothing placed has, and with all that are placed, at their paths.
+
+    Raises UnsupportedError for paths that exclude one another.
+    """
+    fqns = {one.fqn for one in placed}
+    held = set(tree.leaves())
+    kept = tree if held <= fqns else tree.filter(fqns.__contains__)
+    rest = of_paths((one.path, one.fqn) for one in placed if one.fqn not in held)
+    if not kept.items:
+        return rest if rest.items else kept
+    return merge(kept, rest) if rest.items else kept
 
 
 _offsets = attrgetter("offsets")

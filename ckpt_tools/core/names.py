@@ -74,11 +74,11 @@ def classify(
     ``objects`` are those of the paths that are not tensors. Beside a model container, names outside
     of any container are other state. Without one, the tensors that no container of other state
     holds are the model (TorchTitan saves it so), unless the whole is a bare optimizer state dict:
-    ``state`` and ``param_groups`` at the top.
+    ``state`` and ``param_groups`` at the top, or flattened names that begin so.
     """
     containers = container_of(paths)
     has_model = "model" in containers.values()
-    bare_optim = not has_model and any(path[0] == "param_groups" for path in paths)
+    bare_optim = not has_model and any(_optim_top(path) == "param_groups" for path in paths)
     return [
         _section_of(
             path,
@@ -88,6 +88,11 @@ def classify(
         )
         for path in paths
     ]
+
+
+def _optim_top(path: Path) -> str:
+    """The first component of a path; flattened, ``param_groups.w.lr`` is one part of it."""
+    return str(path[0]).partition(".")[0]
 
 
 def _may_be_weight(path: Path, objects: Collection[Path]) -> bool:
@@ -105,20 +110,26 @@ def _section_of(
             return containers[path[:depth]], path[:depth]
         if str(path[depth - 1]) not in _OUTER:
             break
-    if bare_optim and path[0] in ("state", "param_groups"):
+    if bare_optim and _optim_top(path) in ("state", "param_groups"):
         return "optim", ()
     return ("model" if is_model else "other"), ()
 
 
-def clean(name: str) -> str:
-    """The name without wrapper components and without a leading DDP ``module``.
+def unwrapped(name: str) -> str:
+    """The name without the components of wrapper modules, as torch's own state dict calls name it.
 
-    Whole components only: ``gate_orig_mod.weight`` keeps its name.
+    Whole components only: ``gate_orig_mod.weight`` keeps its name. A leading ``module`` stays: it
+    may be the model's own (Composer's is), and nothing tells it from that of DDP.
     """
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    if len(parts) > 1 and parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(parts)
+    if not any(wrapper in name for wrapper in WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def clean(name: str) -> str:
+    """The name without wrapper components and without a leading DDP ``module``."""
+    first, dot, rest = unwrapped(name).partition(".")
+    return rest if first == "module" and dot else first + dot + rest
 
 
 def selector(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
@@ -150,18 +161,23 @@ def _pattern(text: str) -> re.Pattern[str]:
 def select(
     index: CheckpointIndex, *, include: Sequence[str], exclude: Sequence[str], only: Section | None
 ) -> CheckpointIndex:
-    """The part of a checkpoint that a section and name patterns choose.
+    """The part of a checkpoint that a section and name patterns choose, with the problems it has.
 
-    Raises AnswerNo when nothing is left.
+    The patterns choose lost names as they would have chosen the entries; which section those were
+    in is not known, so a section alone chooses them all.
+
+    Raises AnswerNo when nothing is left, and what is wrong when that is because all of it is lost.
     """
     chosen = selector(include, exclude)
     entries = index.entries
     fqns = {e.fqn for e in entries if (only is None or e.section == only) and chosen(e.fqn)}
+    lost = set(filter(chosen, index.lost))
     if not fqns:
+        index.select(lost).require_whole()
         counts = Counter(entry.section for entry in entries)
         there = ", ".join(f"{count} {section}" for section, count in counts.items()) or "nothing"
         raise AnswerNo(
             f"{index.root}: no entry is chosen by these filters; it holds {there}.",
             hint="`ckpt-tools ls` lists the names; --only chooses a section.",
         )
-    return index.select(fqns)
+    return index.select(fqns | lost)

@@ -47,7 +47,7 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
         with devices.process_group(group) as device_type:
 
             def load_and_save(plans: Sequence[FilePlan], folder: str) -> None:
-                require_same_plan(group, plans)
+                require_same_plan(group, plans, source=index)
                 placed = _Placed(mesh, device_type, group)
                 with group.together():  # a rank that refuses must not be missed in a collective
                     state = placed.empty(plan.targets)
@@ -139,7 +139,9 @@ def _load_and_save(
     chosen = {item.fqn for file in plan.files for item in file.items}
     objects = [entry for entry in index.objects if entry.fqn in chosen]
     unordered: dict[str, object] = {**state, **{entry.fqn: Opaque() for entry in objects}}
-    places = {fqn: place for place, fqn in enumerate(index.order)}  # torch goes by this order, too
+    places = {
+        fqn: place for place, fqn in enumerate(index.nesting.leaves())
+    }  # torch goes by this order, too
     names = sorted(unordered, key=lambda fqn: (places.get(fqn, len(places)), fqn))
     whole = {fqn: unordered[fqn] for fqn in names}
     with _told(UnreadableError, f"dcp.load of {index.root}"):

@@ -6,19 +6,30 @@ all the rest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
 
-from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.index import CheckpointIndex, FileState, ObjectEntry
 from ckpt_tools.core.text import first_of
 from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.formats import foreign, frameworks
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, refuse_special
 
-__all__ = ["FORMATS", "Format", "ReadOptions", "detect", "locate", "open_objects", "read_index"]
+__all__ = [
+    "FORMATS",
+    "Format",
+    "ReadOptions",
+    "as_archives",
+    "detect",
+    "locate",
+    "open_object",
+    "open_objects",
+    "read_index",
+]
 
 
 class Format(NamedTuple):
@@ -49,6 +60,7 @@ FORMATS = (
     Format("ranks", "ckpt_tools.formats.rank_files.read"),
     Format("safetensors", "ckpt_tools.formats.safetensors.read"),
     Format("torch", "ckpt_tools.formats.torch_file.read"),
+    Format("torch", "ckpt_tools.formats.torch_file.folder"),
 )
 
 
@@ -63,7 +75,8 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
 
 
 def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
-    """The same index with the values of its plain objects.
+    """The same index with the values of its plain objects, and with the tensors of tuples that a
+    format keeps as objects.
 
     Raises UnsafePickleError when an object asks for a global that could run code.
     """
@@ -72,6 +85,23 @@ def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     from ckpt_tools.formats.dcp import items as dcp_items
 
     return dcp_items.open_objects(index, files)
+
+
+def open_object(index: CheckpointIndex, entry: ObjectEntry, files: Files) -> ObjectEntry:
+    """One object of the index with its value, when it is plain; a tuple with tensors is not."""
+    opened = open_objects(replace(index, tensors=(), objects=(entry,)), files)
+    return opened.object(entry.fqn) or replace(entry, type_name="tuple or list with tensors")
+
+
+def as_archives(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The same index with every object that has bytes of its own, and no value that was read, as
+    an archive of torch.save.
+    """
+    if all(entry.opened or entry.codec is None for entry in index.objects):
+        return index
+    from ckpt_tools.formats.dcp import items as dcp_items
+
+    return dcp_items.as_archives(index, files)
 
 
 def detect(path: str) -> Format | None:
@@ -90,6 +120,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     """
     if not paths.exists(path):
         return _read_glob(path, options)
+    refuse_special([path])
     place = frameworks.member(path)
     foreign.refuse_foreign(place)
     form = detect(place)
@@ -100,14 +131,46 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         raise UnreadableError(
             f"{path} is no checkpoint of a known format.", hint=frameworks.SUPPORTED
         )
-    index = form.read_index(place, options)
+    before = _states(place)  # a file that changes while headers are read has changed, too
+    index = _with_states(form.read_index(place, options), before)
     framework, told_by = frameworks.framework(index)
     notes = list(index.notes)
     if paths.normal(place) != paths.normal(path):
         notes.insert(0, f"Reading {place}.")
     if told_by is not None:
         notes.append(f"Framework: {framework}, told by {told_by}.")
+    others = _beside(place, index)
+    if others:
+        shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+        notes.append(f"Beside it, and not read: {shown}.")
     return replace(index, framework=framework, notes=tuple(notes))
+
+
+def _beside(place: str, index: CheckpointIndex) -> list[str]:
+    """What else in the folder that was read looks like a checkpoint, and no note speaks of."""
+    read = [file.path for file in index.files]
+    found = frameworks.beside(place, read, lambda path: detect(path) is not None)
+    return [name for name in found if not any(name in note for note in index.notes)]
+
+
+def _states(place: str) -> dict[str, FileState]:
+    try:
+        return paths.states(place)
+    except OSError:
+        return {}  # reading it will say what is wrong
+
+
+def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> CheckpointIndex:
+    """The same index, its files with the states that they had before they were read.
+
+    A store is asked for no more than its listing: each file by itself would be a request.
+    """
+    known = {paths.normal(path): state for path, state in before.items()}
+    where = {file: paths.normal(file.path) for file in index.files}
+    known |= paths.states_now(
+        path for path in where.values() if path not in known and not paths.is_address(path)
+    )
+    return replace(index, files=tuple(f._replace(state=known.get(at)) for f, at in where.items()))
 
 
 def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
@@ -119,7 +182,8 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
         return read_index(found[0], options=options)
     from ckpt_tools.formats.rank_files import read as rank_files
 
-    return rank_files.read_index(found, options=options)
+    before = paths.states_now(found)
+    return _with_states(rank_files.read_index(found, options=options), before)
 
 
 def _only_one_inside(folder: str) -> str:

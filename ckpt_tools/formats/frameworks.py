@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.storage import paths
@@ -54,7 +54,7 @@ def followed(path: str) -> str:
     """
     if paths.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
         return path
-    with open(path, "rb") as file:
+    with open(paths.open_file(path), "rb") as file:
         text = file.read(_MAX_LINK)
     try:
         target = os.path.join(os.path.dirname(path), text.decode())
@@ -87,6 +87,23 @@ def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
     return list(found.values())
 
 
+def beside(folder: str, read: Collection[str], is_checkpoint: Callable[[str], bool]) -> list[str]:
+    """Checkpoints in a folder of which ``read`` are the files that were read, by their names in it.
+
+    An index JSON by itself is none: its files are. Nothing is looked for in stores, where each
+    folder would be a request.
+    """
+    if paths.is_address(folder) or not os.path.isdir(folder):
+        return []
+    known = {os.path.realpath(path) for path in read}
+
+    def is_other(path: str) -> bool:
+        is_own = path.endswith(".index.json") or os.path.realpath(path) in known
+        return not is_own and is_checkpoint(path)
+
+    return [os.path.relpath(path, folder) for path in inside(folder, is_other)]
+
+
 def _keep(found: dict[str, str], path: str) -> None:
     """Remember a checkpoint once, by its own name rather than by that of a link to it."""
     real = path if paths.is_address(path) else os.path.realpath(path)
@@ -104,6 +121,35 @@ def _candidates(parent: str) -> list[str]:
         os.path.join(parent, name)
         for name in names
         if name not in _SIDE_FOLDER and not _SIDE_FILE.fullmatch(name)
+    ]
+
+
+# Frameworks that keep a checkpoint beside other parts of the same save.
+_SPREAD = ("accelerate", "transformers", "olmo")
+
+
+def sources_of(index: CheckpointIndex) -> list[str]:
+    """Every file and folder that a checkpoint is read from, and what belongs to the same save."""
+    return [index.root, *(file.path for file in index.files), *_beside(index)]
+
+
+def _beside(index: CheckpointIndex) -> list[str]:
+    """What lies beside a checkpoint and is of the same save: other parts of its framework's folder.
+
+    Not what this program is making there, or is about to replace.
+    """
+    if index.framework not in _SPREAD or paths.is_address(index.root):
+        return []
+    folder = os.path.dirname(os.path.abspath(index.root))
+    try:
+        names = set(paths.listdir(folder))
+    except OSError:
+        return []
+    unfinished = {name for name in names if f"{name}.partial" in names}
+    return [
+        os.path.join(folder, name)
+        for name in sorted(names - unfinished)
+        if not name.endswith((".partial", ".replaced"))
     ]
 
 

@@ -1,16 +1,16 @@
 """Proof: is a checkpoint whole, is it the same as another one, and are its values sane?
 
 `verify` and `verify_quick` look for damage, `fingerprint` gives digests that do not depend on
-format or sharding, `diff` compares two checkpoints, `stats` looks at values, and `same_tensors`
-proves an output against its source. This room writes no checkpoint, and of formats it knows only
-which archives carry checksums. What needs numpy (`stats`, and the values of `diff`) is imported
-when it is called.
+format or sharding, `diff` compares two checkpoints, `stats` looks at values, and `same_tensors` and
+`same_objects` prove an output against its source. This room writes no checkpoint, and of formats it
+knows only which archives carry checksums and what DCP keeps of containers. What needs numpy
+(`stats`, and the values of `diff`) is imported when it is called.
 """
 
 from __future__ import annotations
 
 from ckpt_tools.proof.anomalies import Anomaly
-from ckpt_tools.proof.check import same_tensors
+from ckpt_tools.proof.check import same_objects, same_tensors
 from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
 from ckpt_tools.proof.condition import HurtTensor, Rescue
 from ckpt_tools.proof.diff import Diff, DiffOptions, EntryDiff, diff, diff_headers
@@ -49,6 +49,7 @@ __all__ = [
     "diff_headers",
     "fingerprint",
     "parse_rename",
+    "same_objects",
     "same_tensors",
     "verify",
     "verify_quick",

@@ -1,6 +1,6 @@
 """Proof that an output holds what its source held: the source's digests, and the result's own.
 
-`same_tensors` is what --check runs before an output is given its name.
+`same_tensors` and `same_objects` are what --check runs before an output is given its name.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import NamedTuple
 from ckpt_tools import formats
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import WriteError
+from ckpt_tools.proof.containers import compare_containers
 from ckpt_tools.proof.fingerprint import digest_of
+from ckpt_tools.proof.objects import compare_objects
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.reader import Files
 
@@ -71,6 +73,42 @@ def same_tensors(
             "the disk or the memory of this machine.",
         )
     return _statement(pairs)
+
+
+def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files) -> str:
+    """Compare the objects and the containers of a result, read back, with what was to be written.
+
+    Both must be opened, and have the result's names. Returns a sentence that says what was proven,
+    or nothing when there was nothing to compare.
+
+    Raises WriteError for an object that differs, is missing, or is there without a source, and for
+    a container that is another one.
+    """
+    faults = [f"{entry.fqn} has no source" for entry in result.objects if not _has(source, entry)]
+    for entry in source.objects:
+        found = result.object(entry.fqn)
+        if found is None:
+            faults.append(f"{entry.fqn} is missing")
+            continue
+        verdict, why = compare_objects(entry, found, files)
+        if not verdict:
+            faults.append(f"{entry.fqn}: {why}")
+    containers = compare_containers(source, result)
+    faults += [
+        f"{one.name or 'all'} is {one.b or 'not there'}, not {one.a or 'there'}"
+        for one in (containers.differing if containers is not None else ())
+    ]
+    if faults:
+        raise WriteError(
+            f"{result.root}, read back, is not what was to be written: {some(faults)}."
+        )
+    parts = [f"{len(source.objects):,} objects"] if source.objects else []
+    parts += [f"{containers.count:,} containers"] if containers is not None else []
+    return f" So are its {' and '.join(parts)}, by value." if parts else ""
+
+
+def _has(source: CheckpointIndex, entry: ObjectEntry) -> bool:
+    return source.object(entry.fqn) is not None
 
 
 def _nbytes(pair: _Pair) -> int:

@@ -84,10 +84,11 @@ def tasks_of(index: CheckpointIndex, files: Files, *, threads: int) -> list[Task
     """What is to be read: items of DCP files one by one, archives, and other files in parts."""
     sizes = {file.path: file.length for file in index.files if file.length is not None}
     items = [
-        (chunk.data, chunk.codec)
+        (data, chunk.codec)
         for entry in index.tensors
         for chunk in entry.chunks
         if chunk.codec in _ARCHIVES
+        for data in (chunk.data, *chunk.replicas)
     ]
     items += [(entry.data, entry.codec) for entry in index.objects if entry.codec in _ARCHIVES]
     tasks = [Task(data, codec, data.length) for data, codec in items if _is_there(data, sizes)]

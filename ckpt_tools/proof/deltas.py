@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
 
+from ckpt_tools.copying.cast import has_numbers, numbers
 from ckpt_tools.copying.write import read_box
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.proof.moments import sum_of_squares
-from ckpt_tools.proof.numbers import has_numbers, numbers
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 

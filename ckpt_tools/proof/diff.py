@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
+from ckpt_tools.proof.containers import compare_containers
 from ckpt_tools.proof.objects import compare_objects
 from ckpt_tools.proof.pairs import Naming, Pairs, pair
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
@@ -22,11 +23,13 @@ from ckpt_tools.storage.reader import Files
 if TYPE_CHECKING:
     from ckpt_tools.proof.deltas import Delta
 
-Status = Literal["same", "only a", "only b", "kind", "dtype", "shape", "values", "unknown"]
+Status = Literal[
+    "same", "only a", "only b", "kind", "dtype", "shape", "values", "unknown", "container"
+]
 
 
 class EntryDiff(NamedTuple):
-    """One name and what became of comparing it.
+    """One name and what became of comparing it; ``container`` is of a dict, a list or a tuple.
 
     ``a`` and ``b`` say in words what is on each side. ``unknown`` means that it could not be
     compared, which is never the same as being equal. ``delta`` is there when values were compared
@@ -52,9 +55,14 @@ class DiffOptions:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The differences of two checkpoints, by name; ``same`` counts the entries that are equal."""
+    """The differences of two checkpoints, by name; ``same`` counts the entries that are equal.
+
+    ``containers`` are those that both sides have, None when containers were not compared: names
+    were changed, or one side has none.
+    """
 
     values_compared: bool
+    containers: int | None
     tensors: int
     objects: int
     same: int
@@ -70,7 +78,7 @@ def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming) -> D
     """Compare names, types and shapes; nothing but headers is read, and no values are compared."""
     pairs = pair(a, b, naming)
     entries = [*_one_sided(a, b, pairs), *(_header(*found) for found in _both(a, b, pairs))]
-    return _diff(pairs, a, entries, values_compared=False)
+    return _diff(pairs, entries, sides=(a, b), naming=naming, values_compared=False)
 
 
 def diff(
@@ -91,8 +99,8 @@ def diff(
     """
     from ckpt_tools.proof.deltas import delta, same_bytes  # numpy: headers do without it
 
-    pairs = pair(a, b, options.naming)
     here, there = _opened(a, files), _opened(b, files)
+    pairs = pair(here, there, options.naming)
     tally = Tally(on_bytes)
 
     def values(found: _Both) -> EntryDiff:
@@ -115,7 +123,7 @@ def diff(
         *in_threads(values, tensors, threads=threads, nbytes=_nbytes),
         *map(partial(_object, files), objects),
     ]
-    return _diff(pairs, a, entries, values_compared=True)
+    return _diff(pairs, entries, sides=(here, there), naming=options.naming, values_compared=True)
 
 
 class _Both(NamedTuple):
@@ -191,11 +199,22 @@ def _object(files: Files, found: _Both) -> EntryDiff:
 
 
 def _diff(
-    pairs: Pairs, a: CheckpointIndex, entries: list[EntryDiff], *, values_compared: bool
+    pairs: Pairs,
+    entries: list[EntryDiff],
+    *,
+    sides: tuple[CheckpointIndex, CheckpointIndex],
+    naming: Naming,
+    values_compared: bool,
 ) -> Diff:
-    objects = sum(a.object(fqn) is not None for fqn, _ in pairs.both.values())
+    objects = sum(sides[0].object(fqn) is not None for fqn, _ in pairs.both.values())
+    found = None if naming.clean or naming.renames else compare_containers(*sides)
+    entries += [
+        EntryDiff(one.name or "(all)", "container", one.a, one.b)
+        for one in (found.differing if found is not None else ())
+    ]
     return Diff(
         values_compared=values_compared,
+        containers=None if found is None else found.count,
         tensors=len(pairs.both) - objects,
         objects=objects,
         same=sum(entry.status == "same" for entry in entries),

@@ -20,6 +20,7 @@ Objects (numbers, pickled state) take no part: formats keep them differently.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from typing import NamedTuple
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section, TensorEntry
+from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.inside import Inside, names_inside
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.reader import Files
@@ -82,9 +84,11 @@ def fingerprint(
     """
     from ckpt_tools import formats  # the readers: whoever loads a fingerprint does not need them
 
-    inside = names_inside(index)
     located = formats.locate(index, files)
     located.require_whole()
+    with suppress(CheckpointError):  # tensors of tuples; what else objects are is not asked here
+        located = formats.open_objects(located, files)
+    inside = names_inside(located)
     tally = Tally(on_bytes)
 
     def digest(entry: TensorEntry) -> TensorDigest:

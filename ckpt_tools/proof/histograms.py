@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
 
 from ckpt_tools import formats
+from ckpt_tools.copying.cast import numbers
 from ckpt_tools.copying.write import read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
-from ckpt_tools.proof.numbers import numbers
 from ckpt_tools.proof.stats import Statistics
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.reader import Files

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
 
+from ckpt_tools.copying.cast import exact_extremes, numbers
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.proof.numbers import exact_extremes, numbers
 
 if TYPE_CHECKING:
-    from ckpt_tools.proof.numbers import Numbers
+    from ckpt_tools.copying.cast import Numbers
 
 _BLOCK = 64 << 10  # elements: 512 KiB of float64 stay in the cache
 

@@ -16,9 +16,9 @@ _MAX_COMPARED = 256 << 20
 def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool | None, str]:
     """Whether two objects are equal and, if not, why; None when it cannot be told.
 
-    Plain values are equal when they are equal in Python and of the same types, except that a list
-    and a tuple with the same items are equal and so are two NaNs. What is not opened is compared by
-    its pickle: equal bytes are equal, different ones cannot be told.
+    Plain values are equal when they are equal in Python and of the same types, with keys of the
+    same types; only an OrderedDict equals a dict, and a NaN another. What is not opened is compared
+    by its pickle: equal bytes are equal, different ones cannot be told.
     """
     if a.opened and b.opened:
         same = _same(a.value, b.value)
@@ -35,9 +35,10 @@ def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool 
 
 def _same(a: PlainValue, b: PlainValue) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        same_keys = {(type(key), key) for key in a} == {(type(key), key) for key in b}
+        return same_keys and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (math.isnan(a) and math.isnan(b))
     return type(a) is type(b) and a == b

@@ -10,10 +10,10 @@ from zlib import crc32
 
 import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
 
+from ckpt_tools.copying.cast import has_numbers
 from ckpt_tools.copying.write import read_box
 from ckpt_tools.core.index import Chunk, TensorEntry
 from ckpt_tools.proof.moments import Moments, moments_of
-from ckpt_tools.proof.numbers import has_numbers
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:

@@ -38,7 +38,10 @@ class RankState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found. ``reading`` is None when only headers were read."""
+    """What `verify` found. ``reading`` is None when only headers were read.
+
+    ``lost`` are names without an entry: what went with a file that said how large they are.
+    """
 
     root: str
     format: str
@@ -48,6 +51,7 @@ class Report:
     hurt: tuple[HurtTensor, ...]
     objects: int
     hurt_objects: tuple[str, ...]
+    lost: tuple[str, ...]
     rescued: tuple[Rescue, ...]
     ranks: tuple[RankState, ...]
     reading: Reading | None
@@ -122,15 +126,17 @@ def _report(index: CheckpointIndex, located: CheckpointIndex, findings: _Finding
         *halves.problems,
     ]
     hurt = condition.hurt_tensors(problems)
+    lost = replace(index, problems=tuple(problems)).lost
     return Report(
         root=index.root,
         format=index.format,
         problems=tuple(problems),
-        notes=(*halves.notes, *_replicas_hold(index, hurt)),
+        notes=(*index.notes, *halves.notes, *([] if hurt or lost else _replicas_hold(index))),
         tensors=len(index.tensors),
         hurt=hurt,
         objects=len(index.objects),
         hurt_objects=condition.hurt_objects(problems),
+        lost=lost,
         rescued=condition.rescued(),
         ranks=_ranks(index, condition),
         reading=findings.reading,
@@ -225,9 +231,18 @@ def _halves(index: CheckpointIndex) -> Halves:
     return compare_halves(index, inside)
 
 
-def _replicas_hold(index: CheckpointIndex, hurt: Sequence[HurtTensor]) -> list[str]:
-    """What to say when files are missing and yet no row is."""
-    if not index.missing or any(tensor.lost for tensor in hurt):
+def _replicas_hold(index: CheckpointIndex) -> list[str]:
+    """What to say when files are missing and yet no row is.
+
+    What a missing file held is known where an item is placed in it, and where layouts on the mesh
+    of all ranks state it; else it may have held names and rows of which nothing is left.
+    """
+    if not index.missing:
+        return []
+    placed = {data.path for _, data in _held(index)}
+    meshes = {entry.layout.mesh.size for entry in index.tensors if entry.layout is not None}
+    stated = index.world_size in meshes
+    if not stated and not placed.issuperset(index.missing):
         return []
     told = (
         "Every row of every tensor is there all the same: replicas in other files hold what the "

@@ -6,26 +6,24 @@ it asks the file system only for the lengths of small files that are copied alon
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    ObjectEntry,
-    TensorEntry,
-)
+from ckpt_tools.core import names
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
     Target,
     WriteItem,
+    inside,
+    joined,
     object_entry_as_tensor,
 )
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import unwritable
 from ckpt_tools.formats.torch_file import write as torch_write
-from ckpt_tools.transforms.frameworks import Arranged, Placed
+from ckpt_tools.storage import paths
+from ckpt_tools.transforms.frameworks import Arranged
 
 PlanFolder = Callable[[Sequence[Target], CheckpointIndex], Sequence[FilePlan]]
 
@@ -35,61 +33,35 @@ def plan_files(
     located: CheckpointIndex,
     targets: Sequence[Target],
     plan_folder: PlanFolder,
-) -> list[FilePlan]:
+) -> Sequence[FilePlan]:
     """All files of the arrangement, folder by folder, then what lies beside them.
 
     ``targets`` are the source's tensors under their own names; ``plan_folder`` plans the files of
     one folder from its targets and its part of the index, both under their new names.
     """
-    folders: dict[str, list[Placed]] = {}
-    for one in arranged.placed:
-        folders.setdefault(one.folder, []).append(one)
+    parts: list[Sequence[FilePlan]] = []
+    for folder, tree in arranged.folders.items():
+        moved = located.arranged(tree)
+        if moved.entries:
+            parts.append(inside(folder, plan_folder(renamed(tree, targets), moved)))
     plans: list[FilePlan] = []
-    for folder, placed in folders.items():
-        moved = _moved(located, placed)
-        part = renamed(placed, targets)
-        plans += [_inside(folder, plan) for plan in plan_folder(part, moved)]
-    for name, beside in arranged.beside.items():
-        plans += torch_write.plan_files((), _moved(located, beside).objects, filename=name)
+    for name, tree in arranged.beside.items():
+        moved = located.arranged(tree)
+        plans += torch_write.plan_files((), moved.objects, filename=name, tree=moved.tree)
     plans += [_text(name, text) for name, text in arranged.texts.items()]
-    return [*plans, *(_copy(name, path) for name, path in arranged.copied.items())]
+    plans += [_copy(name, path) for name, path in arranged.copied.items()]
+    return joined([*parts, plans])
 
 
-def _moved(located: CheckpointIndex, placed: Sequence[Placed]) -> CheckpointIndex:
-    """The part of the index that goes into one folder, under its new names."""
-    tensors = [
-        replace(one.entry, fqn=one.fqn, path=one.path)
-        for one in placed
-        if isinstance(one.entry, TensorEntry)
-    ]
-    objects = [
-        replace(one.entry, fqn=one.fqn, path=one.path)
-        for one in placed
-        if isinstance(one.entry, ObjectEntry)
-    ]
-    return replace(
-        located,
-        tensors=tuple(sorted(tensors, key=lambda entry: entry.fqn)),
-        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
-    )
-
-
-def renamed(placed: Sequence[Placed], targets: Sequence[Target]) -> tuple[Target, ...]:
-    """The targets that these places are for, under their new names, sorted by them."""
+def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...]:
+    """The targets of a tree's tensors, under the names of their places, sorted by these."""
     by_name = {target.fqn: target for target in targets}
-    found = []
-    for one in placed:
-        if isinstance(one.entry, TensorEntry):
-            target = by_name[one.entry.fqn]
-            found.append(target._replace(fqn=one.fqn, path=one.path))
+    found = [
+        by_name[entry.fqn]._replace(fqn=names.join(path), path=path)
+        for path, entry in tree.walk()
+        if isinstance(entry, TensorEntry)
+    ]
     return tuple(sorted(found, key=lambda target: target.fqn))
-
-
-def _inside(folder: str, plan: FilePlan) -> FilePlan:
-    if not folder:
-        return plan
-    path = f"{folder}/{plan.path}"
-    return plan._replace(path=path, items=tuple(item._replace(path=path) for item in plan.items))
 
 
 def _text(name: str, text: str) -> FilePlan:
@@ -100,7 +72,7 @@ def _text(name: str, text: str) -> FilePlan:
 def _copy(name: str, path: str) -> FilePlan:
     """A file that is copied as it is."""
     try:
-        length = os.path.getsize(path)
+        length = paths.size(path)
     except OSError as error:
         raise unwritable(path, error, doing="copied along") from error
     source = ObjectEntry(name, (name,), "other", ByteRange(path, 0, length))

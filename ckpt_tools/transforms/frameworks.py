@@ -1,28 +1,27 @@
 """How frameworks want a checkpoint: folders, containers, and the files beside it.
 
 Entries of any source are taken out of the containers that they stand in and put into those that the
-framework's own loader looks for. What no conversion can know is left out and named: random states
-and data positions belong to ranks that are no more. This room plans; it opens no file.
+framework's own loader looks for: a tree in, a tree for each folder out. What a layout has no place
+for is left out and named. This room plans; it opens no file.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import combinations
 from typing import Literal, NamedTuple
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    ObjectEntry,
-    Path,
-    TensorEntry,
-)
-from ckpt_tools.errors import UsageError
-from ckpt_tools.transforms import optimizer_groups
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry
+from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
+from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.transforms import optimizer, param_names
+from ckpt_tools.transforms.optimizer import Digest, ParamNames
+from ckpt_tools.transforms.rank_states import TargetRanks
 
 FrameworkLayout = Literal["plain", "accelerate", "titan", "verl", "lightning", "composer"]
 LAYOUTS: tuple[FrameworkLayout, ...] = (
@@ -34,68 +33,56 @@ LAYOUTS: tuple[FrameworkLayout, ...] = (
     "composer",
 )
 
-# Parts of a path that hold what each rank of the old job kept for itself.
-_OF_RANKS = re.compile(
-    r"rng|rng_states?|random_states?|rng_state_\d+|dataloaders?|train_dataloader"
-    r"|dl_state_dict|sampler"
-)
 _STEP = re.compile(r"(?:global_step_|step[-_=]?|checkpoint-|ep\d+-ba)(\d+)(?:\D.*)?")
-
-
-class Placed(NamedTuple):
-    """An entry of the source, and where it goes: its new path, in the folder ``folder``."""
-
-    entry: TensorEntry | ObjectEntry
-    path: Path
-    folder: str = ""
-
-    @property
-    def fqn(self) -> str:
-        """Its new name."""
-        return names.join(self.path)
+_RANK_FILES = r"random_states_\d+\.pkl|rng_state_\d+\.pth"
 
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
     """A checkpoint as a framework wants it.
 
-    ``placed`` go into the DCP directories or rank files of their folders. ``beside`` are objects of
-    one torch.save file of its own, ``texts`` whole small files, ``copied`` files of the source by
-    their new names. ``notes`` say what was left out, for a person.
+    ``folders`` are the trees of DCP directories or rank files by their folders. ``beside`` are
+    trees of objects, each one torch.save file of its own, ``texts`` whole small files, ``copied``
+    files of the source by their new names. ``notes`` say what was left out, for a person.
     """
 
-    placed: tuple[Placed, ...]
-    beside: Mapping[str, tuple[Placed, ...]]
-    texts: Mapping[str, str]
-    copied: Mapping[str, str]
-    notes: tuple[str, ...]
+    folders: Mapping[str, Branch[Entry]]
+    beside: Mapping[str, Branch[Entry]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    copied: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTarget:
+    """What an arrangement is for.
+
+    ``order`` are the parameters' names in the order of the loading job's optimizer, which only verl
+    needs; ``digest`` compares hyper-parameters.
+    """
+
+    world_size: int
+    ranks: TargetRanks
+    order: ParamNames | None
+    digest: Digest
 
 
 class _Parts(NamedTuple):
-    """A checkpoint without its containers: the model's entries by name, the optimizer's, others."""
+    """A checkpoint without its containers: the model by its names, the optimizer, all else."""
 
-    model: list[Placed]
-    optim: list[Placed]
-    other: list[Placed]
-    gone: list[str]
+    model: Branch[Entry]
+    optim: Branch[Entry] | None
+    other: Branch[Entry]
 
 
-def arrange(
-    index: CheckpointIndex,
-    layout: FrameworkLayout,
-    *,
-    world_size: int,
-    order: Sequence[str] | None = None,
-) -> Arranged:
+def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: LayoutTarget) -> Arranged:
     """The entries of a checkpoint, its objects opened, as the loader of ``layout`` expects them.
 
-    ``order`` are the parameters' names in the order of the loading job's optimizer, which only verl
-    needs. Raises UsageError when there are several optimizers, when two names become one, and for
-    numbered optimizer states where names are expected or the other way round.
+    Raises UsageError when there are several optimizers, when two names become one, and for
+    numbered optimizer states where names are expected or the other way round; UnsupportedError for
+    an optimizer's state that cannot be had in the framework's shape, AnswerNo when nothing is left.
     """
-    parts = _parts(index)
-    _refuse_twins(parts.model)
-    makers: dict[FrameworkLayout, _Arrange] = {
+    makers: dict[FrameworkLayout, Callable[[_Job], Arranged]] = {
         "plain": _plain,
         "accelerate": _accelerate,
         "titan": _titan,
@@ -103,11 +90,13 @@ def arrange(
         "lightning": _lightning,
         "composer": _composer,
     }
-    arranged = makers[layout](_Job(index, parts, world_size, order))
-    if not parts.gone:
-        return arranged
-    note = f"Left out, of the old ranks: {', '.join(parts.gone)}."
-    return replace(arranged, notes=(*arranged.notes, note))
+    arranged = makers[layout](_Job(index, _parts(index), target))
+    if not any(next(tree.leaves(), None) for tree in arranged.folders.values()):
+        raise AnswerNo(
+            f"{index.root}: nothing that is chosen has a place in --layout {layout}.",
+            hint="Leave --layout out to keep it as it is.",
+        )
+    return arranged
 
 
 class _Job(NamedTuple):
@@ -115,13 +104,24 @@ class _Job(NamedTuple):
 
     source: CheckpointIndex
     parts: _Parts
-    world_size: int
-    order: Sequence[str] | None
+    target: LayoutTarget
 
-    def nested(self) -> list[Placed]:
+    def nested(self) -> Tree[Entry]:
         """The optimizer by names, with groups: what `get_optimizer_state_dict` gives."""
-        pairs = optimizer_groups.nested([(one.entry, one.path) for one in self.parts.optim])
-        return [Placed(*pair) for pair in pairs]
+        optim = self.parts.optim
+        return None if optim is None else optimizer.nested(optim, digest=self.target.digest)
+
+    def taken(self, *tops: str) -> Branch[Entry]:
+        """Of what is neither the model's nor the optimizer's, what these keys hold."""
+        return dict_of({top: self.parts.other.get(top) for top in tops})
+
+    def left_out(self, *tops: str) -> list[str]:
+        """A note on what these keys do not hold."""
+        paths = [path for path, _ in self.parts.other.walk() if path[0] not in tops]
+        if not paths:
+            return []
+        shown = ", ".join(dict.fromkeys(names.join(path[:2]) for path in paths))
+        return [f"Left out, since this layout has no place for it: {shown}."]
 
     def step(self) -> int:
         """The step that the folder of the source is named after, else 1.
@@ -147,96 +147,82 @@ class _Job(NamedTuple):
 
 
 def _parts(index: CheckpointIndex) -> _Parts:
-    """Take every entry out of its container."""
-    entries: list[TensorEntry | ObjectEntry] = [*index.tensors, *index.objects]
-    paths = [entry.path for entry in entries]
-    kinds = names.classify(paths, objects={entry.path for entry in index.objects})
-    parts = _Parts([], [], [], [])
-    optimizers: set[Path] = set()
-    gone: dict[str, None] = {}
-    for entry, (_, prefix) in zip(entries, kinds, strict=True):
-        rest = entry.path[len(prefix) :]
-        if entry.section == "model":
-            parts.model.append(Placed(entry, (_unwrapped(names.join(rest)),)))
-        elif entry.section == "optim":
-            inner, state = optimizer_groups.split(rest)
-            optimizers.add((*prefix, *inner))
-            parts.optim.append(Placed(entry, state))
-        elif _of_ranks(entry.path):
-            gone[names.join(entry.path[: _of_ranks(entry.path)])] = None
-        else:
-            parts.other.append(Placed(entry, entry.path))
+    """Take everything out of its container."""
+    optimizers = param_names.optimizers_of(index)
     if len(optimizers) > 1:
         shown = ", ".join(sorted(map(names.join, optimizers)))
         raise UsageError(
             f"{index.root} has several optimizers: {shown}. A framework's layout is of one.",
             hint="Choose one with --include, or leave --layout out to keep them as they are.",
         )
-    parts.gone.extend(gone)
-    return parts
+    optim = next(iter(optimizers.values()), None)
+    stray = next((entry for entry in index.entries if entry.section == "optim"), None)
+    if optim is None and stray is not None:
+        raise UsageError(
+            f"{stray.fqn}: no state dict of an optimizer has it, with state and param_groups.",
+            hint="Leave it out with --exclude, or leave --layout out to keep it as it is.",
+        )
+    entries = index.entries
+    kinds = names.classify([e.path for e in entries], objects={e.path for e in index.objects})
+    depths = {e.fqn: len(prefix) for e, (_, prefix) in zip(entries, kinds, strict=True)}
+    tree = index.entry_tree()
+    model: dict[str, Entry] = {}
+    for path, entry in tree.walk():
+        if entry.section == "model":
+            name = names.unwrapped(names.join(path[depths[entry.fqn] :]))
+            other = model.setdefault(name, entry)
+            if other is not entry:
+                raise UsageError(
+                    f"{other.fqn} and {entry.fqn} would both be {name}.",
+                    hint="Leave one of them out with --exclude.",
+                )
+    own = {entry.fqn for entry in model.values()}
+    own |= {entry.fqn for entry in optim.leaves()} if optim is not None else set()
+    return _Parts(dict_of(model), optim, tree.filter(lambda entry: entry.fqn not in own))
 
 
-def _unwrapped(name: str) -> str:
-    """The name without the components of wrapper modules, as torch's own state dict calls name it.
-
-    A leading ``module`` stays: it is Composer's own, and nothing tells it from that of DDP.
-    """
-    return ".".join(part for part in name.split(".") if part not in names.WRAPPERS)
-
-
-def _of_ranks(path: Path) -> int:
-    """How many parts of a path name what was the old ranks' own; 0 when it is not theirs."""
-    return next((n + 1 for n, part in enumerate(path) if _OF_RANKS.fullmatch(str(part))), 0)
+def _in(path: Sequence[str], tree: Tree[Entry]) -> Branch[Entry]:
+    """A tree in dicts, one for each part of the path; without leaves it is nothing."""
+    if not isinstance(tree, Branch) or next(tree.leaves(), None) is None:
+        return dict_of({})
+    for part in reversed(path):
+        tree = dict_of({part: tree})
+    return tree
 
 
-def _refuse_twins(placed: Sequence[Placed]) -> None:
-    first: dict[str, Placed] = {}
-    for one in placed:
-        other = first.setdefault(one.fqn, one)
-        if other is not one:
-            raise UsageError(
-                f"{other.entry.fqn} and {one.entry.fqn} would both be {one.fqn}.",
-                hint="Leave one of them out with --exclude.",
-            )
-
-
-def _under(prefix: Path, placed: Sequence[Placed], *, folder: str = "") -> list[Placed]:
-    return [Placed(one.entry, (*prefix, *one.path), folder) for one in placed]
-
-
-def _made(
-    placed: Sequence[Placed],
-    *,
-    beside: Mapping[str, tuple[Placed, ...]] | None = None,
-    texts: Mapping[str, str] | None = None,
-    copied: Mapping[str, str] | None = None,
-    notes: Sequence[str] = (),
-) -> Arranged:
-    return Arranged(tuple(placed), beside or {}, texts or {}, copied or {}, tuple(notes))
+def _together(*trees: Branch[Entry]) -> Branch[Entry]:
+    names_of = [{names.join(path) for path, _ in tree.walk()} for tree in trees]
+    twice = next((a & b for a, b in combinations(names_of, 2) if a & b), None)
+    if twice:
+        raise UsageError(
+            f"This layout would call two entries {min(twice)}.",
+            hint="Leave one of them out with --exclude.",
+        )
+    return reduce(merge, trees)
 
 
 def _plain(job: _Job) -> Arranged:
     """What ``dcp.save({"model": …, "optim": …})`` of `get_state_dict` writes."""
-    parts = job.parts
-    return _made(
-        [*_under(("model",), parts.model), *_under(("optim",), job.nested()), *parts.other]
-    )
+    model, optim = _in(("model",), job.parts.model), _in(("optim",), job.nested())
+    return Arranged({"": _together(model, optim, job.parts.other)})
 
 
 def _accelerate(job: _Job) -> Arranged:
     """The folder of ``Accelerator.save_state``, also that of the transformers Trainer."""
-    placed = _under(("model",), job.parts.model, folder="pytorch_model_fsdp_0")
-    placed += _under(("optimizer",), job.nested(), folder="optimizer_0")
+    folders = {
+        "pytorch_model_fsdp_0": _in(("model",), job.parts.model),
+        "optimizer_0": _in(("optimizer",), job.nested()),
+    }
     side = ("scheduler.bin", "scheduler.pt", "trainer_state.json", "config.json")
-    copied = _beside_source(job.source, side, "sampler.*|scheduler_\\d+.bin|custom_checkpoint.*")
-    notes = [_left_out(job.parts.other)] if job.parts.other else []
-    states = _beside_source(job.source, (), r"random_states_\d+\.pkl|rng_state_\d+\.pth")
-    if states:
-        notes.append(f"Left out, of the old ranks: {', '.join(sorted(states))}.")
-    return _made(placed, copied=copied, notes=notes)
+    copied = _beside_source(job.source, side, r"sampler.*|scheduler_\d+.bin|custom_checkpoint.*")
+    states = _beside_source(job.source, (), _RANK_FILES)
+    if job.target.ranks.fit("ranks", len(states)):
+        return Arranged(folders, copied=copied | states, notes=tuple(job.left_out()))
+    notes = [f"Left out, of the old ranks: {', '.join(sorted(states))}."] if states else []
+    return Arranged(folders, copied=copied, notes=(*job.left_out(), *notes))
 
 
-def _beside_source(index: CheckpointIndex, known: Sequence[str], pattern: str) -> dict[str, str]:
+def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str) -> dict[str, str]:
     """Files of these names beside the source, in the folder that Accelerate keeps them in."""
     folder = os.path.dirname(os.path.abspath(index.root))
     if index.framework not in ("accelerate", "transformers"):
@@ -250,38 +236,40 @@ def _beside_source(index: CheckpointIndex, known: Sequence[str], pattern: str) -
 
 def _titan(job: _Job) -> Arranged:
     """One step of TorchTitan: the model's names at the top, the optimizer flattened."""
-    pairs = optimizer_groups.flattened([(one.entry, one.path) for one in job.parts.optim])
-    folder = f"step-{job.step()}"
-    placed = _under((), job.parts.model, folder=folder)
-    placed += [Placed(entry, ("optimizer", *path), folder) for entry, path in pairs]
-    known = [one for one in job.parts.other if one.path[0] in ("lr_scheduler", "train_state")]
-    placed += _under((), known, folder=folder)
-    rest = [one for one in job.parts.other if one not in known]
-    missing = {"lr_scheduler", "train_state"} - {str(one.path[0]) for one in known}
-    absent = ",".join(sorted({*missing, "dataloader"}))
-    notes = [f"TorchTitan must be told: --checkpoint.exclude_from_loading={absent}."]
-    notes += job.about_step()
-    return _made(placed, notes=[*notes, *([_left_out(rest)] if rest else [])])
+    optim = None if job.parts.optim is None else optimizer.flattened(job.parts.optim)
+    tops = ("lr_scheduler", "train_state", "dataloader")
+    taken = job.taken(*tops)
+    tree = _together(job.parts.model, _in(("optimizer",), optim), taken)
+    notes = job.about_step() + job.left_out(*tops)
+    absent = ",".join(sorted(set(tops) - set(map(str, taken.parts()))))
+    if absent:
+        notes = [f"TorchTitan must be told: --checkpoint.exclude_from_loading={absent}.", *notes]
+    return Arranged({f"step-{job.step()}": tree}, notes=tuple(notes))
 
 
 def _verl(job: _Job) -> Arranged:
     """Rank files of verl: the optimizer numbered, as its loader gives it to the optimizer."""
-    parts = job.parts
+    parts, target = job.parts, job.target
     folder = f"global_step_{job.step()}/actor"
-    pairs = optimizer_groups.numbered([(one.entry, one.path) for one in parts.optim], job.order)
-    placed = _under(("model",), parts.model, folder=folder)
-    placed += [Placed(entry, ("optim", *path), folder) for entry, path in pairs]
-    known = [one for one in parts.other if one.path[:2] == ("extra_state", "lr_scheduler")]
-    placed += _under((), known, folder=folder)
-    rest = [one for one in parts.other if one not in known]
-    config = f'{{\n    "FSDP_version": 2,\n    "world_size": {job.world_size}\n}}'
+    optim = parts.optim
+    if optim is not None:
+        optim = optimizer.numbered(optim, target.order, digest=target.digest)
+    scheduler = parts.other.get("extra_state", "lr_scheduler")
+    own = {e.fqn for e in scheduler.leaves()} if isinstance(scheduler, Branch) else set()
+    tree = _together(
+        _in(("model",), parts.model),
+        _in(("optim",), optim),
+        _in(("extra_state", "lr_scheduler"), scheduler),
+    )
+    rest = parts._replace(other=parts.other.filter(lambda entry: entry.fqn not in own))
     notes = ["Copy the folder huggingface (config and tokenizer) yourself.", *job.about_step()]
-    if not known:
+    if not own:
         notes.append("There is no lr_scheduler, so leave `extra` out of checkpoint.load_contents.")
-    return _made(
-        placed,
+    config = f'{{\n    "FSDP_version": 2,\n    "world_size": {target.world_size}\n}}'
+    return Arranged(
+        {folder: tree},
         texts={f"{folder}/fsdp_config.json": config},
-        notes=[*notes, *([_left_out(rest)] if rest else [])],
+        notes=(*notes, *job._replace(parts=rest).left_out()),
     )
 
 
@@ -289,13 +277,15 @@ def _lightning(job: _Job) -> Arranged:
     """A sharded checkpoint of Lightning: all else that the user saved lies in ``meta.pt``."""
     parts = job.parts
     model, optim = _own(job.source, "model", "model"), _own(job.source, "optim", "optimizer")
-    placed = [*_under((model,), parts.model), *_under((optim,), job.nested())]
-    plain = [one for one in parts.other if isinstance(one.entry, ObjectEntry) and one.entry.opened]
-    rest = [one for one in parts.other if one not in plain]
+    folders = {"": _together(_in((model,), parts.model), _in((optim,), job.nested()))}
     meta = os.path.join(job.source.root, "meta.pt")
     if job.source.framework == "lightning" and os.path.isfile(meta):
-        return _made(placed, copied={"meta.pt": meta})
-    return _made(placed, beside={"meta.pt": tuple(plain)}, notes=[_left_out(rest)] if rest else [])
+        return Arranged(folders, copied={"meta.pt": meta})
+    plain = {entry.fqn for entry in job.source.objects if entry.opened}
+    beside = parts.other.filter(lambda entry: entry.fqn in plain)
+    rest = parts._replace(other=parts.other.filter(lambda entry: entry.fqn not in plain))
+    notes = job._replace(parts=rest).left_out()
+    return Arranged(folders, beside={"meta.pt": beside}, notes=tuple(notes))
 
 
 def _own(index: CheckpointIndex, section: str, otherwise: str) -> str:
@@ -306,38 +296,28 @@ def _own(index: CheckpointIndex, section: str, otherwise: str) -> str:
 
 def _composer(job: _Job) -> Arranged:
     """One sharded checkpoint of Composer: all of it in ``state``."""
-    parts = job.parts
-    optimizer = _optimizer_class(job)
-    batch = job.step()
-    folder = f"ep0-ba{batch}"
+    kind = _optimizer_class(job)
     root = os.path.basename(os.path.abspath(job.source.root))
-    if re.fullmatch(r"ep\d+-ba\d+", root):
-        folder = root
-    placed = _under(("state", "model"), parts.model, folder=folder)
-    placed += _under(("state", "optimizers", optimizer), job.nested(), folder=folder)
-    known = [one for one in parts.other if one.path[0] == "state"]
-    placed += _under((), known, folder=folder)
-    # Its loader asks for the random states of all ranks that saved them: of none.
-    no_rng = ObjectEntry("rng", ("rng",), "other", ByteRange("", 0, 0), value=[], opened=True)
-    placed.append(Placed(no_rng, ("rng",), folder))
-    rest = [one for one in parts.other if one not in known]
-    notes = [_left_out(rest)] if rest else []
-    if not known:
+    folder = root if re.fullmatch(r"ep\d+-ba\d+", root) else f"ep0-ba{job.step()}"
+    taken = job.taken("state", "rng")
+    if taken.get("rng") is None:
+        # Its loader asks for the random states of all ranks that saved them: of none.
+        none = ObjectEntry("rng", ("rng",), "other", ByteRange("", 0, 0), value=[], opened=True)
+        taken = _together(taken, dict_of({"rng": none}))
+    tree = _together(
+        _in(("state", "model"), job.parts.model),
+        _in(("state", "optimizers", kind), job.nested()),
+        taken,
+    )
+    notes = job.left_out("state", "rng")
+    if taken.get("state") is None:
         notes.append("Composer's own state (timestamp, …) is not there: load_weights_only=True.")
-    return _made(placed, notes=notes)
+    return Arranged({folder: tree}, notes=tuple(notes))
 
 
 def _optimizer_class(job: _Job) -> str:
     """What Composer calls the optimizer: its class, which other frameworks do not save."""
-    for one in job.parts.optim:
-        if one.entry.path[:2] == ("state", "optimizers"):
-            return str(one.entry.path[2])
+    for path in param_names.optimizers_of(job.source):
+        if path[:2] == ("state", "optimizers") and len(path) > 2:
+            return str(path[2])
     return "AdamW"
-
-
-def _left_out(placed: Sequence[Placed]) -> str:
-    tops = dict.fromkeys(names.join(one.entry.path[:2]) for one in placed)
-    return f"Left out, since this layout has no place for it: {', '.join(tops)}."
-
-
-_Arrange = Callable[[_Job], Arranged]

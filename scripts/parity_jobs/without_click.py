@@ -14,7 +14,8 @@ from ckpt_tools.core.mesh_spec import parse_mesh, parse_rule
 from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.formats import read_index
-from ckpt_tools.transforms.optimizer_names import ParamNames, parse_names
+from ckpt_tools.transforms.optimizer import ParamNames
+from ckpt_tools.transforms.param_names import parse_names
 
 
 def main() -> None:

@@ -82,6 +82,19 @@ def test_a_tree_joins_lonely_parts_and_sorts_numbers_as_numbers() -> None:
     assert [line.split()[1] for line in shown[2:]] == ["2.w", "10.w"]
 
 
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31mred", "=1+1", "-x", "@y", 'q",\r'])
+def test_csv_has_a_line_for_each_name_whatever_is_in_it(name: str) -> None:
+    whole = index(tensor(name, (2, 3)), tensor("plain", (1,)))
+    rows = [entries.csv_row(entry, None) for entry in entries.sorted_entries(whole)]
+    with CliRunner().isolation() as streams:
+        render.emit_csv(entries.CSV_HEADER, rows)
+        text = streams[0].getvalue().decode()
+    assert text.count("\n") == 3
+    assert all(line.isprintable() for line in text.splitlines())
+    read = list(csv.DictReader(io.StringIO(text)))
+    assert {row["fqn"] for row in read} == {render.printable(name), "plain"}
+
+
 def test_csv_is_read_back_as_it_was() -> None:
     whole = index(tensor('odd,"name', (2, 3)), value("v", {"a": [1, 2]}))
     rows = [entries.csv_row(entry, None) for entry in entries.sorted_entries(whole)]

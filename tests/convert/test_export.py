@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ from ckpt_tools.errors import (
     UsageError,
     WriteError,
 )
+from ckpt_tools.formats.safetensors.header import read_header
+from ckpt_tools.proof import Naming
+from ckpt_tools.storage.reader import Files
 
 REAL = DATA / "checkpoints"
 CASES = DATA / "cases"
@@ -196,3 +200,51 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(CkptError, match="cannot be written"):
         export(FSDP2, tmp_path / "locked" / "out")
+
+
+# --------------------------------------------------------------------------------------- sections
+
+
+@pytest.mark.parametrize("shard_size", [5_000_000_000, 2_000])
+@pytest.mark.parametrize("keep_names", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp2_dcp_1d_4r/ckpt",
+        "fsdp2_dcp_rawoptim_4r/ckpt",
+        "fsdp2_dcp_flatoptim_2r/ckpt",
+        "fsdp2_wrapped_getsd_dcp_2r/ckpt",
+        "torchtitan_llama3_4r/ckpt/checkpoint_full/step-2",
+        "composer-0.32.1-monolith",
+        "lightning_fsdp_sharded_4r/ckpt",
+        "verl_fsdp2_4r/ckpt",
+    ],
+)
+def test_sections_survive_in_safetensors(
+    tmp_path: Path, name: str, shard_size: int, *, keep_names: bool
+) -> None:
+    source = formats.read_index(str(DATA / "checkpoints" / name))
+    options = ExportOptions(only=None, keep_names=keep_names, max_shard_size=shard_size)
+    api.export(source, str(tmp_path / "out"), options=options)
+    copy = formats.read_index(str(tmp_path / "out"))
+    assert api.fingerprint(copy).sections == api.fingerprint(source).sections
+    held = Counter(entry.section for entry in source.tensors)
+    assert Counter(entry.section for entry in copy.tensors) == held
+    if keep_names:
+        compared = api.diff_headers(copy, source, naming=Naming(clean=True))
+        assert compared.tensors == len(copy.tensors)
+
+
+def test_weights_alone_have_no_sections_in_their_header(tmp_path: Path) -> None:
+    api.export(formats.read_index(FSDP2), str(tmp_path / "out"))
+    with Files() as files:
+        metadata = read_header(files, str(tmp_path / "out" / "model.safetensors")).metadata
+    assert "ckpt_tools_sections" not in metadata
+
+
+def test_an_export_of_the_optimizer_is_still_an_optimizer(tmp_path: Path) -> None:
+    source = formats.read_index(FSDP2)
+    api.export(source, str(tmp_path / "out"), options=ExportOptions(only="optim"))
+    copy = formats.read_index(str(tmp_path / "out"))
+    sections = api.fingerprint(copy).sections
+    assert sections == {"optim": api.fingerprint(source).sections["optim"]}

@@ -400,3 +400,58 @@ def test_a_file_that_was_cut_meanwhile_is_written_again(tmp_path: Path) -> None:
     export(tmp_path / "out", resume=True)
     export(tmp_path / "whole")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+# --------------------------------------------------------------------------------------- the source
+
+
+def touched(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def replaced(path: Path) -> None:
+    """Another file in its place, of the same length and time."""
+    status = path.stat()
+    other = path.with_suffix(".other")
+    other.write_bytes(bytes(status.st_size))
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(path)
+
+
+def grown(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def lost(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("change", [touched, replaced, grown, lost])
+@pytest.mark.parametrize("name", [".metadata", "__2_0.distcp"])
+def test_a_source_that_changes_before_the_end_fails_the_run(
+    tmp_path: Path, change: Callable[[Path], None], name: str
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(FSDP2, source)
+    index = formats.read_index(str(source))
+    done: list[int] = []
+
+    def on_bytes(nbytes: int) -> None:
+        if nbytes and not done:
+            done.append(nbytes)
+            change(source / name)
+
+    with pytest.raises(WriteError, match=f"{name} has changed since it was first read"):
+        api.export(index, str(out), write=WriteOptions(threads=1), on_bytes=on_bytes)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_source_that_changed_since_it_was_opened_is_not_written(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(FSDP2, source)
+    index = formats.read_index(str(source))
+    touched(source / "__0_0.distcp")
+    with pytest.raises(WriteError, match="has changed since it was first read"):
+        api.export(index, str(out))
+    assert os.listdir(tmp_path) == ["source"]

@@ -1,63 +1,87 @@
-"""Casts: to the bit as torch does them."""
+"""Casts: every value as torch gives it."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import permutations
 
 import numpy as np
 import pytest
+import torch
 
 from ckpt_tools.copying.cast import Caster
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import UnsupportedError
 
-FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+FLOATS = [name for name, row in BY_NAME.items() if row.kind == "float"]
 
 
+@lru_cache
 def patterns(name: str) -> np.ndarray:
-    """Every bit pattern of a small type; of a large one all special ones and a dense sample."""
+    """Every bit pattern of a small type; of a large one 2^22 random ones and all special ones."""
     bits = BY_NAME[name].bits
     if bits <= 16:
         return np.arange(1 << bits, dtype=f"<u{bits // 8}")
     rng = np.random.default_rng(0)
-    word = f"<u{bits // 8}"
-    anything = (
-        rng.integers(0, 1 << bits, 1 << 17, dtype=np.uint64, endpoint=False)
-        if bits < 64
-        else (rng.integers(0, np.iinfo(np.uint64).max, 1 << 17, dtype=np.uint64, endpoint=True))
-    )
-    floats = f"<f{bits // 8}"
-    values = [rng.standard_normal(1 << 15) * 2.0**scale for scale in range(-30, 20, 3)]
-    halves = np.arange(1 << 16, dtype="<u2").view("<f2")
+    if bits == 64:
+        wide = patterns("float32").view("<f4")[-(1 << 21) :]
+        with np.errstate(invalid="ignore"):
+            exact = wide.astype("<f8").view("<u8")  # and a hair to both sides: rounding twice shows
+        random = rng.integers(0, 1 << 64, 1 << 20, dtype=np.uint64)
+        return np.concatenate([random, exact, exact + 1, exact - 1])
+    random = rng.integers(0, 1 << 32, 1 << 22, dtype=np.uint64).astype("<u4")
+    weights = (rng.standard_normal(1 << 18) * 0.02).astype("<f4").view("<u4")
     with np.errstate(invalid="ignore"):
-        near = halves.astype(floats).view(word)
-    upper = np.arange(1 << 16, dtype=np.uint64).astype(word) << (bits - 16)
-    parts = [anything.astype(word), np.concatenate(values).astype(floats).view(word)]
-    for exact in (near, upper):
-        tie = exact + (exact.dtype.type(1) << exact.dtype.type(12 if bits == 32 else 41))
-        parts += [exact, exact + 1, exact - 1, tie, tie + 1, tie - 1]
-    parts += [upper + 0x8000, upper + 0x8001, upper + 0x7FFF] if bits == 32 else []
-    return np.concatenate([part.astype(word) for part in parts])
+        halves = np.arange(1 << 16, dtype="<u2").view("<f2").astype("<f4").view("<u4")
+    upper = np.arange(1 << 16, dtype="<u4") << 16
+    near = [upper + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+    near += [halves + low for low in (0, 1, 0xFFF, 0x1000, 0x1001)] + [halves - 1]
+    return np.concatenate([random, weights, *near]).astype("<u4")
 
 
-def by_torch(raw: np.ndarray, source: str, target: str) -> np.ndarray:
-    import torch
+def ours(raw: np.ndarray, source: str, target: str, *, block: int = 128 << 10) -> np.ndarray:
+    out = bytearray(len(raw) * BY_NAME[target].itemsize)
+    caster = Caster(BY_NAME[source], BY_NAME[target], block=block)
+    caster.cast(memoryview(raw.view("u1")), memoryview(out))
+    return np.frombuffer(out, f"<u{BY_NAME[target].itemsize}")
 
-    values = torch.from_numpy(raw.view("u1")).view(getattr(torch, source))
-    return values.to(getattr(torch, target)).view(torch.uint8).numpy()
+
+def as_torch(raw: np.ndarray, name: str) -> torch.Tensor:
+    return torch.from_numpy(raw.copy().view("u1")).view(getattr(torch, name))
 
 
 @pytest.mark.parametrize(("source", "target"), list(permutations(FLOATS, 2)))
-def test_a_cast_gives_torchs_bits(source: str, target: str) -> None:
+def test_a_cast_gives_torchs_values(source: str, target: str) -> None:
     raw = patterns(source)
-    raw = raw[: len(raw) // 64 * 64]  # torch casts the rest one by one, with other NaN bits
-    out = bytearray(len(raw) * BY_NAME[target].itemsize)
-    Caster(BY_NAME[source], BY_NAME[target]).cast(memoryview(raw.tobytes()), memoryview(out))
-    word = f"<u{BY_NAME[target].itemsize}"
-    ours, theirs = np.frombuffer(out, word), by_torch(raw, source, target).view(word)
-    wrong = np.flatnonzero(ours != theirs)
-    shown = [f"{raw[k]:x}: {ours[k]:x}, torch {theirs[k]:x}" for k in wrong[:5]]
+    found = ours(raw, source, target)
+    by_torch = as_torch(raw, source).to(getattr(torch, target))
+    expected = by_torch.view(torch.uint8).numpy().view(found.dtype)
+    is_nan = torch.isnan(as_torch(found, target).double()).numpy()
+    both_nan = is_nan & torch.isnan(by_torch.double()).numpy()
+    wrong = np.flatnonzero((found != expected) & ~both_nan)
+    shown = [f"{raw[k]:x}: {found[k]:x}, torch {expected[k]:x}" for k in wrong[:5]]
     assert not shown, f"{len(wrong)} of {len(raw)}"
+
+
+@pytest.mark.parametrize(("source", "target"), list(permutations(FLOATS, 2)))
+def test_a_cast_gives_the_same_bits_in_any_blocks(source: str, target: str) -> None:
+    raw = patterns(source)[-5000:]  # NaNs of all bits among them, which `--check` casts again
+    every = raw.dtype.type((1 << 8 * raw.itemsize) - 1)
+    raw = np.concatenate([raw, every - np.arange(200).astype(raw.dtype)])
+    found = ours(raw, source, target)
+    assert np.array_equal(found, ours(raw, source, target, block=7))
+    shifted = memoryview(b"\0" + raw.tobytes())[1:]  # elements at odd addresses
+    out = bytearray(found.nbytes)
+    Caster(BY_NAME[source], BY_NAME[target]).cast(shifted, memoryview(out))
+    assert out == found.tobytes()
+
+
+def test_what_is_too_large_becomes_what_torch_makes_of_it() -> None:
+    values = np.array([448, 464, 465, -1e30, np.inf, np.nan], "<f4").view("<u4")
+    assert ours(values, "float32", "float8_e4m3fn").tolist()[:5] == [0x7E, 0x7E, 0x7E, 0xFE, 0x7E]
+    assert ours(values, "float32", "float8_e4m3fnuz").tolist()[3:] == [0x80] * 3
+    assert ours(values, "float32", "float8_e5m2").tolist()[3:5] == [0xFC, 0x7C]
+    assert ours(values, "float32", "float8_e8m0fnu").tolist() == [136, 136, 136, 227, 255, 255]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +91,8 @@ def test_a_cast_gives_torchs_bits(source: str, target: str) -> None:
         ("float32", "bool"),
         ("complex64", "complex128"),
         ("float32", "float32"),
+        ("float4_e2m1fn_x2", "float32"),
+        ("bfloat16", "float6_e2m3fn_x4"),
     ],
 )
 def test_what_is_no_cast_between_floats_is_refused(source: str, target: str) -> None:

@@ -35,7 +35,7 @@ from ckpt_tools.core.layout import (
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.plan import WriteItem
 from ckpt_tools.distributed import environment, messages
-from ckpt_tools.distributed.agreement import digest
+from ckpt_tools.distributed.agreement import digest, identity
 from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.environment import Place
@@ -353,6 +353,15 @@ def test_plans_of_another_checkpoint_have_another_digest() -> None:
     other = plan_reshard(read_index(str(DCP)), replace(options, only="model"))
     assert digest(one.files) == digest(plan_reshard(read_index(str(DCP)), options).files)
     assert digest(one.files) != digest(other.files)
+
+
+def test_copies_of_one_checkpoint_have_one_identity_and_two_saves_have_two(tmp_path: Path) -> None:
+    shutil.copytree(DCP, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert identity(read_index(str(tmp_path / "copy"))) == identity(read_index(str(DCP)))
+    with (tmp_path / "copy" / "__3_0.distcp").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")
+    assert identity(read_index(str(tmp_path / "copy"))) != identity(read_index(str(DCP)))
 
 
 # -------------------------------------------------------------------------------------- layout

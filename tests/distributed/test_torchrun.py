@@ -70,6 +70,22 @@ def test_a_job_on_the_target_mesh_takes_the_same_next_step(
     assert steps[f"{kind} from ours"] == steps[f"{kind} from source"]
 
 
+# ---------------------------------------------------------------------------- what is written over
+
+
+@pytest.mark.parametrize("command", [("export",), ("reshard", "--to-mesh", "2")])
+def test_the_ranks_of_a_job_write_into_no_source(tmp_path: Path, command: tuple[str, ...]) -> None:
+    source = tmp_path / "run"
+    shutil.copytree(DCP, source)
+    (tmp_path / "link").symlink_to("run")
+    before = contents(tmp_path)
+    words = ("-m", "ckpt_tools", *command, source, "-o", tmp_path / "link" / "new", "--force")
+    done = torchrun(2, *words)
+    assert done.returncode != 0
+    assert "lies inside the source" in done.stderr
+    assert contents(tmp_path) == before
+
+
 # --------------------------------------------------------------------------------------- engines
 
 
@@ -250,6 +266,22 @@ def test_what_an_export_by_ranks_refuses_is_told_once(tmp_path: Path) -> None:
     done = torchrun(2, "-m", "ckpt_tools", "export", DCP, "-o", "s3://bucket/out")
     assert done.stderr.count("is an address, and the ranks of a job write to") == 1
     assert "exitcode  : 2" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["export {} -o {}", "reshard {} -o {} --to-mesh 2"])
+def test_two_sources_of_one_layout_are_not_mixed(tmp_path: Path, command: str) -> None:
+    for rank in (0, 1):
+        values = np.full((1024, 500), rank, dtype=np.uint8)
+        save_file({"a": values, "b": values}, tmp_path / f"source{rank}.safetensors")
+    asked = command.format(f"{tmp_path}/source$RANK.safetensors", tmp_path / "out")
+    done = torchrun(2, "--no-python", "sh", "-c", f"exec ckpt-tools {asked}")
+    assert done.returncode != 0
+    assert done.stderr.count("finds another checkpoint than rank 0 does") == 1
+    assert "exitcode  : 3" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "source0.safetensors",
+        "source1.safetensors",
+    ]
 
 
 def test_torchrun_finds_the_command_itself_and_a_looking_one_prints_once() -> None:

@@ -19,6 +19,7 @@ from ckpt_tools import formats
 from ckpt_tools.core.index import ByteRange, ObjectEntry
 from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.state_tree import Branch, dict_of, list_of
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.dcp import write as dcp_write
 from ckpt_tools.storage.reader import Files
@@ -52,7 +53,7 @@ class Twin:
             targets,
             index.objects,
             world_size=mesh.size,
-            planner_data=self.real_metadata.planner_data,
+            tree=index.nesting,
         )
         write_plans(self.plans, out)
         self.our_metadata = metadata(out)
@@ -151,8 +152,7 @@ def test_the_same_input_gives_the_same_plans(tmp_path: Path) -> None:
 def plan(
     targets: Sequence[Target], objects: Sequence[ObjectEntry] = (), *, world_size: int
 ) -> list[FilePlan]:
-    paths = {entry.fqn: entry.path for entry in (*targets, *objects)}
-    return dcp_write.plan_files(targets, objects, world_size=world_size, planner_data=paths)
+    return dcp_write.plan_files(targets, objects, world_size=world_size)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "uint16", "uint64", "float8_e4m3fn", "complex64"])
@@ -255,14 +255,16 @@ def test_the_bytes_of_an_archive_are_kept_though_its_value_is_known(tmp_path: Pa
     assert (tmp_path / "out" / "__0_0.distcp").read_bytes() == stream.getvalue()
 
 
-def test_an_optimizers_numbers_are_text_in_the_paths_as_torch_flattens_them(tmp_path: Path) -> None:
-    paths = {"state.0.step": ("state", 0, "step"), "param_groups.0.lr": ("param_groups", 0, "lr")}
+def test_keys_are_text_in_the_paths_and_places_are_numbers_as_torch_flattens_them(
+    tmp_path: Path,
+) -> None:
+    state: Branch[str] = Branch("dict", (0,), (dict_of({"step": "state.0.step"}),))
+    groups = list_of([dict_of({"lr": "param_groups.0.lr"})])
+    paths = {"state.0.step": ("state", "0", "step"), "param_groups.0.lr": ("param_groups", 0, "lr")}
     objects = [value_object(fqn, 1, path=path) for fqn, path in paths.items()]
-    write_plans(plan([], objects, world_size=1), tmp_path)
-    assert metadata(tmp_path).planner_data == {
-        "state.0.step": ("state", "0", "step"),
-        "param_groups.0.lr": ("param_groups", 0, "lr"),
-    }
+    tree = dict_of({"state": state, "param_groups": groups})
+    write_plans(dcp_write.plan_files([], objects, world_size=1, tree=tree), tmp_path)
+    assert list(metadata(tmp_path).planner_data.items()) == list(paths.items())
 
 
 def test_an_object_without_bytes_and_value_is_refused() -> None:

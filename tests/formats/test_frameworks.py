@@ -1,12 +1,15 @@
 """Finding the checkpoint that a path means, and the framework that made it."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from reader_contract import DATA
 
 from ckpt_tools import formats
+from ckpt_tools.cli import cli
 from ckpt_tools.errors import (
     CheckpointError,
     IncompleteError,
@@ -15,6 +18,7 @@ from ckpt_tools.errors import (
 )
 
 REAL = DATA / "checkpoints"
+HF = REAL / "torchtitan_llama3_4r" / "ckpt" / "checkpoint_hf" / "step-2"
 DCP = REAL / "fsdp2_dcp_1d_4r" / "ckpt"
 
 
@@ -118,3 +122,26 @@ def test_a_folder_without_a_checkpoint_says_what_is_known(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="holds no checkpoint") as caught:
         formats.read_index(str(tmp_path))
     assert ".metadata" in str(caught.value.hint)
+
+
+# ------------------------------------------------------------------------------ what stands beside
+
+
+@pytest.mark.parametrize("beside", ["step-1000", "runs/step-1000"])
+def test_a_checkpoint_beside_what_was_read_is_named(tmp_path: Path, beside: str) -> None:
+    shutil.copy(HF / "model-00001-of-00001.safetensors", tmp_path / "model.safetensors")
+    broken = tmp_path / beside
+    broken.mkdir(parents=True)
+    (broken / "__1_0.distcp").write_bytes(b"cut")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04" + bytes(60))
+    (tmp_path / "scheduler.bin").write_bytes(b"PK\x03\x04" + bytes(60))
+    (note,) = formats.read_index(str(tmp_path)).notes
+    assert note == f"Beside it, and not read: pytorch_model.bin, {beside}."
+    result = CliRunner().invoke(cli, ["verify", str(tmp_path), "--json"])
+    assert note in json.loads(result.stdout)["notes"]
+
+
+def test_what_belongs_to_a_checkpoint_does_not_stand_beside_it() -> None:
+    for name in ("hf_sharded_safetensors", "lightning_fsdp_sharded_4r", "dcp_hf_consolidated_4r"):
+        index = formats.read_index(str(REAL / name / "ckpt"))
+        assert not [note for note in index.notes if "Beside" in note]

@@ -158,14 +158,14 @@ def test_tensors_of_one_file_may_be_on_different_meshes() -> None:
     assert index.mesh.dim_names == ("dp", "tp")
 
 
-def test_replicas_that_differ_are_noted(tmp_path: Path) -> None:
+def test_replicas_that_differ_are_refused_by_name(tmp_path: Path) -> None:
     save_ranks(tmp_path, {"w": (W, HYBRID)}, (2, 2))
     mesh = mesh_of((2, 2), 3)
     local = shard(W, HYBRID, mesh) + 1
     state = {"w": dtensor(local, W.shape, HYBRID, mesh)}
     torch.save(state, tmp_path / "model_world_size_4_rank_3.pt")
-    (note,) = read(tmp_path).notes
-    assert "w [6:11, 0:4]" in note
+    with pytest.raises(UnsupportedError, match=r"w \[6:11, 0:4\]: replicas that differ"):
+        read(tmp_path).require_whole()
 
 
 def test_partial_sums_are_refused(tmp_path: Path) -> None:

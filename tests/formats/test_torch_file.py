@@ -197,7 +197,6 @@ def test_names_are_those_that_dcp_gives_to_the_same_state_dict(tmp_path: Path) -
     assert {entry.fqn: entry.value for entry in index.objects} == {
         "betas": (0.9, 0.99),
         "dtype": None,
-        "empty": {},
         "numbers": [1, 2, 3],
         "optimizers.0.param_groups.0.lr": 0.1,
         "optimizers.0.param_groups.0.params": [0],
@@ -205,9 +204,18 @@ def test_names_are_those_that_dcp_gives_to_the_same_state_dict(tmp_path: Path) -
     }
 
 
-def test_the_parts_of_a_path_keep_their_kind(tmp_path: Path) -> None:
+def test_a_path_has_keys_as_text_and_places_as_numbers(tmp_path: Path) -> None:
     index = torch_file.read_index(saved(tmp_path, NESTED))
-    assert index.tensors[0].path == ("optimizers", 0, "state", 0, "exp_avg")
+    assert index.tensors[0].path == ("optimizers", 0, "state", "0", "exp_avg")
+
+
+def test_the_tree_keeps_the_containers_and_their_keys(tmp_path: Path) -> None:
+    tree = torch_file.read_index(saved(tmp_path, NESTED)).nesting
+    kinds = {path: (inner.kind, inner.keys) for path, inner in tree.branches()}
+    assert kinds["optimizers",][0] == "list"
+    assert kinds["optimizers", 0, "state"] == ("dict", (0,))
+    assert kinds["empty",] == ("dict", ())
+    assert kinds["pair",] == ("tuple", None)
 
 
 def test_what_is_not_plain_is_named_and_not_opened(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """A torch.save file of whole tensors is what torch itself would write, and torch loads it."""
 
 import io
+import pickle
 import re
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from zlib import crc32
 
@@ -11,10 +13,14 @@ import pytest
 import torch
 from plan_writer import Source, value_object, write_plans
 
-from ckpt_tools.core.index import ByteRange, ObjectEntry
+from ckpt_tools.core.index import ByteRange, ObjectEntry, PlainValue, Size
+from ckpt_tools.core.state_tree import Branch, list_of
 from ckpt_tools.errors import IncompleteError, UnsupportedError
+from ckpt_tools.formats.pickle.dump import dumps
+from ckpt_tools.formats.pickle.load import load_plain
 from ckpt_tools.formats.pickle.nest import nested
 from ckpt_tools.formats.torch_file.write import plan_files
+from ckpt_tools.formats.zip.layout import lay_out
 
 
 def without_id(archive: bytes) -> bytes:
@@ -85,25 +91,50 @@ def test_an_object_that_was_not_opened_is_refused() -> None:
         plan_files([], [opaque], filename="w.pt")
 
 
-def test_places_from_zero_on_become_a_list() -> None:
-    leaves = [(("groups", place, "lr"), place) for place in (1, 0, 2)]
-    assert nested(leaves) == {"groups": [{"lr": 0}, {"lr": 1}, {"lr": 2}]}
+def test_each_container_is_pickled_as_its_own_kind() -> None:
+    tree: Branch[str] = Branch(
+        "dict",
+        ("state", 1.5, (1, 2)),
+        (
+            Branch("OrderedDict", (0, True), ("a", "b")),
+            list_of(["c", None]),
+            Branch("tuple", None, (None, Branch("dict", (), ()))),
+        ),
+    )
+    found = pickle.loads(dumps(nested(tree, str.upper)))  # noqa: S301 (our own)
+    assert found == {"state": {0: "A", True: "B"}, 1.5: ["C", None], (1, 2): (None, {})}
+    assert type(found["state"]) is OrderedDict
+    assert list(map(type, found["state"])) == [int, bool]
 
 
-def test_numbers_with_a_gap_are_keys() -> None:
-    assert nested([(("a", 0), "x"), (("a", 2), "y")]) == {"a": {0: "x", 2: "y"}}
+@pytest.mark.parametrize(
+    "value",
+    [
+        Size((2, 3)),
+        OrderedDict(a=1),
+        b"",
+        b"\xff",
+        1 - 2j,
+        {1, 2},
+        frozenset({"a"}),
+        {(1, None): ()},
+    ],
+)
+def test_a_plain_value_is_pickled_as_its_own_kind(value: PlainValue) -> None:
+    data = dumps(value)
+    found = torch.load(io.BytesIO(_archive(data)), weights_only=not isinstance(value, frozenset))
+    assert found == value
+    assert type(found).__name__ == type(value).__name__
+    assert load_plain(data, where="x") == value
+    assert type(load_plain(data, where="x")) is type(value)
 
 
-def test_an_optimizers_numbered_state_is_a_dict() -> None:
-    leaves = [(("state", place, "step"), 1) for place in (0, 1)]
-    assert nested(leaves) == {"state": {0: {"step": 1}, 1: {"step": 1}}}
+def _archive(pickled: bytes) -> bytes:
+    layout = lay_out(pickled, ())
+    return b"".join(data for _, data in layout.literals)
 
 
-def test_digits_that_are_text_stay_keys() -> None:
-    assert nested([(("layers", "0"), "x")]) == {"layers": {"0": "x"}}
-
-
-@pytest.mark.parametrize("paths", [[("a",), ("a", "b")], [("a", "b"), ("a",)], [("a",), ("a",)]])
-def test_an_entry_that_is_also_a_container_is_refused(paths: list[tuple[str, ...]]) -> None:
-    with pytest.raises(UnsupportedError, match="a"):
-        nested([(path, 1) for path in paths])
+def test_an_entry_that_is_also_a_container_is_refused() -> None:
+    objects = [value_object("a", 1), value_object("a.b", 1, path=("a", "b"))]
+    with pytest.raises(UnsupportedError, match="both an entry and a container"):
+        plan_files([], objects, filename="w.pt")

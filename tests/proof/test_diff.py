@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckpt_tools.core.index import (
     CheckpointIndex,
     ObjectEntry,
     PlainValue,
+    Size,
 )
 from ckpt_tools.errors import IncompleteError, UsageError
 from ckpt_tools.proof import (
@@ -328,7 +330,13 @@ def verdict(a: ObjectEntry, b: ObjectEntry) -> bool | None:
         (1, 1, True),
         (1, 1.0, False),
         (1, True, False),
-        ([1, 2], (1, 2), True),
+        ([1, 2], (1, 2), False),
+        ((1, 2), Size((1, 2)), False),
+        ({1: 2}, {"1": 2}, False),
+        ({1: 2}, {True: 2}, False),
+        ({"a": 1}, OrderedDict(a=1), True),
+        ({1, 2}, {2, 1}, True),
+        (b"a", "a", False),
         ({"a": [1]}, {"a": [1]}, True),
         ({"a": 1}, {"a": 2}, False),
         ({"a": 1}, {}, False),

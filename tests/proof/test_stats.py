@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools import formats
+from ckpt_tools.copying.cast import numbers
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.proof.moments import Moments, moments_of
-from ckpt_tools.proof.numbers import numbers
 from ckpt_tools.proof.stats import Statistics, TensorStats, stats
 from ckpt_tools.storage.reader import Files
 

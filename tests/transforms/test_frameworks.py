@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ckpt_tools.cli import cli
@@ -41,7 +42,7 @@ def lay_out(source: Path, out: Path, layout: str, *more: str) -> str:
     ("source", "layout", "folder", "gone"),
     [
         (TITAN, "titan", "step-2", "dataloader."),
-        (COMPOSER, "composer", "ep0-ba1", "rng."),
+        (COMPOSER, "composer", "ep0-ba1", None),
         (LIGHTNING, "lightning", "", None),
         (ACCELERATE / "pytorch_model_fsdp_0", "accelerate", "pytorch_model_fsdp_0", None),
         (ACCELERATE / "optimizer_0", "accelerate", "optimizer_0", None),
@@ -54,7 +55,7 @@ def test_a_framework_finds_all_of_its_own_names_again(
 ) -> None:
     lay_out(source, tmp_path / "out", layout)
     kept = {name for name in names_of(source) if gone is None or not name.startswith(gone)}
-    assert names_of(tmp_path / "out" / folder) - {"rng"} == kept
+    assert names_of(tmp_path / "out" / folder) == kept
 
 
 def test_verl_gets_rank_files_with_its_own_keys(tmp_path: Path) -> None:
@@ -69,10 +70,34 @@ def test_verl_gets_rank_files_with_its_own_keys(tmp_path: Path) -> None:
 
 
 def test_states_of_the_old_ranks_are_left_out_and_named(tmp_path: Path) -> None:
-    assert "Left out, of the old ranks: rng." in lay_out(COMPOSER, tmp_path / "a", "composer")
-    assert "Left out, of the old ranks: dataloader." in lay_out(TITAN, tmp_path / "b", "titan")
+    command = ["reshard", str(COMPOSER), "-o", str(tmp_path / "a"), "--to-mesh", "4"]
+    told = CliRunner().invoke(cli, [*command, "--layout", "composer"]).stderr
+    assert "Left out, of the old ranks: rng (2 ranks)." in told
+    assert "rng" in names_of(tmp_path / "a" / "ep0-ba1")  # an empty list, which its loader asks for
+    told = lay_out(TITAN, tmp_path / "b", "titan")
+    assert "Left out, of the old ranks: dataloader (4 data-parallel ranks)." in told
     told = lay_out(ACCELERATE / "optimizer_0", tmp_path / "c", "accelerate")
     assert "of the old ranks: random_states_0.pkl, random_states_1.pkl" in told
+
+
+def test_states_of_as_many_ranks_stay(tmp_path: Path) -> None:
+    assert "rng.1.python" in names_of(COMPOSER)
+    lay_out(COMPOSER, tmp_path / "a", "composer")
+    assert "rng.1.python" in names_of(tmp_path / "a" / "ep0-ba1")
+    command = ["reshard", str(TITAN), "-o", str(tmp_path / "b"), "--to-mesh", "4"]
+    told = CliRunner().invoke(cli, [*command, "--layout", "titan"]).stderr
+    assert "dataloader.dp_rank_3" in names_of(tmp_path / "b" / "step-2")
+    assert "exclude_from_loading" not in told
+    command = ["reshard", str(ACCELERATE / "optimizer_0"), "-o", str(tmp_path / "c")]
+    CliRunner().invoke(cli, [*command, "--to-mesh", "4", "--layout", "accelerate"])
+    assert (tmp_path / "c" / "random_states_3.pkl").exists()
+
+
+def test_states_of_other_ranks_stay_when_asked_for(tmp_path: Path) -> None:
+    lay_out(TITAN, tmp_path / "b", "titan", "--keep-rank-states")
+    assert "dataloader.dp_rank_3" in names_of(tmp_path / "b" / "step-2")
+    lay_out(ACCELERATE / "optimizer_0", tmp_path / "c", "accelerate", "--keep-rank-states")
+    assert (tmp_path / "c" / "random_states_3.pkl").exists()
 
 
 def test_side_files_of_all_ranks_go_along(tmp_path: Path) -> None:
@@ -163,3 +188,23 @@ def _peak_kib(arguments: Sequence[str]) -> int:
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
     )
     return int(done.stdout)
+
+
+def test_a_name_that_two_entries_would_have_is_refused(tmp_path: Path) -> None:
+    state = {"step": torch.ones(())}
+    torch.save(
+        {"model": {"train_state.step": torch.ones(2)}, "train_state": state}, tmp_path / "a.pt"
+    )
+    command = ["reshard", str(tmp_path / "a.pt"), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    done = CliRunner().invoke(cli, [*command, "--layout", "titan"])
+    assert done.exit_code == 2
+    assert "This layout would call two entries train_state.step." in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_section_that_is_no_optimizer_is_not_laid_out_as_one(tmp_path: Path) -> None:
+    torch.save({"optim": {"w": {"exp_avg": torch.ones(2)}}}, tmp_path / "a.pt")
+    command = ["reshard", str(tmp_path / "a.pt"), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    done = CliRunner().invoke(cli, [*command, "--layout", "plain"])
+    assert done.exit_code == 2
+    assert "optim.w.exp_avg: no state dict of an optimizer has it" in done.stderr

@@ -1,210 +1,402 @@
-"""Numbered optimizer states get the names that a list gives, in the optimizer's own order."""
+"""The three shapes of an optimizer's state dict are what torch's own functions make of it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from torch import optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from ckpt_tools.cli import cli
-from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    ObjectEntry,
-    PlainValue,
-    TensorEntry,
-)
-from ckpt_tools.core.names import join
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats import read_index
-from ckpt_tools.transforms import (
-    optimizer_groups,
-    optimizer_names,
+from ckpt_tools.transforms import optimizer
+from ckpt_tools.transforms.optimizer import ParamNames
+from tests.transforms.optimizers import (
+    Forest,
+    Make,
+    Model,
+    StateDict,
+    flattened_by_torch,
+    names_in_order,
+    nested_of,
+    numbered_of,
+    same,
+    stepped,
+    two_groups,
+    unflattened_by_torch,
+    without_empty,
 )
-from ckpt_tools.transforms.optimizer_names import ParamNames
-
-CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
-FLOAT = BY_NAME["float32"]
-NOWHERE = ByteRange("", 0, 0)
-SHAPES = {"emb.weight": (4, 3), "fc.weight": (2, 3), "fc.bias": (2,), "frozen": (5,)}
-# group 0 has the weights, group 1 the bias: not the order of the model, and one has no number
-GROUPS = ((0, 1), (2,))
-NAMES = ("emb.weight", "fc.weight", "fc.bias")
 
 
-def tensor(*path: str | int, shape: tuple[int, ...], section: str) -> TensorEntry:
-    return TensorEntry(join(path), path, section, FLOAT, shape, ())  # type: ignore[arg-type]
+def _tensor_lr(groups: list[dict[str, object]]) -> optim.Optimizer:
+    return optim.AdamW([group | {"lr": torch.tensor(group["lr"])} for group in groups])
 
 
-def option(group: int, key: str, value: PlainValue) -> ObjectEntry:
-    path = ("optim", "param_groups", group, key)
-    return ObjectEntry(join(path), path, "optim", NOWHERE, value=value, opened=True)
-
-
-def checkpoint(
-    *, names: tuple[str, ...] = NAMES, stored: bool = False, parameters: int = 3
-) -> CheckpointIndex:
-    """A model and its optimizer's numbered state; ``names`` are those of the numbers."""
-    tensors = [
-        tensor("model", name, shape=shape, section="model") for name, shape in SHAPES.items()
+def _named(groups: list[dict[str, object]]) -> optim.Optimizer:
+    """With ``param_names`` in its groups."""
+    named = [
+        group | {"params": [(f"{number}.{place}", p) for place, p in enumerate(group["params"])]}  # type: ignore[arg-type]
+        for number, group in enumerate(groups)
     ]
-    objects = []
-    for number, name in enumerate(names[:parameters]):
-        shape = SHAPES[name]
-        tensors.append(tensor("optim", "state", number, "exp_avg", shape=shape, section="optim"))
-        tensors.append(tensor("optim", "state", number, "step", shape=(), section="optim"))
-    for group, numbers in enumerate(GROUPS):
-        objects += [option(group, "lr", 0.1 * group), option(group, "params", list(numbers))]
-        if stored:
-            objects.append(option(group, "param_names", [names[number] for number in numbers]))
-    return CheckpointIndex(
-        root="ckpt",
-        format="dcp",
-        tensors=tuple(sorted(tensors, key=lambda entry: entry.fqn)),
-        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
-    )
+    return optim.Adam(named, amsgrad=True)
 
 
-def test_each_number_becomes_the_name_at_its_place_in_the_groups() -> None:
-    named = optimizer_names.with_names(checkpoint(), ParamNames(NAMES))
-    for name in NAMES:
-        entry = named.tensor(f"optim.state.{name}.exp_avg")
-        assert entry is not None
-        assert entry.shape == SHAPES[name]
-        assert entry.path == ("optim", "state", name, "exp_avg")
+MATRICES = {"Muon": optim.Muon}
+OPTIMIZERS: dict[str, Make] = {
+    **{
+        kind.__name__: kind
+        for kind in (
+            *(optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.Adamax),
+            *(optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop),
+        )
+    },
+    **MATRICES,
+    "SGD": lambda groups: optim.SGD(groups, lr=0.1),
+    "SGD with momentum": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9),
+    "AdamW with tensors for lr": _tensor_lr,
+    "Adam with names in its groups": _named,
+    "LBFGS": lambda groups: optim.LBFGS([p for group in groups for p in group["params"]]),  # type: ignore[attr-defined]
+}
 
 
-def test_groups_list_names_instead_of_numbers() -> None:
-    named = optimizer_names.with_names(checkpoint(), ParamNames(NAMES))
-    lists = [named.object(f"optim.param_groups.{group}.params") for group in (0, 1)]
-    assert [one.value for one in lists if one] == [["emb.weight", "fc.weight"], ["fc.bias"]]
+@pytest.mark.parametrize("times", [0, 2], ids=["before the first step", "after two steps"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_of_torch_has_the_shapes_that_torch_gives(kind: str, times: int) -> None:
+    model = Model()
+    built = OPTIMIZERS[kind](two_groups(model, matrices_only=kind in MATRICES))
+    stepped(model, built, times)
+    nested, numbered = nested_of(model, built), numbered_of(built)
+    order = names_in_order(model, built)
+    forest = Forest()
+    tree = forest.tree(nested)
+
+    def check(found: optimizer.Branch[optimizer.Entry], expected: StateDict) -> None:
+        assert same(forest.value(found), expected)
+
+    check(optimizer.nested(tree, digest=forest.digest), nested)
+    sizes = tuple(len(group["params"]) for group in built.param_groups)
+    for names in (ParamNames(tuple(order)), ParamNames(tuple(order), sizes)):
+        check(optimizer.numbered(tree, names, digest=forest.digest), numbered)
+    named = optimizer.read(forest.tree(numbered)).renamed(lambda param: order[int(param)])
+    check(optimizer.written(named), nested)
+    if kind == "LBFGS" and times:
+        with pytest.raises(UnsupportedError, match="torch flattens state of tensors, numbers"):
+            optimizer.flattened(tree)
+        return
+    flattened = flattened_by_torch(nested)
+    check(optimizer.flattened(tree), flattened)
+    again = optimizer.nested(forest.tree(flattened), digest=forest.digest)
+    check(again, unflattened_by_torch(model, built, copy.deepcopy(flattened)))
+    check(optimizer.flattened(again), flattened)
 
 
-def test_a_frozen_parameter_gets_no_state() -> None:
-    named = optimizer_names.with_names(checkpoint(), ParamNames(NAMES))
-    assert not [entry for entry in named.tensors if entry.fqn.startswith("optim.state.frozen")]
+SHAPES: dict[str, StateDict] = {
+    "lists of tensors, as Shampoo has them": {
+        "state": {"a.w": {"step": 3, "preconditioners": [torch.eye(2), torch.eye(3)]}},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["a.w"]}],
+    },
+    "dicts of dicts, as distributed Shampoo has them": {
+        "state": {"a.w": {"block_0": {"shampoo": {"0": torch.eye(2), "1": torch.eye(3)}}}},
+        "param_groups": [{"lr": 0.1, "params": ["a.w"]}],
+    },
+    "blocks of 8 bits with maps": {
+        "state": {
+            name: {
+                "state1": torch.zeros(4, dtype=torch.uint8),
+                "qmap1": torch.linspace(0, 1, 256),
+                "absmax1": torch.ones(1),
+            }
+            for name in ("w", "w.bias")
+        },
+        "param_groups": [{"lr": 0.1, "params": ["w", "w.bias"]}],
+    },
+    "keys of schedule-free groups": {
+        "state": {"w": {"z": torch.ones(2)}},
+        "param_groups": [
+            {"lr": 0.1, "k": 2, "train_mode": True, "weight_sum": 0.25, "params": ["w"]}
+        ],
+    },
+    "hyper-parameters of every kind": {
+        "state": {},
+        "param_groups": [
+            {
+                "lr": torch.tensor(0.5),
+                "schedule": {"warmup": {"steps": 3}, "names": ["a", "b"], "empty": {}},
+                "scales": [torch.ones(1), 2.0],
+                "pair": (None, 0.5),
+                "nothing": None,
+                "odd": float("nan"),
+                "params": ["w"],
+            }
+        ],
+    },
+    "a group without parameters": {
+        "state": {"w": {"step": 1.0}},
+        "param_groups": [{"lr": 0.1, "params": ["w"]}, {"lr": 0.2, "params": []}],
+    },
+    "no groups": {"state": {}, "param_groups": []},
+    "a key beside": {
+        "state": {},
+        "param_groups": [{"lr": 0.1, "params": ["w"]}],
+        "loss_scale": 1024.0,
+    },
+}
 
 
-def test_names_that_the_groups_store_are_used_when_none_are_given() -> None:
-    assert optimizer_names.with_names(
-        checkpoint(stored=True), ParamNames()
-    ) == optimizer_names.with_names(checkpoint(stored=True), ParamNames(NAMES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_state_comes_back_from_numbers(shape: str) -> None:
+    forest = Forest()
+    tree = forest.tree(SHAPES[shape])
+    order = [str(param) for param in optimizer.read(tree).members()]
+    numbered = optimizer.numbered(tree, ParamNames(tuple(order)), digest=forest.digest)
+    named = optimizer.read(numbered).renamed(lambda param: order[int(param)])
+    assert same(forest.value(optimizer.written(named)), SHAPES[shape])
 
 
-def test_groups_without_stored_names_are_never_matched_by_place_in_the_model() -> None:
-    with pytest.raises(UsageError, match="keep no names beside their numbers"):
-        optimizer_names.with_names(checkpoint(), ParamNames())
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if "lists" not in shape])
+def test_every_shape_of_state_is_flattened_as_torch_does_it(shape: str) -> None:
+    forest = Forest()
+    flattened = optimizer.flattened(forest.tree(SHAPES[shape]))
+    beside = {key: value for key, value in SHAPES[shape].items() if key == "loss_scale"}
+    assert same(forest.value(flattened), flattened_by_torch(SHAPES[shape]) | beside)
+    if shape in ("a group without parameters", "no groups"):
+        return  # flattened, these are not there
+    again = forest.value(
+        optimizer.nested(forest.tree(forest.value(flattened)), digest=forest.digest)
+    )  # type: ignore[arg-type]
+    assert isinstance(again, dict)
+    assert same(without_empty(again), SHAPES[shape])
+
+
+def test_lists_in_a_flattened_state_are_kept() -> None:
+    forest = Forest()
+    flattened = {"state.w.factors": [torch.ones(1), torch.ones(2)], "param_groups.w.lr": 0.1}
+    nested = forest.value(optimizer.nested(forest.tree(flattened), digest=forest.digest))
+    expected = {
+        "state": {"w": {"factors": flattened["state.w.factors"]}},
+        "param_groups": [{"lr": 0.1, "params": ["w"]}],
+    }
+    assert same(nested, expected)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("one", "other", "groups"),
     [
-        (NAMES[:2], "number 2 is the first without a name"),
-        ((*NAMES, "frozen"), "frozen is the first name without a number"),
-        (("emb.weight", "fc.weight", "fc.bia"), "number 2 would be fc.bia, and the model"),
-        (("fc.weight", "emb.weight", "fc.bias"), r"optim.state.0.exp_avg has shape \[4, 3\]"),
+        (0.1, 0.1, 1),
+        (0.1, 0.2, 2),
+        (1, 1.0, 2),
+        (True, 1, 2),
+        (float("nan"), float("nan"), 1),
+        (None, None, 1),
+        ([0.1], (0.1,), 2),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, 1),
+        ({"a": {"b": 1}}, {"a": {"b": 2}}, 2),
+        (torch.tensor(0.1), torch.tensor(0.1), 1),
+        (torch.tensor(0.1), torch.tensor(0.2), 2),
+        (torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64), 2),
+        (torch.tensor(0.1), 0.1, 2),
+        ([torch.ones(2)], [torch.ones(2)], 1),
     ],
 )
-def test_the_first_entry_without_a_match_is_named(given: tuple[str, ...], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        optimizer_names.with_names(checkpoint(), ParamNames(given))
+def test_parameters_of_equal_options_are_one_group(one: object, other: object, groups: int) -> None:
+    forest = Forest()
+    tree = forest.tree({"param_groups.a.x": one, "param_groups.b.x": other})
+    found = optimizer.read(optimizer.nested(tree, digest=forest.digest)).held()
+    assert len(found) == groups
 
 
-def test_names_from_other_groups_are_refused_even_when_all_shapes_fit() -> None:
-    with pytest.raises(
-        UsageError, match=r"\[2, 1\] parameters.* group 0 is the first that differs"
-    ):
-        optimizer_names.with_names(checkpoint(), ParamNames(NAMES, (1, 2)))
+def test_a_state_belongs_to_the_longest_name_that_it_begins_with() -> None:
+    forest = Forest()
+    flattened = {
+        "state.a.b.step": 1,
+        "state.a.step": 2,
+        "param_groups.a.lr": 0.1,
+        "param_groups.a.b.lr": 0.1,
+    }
+    nested = optimizer.nested(forest.tree(flattened), digest=forest.digest)
+    assert same(forest.value(nested.get("state")), {"a": {"step": 2}, "a.b": {"step": 1}})
 
 
-def test_an_optimizer_by_name_needs_no_names() -> None:
-    named = optimizer_names.with_names(checkpoint(), ParamNames(NAMES))
-    with pytest.raises(UsageError, match="no optimizer state here is numbered"):
-        optimizer_names.with_names(named, ParamNames(NAMES))
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"state": {}, "param_groups.w.lr": 0.1}, "nested and flattened at once"),
+        ({"state": [{"a": torch.ones(1)}], "param_groups": []}, "state is no dict"),
+        ({"state": {}, "param_groups": {"a": {"params": []}}}, "no list of groups"),
+        ({"state": {}, "param_groups": [{"lr": 0.1}]}, "Group 0 .* does not list its parameters"),
+        ({"state": {}, "param_groups": [{"params": ["a", 1]}]}, "names and numbers at once"),
+        ({"state": {}, "param_groups": [{"params": ["a", "a"]}]}, "list parameter a twice"),
+        ({"state.b.step": 1, "param_groups.a.lr": 0.1}, "state.b.step is of a parameter that no"),
+    ],
+)
+def test_what_is_no_state_dict_of_an_optimizer_is_refused(found: StateDict, said: str) -> None:
+    forest = Forest()
+    with pytest.raises(UnsupportedError, match=said):
+        optimizer.nested(forest.tree(found), digest=forest.digest)
 
 
-def test_names_come_from_another_optimizer_state_of_the_job() -> None:
-    named = optimizer_names.with_names(checkpoint(), ParamNames(NAMES))
-    assert optimizer_names.names_in(named) == ParamNames(NAMES, (2, 1))
+@pytest.mark.parametrize("where", ["state", "param_groups"])
+def test_two_names_that_become_one_are_refused(where: str) -> None:
+    twins = ["w", "_orig_mod.w"]
+    found = {
+        "state": {name: {"step": 1} for name in twins} if where == "state" else {},
+        "param_groups": [{"params": twins if where == "param_groups" else []}],
+    }
+    forest = Forest()
+    with pytest.raises(UsageError, match=r"w and _orig_mod\.w of the optimizer would both be"):
+        optimizer.nested(forest.tree(found), digest=forest.digest)
 
 
-def test_a_list_may_have_comments_and_empty_lines() -> None:
-    assert optimizer_names.parse_names("# group 0\na.weight\n\n b \n", where="f") == (
-        "a.weight",
-        "b",
+def test_two_entries_of_one_flattened_name_are_refused() -> None:
+    state = {"a": {"b": {"step": 1}}, "a.b": {"step": 2}}
+    found = {"state": state, "param_groups": [{"lr": 0.1, "params": ["a", "a.b"]}]}
+    with pytest.raises(UnsupportedError, match=r"Two entries .* state\.a\.b\.step"):
+        optimizer.flattened(Forest().tree(found))
+
+
+def test_numbers_with_text_keys_become_numbers_again() -> None:
+    forest = Forest()
+    found = {"state": {"0": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    written = optimizer.written(optimizer.read(forest.tree(found)))
+    assert same(forest.value(written), found | {"state": {0: {"step": 1}}})
+
+
+def test_numbers_before_the_first_step_are_seen_in_the_groups() -> None:
+    found = Forest().tree({"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]})
+    assert optimizer.shape_of(found) == "numbered"
+
+
+GROUPS: StateDict = {
+    "state": {name: {"step": place} for place, name in enumerate("abc")},
+    "param_groups": [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 0.2, "params": ["c"]}],
+}
+
+
+def test_groups_follow_the_order_of_the_loading_optimizer() -> None:
+    """torch pairs parameters by their places in the groups, whatever numbers these list."""
+    forest = Forest()
+    found = optimizer.numbered(
+        forest.tree(GROUPS), ParamNames(("c", "b", "a")), digest=forest.digest
     )
+    expected = {
+        "state": {2: {"step": 0}, 1: {"step": 1}, 0: {"step": 2}},
+        "param_groups": [{"lr": 0.2, "params": [0]}, {"lr": 0.1, "params": [1, 2]}],
+    }
+    assert same(forest.value(found), expected)
 
 
-@pytest.mark.parametrize(("text", "said"), [("", "no names in it"), ("a\nb\na\n", "a twice")])
-def test_a_list_that_cannot_be_meant_is_refused(text: str, said: str) -> None:
+def test_one_group_is_cut_into_those_of_the_loading_optimizer() -> None:
+    forest = Forest()
+    names = ParamNames(("a", "b", "c"), (1, 1, 1))
+    found = optimizer.numbered(forest.tree(GROUPS), names, digest=forest.digest)
+    rates = [(group["lr"], group["params"]) for group in forest.value(found.get("param_groups"))]  # type: ignore[attr-defined]
+    assert rates == [(0.1, [0]), (0.1, [1]), (0.2, [2])]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (ParamNames(("a", "c", "b")), "would put a and c into one group|a group into pieces"),
+        (ParamNames(("a", "b", "c"), (1, 2)), "would put b and c into one group"),
+        (ParamNames(("a", "b")), "c has optimizer state, and --param-names does not list it"),
+        (ParamNames(("a", "b", "c", "d")), "lists d, which is in no group"),
+    ],
+)
+def test_an_order_that_the_groups_cannot_have_is_refused(names: ParamNames, said: str) -> None:
+    forest = Forest()
     with pytest.raises(UsageError, match=said):
-        optimizer_names.parse_names(text, where="names.txt")
+        optimizer.numbered(forest.tree(GROUPS), names, digest=forest.digest)
 
 
-def pairs(index: CheckpointIndex) -> list[optimizer_groups.Pair]:
-    entries = [*index.tensors, *index.objects]
-    return [(entry, entry.path[1:]) for entry in entries if entry.section == "optim"]
-
-
-def test_flattened_and_back_is_the_same_state() -> None:
-    named = pairs(optimizer_names.with_names(checkpoint(), ParamNames(NAMES)))
-    back = optimizer_groups.nested(optimizer_groups.flattened(named))
-    states = {path for _, path in named if path[0] == "state"}
-    assert {path for _, path in back if path[0] == "state"} == states
-    assert _groups(back) == _groups(named)
-
-
-def _groups(found: list[optimizer_groups.Pair]) -> list[str]:
-    """Each group's parameters and options, in words, whatever its number."""
-    groups: dict[object, dict[str, str]] = {}
-    for entry, path in found:
-        if path[0] == "param_groups" and isinstance(entry, ObjectEntry):
-            groups.setdefault(path[1], {})[str(path[2])] = repr(entry.value)
-    return sorted(repr(sorted(group.items())) for group in groups.values())
-
-
-def test_numbering_needs_the_order_of_the_loading_optimizer() -> None:
-    named = pairs(optimizer_names.with_names(checkpoint(), ParamNames(NAMES)))
-    with pytest.raises(UsageError, match="counts parameters in the order of its own optimizer"):
-        optimizer_groups.numbered(named, None)
-    other = ("fc.bias", "emb.weight", "fc.weight")
-    paths = {path for _, path in optimizer_groups.numbered(named, other)}
-    assert ("state", 0, "exp_avg") in paths
-    lists = [e.value for e, p in optimizer_groups.numbered(named, other) if p[-1] == "params"]  # type: ignore[union-attr]
-    assert lists == [[1, 2], [0]]
-
-
-def test_a_real_numbered_state_takes_the_names_of_its_own_job() -> None:
-    index = read_index(str(CHECKPOINTS / "verl_fsdp2_4r" / "ckpt" / "global_step_1" / "actor"))
-    index = replace(index, problems=())
-    count = len(optimizer_names.numbered(index)[0].numbers())
-    names = [f"p{number}" for number in range(count)]
-    with pytest.raises(UsageError, match="number 0 would be p0, and the model"):
-        optimizer_names.with_names(index, ParamNames(tuple(names)))
-
-
-def test_a_real_numbered_state_of_dcp_becomes_what_get_state_dict_names(tmp_path: Path) -> None:
-    source = str(CHECKPOINTS / "fsdp2_dcp_rawoptim_4r" / "ckpt")
-    block = [f"blocks.0.{n}" for n in ("norm.weight", "norm.bias", "fc1.weight", "fc1.bias")]
-    heads = [f"head{n}.{kind}" for n in (3, 1) for kind in ("weight", "bias")]
-    order = ["emb.weight", *block, "blocks.0.fc2.weight", *heads, "lm.weight"]
-    (tmp_path / "names.txt").write_text("\n".join(order))
-    out = str(tmp_path / "out")
-    command = ["reshard", source, "-o", out, "--to-mesh", "2", "--layout", "plain"]
-    done = CliRunner().invoke(cli, [*command, "--param-names", str(tmp_path / "names.txt")])
+def run(*command: str) -> None:
+    done = CliRunner().invoke(cli, command)
     assert done.exit_code == 0, done.stderr
-    named = read_index(out)
-    states = {e.fqn for e in named.tensors if e.fqn.endswith("exp_avg")}
-    assert states == {f"optim.state.{name}.exp_avg" for name in order}
 
 
-def test_names_of_a_checkpoint_with_other_groups_are_refused(tmp_path: Path) -> None:
-    source = str(CHECKPOINTS / "fsdp2_dcp_rawoptim_4r" / "ckpt")
-    other = str(CHECKPOINTS / "fsdp2_dcp_1d_4r" / "ckpt")
-    command = ["reshard", source, "-o", str(tmp_path / "out"), "--to-mesh", "2"]
-    done = CliRunner().invoke(cli, [*command, "--param-names", other])
-    assert done.exit_code == 2
-    assert "[11] parameters, and those that the names come from [6, 5]" in done.stderr
+@pytest.mark.parametrize(
+    "layout", ["plain", "accelerate", "titan", "verl", "lightning", "composer"]
+)
+@pytest.mark.parametrize("shape", ["nested", "flattened", "numbered"])
+@pytest.mark.parametrize(
+    ("kind", "times"), [("SGD", 0), ("AdamW with tensors for lr", 2)], ids=["empty", "tensors"]
+)
+def test_an_optimizer_comes_back_from_every_layout(
+    tmp_path: Path, layout: str, shape: str, kind: str, times: int
+) -> None:
+    model = Model()
+    built = OPTIMIZERS[kind](two_groups(model))
+    stepped(model, built, times)
+    nested = nested_of(model, built)
+    saved = {
+        "nested": nested,
+        "flattened": flattened_by_torch(nested),
+        "numbered": numbered_of(built),
+    }[shape]
+    torch.save({"model": model.state_dict(), "optim": saved}, tmp_path / "source.pt")
+    (tmp_path / "names.txt").write_text("\n".join(names_in_order(model, built)))
+    names = ("--param-names", str(tmp_path / "names.txt"))
+    there, back, whole = (str(tmp_path / name) for name in ("there", "back", "whole.pt"))
+    given = names if shape == "numbered" or layout == "verl" else ()
+    source = str(tmp_path / "source.pt")
+    run("reshard", source, "-o", there, "--to-mesh", "2", "--layout", layout, *given)
+    found = {
+        "accelerate": f"{there}/optimizer_0",
+        "titan": f"{there}/step-1",
+        "verl": f"{there}/global_step_1/actor",
+        "composer": f"{there}/ep0-ba1",
+    }.get(layout, there)
+    given = names if layout == "verl" else ()
+    run("reshard", found, "-o", back, "--to-mesh", "1", "--layout", "plain", *given)
+    run("export", back, "-o", whole, "--only", "all", "--keep-names")
+    loaded = torch.load(whole, weights_only=True)["optim"]
+    assert same(loaded, without_empty(nested))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's: nothing is distributed here
+@pytest.mark.parametrize(("layout", "flat"), [("plain", False), ("titan", True)])
+def test_torch_loads_a_layout_as_its_own_state_dict(
+    tmp_path: Path, layout: str, *, flat: bool
+) -> None:
+    def built(times: int) -> tuple[Model, optim.Optimizer]:
+        model = Model()
+        made = _tensor_lr(two_groups(model))
+        stepped(model, made, times)
+        return model, made
+
+    model, saved = built(2)
+    torch.save(nested_of(model, saved), tmp_path / "optim.pt")
+    source, out = str(tmp_path / "optim.pt"), str(tmp_path / "out")
+    run("reshard", source, "-o", out, "--to-mesh", "2", "--layout", layout)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    other, loading = built(1)
+    asked = {
+        "optimizer" if flat else "optim": get_optimizer_state_dict(other, loading, options=options)
+    }
+    dcp.load(asked, checkpoint_id=f"{out}/step-1" if flat else out, no_dist=True)
+    found = next(iter(asked.values()))
+    assert same(found, get_optimizer_state_dict(model, saved, options=options))
+    set_optimizer_state_dict(other, loading, found, options=options)
+    assert same(loading.state_dict()["state"], saved.state_dict()["state"])
+
+
+def test_an_optimizer_without_anything_is_written_or_refused(tmp_path: Path) -> None:
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "none.pt")
+    command = ["reshard", str(tmp_path / "none.pt"), "--to-mesh", "2", "--layout"]
+    run(*command, "plain", "-o", str(tmp_path / "plain"))
+    assert [entry.fqn for entry in read_index(str(tmp_path / "plain")).objects] == [
+        "optim.param_groups"
+    ]
+    done = CliRunner().invoke(cli, [*command, "titan", "-o", str(tmp_path / "titan")])
+    assert done.exit_code == 1
+    assert "nothing that is chosen has a place in --layout titan" in done.stderr
+    assert not (tmp_path / "titan").exists()

@@ -102,7 +102,7 @@ def _ends(index: CheckpointIndex) -> Iterable[tuple[str, int]]:
 def _ends_of(entry: TensorEntry) -> Iterable[tuple[str, int]]:
     if isinstance(entry.chunks, GridChunks):
         return entry.chunks.ends()
-    places = (chunk.data for chunk in entry.chunks)
+    places = chain.from_iterable((chunk.data, *chunk.replicas) for chunk in entry.chunks)
     return ((place.path, place.offset + place.length) for place in places)
 
 
@@ -111,10 +111,10 @@ def _hurt(index: CheckpointIndex, bad: Mapping[str, int | None]) -> dict[str, se
     hurt: dict[str, set[str]] = {path: set() for path in bad}
     for entry in index.tensors:
         for chunk in entry.chunks:
-            path, offset, length = chunk.data
-            is_lost = path in bad and offset + length > (bad[path] or 0)
-            if is_lost and 0 not in chunk.box.sizes:
-                hurt[path].add(entry.fqn)
+            for path, offset, length in (chunk.data, *chunk.replicas):
+                is_lost = path in bad and offset + length > (bad[path] or 0)
+                if is_lost and 0 not in chunk.box.sizes:
+                    hurt[path].add(entry.fqn)
     for item in index.objects:
         path, offset, length = item.data
         if path in bad and offset + length > (bad[path] or 0):

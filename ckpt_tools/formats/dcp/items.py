@@ -8,29 +8,34 @@ the two disagree (FSDP2 over a tensor-parallel dimension that does not divide).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
-from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.geometry import row_major_strides
+from ckpt_tools.core import names
+from ckpt_tools.core.dtypes import DType, dtype_named
+from ckpt_tools.core.geometry import Box, row_major_strides
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
     Chunk,
     ObjectEntry,
-    PlainValue,
     TensorEntry,
 )
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import some
-from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.dcp.templates import Found, Templates
 from ckpt_tools.formats.pickle import load as pickles
+from ckpt_tools.formats.pickle.state_dict import flatten_at
 from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     StoredDTensor,
     StoredTensor,
     shown,
 )
+from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files, Unpack
 
@@ -62,7 +67,7 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
             tensors.append(entry)
             continue
         try:
-            chunks = [opener.raw(entry, chunk) for chunk in entry.chunks]
+            chunks = [opener.with_replicas(entry, chunk) for chunk in entry.chunks]
             tensors.append(replace(entry, chunks=chunks))
         except CheckpointError as error:
             problems.append(error.concerning((entry.fqn,)))
@@ -91,6 +96,24 @@ class _Opener:
         self._lengths = lengths
         self._seen: dict[bytes, StoredTensor] = {}
         self._templates = Templates(files, lengths)
+
+    def with_replicas(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
+        """The chunk and those of its replicas that are laid out alike, as raw elements."""
+        first = self.raw(entry, chunk)
+        if not chunk.replicas or chunk.codec is None:
+            return first
+        bare = chunk._replace(replicas=())
+        others = [
+            self.raw(entry, bare._replace(data=data)) if self._is_there(data) else None
+            for data in chunk.replicas
+        ]
+        alike = (first.strides, first.codec, first.data.length)
+        replicas = [
+            data if other is None else other.data
+            for data, other in zip(chunk.replicas, others, strict=True)
+            if other is None or (other.strides, other.codec, other.data.length) == alike
+        ]
+        return first._replace(replicas=tuple(replicas))
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
@@ -228,27 +251,127 @@ def _flip(first: int, step: int) -> Unpack:
 
 
 def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
-    """The same index with the values of its plain objects.
+    """The same index with the values of its plain objects, and with the tensors of tuples.
+
+    An item that is a tuple with tensors (torch pickles it whole) becomes that tuple in the tree,
+    with an entry for each tensor and value in it.
 
     Raises UnsafePickleError when an object asks for a global that could run code.
     """
-    return replace(index, objects=tuple(_opened(entry, files) for entry in index.objects))
+    objects: list[ObjectEntry] = []
+    tensors: list[TensorEntry] = []
+    parts: dict[str, Branch[str]] = {}
+    for entry in index.objects:
+        found = opened(entry, files)
+        if isinstance(found, ObjectEntry):
+            objects.append(found)
+            continue
+        tensors += found.tensors
+        objects += found.objects
+        parts[entry.fqn] = found.tree
+    if not parts:
+        return replace(index, objects=tuple(objects))
+    tensors = _classified([*index.tensors, *tensors], objects)[len(index.tensors) :]
+    return replace(
+        index,
+        tensors=tuple(sorted((*index.tensors, *tensors), key=_fqn)),
+        objects=tuple(sorted(objects, key=_fqn)),
+        tree=index.nesting.map(lambda fqn: parts.get(fqn, fqn)),
+    )
 
 
-def _opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
-    if entry.opened or entry.codec is None or entry.data.length > _MAX_PLAIN:
+def _classified(
+    tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]
+) -> list[TensorEntry]:
+    """The tensors with the sections that they have among these entries."""
+    paths = [entry.path for entry in tensors] + [entry.path for entry in objects]
+    found = names.classify(paths, objects={entry.path for entry in objects})
+    pairs = zip(tensors, found, strict=False)
+    return [replace(entry, section=section) for entry, (section, _) in pairs]
+
+
+def _fqn(entry: TensorEntry | ObjectEntry) -> str:
+    return entry.fqn
+
+
+class _Opened(NamedTuple):
+    """An item that holds whole tensors in its own containers."""
+
+    tensors: list[TensorEntry]
+    objects: list[ObjectEntry]
+    tree: Branch[str]
+
+
+def opened(entry: ObjectEntry, files: Files) -> ObjectEntry | _Opened:
+    """The same object with its value when that is plain, or what the item holds as a container."""
+    if entry.opened or entry.codec is None or entry.flaw is not None:
         return entry
-    value = plain_value(files, entry)
-    if isinstance(value, Opaque):
-        return replace(entry, type_name=value.qualname, value=value.fields)
-    return replace(entry, value=value, opened=True)
-
-
-def plain_value(files: Files, entry: ObjectEntry) -> PlainValue | Opaque:
-    """What a pickled object is: its plain value, or the name of what is not opened."""
-    item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
+    if entry.codec != TORCH_SAVE and entry.data.length > _MAX_PLAIN:
+        return entry  # it would be inflated to be looked at
+    item = unpacked(files, entry.data, entry.codec)
     where = f"{item.path}, item of {entry.fqn}"
-    return pickles.load_plain(_archive(files, item, where).read("data.pkl"), where=where)
+    archive = _archive(files, item, where)
+    if archive.record("data.pkl").length > _MAX_PLAIN:
+        return entry
+    value = pickles.load_plain(archive.read("data.pkl"), where=where)
+    if not isinstance(value, Opaque):
+        return replace(entry, value=value, opened=True)
+    found = None
+    # Not for what could run code: that was refused above.
+    with suppress(UnsafePickleError, UnsupportedError):
+        if any(name.startswith("data/") for name in archive.names):
+            found = _container(entry, archive, item.path, files)
+    return found or replace(entry, type_name=value.qualname, value=value.fields)
+
+
+def _container(
+    entry: ObjectEntry, archive: torch_zip.Archive, path: str, files: Files
+) -> _Opened | None:
+    """What is in an item with tensors.
+
+    None where it is no container, has one rank's shards, or what cannot be read.
+    """
+    where = f"{path}, item of {entry.fqn}"
+    value = pickles.load_tensors(archive.read("data.pkl"), where=where)
+    state = flatten_at(value, where=where, fqn=entry.fqn, path=entry.path)
+    flawed = any(leaf.flaw is not None for leaf in state.objects)
+    if flawed or not state.tensors or not isinstance(state.tree, Branch):
+        return None
+    data = archive.record("data.pkl")
+    pickle = ByteRange(path, data.offset, data.length)
+    objects = [
+        ObjectEntry(
+            *(leaf.fqn, leaf.path, entry.section, pickle, leaf.value),
+            opened=leaf.type_name is None,
+            type_name=leaf.type_name,
+        )
+        for leaf in state.objects
+    ]
+    tensors = []
+    for leaf in state.tensors:
+        if not isinstance(leaf.stored, StoredTensor):
+            return None
+        record = archive.record(f"data/{leaf.stored.storage.key}")
+        data_range, strides = byte_range_of(leaf.stored, record, path), strides_of(leaf.stored)
+        chunk = Chunk(Box.whole(leaf.stored.shape), data_range, strides, leaf.stored.sign)
+        dtype = dtype_named(leaf.stored.dtype)
+        if chunk.codec is not None:
+            chunk = _resolved(chunk, dtype, files)
+        shape = leaf.stored.shape
+        tensors.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
+    torch_zip.require_little_endian(archive)
+    return _Opened(tensors, objects, state.tree)
+
+
+def as_archives(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The same index with packed objects that have no value as archives of torch.save, inflated."""
+    objects = [
+        replace(entry, data=unpacked(files, entry.data, entry.codec), codec=TORCH_SAVE)
+        if entry.codec == ZSTD and not entry.opened
+        else entry
+        for entry in index.objects
+    ]
+    return replace(index, objects=tuple(objects))
 
 
 def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDTensor]:
@@ -265,6 +388,8 @@ def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDT
         value = pickles.load_tensors(archive.read("data.pkl"), where=where)
     except CheckpointError:
         return []
+    if not isinstance(value, dict):
+        return []  # torch packs a tuple of tensors always
     return [leaf for leaf in _leaves(value) if isinstance(leaf, StoredTensor | StoredDTensor)]
 
 

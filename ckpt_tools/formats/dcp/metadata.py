@@ -27,6 +27,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     shown,
 )
 from ckpt_tools.formats.pickle.unpickler import collector_paused, placed, unpickle
+from ckpt_tools.storage.paths import inside
 
 Offsets = tuple[int, ...]
 
@@ -94,7 +95,7 @@ class StorageInfo(StandIn):
             raise TypeError("a storage info without path, offset or length")
         if offset < 0 or length < 0:
             raise ValueError("a storage info with a negative offset or length")
-        self.relative_path = path
+        self.relative_path = inside(path) if "/" in path else path
         self.offset = offset
         self.length = length
         transforms = state.get("transform_descriptors") if len(state) > 3 else None

@@ -8,7 +8,6 @@ business of `items`. DCP stores boxes and no mesh, so no layout is stated here.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -22,9 +21,9 @@ from ckpt_tools.core.index import (
     Section,
     TensorEntry,
 )
+from ckpt_tools.core.state_tree import of_paths
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
-    CheckpointError,
     IncompleteError,
     UnreadableError,
     UnsupportedError,
@@ -34,25 +33,22 @@ from ckpt_tools.formats.dcp import (
     items as dcp_items,
 )
 from ckpt_tools.formats.dcp import (
+    per_rank,
+)
+from ckpt_tools.formats.dcp import (
     safetensors_data as dcp_safetensors,
 )
 from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
-from ckpt_tools.formats.dcp.metadata import (
-    Metadata,
-    Offsets,
-    StorageInfo,
-    TensorMeta,
-    load_metadata,
-)
+from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
+from ckpt_tools.formats.dcp.per_rank import RANK_METADATA, Union
 from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor
 from ckpt_tools.formats.pickle.unpickler import collector_paused
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, refuse_special
 
-_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _FLAT_PARAM = ("_flat_param", "flat_param")
 
 
@@ -63,7 +59,7 @@ def matches(path: str) -> bool:
     return any(
         name in (".metadata", ".metadata.tmp")
         or DATA_FILE.fullmatch(name)
-        or _RANK_METADATA.fullmatch(name)
+        or RANK_METADATA.fullmatch(name)
         for name in paths.listdir(path)
     )
 
@@ -80,8 +76,10 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
 
 
 def _read_index(path: str) -> CheckpointIndex:
+    refuse_special([os.path.join(path, ".metadata")])
     sizes = _file_sizes(path)
-    metadata = _read_metadata(path, sizes)
+    union = _read_metadata(path, sizes)
+    metadata = union.metadata
     _refuse_flat_parameters(path, metadata.tensors)
     path_of = _paths(metadata)
     stored = StoredItems(path, metadata.storage)
@@ -100,23 +98,26 @@ def _read_index(path: str) -> CheckpointIndex:
     objects = tuple(
         stored.object(fqn, path_of[fqn], sections[fqn]) for fqn in sorted(metadata.objects)
     )
-    needed = stored.file_names
+    refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
     index = CheckpointIndex(
         root=path,
         format="dcp",
         tensors=tensors,
         objects=tuple(entry for entry in objects if entry is not None),
         files=tuple(
-            FileEntry(os.path.join(path, name), sizes.get(name))
-            for name in (".metadata", *sorted(needed))
+            FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(union.files)
         ),
-        world_size=_world_size((*sizes, *needed)),
+        world_size=_world_size((*sizes, *union.files)),
         torch_version=None,
-        notes=tuple(_notes(sizes, needed, objects)),
-        order=tuple(metadata.planner_data or ()),
+        notes=tuple(_notes(sizes, union.files, objects)),
+        problems=union.problems,
+        tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
+    index = per_rank.with_replicas(index, union.twins) if union.twins else index
     with Files() as files:
         index = dcp_safetensors.resolve(index, files)
+        if union.twins:
+            index = per_rank.compared(index, union.twins, files)
         if not metadata.planner_data:
             index = _with_packed(index, files)
     return replace(index, problems=(*index.problems, *problems_of(index, sizes)))
@@ -130,7 +131,7 @@ def _file_sizes(path: str) -> dict[str, int]:
         raise unreadable(path, error, doing="listed") from error
 
 
-def _read_metadata(path: str, sizes: Mapping[str, int]) -> Metadata:
+def _read_metadata(path: str, sizes: Mapping[str, int]) -> Union:
     with Files() as files:
 
         def load(name: str) -> Metadata:
@@ -143,13 +144,14 @@ def _read_metadata(path: str, sizes: Mapping[str, int]) -> Metadata:
             return load_metadata(data, where=where)
 
         if ".metadata" in sizes:
-            return load(".metadata")
-        parts = sorted(
-            (int(match[1]), name) for name in sizes if (match := _RANK_METADATA.fullmatch(name))
-        )
+            metadata = load(".metadata")
+            needed = frozenset({".metadata", *StoredItems(path, metadata.storage).file_names})
+            return Union(metadata, {}, needed, ())
+        parts = {int(match[1]): name for name in sizes if (match := RANK_METADATA.fullmatch(name))}
         if not parts:
             raise _no_metadata(path, sizes)
-        return _union([load(name) for _, name in parts], path)
+        found = {rank: load(name) for rank, name in sorted(parts.items())}
+        return per_rank.union(found, sizes, path)
 
 
 def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
@@ -166,36 +168,6 @@ def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
     )
 
 
-def _union(parts: Sequence[Metadata], path: str) -> Metadata:
-    """One metadata out of those that each rank wrote for itself (use_collectives=False)."""
-    tensors: dict[str, TensorMeta] = {}
-    storage: dict[str, dict[Offsets | None, StorageInfo]] = {}
-    planner: dict[str, Path] = {}
-    for part in parts:
-        planner |= part.planner_data or {}
-        for fqn, items in part.storage.items():
-            storage[fqn] = {**items, **storage.get(fqn, {})}
-        for fqn, meta in part.tensors.items():
-            tensors[fqn] = _joined(tensors.get(fqn, meta), meta, where=f"{path}: {fqn}")
-    return parts[0]._replace(
-        tensors=tensors,
-        objects=frozenset().union(*(part.objects for part in parts)),
-        storage=storage,
-        planner_data=planner or None,
-    )
-
-
-def _joined(known: TensorMeta, meta: TensorMeta, *, where: str) -> TensorMeta:
-    if known is meta:
-        return known
-    if (known.shape, known.dtype) != (meta.shape, meta.dtype):
-        raise CheckpointError(
-            f"{where}: the ranks disagree: {known.dtype} {list(known.shape)} and "
-            f"{meta.dtype} {list(meta.shape)}."
-        )
-    return known._replace(boxes=tuple(dict.fromkeys((*known.boxes, *meta.boxes))))
-
-
 def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
     for fqn in fqns:
         if fqn.rpartition(".")[2] in _FLAT_PARAM:
@@ -208,9 +180,12 @@ def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
 
 
 def _paths(metadata: Metadata) -> dict[str, Path]:
-    """The path of every entry: planner_data's, or the name alone where there is none."""
+    """The path of every entry: planner_data's, in its order, or the name alone without one."""
     planner = metadata.planner_data or {}
-    return {fqn: tuple(planner.get(fqn, (fqn,))) for fqn in (*metadata.tensors, *metadata.objects)}
+    entries = metadata.tensors.keys() | metadata.objects
+    known = {fqn: tuple(path) for fqn, path in planner.items() if fqn in entries}
+    rest = (fqn for fqn in (*metadata.tensors, *sorted(metadata.objects)) if fqn not in known)
+    return known | {fqn: (fqn,) for fqn in rest}
 
 
 def _sections(metadata: Metadata, path_of: Mapping[str, Path]) -> dict[str, Section]:

@@ -43,10 +43,11 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     if first is None or torch_zip.sniff(files.read(*first, 9)) != "safetensors":
         return index
     starts = {
-        chunk.data.path: chunk.data.offset
+        place.path: place.offset
         for entry in index.tensors
         for chunk in entry.chunks
-        if chunk.data.offset + 9 <= lengths.get(chunk.data.path, 0)
+        for place in (chunk.data, *chunk.replicas)
+        if place.offset + 9 <= lengths.get(place.path, 0)
     }
     found = {
         shard: stored
@@ -121,5 +122,7 @@ def _from_headers(entry: TensorEntry, found: Mapping[_Shard, Stored]) -> TensorE
                 f"{list(chunk.box.sizes)}.",
                 about=(entry.fqn,),
             )
-        chunks.append(chunk._replace(data=stored.data, codec=None))
+        others = (found.get(_Shard(entry.fqn, chunk.box.offsets, r.path)) for r in chunk.replicas)
+        replicas = tuple(other.data for other in others if other is not None)
+        chunks.append(chunk._replace(data=stored.data, codec=None, replicas=replicas))
     return replace(entry, chunks=chunks)

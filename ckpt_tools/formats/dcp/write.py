@@ -13,13 +13,14 @@ This room plans; it opens no file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ObjectEntry, Path
+from ckpt_tools.core.index import NO_TREE, ObjectEntry
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plan import (
     FilePlan,
@@ -27,8 +28,12 @@ from ckpt_tools.core.plan import (
     Target,
     WriteItem,
     object_entry_as_tensor,
+    placed_tree,
+    refuse_types_not_in_torch,
 )
+from ckpt_tools.core.state_tree import Branch, Path
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.dcp.flattening import items_of
 from ckpt_tools.formats.dcp.items import TORCH_SAVE
 from ckpt_tools.formats.dcp.metadata_write import (
     StoredItem,
@@ -36,6 +41,7 @@ from ckpt_tools.formats.dcp.metadata_write import (
     encode_metadata,
 )
 from ckpt_tools.formats.pickle.dump import dumps, object_node, tensor_node
+from ckpt_tools.formats.torch_file.write import pack
 from ckpt_tools.formats.zip.layout import ArchiveLayout, lay_out
 
 
@@ -54,11 +60,21 @@ class _Piece(NamedTuple):
     number: int
 
 
+class _Container(NamedTuple):
+    """A tuple with tensors, or a list of such: torch pickles it whole, as one item."""
+
+    fqn: str
+    tree: Branch[Target | ObjectEntry]
+
+
 class _Share(NamedTuple):
     """What one rank writes, in the order of the state dict."""
 
-    objects: list[ObjectEntry]
+    objects: list[ObjectEntry | _Container]
     pieces: list[_Piece]
+
+
+_Item: TypeAlias = Target | ObjectEntry | _Container
 
 
 def plan_files(
@@ -66,56 +82,44 @@ def plan_files(
     objects: Sequence[ObjectEntry],
     *,
     world_size: int,
-    planner_data: Mapping[str, Path],
+    tree: Branch[str] = NO_TREE,
 ) -> list[FilePlan]:
     """The files of a DCP directory for ``world_size`` ranks, `.metadata` last.
 
-    A target without a layout is a plain tensor, which each rank holds whole. Items follow the order
-    of ``planner_data``, which is that of the state dict; names that it lacks come last.
+    A target without a layout is a plain tensor, which each rank holds whole. ``tree`` has the names
+    where they stand in the state dict, in its order; those that it lacks come last, at their paths.
 
     Raises UsageError when a layout's mesh has another size, IncompleteError when the source's
     chunks do not cover a tensor, UnsupportedError for an object with neither bytes nor a value.
     """
-    entries = _in_order([*targets, *objects], planner_data)
+    refuse_types_not_in_torch(targets)
+    paths: dict[str, Path] = {}
+    entries: list[_Item] = []
+    whole = placed_tree(targets, objects, tree)
+    for path, item in items_of(whole, is_tensor=lambda leaf: isinstance(leaf, Target)):
+        entry = _Container(names.join(path), item) if isinstance(item, Branch) else item
+        paths[entry.fqn] = path
+        entries.append(entry)
     chosen = _share_out(entries, world_size=world_size)
     records: dict[str, TensorRecord | None] = {}
     shares = [_share(entries, places, records) for places in chosen]
     sources = _Sources()
     files = [_File(f"__{rank}_0.distcp") for rank in range(world_size)]
     for file, share in zip(files, shares, strict=True):
-        for entry in share.objects:
-            file.add_object(entry)
+        for one in share.objects:
+            if isinstance(one, _Container):
+                file.add_container(one)
+            else:
+                file.add_object(one)
         for piece in share.pieces:
             file.add_tensor(piece, sources)
     stored = [item for file in files for item in file.stored]
-    paths = {e.fqn: _flattened(planner_data.get(e.fqn, e.path)) for e in entries}
     metadata = encode_metadata(records, stored, planner_data=paths)
     plans = [file.plan() for file in files]
     return [*plans, FilePlan(".metadata", len(metadata), ((0, metadata),), ())]
 
 
-def _flattened(path: Path) -> Path:
-    """The path as torch flattens it: keys are text, only places in a list stay numbers.
-
-    Numbers right under ``state`` are keys, those of an optimizer's parameters.
-    """
-    above = ("", *path)
-    return tuple(
-        str(part) if over == "state" else part for over, part in zip(above, path, strict=False)
-    )
-
-
-def _in_order(
-    entries: Sequence[Target | ObjectEntry], planner_data: Mapping[str, Path]
-) -> list[Target | ObjectEntry]:
-    """The entries in the order of the state dict, those that it does not name last."""
-    places = {fqn: place for place, fqn in enumerate(planner_data)}
-    return sorted(entries, key=lambda entry: places.get(entry.fqn, len(places)))
-
-
-def _share_out(
-    entries: Sequence[Target | ObjectEntry], *, world_size: int
-) -> list[list[tuple[int, Box]]]:
+def _share_out(entries: Sequence[_Item], *, world_size: int) -> list[list[tuple[int, Box]]]:
     """For each rank the entries it writes, by their places, with the box of each.
 
     Of equal boxes one is kept, on the rank with the fewest bytes so far. The rule and its order are
@@ -136,14 +140,14 @@ def _share_out(
     return [sorted(places) for places in chosen]
 
 
-def _weight(entry: Target | ObjectEntry) -> int:
-    if isinstance(entry, ObjectEntry):
+def _weight(entry: _Item) -> int:
+    if not isinstance(entry, Target):
         return 1
     return entry.entry.numel * entry.dtype.itemsize or 1
 
 
 def _share(
-    entries: Sequence[Target | ObjectEntry],
+    entries: Sequence[_Item],
     chosen: Sequence[tuple[int, Box]],
     records: dict[str, TensorRecord | None],
 ) -> _Share:
@@ -151,7 +155,7 @@ def _share(
     share = _Share([], [])
     for place, box in chosen:
         entry = entries[place]
-        if isinstance(entry, ObjectEntry):
+        if not isinstance(entry, Target):
             records[entry.fqn] = None
             share.objects.append(entry)
             continue
@@ -170,10 +174,10 @@ class _CopiesOf:
         self._world_size = world_size
         self._known: dict[tuple[Layout, tuple[int, ...]], dict[int, _Copies]] = {}
 
-    def of(self, entry: Target | ObjectEntry) -> dict[int, _Copies]:
+    def of(self, entry: _Item) -> dict[int, _Copies]:
         """The boxes of an entry, by the first rank that holds them."""
         everyone = tuple(range(self._world_size))
-        if isinstance(entry, ObjectEntry):
+        if not isinstance(entry, Target):
             return {0: _Copies(Box((), ()), everyone)}
         if entry.layout is None:
             return {0: _Copies(Box.whole(entry.entry.shape), everyone)}
@@ -253,6 +257,14 @@ class _File:
         archive = lay_out(dumps(object_node(entry)), ())
         self._literals.extend(archive.literals_at(self._length))
         self._store(entry.fqn, None, archive.length)
+
+    def add_container(self, container: _Container) -> None:
+        """Put a container with whole tensors behind what is there, as one archive."""
+        packed = pack(container.tree)
+        archive = lay_out(packed.pickle, packed.sizes)
+        self._literals.extend(archive.literals_at(self._length))
+        self._items.extend(packed.items(archive.slots_at(self._length), self.path))
+        self._store(container.fqn, None, archive.length)
 
     def _copy(self, entry: ObjectEntry) -> None:
         source = object_entry_as_tensor(entry)

@@ -6,7 +6,11 @@ Here it becomes nested plain dicts, lists and tuples that are safe to walk throu
 
 from __future__ import annotations
 
-from ckpt_tools.core.index import PlainValue
+from collections import OrderedDict
+from typing import TypeGuard
+
+from ckpt_tools.core.index import PlainValue, Size
+from ckpt_tools.core.state_tree import MAX_DEPTH, Key
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
 from ckpt_tools.formats.pickle.configs import ConfigObject, Configs
@@ -27,16 +31,24 @@ _MAX_INT_BITS = 1024
 _MAX_COPIED = 64 * 1024 * 1024
 _BYTES_OF_ITEM = 32
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_KEYS = frozenset({str, float, bool, type(None)})
+_MAX_KEY_BITS = 512
 _STORED = frozenset({StoredTensor, StoredDTensor, Opaque})
 
 
 class PickledDict(dict[object, object]):
-    """An OrderedDict or a defaultdict: a dict that takes no attributes."""
+    """A defaultdict or a Counter: a dict that takes no attributes."""
 
     __slots__ = ()
 
     def __setstate__(self, state: object) -> None:
         """Drop attributes, such as the ``_metadata`` of a module's state dict."""
+
+
+class PickledOrderedDict(PickledDict):
+    """An OrderedDict, while it is unpickled."""
+
+    __slots__ = ()
 
 
 class Containers:
@@ -51,7 +63,7 @@ class Containers:
             "_codecs.encode": Function(self._encode),
             "builtins.bytes": Function(self._bytes, "builtins.bytes"),
             "builtins.complex": Function(self._complex, "builtins.complex"),
-            "builtins.frozenset": Function(self._set, "builtins.frozenset"),
+            "builtins.frozenset": Function(self._frozenset, "builtins.frozenset"),
             "builtins.set": Function(self._set, "builtins.set"),
             "builtins.type": Function(self._type, "builtins.type"),
             "collections.Counter": Function(self._counter, "collections.Counter"),
@@ -107,6 +119,10 @@ class Containers:
             return kind()
         return opaque_class(getattr(kind, "qualname", "builtins.object"))()
 
+    def _frozenset(self, args: tuple[object, ...]) -> object:
+        made = self._set(args)
+        return frozenset(made) if isinstance(made, set) else Opaque("builtins.frozenset")
+
     def _counter(self, args: tuple[object, ...]) -> object:
         return args[0] if args and type(args[0]) is dict else PickledDict()
 
@@ -115,7 +131,7 @@ class Containers:
 
     def _dict(self, args: tuple[object, ...]) -> PickledDict:
         """``()``, or ``([[key, value], …],)`` as Python 2 wrote it."""
-        made = PickledDict()
+        made = PickledOrderedDict()
         pairs = args[0] if args else ()
         if not isinstance(pairs, list | tuple):
             raise UnreadableError(f"has an OrderedDict made of {shown(pairs)}.")
@@ -126,12 +142,12 @@ class Containers:
             made[pair[0]] = pair[1]
         return made
 
-    def _size(self, args: tuple[object, ...]) -> tuple[int, ...]:
-        return as_counts(args[0] if args else (), "a torch.Size")
+    def _size(self, args: tuple[object, ...]) -> Size:
+        return Size(as_counts(args[0] if args else (), "a torch.Size"))
 
 
 def settled(value: object, *, max_nodes: int) -> object:
-    """The same value of plain dicts, lists, tuples and sets, with only known leaves.
+    """The same value of dicts, OrderedDicts, lists, tuples and sets, with only known leaves.
 
     What is shared stays shared. Raises UnreadableError for a value that contains itself, that is
     nested more than 200 deep, or that has more than ``max_nodes`` nodes when each is counted as
@@ -172,6 +188,8 @@ class _Settler:
         return made
 
     def _container(self, value: object, depth: int) -> object:
+        if isinstance(value, PickledOrderedDict):
+            return OrderedDict((_key(key), self.settle(i, depth)) for key, i in value.items())
         if isinstance(value, dict):
             return {_key(key): self.settle(item, depth) for key, item in value.items()}
         if isinstance(value, list):
@@ -180,8 +198,9 @@ class _Settler:
             return tuple(self.settle(item, depth) for item in value)
         items = value if isinstance(value, set | frozenset) else ()
         self._count(len(items))
-        atoms = all(type(item) in _ATOMS for item in items)
-        return set(items) if atoms else Opaque("builtins.set")
+        if not all(type(item) in _ATOMS for item in items):
+            return Opaque(f"builtins.{type(value).__name__}")
+        return frozenset(items) if isinstance(value, frozenset) else set(items)
 
     def _again(self, done: tuple[object, int] | None) -> object:
         if done is None:
@@ -196,7 +215,7 @@ class _Settler:
             raise UnreadableError(f"unfolds to more than {self._max_nodes:,} values.")
 
 
-_CONTAINERS = frozenset({dict, PickledDict, list, tuple, set, frozenset})
+_CONTAINERS = frozenset({dict, PickledDict, PickledOrderedDict, list, tuple, set, frozenset})
 
 
 def _key(key: object) -> object:
@@ -212,7 +231,7 @@ def _key(key: object) -> object:
 def _leaf(value: object) -> object:
     """A value that is known, or the name of what is not."""
     kind = type(value)
-    if kind in _STORED:
+    if kind in _STORED or kind is Size:
         return value
     if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
         return Opaque("builtins.int")
@@ -275,15 +294,34 @@ class _NotPlainError(Exception):
         self.qualname = qualname
 
 
-def _plain(value: object) -> PlainValue:
-    if value is None or isinstance(value, bool | int | float | str):
+def _plain(value: object, depth: int = 0) -> PlainValue:
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | Size):
         return value
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
-    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
-        return {key: _plain(item) for key, item in value.items()}
+    if depth < MAX_DEPTH:
+        if isinstance(value, list):
+            return [_plain(item, depth + 1) for item in value]
+        if isinstance(value, tuple):
+            return tuple(_plain(item, depth + 1) for item in value)
+        if isinstance(value, set | frozenset):
+            return value
+        if isinstance(value, dict):
+            kind = OrderedDict if isinstance(value, OrderedDict) else dict
+            return kind((_plain_key(key), _plain(i, depth + 1)) for key, i in value.items())
     raise _NotPlainError(
         value.qualname if isinstance(value, Opaque) else f"builtins.{type(value).__name__}"
     )
+
+
+def _plain_key(key: object) -> Key:
+    if not is_key(key):
+        raise _NotPlainError("builtins.dict")
+    return key
+
+
+def is_key(key: object) -> TypeGuard[Key]:
+    """Whether a settled key of a dict can be a part of a path, by its text."""
+    if type(key) is tuple:
+        return all(map(is_key, key))
+    if type(key) is int:
+        return key.bit_length() <= _MAX_KEY_BITS  # Python refuses to print thousands of digits
+    return type(key) in _KEYS

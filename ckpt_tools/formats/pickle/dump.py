@@ -11,19 +11,22 @@ This room knows tensors; of checkpoint formats it knows nothing.
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import row_major_strides
-from ckpt_tools.core.index import ObjectEntry
+from ckpt_tools.core.index import ObjectEntry, Size
+from ckpt_tools.core.state_tree import Key
 from ckpt_tools.errors import UnsupportedError
 
 Node: TypeAlias = (
-    "bool | int | float | str | bytes | Global | Call | Instance | Persistent | Blank"
-    " | Sequence[Node] | Mapping[str, Node] | Mapping[str | int, Node] | None"
+    "bool | int | float | complex | str | bytes | Global | Call | Instance | Persistent | Blank"
+    " | AbstractSet[Node] | Sequence[Node] | Mapping[str, Node] | Mapping[Key, Node] | None"
 )
 
 
@@ -77,6 +80,8 @@ class Draft(NamedTuple):
         codes = [encode_int(values[number]) for number in self.blanks]
         return b"".join(chain.from_iterable(zip_longest(self.parts, codes, fillvalue=b"")))
 
+
+_Special: TypeAlias = "Call | Instance | Persistent | bytes | complex | Size | AbstractSet[Node]"
 
 _BATCH = 1000  # how many items pickle puts between a MARK and a SETITEMS or APPENDS
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")
@@ -184,7 +189,7 @@ class _Writer:
             self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
         elif isinstance(node, Global):
             self.parts.append(f"c{node.module}\n{node.name}\n".encode())
-        elif isinstance(node, (Call, Instance, Persistent, bytes)):
+        elif isinstance(node, (Call, Instance, Persistent, bytes, complex, Size, AbstractSet)):
             self._save_special(node, key)
             return
         elif isinstance(node, Mapping):
@@ -195,15 +200,13 @@ class _Writer:
             return
         self._memoize(key, node)
 
-    def _save_special(
-        self, node: Call | Instance | Persistent | bytes, key: int | str | Global
-    ) -> None:
+    def _save_special(self, node: _Special, key: int | str | Global) -> None:
         if isinstance(node, Persistent):
             self.save(node.value)
             self.parts.append(b"Q")
             return
-        if isinstance(node, bytes):
-            node = Call(Global("_codecs", "encode"), (node.decode("latin-1"), "latin1"))
+        if not isinstance(node, (Call, Instance)):
+            node = _as_call(node)
         self.save(node.function if isinstance(node, Call) else node.cls)
         self.save(node.args)
         self.parts.append(b"R" if isinstance(node, Call) else b"\x81")
@@ -234,9 +237,13 @@ class _Writer:
         self.parts.append(_TUPLES[len(node)] if few else b"t")
 
     def _save_dict(
-        self, node: Mapping[str, Node] | Mapping[str | int, Node], key: int | str | Global
+        self, node: Mapping[str, Node] | Mapping[Key, Node], key: int | str | Global
     ) -> None:
-        self.parts.append(b"}")
+        if isinstance(node, OrderedDict):
+            self.save(ORDERED_DICT)
+            self.parts.append(b")R")
+        else:
+            self.parts.append(b"}")
         self._memoize(key, node)
         if len(node) == 1:
             for pair in node.items():
@@ -262,6 +269,18 @@ class _Writer:
         self._memo[key] = place
         self._alive.append(node)
         self.parts.append(b"q%c" % place if place < 256 else b"r" + struct.pack("<I", place))
+
+
+def _as_call(node: bytes | complex | Size | AbstractSet[Node]) -> Call:
+    """How protocol 2 says a value that has no opcode there."""
+    if isinstance(node, bytes):
+        return Call(Global("_codecs", "encode"), (node.decode("latin-1"), "latin1"))
+    if isinstance(node, complex):
+        return Call(Global("__builtin__", "complex"), (node.real, node.imag))
+    if isinstance(node, Size):
+        return Call(Global("torch", "Size"), ((*node,),))
+    name = "frozenset" if isinstance(node, frozenset) else "set"
+    return Call(Global("__builtin__", name), (sorted(node, key=repr),))
 
 
 def _atom(node: Node) -> bytes | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ckpt_tools.core import names
-from ckpt_tools.core.index import Path
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf
 from ckpt_tools.formats.pickle.torch_stubs import StoredStorage, StoredTensor
 
@@ -28,21 +26,20 @@ def view_of(leaf: TensorLeaf) -> View | None:
     )
 
 
-def tied(leaves: Iterable[TensorLeaf], container: Path = ()) -> Ties:
+def tied(leaves: Iterable[TensorLeaf]) -> Ties:
     """Groups of two or more names that are the same view of the same storage."""
     groups: dict[View, list[str]] = {}
     for leaf in leaves:
         view = view_of(leaf)
         if view is not None:
-            groups.setdefault(view, []).append(names.join((*container, *leaf.path)))
+            groups.setdefault(view, []).append(leaf.fqn)
     return _groups(groups.values())
 
 
-def still_tied(ties: Ties, leaves: Iterable[TensorLeaf], container: Path = ()) -> Ties:
+def still_tied(ties: Ties, leaves: Iterable[TensorLeaf]) -> Ties:
     """Those ties that hold in another rank's file, too; a shard without elements says nothing."""
     wanted = {fqn for group in ties for fqn in group}
-    named = ((names.join((*container, *leaf.path)), leaf) for leaf in leaves)
-    views = {fqn: view_of(leaf) for fqn, leaf in named if fqn in wanted}
+    views = {leaf.fqn: view_of(leaf) for leaf in leaves if leaf.fqn in wanted}
     kept = []
     for group in ties:
         seen: dict[View, list[str]] = {}
@@ -63,7 +60,7 @@ def overlapping(leaves: Iterable[TensorLeaf]) -> list[tuple[str, str]]:
         view = view_of(leaf)
         if view is not None:
             spans.setdefault(stored.storage, []).append(
-                (stored.storage_offset, stored.end, view, names.join(leaf.path))
+                (stored.storage_offset, stored.end, view, leaf.fqn)
             )
     pairs = []
     for held in spans.values():

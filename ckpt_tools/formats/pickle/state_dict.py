@@ -1,41 +1,44 @@
-"""A nested state dict, once unpickled, as flat lists of tensors and other values with their paths.
+"""A nested state dict, once unpickled, as its tree and flat lists of tensors and other values.
 
 It walks as torch's own distributed checkpoint flattens, so that one state dict has the same names
 in both formats: a dict always gives its items, a list gives them when a tensor or a dict is
 somewhere inside, and anything else is one value. A tuple is walked only when it holds a tensor,
-which would be lost otherwise. An empty dict is one value, because the loading side may ask for it.
+which would be lost otherwise. An empty dict is an empty container of the tree, and no value.
 
-Keys stay what they are (a str or an int) in a path. Nothing here reads a file.
+Keys stay what they are in the tree; in a path they are text. Nothing here reads a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import Path, PlainValue
+from ckpt_tools.core.index import PlainValue
+from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.containers import is_key
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor
 
 Stored = StoredTensor | StoredDTensor
 
-# More than any real state dict has; a pickle of a few KB can refer to itself without end, or say
-# one list so often that its items are more than memory holds.
-_MAX_DEPTH = 100
+# A pickle of a few KB can say one list so often that its items are more than memory holds.
 _MAX_REPEATED = 200_000
 # Python's and numpy's generators have 625 numbers, a sampler's state may list an epoch's samples.
 _MAX_PLAIN = 100_000
 _MAX_PLAIN_IN_ALL = 5_000_000
 # Python refuses to print numbers of thousands of digits.
 _MAX_INT = 1 << 512
+_PLAIN_CONTAINERS = (dict, list, tuple, set, frozenset)
 _FLAT = frozenset({"_flat_param", "flat_param"})
 
 
 class TensorLeaf(NamedTuple):
-    """A tensor and its place in the nesting."""
+    """A tensor and its place in the nesting; ``fqn`` is the path joined by dots."""
 
+    fqn: str
     path: Path
     stored: Stored
 
@@ -47,6 +50,7 @@ class ObjectLeaf(NamedTuple):
     that nobody knows. What is not plain may still have a value, to be shown.
     """
 
+    fqn: str
     path: Path
     value: PlainValue
     type_name: str | None
@@ -60,38 +64,55 @@ class ObjectLeaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
-    """The leaves of one state dict, in the order of the nesting."""
+    """The leaves of one state dict, in the order of the nesting, and the tree of their names."""
 
     tensors: tuple[TensorLeaf, ...]
     objects: tuple[ObjectLeaf, ...]
+    tree: Branch[str]
 
 
-def flatten(value: object, *, where: str) -> StateDict:
+class Flattened(NamedTuple):
+    """The leaves of a value inside of a state dict, and its tree: a name when it is a leaf."""
+
+    tensors: list[TensorLeaf]
+    objects: list[ObjectLeaf]
+    tree: Tree[str]
+
+
+def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDict:
     """The leaves of a nested value; one that is no container has the path ``("value",)``.
 
-    Raises UnreadableError for a nesting without end, and UnsupportedError for two leaves of one
-    name or for the flat parameters of FSDP1.
+    ``under`` are keys of dicts to put it into. Raises UnreadableError for a nesting without end,
+    and UnsupportedError for two leaves of one name or for the flat parameters of FSDP1.
     """
+    if isinstance(value, dict):
+        is_container = all(map(is_key, value))
+    else:
+        is_container = isinstance(value, list | tuple) and _Walk(where).holds(value)
+    top = value if is_container else {"value": value}
+    for part in reversed(under):
+        top = {part: top}
+    found = flatten_at(top, where=where, fqn="", path=())
+    if not isinstance(found.tree, Branch):
+        raise TypeError("the outermost value is a container")  # made so above
+    _refuse_flat_parameters([leaf.path for leaf in found.tensors], where)
+    _check_names([*found.tensors, *found.objects], where)
+    return StateDict(tuple(found.tensors), tuple(found.objects), found.tree)
+
+
+def flatten_at(value: object, *, where: str, fqn: str, path: Path) -> Flattened:
+    """The leaves of a value that stands at ``path`` of a state dict; ``fqn`` is its name there."""
     walk = _Walk(where)
-    top = value if isinstance(value, dict | list | tuple) and len(value) else {"value": value}
-    if isinstance(top, tuple) or (isinstance(top, list) and not walk.holds(top)):
-        top = dict(enumerate(top)) if walk.holds(top) else {"value": top}
-    tensors: list[TensorLeaf] = []
-    objects: list[ObjectLeaf] = []
-    for path, leaf in walk.leaves(top, ()):
-        if isinstance(leaf, StoredTensor | StoredDTensor):
-            tensors.append(TensorLeaf(path, leaf))
-        else:
-            objects.append(ObjectLeaf(path, *walk.plain(leaf), flaw=walk.flaw(leaf)))
-    _refuse_flat_parameters([leaf.path for leaf in tensors], where)
-    _check_names([*(leaf.path for leaf in tensors), *(leaf.path for leaf in objects)], where)
-    return StateDict(tuple(tensors), tuple(objects))
+    tree = walk.tree(value, fqn, path)
+    return Flattened(walk.tensors, walk.objects, tree)
 
 
 class _Walk:
-    """One walk through a nesting: remembers what it has seen of each container."""
+    """One walk through a nesting: what it found, and what it has seen of each container."""
 
     def __init__(self, where: str) -> None:
+        self.tensors: list[TensorLeaf] = []
+        self.objects: list[ObjectLeaf] = []
         self._where = where
         self._walked: set[int] = set()
         self._repeated = 0
@@ -99,23 +120,63 @@ class _Walk:
         self._opened: dict[int, tuple[PlainValue, str | None]] = {}
         self._flaws: dict[int, CheckpointError | None] = {}
         self._left = _MAX_PLAIN_IN_ALL
+        self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
 
-    def leaves(self, value: object, path: Path) -> Iterator[tuple[Path, object]]:
-        """The leaves below a value, each with its path."""
-        if isinstance(value, dict) and value and self._has_parts(value):
-            self._enter(value, len(path))
-            for key, item in value.items():
-                yield from self.leaves(item, (*path, key if type(key) is int else str(key)))
-        elif isinstance(value, list | tuple) and self.holds(value):
-            self._enter(value, len(path))
-            for place, item in enumerate(value):
-                yield from self.leaves(item, (*path, place))
-        else:
-            yield path, value
+    def tree(self, value: object, fqn: str, path: Path) -> Tree[str]:
+        """The tree of a value, whose leaves go to ``tensors`` and ``objects``.
 
-    def _has_parts(self, value: dict[object, object]) -> bool:
+        It calls itself, once for each container inside of another: `MAX_DEPTH` times at most.
+        """
+        if isinstance(value, StoredTensor | StoredDTensor):
+            self.tensors.append(TensorLeaf(fqn, path, value))
+            return fqn
+        if isinstance(value, dict) and self._has_parts(value):
+            return self._dict(value, fqn, path)
+        if isinstance(value, list | tuple) and self.holds(value):
+            self._enter(value, len(path))
+            above = f"{fqn}." if path else ""
+            items = tuple(
+                self.tree(item, f"{above}{place}", (*path, place))
+                for place, item in enumerate(value)
+            )
+            return Branch("tuple" if isinstance(value, tuple) else "list", None, items)
+        plain, type_name = self.plain(value, len(path))
+        self.objects.append(ObjectLeaf(fqn, path, plain, type_name, self._flaws[id(value)]))
+        return fqn
+
+    def _dict(self, value: dict[Key, object], fqn: str, path: Path) -> Branch[str]:
+        self._enter(value, len(path))
+        above = f"{fqn}." if path else ""
+        items = []
+        texts = set()
+        for key, item in value.items():
+            text = key if type(key) is str else str(key)
+            texts.add(text)
+            items.append(self.tree(item, f"{above}{text}", (*path, text)))
+        if len(texts) < len(value):
+            raise self._same_text(value, fqn)
+        keys = tuple(value)
+        if all(type(key) is str for key in keys):  # equal tuples of others may differ: 1 == True
+            keys = self._keys.setdefault(keys, keys)  # type: ignore[arg-type]  # all are str
+        kind: Kind = "OrderedDict" if isinstance(value, OrderedDict) else "dict"
+        return Branch(kind, keys, tuple(items))
+
+    def _same_text(self, value: dict[Key, object], fqn: str) -> UnsupportedError:
+        seen: dict[str, Key] = {}
+        for key in value:
+            other = seen.setdefault(str(key), key)
+            if other is not key:
+                name = f"{fqn}.{key}" if fqn else str(key)
+                return UnsupportedError(
+                    f"{self._where}: two entries have the name {name}: those of the keys {other!r} "
+                    f"and {key!r} of one dict.",
+                    hint="Save again with keys whose texts differ.",
+                )
+        raise KeyError(fqn)  # asked only where two are the same
+
+    def _has_parts(self, value: dict[object, object]) -> TypeGuard[dict[Key, object]]:
         """Whether the keys of a dict can be parts of a path; one that cannot is one value."""
-        odd = next((key for key in value if not _is_part(key)), None)
+        odd = next((key for key in value if type(key) is not str and not is_key(key)), None)
         if odd is None:
             return True
         if any(self._holds(item, 0, tensors_only=True) for item in value.values()):
@@ -125,20 +186,16 @@ class _Walk:
             )
         return False
 
-    def plain(self, value: object) -> tuple[PlainValue, str | None]:
+    def plain(self, value: object, depth: int) -> tuple[PlainValue, str | None]:
         """The value and None when it is plain, else None and the name of what is not."""
         if id(value) not in self._opened:
             look = _Look(min(self._left, _MAX_PLAIN))
-            name = look.odd_type(value, 0)
+            name = look.odd_type(value, depth)
             self._left -= min(self._left, _MAX_PLAIN) - look.left
             plain = value if name is None else getattr(value, "fields", None)
             self._flaws[id(value)] = look.flaw
             self._opened[id(value)] = plain, name  # type: ignore[assignment]  # looked through
         return self._opened[id(value)]
-
-    def flaw(self, value: object) -> CheckpointError | None:
-        """Why a value that was looked through cannot be used, or None."""
-        return self._flaws.get(id(value))
 
     def holds(self, value: list[object] | tuple[object, ...]) -> bool:
         """Whether a list has a tensor or a dict somewhere inside; whether a tuple has a tensor."""
@@ -171,20 +228,13 @@ class _Walk:
         if id(value) in self._walked:
             self._repeated += len(value)
         self._walked.add(id(value))
-        self._check_depth(depth if self._repeated <= _MAX_REPEATED else _MAX_DEPTH + 1)
+        self._check_depth(depth if self._repeated <= _MAX_REPEATED else MAX_DEPTH + 1)
 
     def _check_depth(self, depth: int) -> None:
-        if depth > _MAX_DEPTH:
+        if depth > MAX_DEPTH:
             raise UnreadableError(
                 f"{self._where}: its values are nested without end; no state dict looks like this."
             )
-
-
-def _is_part(key: object) -> bool:
-    """Whether a key can be a part of a path, as it is or by its text."""
-    if type(key) is int:
-        return abs(key) < _MAX_INT
-    return type(key) in {str, float, bool, type(None)}
 
 
 def _is_text(text: str) -> bool:
@@ -206,17 +256,17 @@ class _Look:
     def odd_type(self, value: object, depth: int) -> str | None:
         """The name of the first type that is not plain, or of a container that is too large."""
         self.left -= 1
-        if self.left < 0 or depth > _MAX_DEPTH:
+        if self.left < 0 or depth > MAX_DEPTH:
             return _type_name(value)
         if _is_plain_scalar(value):
             return None
         if isinstance(value, Opaque):
             self.flaw = value.flaw
-        if not isinstance(value, dict | list | tuple) or len(value) > self.left:
+        if not isinstance(value, _PLAIN_CONTAINERS) or len(value) > self.left:
             return _type_name(value)
         if not isinstance(value, dict):
             return self._first_odd(value, depth)
-        if not all(type(key) in {str, int} and _is_plain_scalar(key) for key in value):
+        if not all(map(is_key, value)):
             return _type_name(value)
         return self._first_odd(value.values(), depth)
 
@@ -229,7 +279,7 @@ def _is_plain_scalar(value: object) -> bool:
         return abs(value) < _MAX_INT
     if type(value) is str:
         return _is_text(value)
-    return value is None or type(value) in {bool, float}
+    return value is None or type(value) in {bool, float, complex, bytes}
 
 
 def _type_name(value: object) -> str:
@@ -249,11 +299,11 @@ def _refuse_flat_parameters(paths: Sequence[Path], where: str) -> None:
             )
 
 
-def _check_names(paths: Iterable[Path], where: str) -> None:
+def _check_names(found: Iterable[TensorLeaf | ObjectLeaf], where: str) -> None:
     """Refuse two leaves of one name, and names that are no text."""
     seen: dict[str, Path] = {}
-    for path in paths:
-        fqn = names.join(path)
+    for leaf in found:
+        fqn, path = leaf.fqn, leaf.path
         if not _is_text(fqn):
             raise UnreadableError(f"{where} is damaged: {fqn!a:.80} is no name.")
         other = seen.setdefault(fqn, path)

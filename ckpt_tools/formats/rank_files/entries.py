@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import Chunk, ObjectEntry, Path, Section, TensorEntry
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import NO_TREE, Chunk, ObjectEntry, Path, Section, TensorEntry
+from ckpt_tools.core.state_tree import Branch, dict_of, merge
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnsupportedError
 from ckpt_tools.formats.rank_files.parts import (
@@ -32,10 +34,29 @@ _FLAT_SHARDS = (
 
 @dataclass(slots=True)
 class Gathered:
-    """What the ranks hold, by the path of the entry, in the order of the ranks."""
+    """What the ranks hold, by the path of the entry, in the order of the ranks, and their trees
+    in one; ``clashes`` are problems of trees that do not go into one.
+    """
 
     tensors: dict[Path, list[Part]] = field(default_factory=dict)
     objects: dict[Path, list[ObjectPart]] = field(default_factory=dict)
+    tree: Branch[str] = NO_TREE
+    clashes: list[CheckpointError] = field(default_factory=list)
+    _last: Branch[str] = NO_TREE
+
+    def add_tree(self, tree: Branch[str], where: str) -> None:
+        """Take in the tree of one rank's file, or what other ranks' trees were put into."""
+        if tree == self._last:
+            return
+        self._last = tree
+        try:
+            self.tree = merge(self.tree, tree) if self.tree.items else tree
+        except UnsupportedError as error:
+            known = set(self.tree.leaves())
+            about = [fqn for fqn in tree.leaves() if fqn not in known]
+            message = f"{where} is nested otherwise than the files of lower ranks: {error.message}"
+            clash = UnsupportedError(message, hint=error.hint, about=about)
+            self.clashes.append(clash)
 
 
 class Entries(NamedTuple):
@@ -45,10 +66,15 @@ class Entries(NamedTuple):
     objects: tuple[ObjectEntry, ...]
     problems: tuple[CheckpointError, ...]
     notes: tuple[str, ...]
+    tree: Branch[str]
 
 
 def entries_of(gathered: Gathered, files: Files) -> Entries:
-    """The entries of all ranks' files; ``files`` is read only to compare small replicas."""
+    """The entries of all ranks' files; ``files`` is read only to compare small replicas.
+
+    What each rank has its own value of becomes a dict of them, ``rank_0``, ``rank_1``…
+    """
+    apart: dict[str, Branch[str]] = {}
     sections = _sections(gathered)
     comparison = Comparison(files)
     report = _Report()
@@ -57,30 +83,30 @@ def entries_of(gathered: Gathered, files: Files) -> Entries:
         joined = _beside_unread(join(parts, comparison), parts, gathered.objects.get(path))
         section = sections[path]
         if joined.differing and joined.complaint is None and section == "other":
-            tensors += [_own_tensor(path, part, section) for part in parts]
-            report.per_rank.append(names.join(path))
+            own = [_own_tensor(path, part, section) for part in parts]
+            apart[names.join(path)] = _of_ranks(own, parts)
+            tensors += own
             continue
         entry = _tensor(path, parts[0], joined, section)
         tensors.append(entry)
         report.see(entry, joined)
     objects: list[ObjectEntry] = []
     for path, held in gathered.objects.items():
-        if path in gathered.tensors and held[0].is_tensor:
+        if held[0].is_tensor and path in gathered.tensors:
             continue  # said of the tensor
-        if held[0].is_tensor:
-            objects.append(_object(path, held[0], sections[path]))
-        elif len(held) > 1 and not _all_equal(held):
-            objects += [
-                _object((*path, f"rank_{part.rank}"), part, sections[path]) for part in held
-            ]
-            report.per_rank.append(names.join(path))
+        if len(held) > 1 and not held[0].is_tensor and not _all_equal(held):
+            values = [_object((*path, f"rank_{p.rank}"), p, sections[path]) for p in held]
+            apart[names.join(path)] = _of_ranks(values, held)
+            objects += values
         else:
             objects.append(_object(path, held[0], sections[path]))
+    report.per_rank.extend(apart)
     return Entries(
         tuple(sorted(tensors, key=lambda entry: entry.fqn)),
         tuple(sorted(objects, key=lambda entry: entry.fqn)),
-        tuple(report.problems()),
+        (*gathered.clashes, *report.problems()),
         tuple(report.notes()),
+        gathered.tree.map(lambda fqn: apart.get(fqn, fqn)),
     )
 
 
@@ -94,6 +120,14 @@ def _beside_unread(
     first = parts[0].rank
     complaint = f"it is read on rank {first}, and on rank {other.rank} it is a {other.type_name}"
     return replace(joined, complaint=complaint)
+
+
+def _of_ranks(
+    entries: Sequence[TensorEntry | ObjectEntry], parts: Sequence[Part | ObjectPart]
+) -> Branch[str]:
+    """The values of one place, as a dict with a key for each rank."""
+    pairs = zip(parts, entries, strict=True)
+    return dict_of({f"rank_{part.rank}": entry.fqn for part, entry in pairs})
 
 
 def _sections(gathered: Gathered) -> dict[Path, Section]:
@@ -153,7 +187,7 @@ class _Report:
 
     complaints: dict[str, list[str]] = field(default_factory=dict)
     differing: dict[str, int] = field(default_factory=dict)
-    unlike: list[str] = field(default_factory=list)
+    unlike: dict[str, Box] = field(default_factory=dict)
     unseen: list[str] = field(default_factory=list)
     per_rank: list[str] = field(default_factory=list)
     optim_differs: bool = False
@@ -165,8 +199,8 @@ class _Report:
         elif joined.differing:
             self.differing[entry.fqn] = joined.differing[0]
             self.optim_differs = self.optim_differs or entry.section == "optim"
-        if joined.unlike:
-            self.unlike.append(f"{entry.fqn} {joined.unlike[0]}")
+        elif joined.unlike:
+            self.unlike[entry.fqn] = joined.unlike[0]
         if joined.unseen:
             self.unseen.append(entry.fqn)
 
@@ -188,11 +222,17 @@ class _Report:
                 about=fqns,
             )
 
+        if self.unlike:
+            shown = some([f"{fqn} {box}" for fqn, box in self.unlike.items()])
+            yield UnsupportedError(
+                f"{shown}: replicas that differ between ranks, so that none is known to be right.",
+                hint=_LEAVE_OUT,
+                about=[*self.unlike],
+            )
+
     def notes(self) -> Iterator[str]:
         """What a person should know."""
         if self.per_rank:
             yield f"Kept once per rank, as ….rank_N: {some(sorted(self.per_rank))}."
-        if self.unlike:
-            yield f"Replicas hold other values than the rank that is read: {some(self.unlike)}."
         if self.unseen:
             yield f"Replicas too large to be compared: {some(self.unseen)}."

@@ -140,6 +140,8 @@ def _add(reading: Reading, one: RankHeaders) -> None:
         reading.gathered.tensors.setdefault(path, []).extend(parts)
     for path, objects in one.gathered.objects.items():
         reading.gathered.objects.setdefault(path, []).extend(objects)
+    reading.gathered.add_tree(one.gathered.tree, f"The file of rank {one.rank}")
+    reading.gathered.clashes.extend(one.gathered.clashes)
     reading.ranks.add(one.ranks)
     reading.sizes.update(one.sizes)
     for pattern, held in one.held.items():

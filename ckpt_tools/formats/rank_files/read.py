@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from glob import escape
 
-from ckpt_tools.core import names
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry, Path
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
 from ckpt_tools.errors import (
     CheckpointError,
     UnreadableError,
@@ -84,7 +83,7 @@ def read_index(
 
 def _files_in(folder: str) -> list[str]:
     found = [os.path.join(folder, name) for name in sorted(paths.listdir(folder))]
-    return [path for path in found if paths.is_file(path)]
+    return [path for path in found if paths.is_file(path) or paths.special(path)]
 
 
 @dataclass(slots=True)
@@ -107,7 +106,7 @@ class Reading:
         family_ties: ties.Ties | None = None
         for file in family.files:
             try:
-                state, pickle, container = self._state(file, contained=contained)
+                state, pickle = self._state(file, contained=contained)
             except (UnsupportedError, UnsafePickleError) as error:
                 if not rank_names.holds_other_state(family.name):
                     raise
@@ -116,39 +115,39 @@ class Reading:
             except UnreadableError as error:
                 self.broken.append((family, error))
                 continue
-            self._gather(file, state, pickle, container)
+            self._gather(file, state, pickle)
             if family_ties is None:
-                family_ties = ties.tied(state.tensors, container)
+                family_ties = ties.tied(state.tensors)
             elif family_ties:
-                family_ties = ties.still_tied(family_ties, state.tensors, container)
+                family_ties = ties.still_tied(family_ties, state.tensors)
         self.ties = (*self.ties, *(family_ties or ()))
 
-    def _state(self, file: RankFile, *, contained: bool) -> tuple[StateDict, ByteRange, Path]:
-        """The leaves of one file, the place of its pickle, and the container they belong into."""
+    def _state(self, file: RankFile, *, contained: bool) -> tuple[StateDict, ByteRange]:
+        """The leaves of one file, in the container they belong into, and its pickle's place."""
         self.sizes[file.path] = self.files.size(file.path)
         saved = open_saved(file.path, self.files, options=self.options)
-        state = flatten(saved.value, where=file.path)
-        if rank_names.holds_other_state(file.family):
-            for other in state.objects:
-                if other.flaw is not None:
-                    raise other.flaw.at(f"{file.path}: {names.join(other.path)}")
-        container: Path = ()
+        container: tuple[str, ...] = ()
         tops = saved.value.keys() if isinstance(saved.value, dict) else ()
         if contained and not rank_names.has_container(tops, file.family):
             container = (file.family or "model",)
+        state = flatten(saved.value, where=file.path, under=container)
+        if rank_names.holds_other_state(file.family):
+            for other in state.objects:
+                if other.flaw is not None:
+                    raise other.flaw.at(f"{file.path}: {other.fqn}")
         parts = [self.parts.part(leaf.stored, saved, file.rank) for leaf in state.tensors]
         for leaf, part in zip(state.tensors, parts, strict=True):
-            self.gathered.tensors.setdefault((*container, *leaf.path), []).append(part)
-        return state, saved.pickle, container
+            self.gathered.tensors.setdefault(leaf.path, []).append(part)
+        return state, saved.pickle
 
-    def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange, container: Path) -> None:
+    def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange) -> None:
+        self.gathered.add_tree(state.tree, file.path)
         for leaf in state.objects:
             part = ObjectPart(file.rank, pickle, leaf.value, leaf.type_name, leaf.flaw)
-            self.gathered.objects.setdefault((*container, *leaf.path), []).append(part)
+            self.gathered.objects.setdefault(leaf.path, []).append(part)
         self.ranks.see(file, [leaf.stored for leaf in state.tensors])
         held = self.held.setdefault(file.pattern, set())
-        found = {names.join((*container, *leaf.path)) for leaf in state.tensors}
-        found |= {names.join((*container, *leaf.path)) for leaf in state.objects}
+        found = {leaf.fqn for leaf in state.tensors} | {leaf.fqn for leaf in state.objects}
         for pattern, others in self.held.items():
             twins = found & others if pattern != file.pattern else ()
             if twins:
@@ -200,6 +199,7 @@ class Reading:
             ties=tuple(sorted(self.ties)),
             notes=(*self.notes, *entries.notes),
             problems=tuple(problems),
+            tree=entries.tree,
         )
 
     def _names(self, family: Family, families: Sequence[Family]) -> Collection[str]:

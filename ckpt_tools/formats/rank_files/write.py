@@ -12,16 +12,28 @@ This room plans; it opens no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from itertools import chain
 from math import prod
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ObjectEntry, Path
+from ckpt_tools.core.index import NO_TREE, ObjectEntry
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
+from ckpt_tools.core.plan import (
+    FilePlan,
+    Finder,
+    LazyPlans,
+    PlannedFile,
+    Target,
+    WriteItem,
+    placed_tree,
+    refuse_types_not_in_torch,
+)
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.pickle.dump import (
     Blank,
@@ -63,12 +75,10 @@ class RankFileStyle:
 
 
 class _Family(NamedTuple):
-    """What goes into the files of one name; ``depth`` parts of each path are left to the name."""
+    """What goes into the files of one name."""
 
     name: str
-    depth: int
-    targets: list[Target]
-    objects: list[ObjectEntry]
+    tree: Branch[Target | ObjectEntry]
 
 
 def plan_files(
@@ -78,23 +88,27 @@ def plan_files(
     mesh: Mesh,
     device_type: str,
     style: RankFileStyle = RankFileStyle(),
-) -> list[FilePlan]:
+    tree: Branch[str] = NO_TREE,
+) -> LazyPlans:
     """One file for each rank of the mesh, or one for each rank and each part of the checkpoint.
+
+    Tensors and objects are where ``tree`` has their names, else at their paths.
 
     Raises UsageError when a layout's mesh has another size than ``mesh`` or the naming has no
     rank, IncompleteError when the source's chunks do not cover a tensor, UnsupportedError for an
     object that was not opened and for paths that exclude each other.
     """
     check_version(style.torch_version)
+    refuse_types_not_in_torch(targets)
     for target in targets:
         _check(target, mesh)
-    plans: list[FilePlan] = []
-    for family in _families(targets, objects, naming=style.naming):
+    files: list[PlannedFile] = []
+    for family in _families(placed_tree(targets, objects, tree), naming=style.naming):
         planner = _Planner(family, device_type=device_type, torch_version=style.torch_version)
         for rank in range(mesh.size):
             path = _filename(style.naming, family=family.name, world=mesh.size, rank=rank)
-            plans.append(planner.plan(path, rank=rank))
-    return plans
+            files.append(planner.planned(path, rank=rank))
+    return LazyPlans(files)
 
 
 def _check(target: Target, mesh: Mesh) -> None:
@@ -112,30 +126,22 @@ def _filename(naming: str, *, family: str, world: int, rank: int) -> str:
     return path.replace("{rank}", str(rank))
 
 
-def _families(
-    targets: Sequence[Target], objects: Sequence[ObjectEntry], *, naming: str
-) -> Iterator[_Family]:
+def _families(tree: Branch[Target | ObjectEntry], *, naming: str) -> Iterator[_Family]:
     """The families of files: one for each part of the checkpoint, or one for all."""
-    paths = [target.path for target in targets] + [entry.path for entry in objects]
-    tops = dict.fromkeys(str(path[0]) for path in paths)
-    if "{family}" not in naming or len(tops) < 2 or not _are_parts(paths):
-        yield _Family("model", 0, list(targets), list(objects))
+    parts = {str(part): inner for part, inner in tree.pairs() if isinstance(inner, Branch)}
+    if "{family}" not in naming or len(tree.items) < 2 or not _are_parts(tree):
+        yield _Family("model", tree)
         return
-    for top in tops:
-        yield _Family(
-            top,
-            1,
-            [target for target in targets if target.path[0] == top],
-            [entry for entry in objects if entry.path[0] == top],
-        )
+    for name, part in parts.items():
+        yield _Family(name, part)
 
 
-def _are_parts(paths: Iterable[Path]) -> bool:
-    """Whether each path stands in a container that a family of rank files can be named after."""
+def _are_parts(tree: Branch[Target | ObjectEntry]) -> bool:
+    """Whether all stands in containers that a family of rank files can be named after."""
     known = ("model", "optim", "optimizer")
     return all(
-        len(path) > 1 and (path[0] in known or rank_names.holds_other_state(str(path[0])))
-        for path in paths
+        isinstance(item, Branch) and (part in known or rank_names.holds_other_state(str(part)))
+        for part, item in tree.pairs()
     )
 
 
@@ -154,20 +160,42 @@ class _Planner:
     """Plans the files of one family; ranks whose shards have the same sizes share a pickle."""
 
     def __init__(self, family: _Family, *, device_type: str, torch_version: TorchVersion) -> None:
-        self._family = family
+        self._tree = family.tree
+        self._targets = [leaf for leaf in family.tree.leaves() if isinstance(leaf, Target)]
         self._device_type = device_type
         self._torch_version = torch_version
-        self._finders = [Finder(target.entry) for target in family.targets]
+        self._finders = [Finder(target.entry) for target in self._targets]
         self._boxes: dict[tuple[Layout, tuple[int, ...]], list[Box]] = {}
         self._contents: dict[tuple[tuple[int, ...], ...], _Contents] = {}
+        self._lengths: dict[tuple[tuple[tuple[int, ...], ...], int, int], int] = {}
+        for target, finder in zip(self._targets, self._finders, strict=True):
+            finder.reads(Box.whole(target.entry.shape))  # now, and not when files are half written
+
+    def planned(self, path: str, *, rank: int) -> PlannedFile:
+        """The file of one rank, to be planned later: its pickle and sizes say all of it."""
+        sizes = tuple(self._box(target, rank).sizes for target in self._targets)
+        pickle, storages = self._filled(sizes, rank)
+        name = archive_name(path)
+        key = sizes, len(pickle), len(name)
+        length = self._lengths.get(key)
+        if length is None:
+            length = self._lengths[key] = lay_out(pickle, storages, archive=name).length
+        digest = blake2b(repr((sizes, name)).encode() + pickle).digest()
+        return PlannedFile(path, length, digest, partial(self.plan, path, rank=rank))
+
+    def _filled(
+        self, sizes: tuple[tuple[int, ...], ...], rank: int
+    ) -> tuple[bytes, tuple[int | bytes, ...]]:
+        """The pickle and the storages of a rank whose shards have these sizes."""
+        contents = self._of(sizes)
+        values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
+        return contents.pickle.filled(values), contents.storages
 
     def plan(self, path: str, *, rank: int) -> FilePlan:
         """The file of one rank."""
-        boxes = [self._box(target, rank) for target in self._family.targets]
-        contents = self._of(tuple(box.sizes for box in boxes))
-        values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
-        pickle = contents.pickle.filled(values)
-        archive = lay_out(pickle, contents.storages, archive=archive_name(path))
+        boxes = [self._box(target, rank) for target in self._targets]
+        pickle, storages = self._filled(tuple(box.sizes for box in boxes), rank)
+        archive = lay_out(pickle, storages, archive=archive_name(path))
         items = tuple(
             WriteItem(
                 target.fqn,
@@ -180,7 +208,7 @@ class _Planner:
                 slot.crc_at,
             )
             for target, box, finder, slot in zip(
-                self._family.targets, boxes, self._finders, archive.slots, strict=True
+                self._targets, boxes, self._finders, archive.slots, strict=True
             )
             if slot.length
         )
@@ -204,13 +232,13 @@ class _Planner:
 
     def _new(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
         shards = _Shards(self._device_type, self._torch_version)
-        depth = self._family.depth
-        leaves: list[tuple[Path, Node]] = [
-            (target.path[depth:], shards.add(target, local))
-            for target, local in zip(self._family.targets, sizes, strict=True)
-        ]
-        leaves += [(entry.path[depth:], object_node(entry)) for entry in self._family.objects]
-        return _Contents(draft(nested(leaves)), tuple(shards.storages), tuple(shards.meshes))
+        local = iter(sizes)
+
+        def node(leaf: Target | ObjectEntry) -> Node:
+            return shards.add(leaf, next(local)) if isinstance(leaf, Target) else object_node(leaf)
+
+        pickle = draft(nested(self._tree, node))
+        return _Contents(pickle, tuple(shards.storages), tuple(shards.meshes))
 
 
 class _Shards:

@@ -17,6 +17,7 @@ from ckpt_tools.core.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.numbered import is_text
 from ckpt_tools.storage.reader import Files
 
 PREFIX = 8  # bytes of the header's length
@@ -199,15 +200,6 @@ def _tensors(raw: dict[str, object], *, path: str, start: int) -> dict[str, Stor
     return tensors
 
 
-def is_text(name: str) -> bool:
-    """Whether a name can be written at all: JSON can spell lone surrogates, no file can."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _unknown_types(unknown: dict[str, list[str]], path: str) -> UnsupportedError:
     shown = "; ".join(f"{dtype!r}: {some(names, 1)}" for dtype, names in unknown.items())
     return UnsupportedError(
@@ -227,6 +219,7 @@ def _stored(name: str, entry: dict[str, object], *, dtype: DType, path: str, sta
             f"{path}: {name}: its shape {entry.get('shape')!r:.60} or its data_offsets "
             f"{entry.get('data_offsets')!r:.60} cannot be meant."
         )
+    shape = _in_packs(name, shape, dtype=dtype, path=path)
     found, needed = span[1] - span[0], prod(shape) * dtype.itemsize
     if found != needed:
         raise UnreadableError(
@@ -234,6 +227,19 @@ def _stored(name: str, entry: dict[str, object], *, dtype: DType, path: str, sta
             f"its range has {found:,}."
         )
     return Stored(dtype, shape, ByteRange(path, start + span[0], found))
+
+
+def _in_packs(name: str, shape: tuple[int, ...], *, dtype: DType, path: str) -> tuple[int, ...]:
+    """The shape in our elements, of which the header's may be parts: F4 of [3, 16] is (3, 8)."""
+    if dtype.packed == 1:
+        return shape
+    if not shape or shape[-1] % dtype.packed:
+        raise UnsupportedError(
+            f"{path}: {name}: shape {list(shape)} of {dtype.safetensors}: the last dimension must "
+            f"be a multiple of {dtype.packed}, so that each row is whole bytes.",
+            hint="Save it with padded rows, or as uint8; torch cannot load it as it is either.",
+        )
+    return (*shape[:-1], shape[-1] // dtype.packed)
 
 
 def natural_numbers(raw: object) -> tuple[int, ...] | None:

@@ -12,35 +12,36 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import Chunk, Section, TensorEntry, check_coverage
+from ckpt_tools.core.index import Chunk, TensorEntry, check_coverage
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
+from ckpt_tools.formats.numbered import Gaps, absent, two_saves
 from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
+from ckpt_tools.formats.safetensors.sections import Home, Homes, decoded
 
 SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
-NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _SHARDING_INFO = "DCP_SHARDING_INFO"
 _MOST_RANKS = 100_000
-_MOST_MISSING = 1000  # a gap in numbers is not listed further than this
 
 
 class Part(NamedTuple):
     """One file of a checkpoint.
 
     ``offsets`` say where each tensor's box begins, in elements; None when the file holds whole
-    tensors. ``rank`` is who wrote it, None when the name does not tell.
+    tensors. ``rank`` is who wrote it, None when the name does not tell. ``homes`` are the sections
+    that it states, if any.
     """
 
     path: str
     header: Header
     offsets: Mapping[str, tuple[int, ...]] | None
     rank: int | None
+    homes: Homes | None = None
 
 
 class Joined(NamedTuple):
@@ -59,7 +60,7 @@ def make_part(path: str, header: Header) -> Part:
     """The file with what its header says of boxes. Raises UnreadableError when that is unsound."""
     match = SHARD.fullmatch(Path(path).name)
     rank = int(match[1]) - 1 if match else None
-    return Part(path, header, _offsets(path, header), rank)
+    return Part(path, header, _offsets(path, header), rank, decoded(header.metadata, path))
 
 
 def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
@@ -102,17 +103,26 @@ def join(parts: Sequence[Part], *, weight_map: Mapping[str, str] | None = None) 
         for fqn, stored in part.header.tensors.items():
             held[fqn].append(_Held(part, stored))
     order = sorted(held)
-    sections = names.classify([(fqn,) for fqn in order])
+    homes = _homes(held)
     doubles: dict[tuple[str, str], list[str]] = defaultdict(list)
     joined = Joined([], [])
-    for fqn, (section, _) in zip(order, sections, strict=True):
+    for fqn in order:
         group = held[fqn]
         if len(group) > 1 and any(part.offsets is None for part, _ in group):
             group = _choose(group, fqn, weight_map=weight_map or {}, doubles=doubles)
         group = _agreeing(group, fqn, problems=joined.problems)
-        joined.tensors.append(_entry(group, fqn, section=section, problems=joined.problems))
+        joined.tensors.append(_entry(group, fqn, home=homes[fqn], problems=joined.problems))
     joined.problems.extend(_double_problems(doubles))
     return joined
+
+
+def _homes(held: Mapping[str, Sequence[_Held]]) -> dict[str, Home]:
+    """Where each tensor belongs: as its file states, else as its name alone tells."""
+    stated = {fqn: group[0].part.homes for fqn, group in held.items()}
+    bare = [fqn for fqn, homes in stated.items() if homes is None]
+    sections = names.classify([(fqn,) for fqn in bare])
+    found = {fqn: Home((), section) for fqn, (section, _) in zip(bare, sections, strict=True)}
+    return found | {fqn: homes.of(fqn) for fqn, homes in stated.items() if homes is not None}
 
 
 def _choose(
@@ -164,15 +174,18 @@ def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) 
 
 
 def _entry(
-    group: Sequence[_Held], fqn: str, *, section: Section, problems: list[CheckpointError]
+    group: Sequence[_Held], fqn: str, *, home: Home, problems: list[CheckpointError]
 ) -> TensorEntry:
     """One tensor: the largest corner of its boxes is its shape, and they must cover it."""
     dtype = group[0].stored.dtype
     chunks = _chunks(group, fqn)
+    section = home.section
+    prefix = names.join((*home.container, ""))
+    path = (*home.container, fqn[len(prefix) :]) if fqn.startswith(prefix) else (fqn,)
     if len(chunks) == 1 and not any(chunks[0].box.offsets):
-        return TensorEntry(fqn, (fqn,), section, dtype, chunks[0].box.sizes, chunks)
+        return TensorEntry(fqn, path, section, dtype, chunks[0].box.sizes, chunks)
     shape = tuple(map(max, zip(*(chunk.box.ends for chunk in chunks), strict=True)))
-    entry = TensorEntry(fqn, (fqn,), section, dtype, shape, chunks)
+    entry = TensorEntry(fqn, path, section, dtype, shape, chunks)
     try:
         check_coverage(entry)
     except CheckpointError as problem:
@@ -195,13 +208,6 @@ def _chunks(group: Sequence[_Held], fqn: str) -> tuple[Chunk, ...]:
     return tuple(found[box] for box in sorted(found))
 
 
-class Gaps(NamedTuple):
-    """Files that others prove to have been there: their paths, and the problem of each kind."""
-
-    paths: list[str]
-    problems: list[CheckpointError]
-
-
 def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorEntry]) -> Gaps:
     """What the numbers in ``shard-R-model-i-of-N`` names, and the boxes, prove to be missing.
 
@@ -214,13 +220,13 @@ def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorE
     if not have:
         return gaps
     if len(counts) > 1:
-        gaps.problems.append(_two_saves(folder, counts))
+        gaps.problems.append(two_saves(folder, counts))
         return gaps
     ranks, count = {rank for rank, _ in have}, counts[0]
-    for rank in _absent(ranks, max(ranks)):
+    for rank in absent(ranks, max(ranks)):
         gaps.paths.append(f"{folder}/{_shard_name(rank, 1, count)}")
         gaps.problems.append(_missing_rank(gaps.paths[-1], rank, top=max(ranks)))
-    for number in _absent({number for _, number in have}, count):
+    for number in absent({number for _, number in have}, count):
         gaps.paths.append(f"{folder}/{_shard_name(1, number, count)}")
         gaps.problems.append(
             IncompleteError(f"{folder}: no rank has its file {number} of {count}.")
@@ -231,19 +237,6 @@ def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorE
 
 def _shard_name(rank: int, number: int, count: int) -> str:
     return f"shard-{rank:05}-model-{number:05}-of-{count:05}.safetensors"
-
-
-def _two_saves(folder: str, counts: Sequence[int]) -> CheckpointError:
-    shown = " and ".join(f"-of-{count:05}" for count in counts)
-    return CheckpointError(
-        f"{folder} holds files of more than one save: {shown}.",
-        hint="Move the files of the other save away.",
-    )
-
-
-def _absent(numbers: set[int], top: int) -> list[int]:
-    """The numbers from 1 to ``top`` that are not there, a thousand of them at most."""
-    return list(islice((n for n in range(1, top + 1) if n not in numbers), _MOST_MISSING))
 
 
 def _missing_rank(path: str, rank: int, *, top: int) -> IncompleteError:
@@ -292,24 +285,3 @@ def _even(entry: TensorEntry, widths: Sequence[int]) -> bool:
         max(chunk.box.sizes[dim] for chunk in entry.chunks) in {-(-size // w) for w in widths}
         for dim, size in enumerate(entry.shape)
     )
-
-
-def gaps_in_numbers(folder: str, present: Iterable[str]) -> Gaps:
-    """What the numbers in ``NAME-i-of-N`` names prove to be missing."""
-    families: dict[str, list[re.Match[str]]] = defaultdict(list)
-    for name in present:
-        match = NUMBERED.fullmatch(name)
-        if match and not SHARD.fullmatch(name):
-            families[match[1]].append(match)
-    gaps = Gaps([], [])
-    for stem, matches in sorted(families.items()):
-        counts = sorted({int(match[3]) for match in matches})
-        if len(counts) > 1:
-            gaps.problems.append(_two_saves(folder, counts))
-            continue
-        width = len(matches[0][2])
-        for number in _absent({int(match[2]) for match in matches}, counts[0]):
-            path = f"{folder}/{stem}-{number:0{width}}-of-{matches[0][3]}.safetensors"
-            gaps.paths.append(path)
-            gaps.problems.append(IncompleteError(f"{path} is not there."))
-    return gaps

@@ -8,29 +8,32 @@ lost.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 
 from ckpt_tools.core.index import CheckpointIndex, FileEntry, TensorEntry
 from ckpt_tools.core.text import some
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, unreadable
+from ckpt_tools.errors import CheckpointError, IncompleteError, unreadable
+from ckpt_tools.formats.numbered import (
+    NUMBERED,
+    Gaps,
+    Index,
+    gaps_in_numbers,
+    only_a_part,
+    parse_index,
+)
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.safetensors import join as parts_of
 from ckpt_tools.formats.safetensors.header import (
     Header,
     foreign,
-    is_text,
     length_problem,
     looks_like_safetensors,
     parse_header,
     read_header,
 )
 from ckpt_tools.formats.safetensors.join import (
-    NUMBERED,
     SHARD,
-    Gaps,
     Part,
     make_part,
 )
@@ -69,15 +72,6 @@ class _Reading:
             notes=tuple(self.notes),
             problems=tuple(self.problems),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """An index JSON: which file holds which tensor, by full path, and the bytes of all tensors."""
-
-    path: Place
-    weight_map: dict[str, str]
-    total_size: int | None
 
 
 def matches(path: str) -> bool:
@@ -136,19 +130,16 @@ def _read_single(reading: _Reading, place: Place, files: Files) -> CheckpointInd
     if not reading.parts:
         raise reading.problems[0]
     _join(reading)
-    shard, numbered = SHARD.fullmatch(place.name), NUMBERED.fullmatch(place.name)
+    shard = SHARD.fullmatch(place.name)
     if shard:
         part = IncompleteError(
             f"{place} holds only what rank {int(shard[1]) - 1} saved of a distributed checkpoint.",
             hint=f"Give the folder instead: {place.parent}",
         )
         reading.problems.insert(0, part)
-    elif numbered and int(numbered[3]) > 1:
-        reading.notes.append(
-            f"{place.name} is file {int(numbered[2])} of {int(numbered[3])}; "
-            f"the folder {place.parent} holds the others."
-        )
     if not shard:
+        part_of = only_a_part(str(place), files)
+        reading.problems[:0] = [] if part_of is None else [part_of]
         _check_consolidated(reading, place.parent, files)
     return reading.result()
 
@@ -215,7 +206,7 @@ def _conclude_unlisted(reading: _Reading, folder: Place, names: Sequence[str]) -
     """Without an index: what the numbers in the names say, and what nothing says."""
     ranks = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
     _add_gaps(reading, parts_of.gaps_in_ranks(str(folder), names, reading.tensors))
-    _add_gaps(reading, parts_of.gaps_in_numbers(str(folder), names))
+    _add_gaps(reading, gaps_in_numbers(str(folder), [n for n in names if not SHARD.fullmatch(n)]))
     if ranks:
         reading.notes.append(
             f"Shapes are proven by the boxes of {max(ranks)} ranks' files. The format states no "
@@ -240,90 +231,38 @@ def _add_gaps(reading: _Reading, gaps: Gaps) -> None:
 # ---------------------------------------------------------------------------------------- the index
 
 
-def _parse_index(path: Place, files: Files) -> _Index:
-    """An index JSON, checked. Raises CheckpointError when it is not sound."""
-    data = files.read(str(path), 0, files.size(str(path)))
-    try:
-        raw: object = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        stranger = None if data.startswith(b"{") else foreign(str(path), data)
-        raise stranger or UnreadableError(f"{path} is not sound JSON: {error}.") from error
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(raw, dict) or not isinstance(weight_map, dict):
-        raise UnreadableError(f"{path} has no weight_map.")
-    for fqn, name in weight_map.items():
-        if not is_text(fqn) or not isinstance(name, str) or not _is_below(name):
-            raise UnreadableError(
-                f"{path}: {fqn!r} is in {name!r:.60}, which is no file beside it."
-            )
-    placed = {fqn: str(path.parent / name) for fqn, name in weight_map.items()}
-    return _Index(path, placed, _total_size(raw))
+def _parse_index(path: Place, files: Files) -> Index:
+    """An index JSON. Raises CheckpointError when it is not sound, or something else."""
+    head = files.read(str(path), 0, min(64, files.size(str(path))))
+    stranger = None if head.startswith(b"{") else foreign(str(path), head)
+    if stranger is not None:
+        raise stranger
+    return parse_index(path, files)
 
 
-def _is_below(name: str) -> bool:
-    """Whether this names something beside the index or below it."""
-    return (
-        is_text(name)
-        and not PurePosixPath(name).is_absolute()
-        and ".." not in PurePosixPath(name).parts
-    )
-
-
-def _total_size(raw: Mapping[str, object]) -> int | None:
-    metadata = raw.get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(total, float):  # some tools divide on the way
-        return int(total) if total.is_integer() else None
-    return total if isinstance(total, int) else None
-
-
-def _read_listed(reading: _Reading, index: _Index, files: Files) -> None:
+def _read_listed(reading: _Reading, index: Index, files: Files) -> None:
     """The files of an index, and both held against each other."""
-    by_file: dict[str, list[str]] = {}
-    for fqn, path in sorted(index.weight_map.items()):
-        by_file.setdefault(path, []).append(fqn)
-    there = sorted(path for path in by_file if Place(path).is_file())
-    _read_parts(reading, there, files)
+    by_file = index.by_file()
+    there = [path for path in by_file if Place(path).is_file() or paths.special(path)]
+    for path in there:
+        known = len(reading.problems)
+        _read_parts(reading, [path], files)
+        reading.problems[known:] = [_about(p, by_file[path]) for p in reading.problems[known:]]
     for path in sorted(by_file.keys() - there):
         reading.files.append(FileEntry(path, None))
-        reading.problems.append(
-            IncompleteError(
-                f"{path} is not there; {index.path.name} has {some(by_file[path], 3)} in it.",
-                hint="Copy the missing file into the folder, or download it again.",
-                about=by_file[path],
-            )
-        )
+        reading.problems.append(index.missing(path, by_file[path]))
     for part in reading.parts:
-        reading.problems.extend(_disagreements(part, by_file[part.path], index))
+        reading.problems.extend(index.disagreements(part.path, part.header.tensors))
     _join(reading, index.weight_map)
     _check_total(reading, index)
 
 
-def _disagreements(part: Part, listed: Sequence[str], index: _Index) -> list[CheckpointError]:
-    """Names that a file lacks, or has, against its index."""
-    held = part.header.tensors
-    problems: list[CheckpointError] = []
-    lacking = [fqn for fqn in listed if fqn not in held]
-    extra = sorted(fqn for fqn in held if index.weight_map.get(fqn) != part.path)
-    if lacking:
-        problems.append(
-            IncompleteError(
-                f"{part.path} lacks {some(lacking, 3)}; {index.path.name} has it there.",
-                about=lacking,
-            )
-        )
-    if extra:
-        problems.append(
-            CheckpointError(
-                f"{part.path} holds {some(extra, 3)}; {index.path.name} does not have it there.",
-                hint="They are of two saves, or one was edited without the other.",
-                about=extra,
-            )
-        )
-    return problems
+def _about(problem: CheckpointError, fqns: Sequence[str]) -> CheckpointError:
+    """The same problem, about what a file should hold when it does not say itself."""
+    return type(problem)(problem.message, hint=problem.hint, about=sorted(problem.about or fqns))
 
 
-def _check_total(reading: _Reading, index: _Index) -> None:
+def _check_total(reading: _Reading, index: Index) -> None:
     found = sum(entry.nbytes for entry in reading.tensors)
     if index.total_size is not None and index.total_size != found and not reading.problems:
         reading.notes.append(

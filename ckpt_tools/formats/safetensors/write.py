@@ -14,7 +14,9 @@ from itertools import pairwise
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX, is_text
+from ckpt_tools.formats.numbered import is_text
+from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX
+from ckpt_tools.formats.safetensors.sections import Home, encoded
 
 _ALIGNMENT = 8
 _RESERVED = "__metadata__"
@@ -30,7 +32,8 @@ def plan_files(
     """The files that hold these tensors whole: one, or numbered shards with an index JSON.
 
     A shard holds at most ``max_shard_size`` bytes of tensors, or one tensor that is larger.
-    ``metadata`` goes into the header of each file, beside ``format: pt``. Paths are relative to the
+    ``metadata`` goes into the header of each file, beside ``format: pt`` and the sections; a
+    target's path is the container that it stands in, and its name there. Paths are relative to the
     output folder.
 
     Raises UnsupportedError, with all their names, for types that safetensors cannot hold, and
@@ -40,6 +43,8 @@ def plan_files(
     _check_targets(ordered)
     if max_shard_size < 1 or not basename or "/" in basename:
         raise UsageError(f"Shards {basename!r} of at most {max_shard_size} bytes cannot be meant.")
+    homes = {t.fqn: Home(t.path[:-1], t.entry.section) for t in ordered}
+    metadata = {**metadata, **encoded(homes)}
     shards = _split(ordered, max_shard_size)
     count = len(shards)
     if count == 1:
@@ -65,6 +70,8 @@ def _check_targets(ordered: Sequence[Target]) -> None:
                 f"A tensor cannot be named {target.fqn!r} in a safetensors file."
             )
     wrong = [target for target in ordered if target.dtype.safetensors is None]
+    # A header counts the single floats along the last dimension; without one it cannot.
+    wrong += [t for t in ordered if t.dtype.packed > 1 and not t.entry.shape]
     if wrong:
         shown = ", ".join(f"{target.fqn} ({target.dtype.name})" for target in wrong)
         raise UnsupportedError(
@@ -89,7 +96,7 @@ def _split(ordered: Sequence[Target], max_shard_size: int) -> list[list[Target]]
 
 def _plan_file(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) -> FilePlan:
     """One file: its header as bytes that are known, and a box to fill for each tensor."""
-    placed = sorted(shard, key=lambda target: (-target.dtype.bits, target.fqn))
+    placed = sorted(shard, key=_size_and_name)
     described: dict[str, object] = {_RESERVED: {"format": "pt", **dict(sorted(metadata.items()))}}
     starts: list[int] = []
     end = 0
@@ -98,7 +105,7 @@ def _plan_file(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) 
         end += _nbytes(target)
         described[target.fqn] = {
             "dtype": target.dtype.safetensors,
-            "shape": list(target.entry.shape),
+            "shape": _header_shape(target),
             "data_offsets": [starts[-1], end],
         }
     head = _head(path, described)
@@ -108,6 +115,17 @@ def _plan_file(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) 
         if target.entry.numel
     )
     return FilePlan(path, len(head) + end, ((0, head),), items)
+
+
+def _size_and_name(target: Target) -> tuple[int, str]:
+    """The order of tensors in a file: falling bits of the format's own elements, then names."""
+    return -target.dtype.bits // target.dtype.packed, target.fqn
+
+
+def _header_shape(target: Target) -> list[int]:
+    """The shape in the format's own elements, of which several may be packed in one of ours."""
+    shape = list(target.entry.shape)
+    return [*shape[:-1], shape[-1] * target.dtype.packed] if shape else shape
 
 
 def _head(path: str, described: Mapping[str, object]) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.core import names
@@ -26,6 +27,7 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.layout import Layout, Replicate
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
 from ckpt_tools.formats.pickle.state_dict import (
@@ -47,6 +49,7 @@ from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
+FORMAT = "torch"
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 # Programs of torch.jit and torch.export: reading them says what they are.
 _PROGRAMS = (".pt2", ".ptl", ".ts", ".torchscript", ".jit")
@@ -76,6 +79,17 @@ def matches(path: str) -> bool:
 
 
 def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
+    """The index of one torch.save file that a person named; see `read_file`.
+
+    A file that says that it is one of several is not whole by itself.
+    """
+    index = read_file(path, options=options)
+    with Files() as files:
+        part = only_a_part(path, files)
+    return index if part is None else replace(index, problems=(part, *index.problems))
+
+
+def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
     """The index of one torch.save file, from its headers alone.
 
     Raises UnreadableError for a file that is cut or something else, UnsafePickleError for a pickle
@@ -94,13 +108,14 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     tensors.sort(key=lambda entry: entry.fqn)
     return CheckpointIndex(
         root=path,
-        format="torch",
+        format=FORMAT,
         tensors=tuple(tensors),
         objects=tuple(_objects(state.objects, saved, sections)),
         files=(FileEntry(path, saved.length),),
         ties=tied(state.tensors),
         notes=(*_zero_weights(tensors), *_overlaps(state.tensors)),
         problems=tuple(_problems(state.tensors, placed, path)),
+        tree=state.tree,
     )
 
 
@@ -129,8 +144,8 @@ def _placed(leaf: TensorLeaf, saved: SavedFile) -> _Place:
         layout = dtensors.layout_of(stored)
         return _Place(dtensors.held_box(stored, layout), layout)
     except UnsupportedError as error:
-        fqn = names.join(leaf.path)
-        flaw = error.reworded(f"{saved.path}: {fqn}: {error.message}.").concerning((fqn,))
+        message = f"{saved.path}: {leaf.fqn}: {error.message}."
+        flaw = error.reworded(message).concerning((leaf.fqn,))
         return _Place(Box.whole(stored.local.shape), flaw=flaw)
 
 
@@ -145,7 +160,7 @@ def _tensor(leaf: TensorLeaf, place: _Place, saved: SavedFile, section: Section)
         rank=None if isinstance(stored, StoredTensor) else stored.mesh.rank,
     )
     return TensorEntry(
-        fqn=names.join(leaf.path),
+        fqn=leaf.fqn,
         path=leaf.path,
         section=section,
         dtype=dtype_named(stored.dtype),
@@ -160,7 +175,7 @@ def _objects(
 ) -> list[ObjectEntry]:
     entries = [
         ObjectEntry(
-            fqn=names.join(leaf.path),
+            fqn=leaf.fqn,
             path=leaf.path,
             section=sections[leaf.path],
             data=saved.pickle,
@@ -180,7 +195,7 @@ def _problems(
     """What keeps the tensors of the file from being whole: shards of one rank, Partial."""
     yield from (place.flaw for place in places if place.flaw is not None)
     shards = [
-        (names.join(leaf.path), leaf.stored, place.layout)
+        (leaf.fqn, leaf.stored, place.layout)
         for leaf, place in zip(leaves, places, strict=True)
         if isinstance(leaf.stored, StoredDTensor)
         and place.layout is not None

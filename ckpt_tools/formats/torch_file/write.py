@@ -1,8 +1,7 @@
 """Plans one torch.save file of whole tensors in their nesting, without holding any of them.
 
 `torch.load(..., weights_only=True)` reads it, with or without ``mmap=True``. Tensors that shared a
-storage in the source are written each on their own. How paths become dicts and lists is told in
-`nesting`.
+storage in the source are written each on their own. Containers are those of the tree.
 
 This room plans; it opens no file.
 """
@@ -10,46 +9,78 @@ This room plans; it opens no file.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ObjectEntry, Path
-from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
+from ckpt_tools.core.index import NO_TREE, ObjectEntry
+from ckpt_tools.core.plan import (
+    FilePlan,
+    Finder,
+    Target,
+    WriteItem,
+    placed_tree,
+    refuse_types_not_in_torch,
+)
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.pickle.dump import Node, dumps, object_node, tensor_node
 from ckpt_tools.formats.pickle.nest import nested
-from ckpt_tools.formats.zip.layout import lay_out
+from ckpt_tools.formats.zip.layout import Slot, lay_out
 
 
 def plan_files(
-    targets: Sequence[Target], objects: Sequence[ObjectEntry], *, filename: str
+    targets: Sequence[Target],
+    objects: Sequence[ObjectEntry],
+    *,
+    filename: str,
+    tree: Branch[str] = NO_TREE,
 ) -> list[FilePlan]:
-    """The one file; tensors and objects stand in it at their paths, in the order given.
+    """The one file, with tensors and objects where ``tree`` has their names, else at their paths.
 
     Raises IncompleteError when the source's chunks do not cover a tensor, UnsupportedError for an
     object that was not opened and for paths that exclude each other.
     """
-    leaves: list[tuple[Path, Node]] = [
-        (target.path, tensor_node(target.dtype, target.entry.shape, key=key))
-        for key, target in enumerate(targets)
-    ]
-    leaves += [(entry.path, object_node(entry)) for entry in objects]
-    sizes = [target.entry.numel * target.dtype.itemsize for target in targets]
-    archive = lay_out(dumps(nested(leaves)), sizes, archive=archive_name(filename))
-    items = tuple(
-        WriteItem(
-            target.fqn,
-            filename,
-            slot.offset,
-            box := Box.whole(target.entry.shape),
-            target.entry.dtype,
-            target.dtype,
-            Finder(target.entry).reads(box),
-            slot.crc_at,
-        )
-        for target, slot in zip(targets, archive.slots, strict=True)
-        if slot.length
-    )
-    return [FilePlan(filename, archive.length, archive.literals, items)]
+    refuse_types_not_in_torch(targets)
+    packed = pack(placed_tree(targets, objects, tree))
+    archive = lay_out(packed.pickle, packed.sizes, archive=archive_name(filename))
+    items = packed.items(archive.slots, filename)
+    return [FilePlan(filename, archive.length, archive.literals, tuple(items))]
+
+
+class Packed(NamedTuple):
+    """Whole tensors and objects as the pickle of an archive, and the tensors by their storages."""
+
+    pickle: bytes
+    targets: tuple[Target, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each storage."""
+        return [target.entry.numel * target.dtype.itemsize for target in self.targets]
+
+    def items(self, slots: Iterable[Slot], path: str) -> Iterator[WriteItem]:
+        """What to write into the slots of the archive, which lies in the file ``path``."""
+        for target, slot in zip(self.targets, slots, strict=True):
+            if slot.length:
+                box = Box.whole(target.entry.shape)
+                reads = Finder(target.entry).reads(box)
+                source, dtype = target.entry.dtype, target.dtype
+                yield WriteItem(
+                    target.fqn, path, slot.offset, box, source, dtype, reads, slot.crc_at
+                )
+
+
+def pack(tree: Branch[Target | ObjectEntry]) -> Packed:
+    """The archive of a tree: storages are numbered in its order."""
+    targets: list[Target] = []
+
+    def node(leaf: Target | ObjectEntry) -> Node:
+        if isinstance(leaf, ObjectEntry):
+            return object_node(leaf)
+        targets.append(leaf)
+        return tensor_node(leaf.dtype, leaf.entry.shape, key=len(targets) - 1)
+
+    return Packed(dumps(nested(tree, node)), tuple(targets))
 
 
 def archive_name(filename: str) -> str:

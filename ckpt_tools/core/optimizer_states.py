@@ -1,0 +1,51 @@
+"""What optimizers keep for a parameter, by the keys in their state.
+
+Names only, from the optimizers of torch 2.13 and of packages that people train with. Adam and AdamW
+keep the same keys: only the code that built the optimizer knows which it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+
+class OptimizerKind(NamedTuple):
+    """An optimizer, and the keys that it keeps for a parameter (a counter of steps not counted)."""
+
+    name: str
+    states: frozenset[str]
+
+
+# The first whose keys are all there is meant, so those with more keys come first.
+_KINDS = (
+    OptimizerKind(
+        "Adam or AdamW with amsgrad", frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+    ),
+    OptimizerKind("NAdam", frozenset({"exp_avg", "exp_avg_sq", "mu_product"})),
+    OptimizerKind("Adam or AdamW", frozenset({"exp_avg", "exp_avg_sq"})),
+    OptimizerKind("AdamW, schedule-free", frozenset({"z", "exp_avg_sq"})),
+    OptimizerKind("Adam or AdamW in 8 bits", frozenset({"state1", "state2", "qmap1", "qmap2"})),
+    OptimizerKind("SGD or Lion in 8 bits", frozenset({"state1", "qmap1"})),
+    OptimizerKind("Adamax", frozenset({"exp_avg", "exp_inf"})),
+    OptimizerKind("Adafactor", frozenset({"row_var", "col_var"})),
+    OptimizerKind("Adadelta", frozenset({"square_avg", "acc_delta"})),
+    OptimizerKind("RMSprop", frozenset({"square_avg"})),
+    OptimizerKind("Rprop", frozenset({"prev", "step_size"})),
+    OptimizerKind("ASGD", frozenset({"ax", "eta", "mu"})),
+    OptimizerKind("Lion, or another that keeps one average", frozenset({"exp_avg"})),
+    OptimizerKind("SGD with momentum, or Muon", frozenset({"momentum_buffer"})),
+    OptimizerKind("Adagrad", frozenset({"sum"})),
+    OptimizerKind("SGD, schedule-free", frozenset({"z"})),
+)
+
+# State that has the parameter's own shape, in every optimizer of torch that has it.
+LIKE_PARAMETER = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "sum"}
+)
+
+
+def kind_of(keys: Collection[str]) -> OptimizerKind | None:
+    """The optimizer that keeps these keys, None when none is known to."""
+    found = set(keys)
+    return next((kind for kind in _KINDS if kind.states <= found), None)

@@ -1,0 +1,292 @@
+"""Directories in which each rank wrote its own `__R.metadata` (use_collectives=False).
+
+Together they are one checkpoint. What several ranks hold, all of them have written: it must be the
+same, and is compared here. Of tensors that differ none is known to be right, so they are refused;
+other state that differs (random numbers, dataloaders) is each rank's own and kept once per rank.
+That is the policy for rank files, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
+
+from ckpt_tools.core import names
+from ckpt_tools.core.index import (
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    ObjectEntry,
+    Path,
+    TensorEntry,
+)
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.formats.dcp import items as dcp_items
+from ckpt_tools.formats.dcp.checks import rank_of
+from ckpt_tools.formats.dcp.chunks import StoredItems
+from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
+from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.storage.reader import Files
+
+# An item: the name of a tensor and the offsets of its box, None for an object.
+StorageKey: TypeAlias = "tuple[str, Offsets | None]"
+
+RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_BLOCK = 1 << 20
+_SMALL = 64 << 10  # bytes of an item that is read whole
+
+
+class Union(NamedTuple):
+    """The metadata of all ranks as one, and the places of items that several ranks wrote.
+
+    ``files`` names every file that is needed. The first place is that of the lowest rank, which
+    is also the one in ``metadata``.
+    """
+
+    metadata: Metadata
+    twins: Mapping[StorageKey, Sequence[StorageInfo]]
+    files: frozenset[str]
+    problems: tuple[CheckpointError, ...]
+
+
+def union(parts: Mapping[int, Metadata], sizes: Mapping[str, int], root: str) -> Union:
+    """One metadata out of those of the ranks; ``sizes`` are the lengths of all files, by name."""
+    tensors: dict[str, TensorMeta] = {}
+    places: dict[StorageKey, list[StorageInfo]] = {}
+    planner: dict[str, Path] = {}
+    problems = list(_missing(parts, sizes, root))
+    first: dict[str, int] = {}
+    for rank, part in sorted(parts.items()):
+        planner |= part.planner_data or {}
+        for fqn, items in part.storage.items():
+            for at, info in items.items():
+                places.setdefault((fqn, at), []).append(info)
+        for fqn, meta in part.tensors.items():
+            known = tensors.setdefault(fqn, meta)
+            lowest = first.setdefault(fqn, rank)
+            if known is meta:
+                continue
+            if (known.shape, known.dtype) != (meta.shape, meta.dtype):
+                problems.append(_disagreement(fqn, (lowest, known), (rank, meta)))
+            else:
+                tensors[fqn] = known._replace(
+                    boxes=tuple(dict.fromkeys((*known.boxes, *meta.boxes)))
+                )
+    storage: dict[str, dict[Offsets | None, StorageInfo]] = {}
+    for (fqn, at), infos in places.items():
+        storage.setdefault(fqn, {})[at] = infos[0]
+    metadata = next(iter(parts.values()))._replace(
+        tensors=tensors,
+        objects=frozenset().union(*(part.objects for part in parts.values())),
+        storage=storage,
+        planner_data=planner or None,
+    )
+    twins = {key: infos for key, infos in places.items() if len(infos) > 1}
+    files = frozenset(f"__{rank}.metadata" for rank in parts)
+    files = files.union(*(StoredItems(root, part.storage).file_names for part in parts.values()))
+    return Union(metadata, twins, files, tuple(problems))
+
+
+def _missing(
+    parts: Mapping[int, Metadata], sizes: Mapping[str, int], root: str
+) -> Iterator[CheckpointError]:
+    """Ranks that others, or their own data files, prove to have been there."""
+    wrote = {rank for rank in map(rank_of, sizes) if rank is not None}
+    absent = [rank for rank in range(max({*parts, *wrote}) + 1) if rank not in parts]
+    if absent:
+        shown = some([f"__{rank}.metadata" for rank in absent])
+        yield IncompleteError(
+            f"{root}: {len(absent)} of {len(absent) + len(parts)} ranks' own metadata are not "
+            f"there: {shown}.",
+            hint="Each rank wrote its own: bring the files of all nodes into one folder.",
+        )
+
+
+def _disagreement(
+    fqn: str, one: tuple[int, TensorMeta], other: tuple[int, TensorMeta]
+) -> CheckpointError:
+    here, there = (f"{meta.dtype} {list(meta.shape)} on rank {rank}" for rank, meta in (one, other))
+    return UnsupportedError(
+        f"{fqn}: the ranks disagree: it is {here} and {there}.",
+        hint="The files are of different saves; save again.",
+        about=(fqn,),
+    )
+
+
+def with_replicas(
+    index: CheckpointIndex, twins: Mapping[StorageKey, Sequence[StorageInfo]]
+) -> CheckpointIndex:
+    """The same index with the other places of the chunks that several ranks wrote."""
+    named = {fqn for fqn, at in twins if at is not None}
+
+    def chunks(entry: TensorEntry) -> Iterator[Chunk]:
+        for chunk in entry.chunks:
+            others = twins.get((entry.fqn, chunk.box.offsets), ())[1:]
+            yield chunk._replace(replicas=tuple(_range(index.root, info) for info in others))
+
+    tensors = (
+        replace(entry, chunks=tuple(chunks(entry))) if entry.fqn in named else entry
+        for entry in index.tensors
+    )
+    return replace(index, tensors=tuple(tensors))
+
+
+def _range(root: str, info: StorageInfo) -> ByteRange:
+    return ByteRange(os.path.join(root, info.relative_path), info.offset, info.length)
+
+
+def compared(
+    index: CheckpointIndex, twins: Mapping[StorageKey, Sequence[StorageInfo]], files: Files
+) -> CheckpointIndex:
+    """The same index, what several ranks wrote compared with one another.
+
+    Tensors of which ranks hold other values become a problem; other state is kept once per rank,
+    as ….rank_N. What cannot be read is not compared: that is said elsewhere.
+    """
+    items = _Items(index, files)
+    tensors: list[TensorEntry] = []
+    objects: list[ObjectEntry] = []
+    differing: dict[str, int | None] = {}
+    per_rank: list[str] = []
+    for entry in index.tensors:
+        replicas = ((chunk, data) for chunk in entry.chunks for data in chunk.replicas)
+        odd = next((data for chunk, data in replicas if items.differ(chunk, data)), None)
+        if odd is None:
+            tensors.append(entry)
+        elif entry.section == "other" and len(entry.chunks) == 1:
+            whole = entry.chunks[0]
+            tensors += (_own_tensor(entry, data) for data in (whole.data, *whole.replicas))
+            per_rank.append(entry.fqn)
+        else:
+            tensors.append(entry)
+            differing[entry.fqn] = _rank(odd)
+    for item in index.objects:
+        places = [_range(index.root, info) for info in twins.get((item.fqn, None), ())]
+        if any(items.objects_differ(item, data) for data in places[1:]):
+            objects += (_own_object(item, data) for data in places)
+            per_rank.append(item.fqn)
+        else:
+            objects.append(item)
+    notes = [f"Kept once per rank, as ….rank_N: {some(sorted(per_rank))}."] if per_rank else []
+    return replace(
+        index,
+        tensors=tuple(sorted(tensors, key=lambda entry: entry.fqn)),
+        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
+        notes=(*index.notes, *notes),
+        problems=(*index.problems, *_differing(differing)),
+    )
+
+
+def _differing(found: Mapping[str, int | None]) -> Iterator[CheckpointError]:
+    if found:
+        fqns = list(found)
+        yield UnsupportedError(
+            f"{some(fqns)}: replicas that differ between ranks, so that none is known to be right; "
+            f"rank {found[fqns[0]]} is the first that differs.",
+            hint="Leave them out with -x, or save again from a job in which all ranks agree.",
+            about=fqns,
+        )
+
+
+def _rank(data: ByteRange) -> int | None:
+    return rank_of(os.path.basename(data.path))
+
+
+def _own_tensor(entry: TensorEntry, data: ByteRange) -> TensorEntry:
+    path = (*entry.path, f"rank_{_rank(data)}")
+    chunk = entry.chunks[0]._replace(data=data, replicas=(), rank=_rank(data))
+    return replace(entry, fqn=names.join((entry.fqn, path[-1])), path=path, chunks=(chunk,))
+
+
+def _own_object(entry: ObjectEntry, data: ByteRange) -> ObjectEntry:
+    path = (*entry.path, f"rank_{_rank(data)}")
+    return replace(entry, fqn=names.join((entry.fqn, path[-1])), path=path, data=data)
+
+
+class _Found(NamedTuple):
+    """A record of an archive: its bytes, and their CRC-32 where one is kept."""
+
+    data: ByteRange
+    crc: int | None
+
+
+class _Items:
+    """Compares items that should be the same, by their bytes or by the CRC-32s of their records."""
+
+    def __init__(self, index: CheckpointIndex, files: Files) -> None:
+        self._lengths = {file.path: file.length or 0 for file in index.files}
+        self._files = files
+
+    def differ(self, chunk: Chunk, other: ByteRange) -> bool:
+        """Whether a replica of a chunk certainly holds something else."""
+        if not chunk.box.numel or not (self._is_there(chunk.data) and self._is_there(other)):
+            return False
+        if chunk.codec is None:
+            return not self._same_bytes(chunk.data, other)
+        return not self._same_items(chunk.data, other, chunk.codec)
+
+    def objects_differ(self, entry: ObjectEntry, other: ByteRange) -> bool:
+        """Whether another rank's object is certainly or possibly another one."""
+        if not (self._is_there(entry.data) and self._is_there(other)):
+            return False
+        codec = entry.codec or dcp_items.TORCH_SAVE
+        if self._same_items(entry.data, other, codec):
+            return False
+        try:
+            values = [
+                repr(found.value)
+                for data in (entry.data, other)
+                for found in [dcp_items.opened(replace(entry, data=data), self._files)]
+                if isinstance(found, ObjectEntry) and found.opened
+            ]
+        except CheckpointError:
+            return True
+        return len(values) != 2 or values[0] != values[1]
+
+    def _is_there(self, data: ByteRange) -> bool:
+        return data.offset + data.length <= self._lengths.get(data.path, 0)
+
+    def _same_bytes(self, one: ByteRange, other: ByteRange) -> bool:
+        if one.length != other.length:
+            return False
+        return all(
+            self._files.read(one.path, one.offset + at, min(_BLOCK, one.length - at))
+            == self._files.read(other.path, other.offset + at, min(_BLOCK, one.length - at))
+            for at in range(0, one.length, _BLOCK)
+        )
+
+    def _same_items(self, one: ByteRange, other: ByteRange, codec: str) -> bool:
+        """Whether two archives hold the same records, however they are packed."""
+        if one.length == other.length <= _SMALL and self._same_bytes(one, other):
+            return True
+        try:
+            here, there = self._records(one, codec), self._records(other, codec)
+        except CheckpointError:
+            return True  # an item that is damaged is told where it is read
+        return here.keys() == there.keys() and all(
+            self._same_record(here[name], there[name]) for name in here
+        )
+
+    def _same_record(self, one: _Found, other: _Found) -> bool:
+        if one.crc is None or other.crc is None:
+            return self._same_bytes(one.data, other.data)
+        return (one.data.length, one.crc) == (other.data.length, other.crc)
+
+    def _records(self, item: ByteRange, codec: str) -> dict[str, _Found]:
+        """The records of an item that make up its value."""
+        path, offset, length = dcp_items.unpacked(self._files, item, codec)
+
+        def read(start: int, size: int) -> bytes:
+            return self._files.read(path, start, size)
+
+        archive = torch_zip.read_archive(read, offset=offset, length=length, where=path)
+        return {
+            name: _Found(ByteRange(path, record.offset, record.length), record.crc)
+            for name in archive.names
+            if name == "data.pkl" or name.startswith("data/")
+            for record in [archive.record(name)]
+        }

@@ -1,0 +1,185 @@
+"""Files of one checkpoint as Hugging Face names them: ``NAME-00001-of-00003`` and an index JSON.
+
+What the numbers and the index prove to be missing, for safetensors and .bin files alike. What is in
+the files is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
+from ckpt_tools.storage import paths
+from ckpt_tools.storage.paths import Place
+from ckpt_tools.storage.reader import Files
+
+NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
+_SHOWN = 3  # names shown of a longer list
+_MOST_MISSING = 1000  # a gap in numbers is not listed further than this
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """An index JSON: which file holds which tensor, by full path, and the bytes of all tensors."""
+
+    path: Place
+    weight_map: dict[str, str]
+    total_size: int | None
+
+    def by_file(self) -> dict[str, list[str]]:
+        """The names in each file, sorted."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for fqn, path in sorted(self.weight_map.items()):
+            found[path].append(fqn)
+        return found
+
+    def missing(self, path: str, fqns: Sequence[str]) -> IncompleteError:
+        """The error for a file that is not there."""
+        return IncompleteError(
+            f"{path} is not there; {self.path.name} has {listing(fqns)} in it.",
+            hint="Copy the missing file into the folder, or download it again.",
+            about=fqns,
+        )
+
+    def disagreements(self, path: str, held: Collection[str]) -> Iterator[CheckpointError]:
+        """Names that a file lacks, or has, against the index."""
+        lacking = sorted(
+            fqn for fqn, file in self.weight_map.items() if file == path and fqn not in held
+        )
+        extra = sorted(fqn for fqn in held if self.weight_map.get(fqn) != path)
+        if lacking:
+            yield IncompleteError(
+                f"{path} lacks {listing(lacking)}; {self.path.name} has it there.", about=lacking
+            )
+        if extra:
+            yield CheckpointError(
+                f"{path} holds {listing(extra)}; {self.path.name} does not have it there.",
+                hint="They are of two saves, or one was edited without the other.",
+                about=extra,
+            )
+
+
+def listing(fqns: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(fqns[:_SHOWN])
+    return shown if len(fqns) <= _SHOWN else f"{shown} and {len(fqns) - _SHOWN:,} more"
+
+
+def parse_index(path: Place, files: Files) -> Index:
+    """An index JSON, checked. Raises UnreadableError when it is not sound."""
+    data = files.read(str(path), 0, files.size(str(path)))
+    try:
+        raw: object = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path} is not sound JSON: {error}.") from error
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(raw, dict) or not isinstance(weight_map, dict):
+        raise UnreadableError(f"{path} has no weight_map.")
+    for fqn, name in weight_map.items():
+        if not is_text(fqn) or not isinstance(name, str) or not _is_below(name):
+            raise UnreadableError(
+                f"{path}: {fqn!r} is in {name!r:.60}, which is no file beside it."
+            )
+    placed = {fqn: str(path.parent / name) for fqn, name in weight_map.items()}
+    return Index(path, placed, _total_size(raw))
+
+
+def is_text(name: str) -> bool:
+    """Whether a name can be written at all: JSON can spell lone surrogates, no file can."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_below(name: str) -> bool:
+    """Whether this names something beside the index or below it."""
+    return (
+        is_text(name)
+        and not PurePosixPath(name).is_absolute()
+        and ".." not in PurePosixPath(name).parts
+    )
+
+
+def _total_size(raw: Mapping[str, object]) -> int | None:
+    metadata = raw.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(total, float):  # some tools divide on the way
+        return int(total) if total.is_integer() else None
+    return total if isinstance(total, int) else None
+
+
+class Gaps(NamedTuple):
+    """Files that others prove to have been there: their paths, and the problem of each kind."""
+
+    paths: list[str]
+    problems: list[CheckpointError]
+
+
+def gaps_in_numbers(folder: str, present: Iterable[str]) -> Gaps:
+    """What the numbers in ``NAME-i-of-N`` names prove to be missing."""
+    families: dict[tuple[str, str], list[re.Match[str]]] = defaultdict(list)
+    for name in present:
+        match = NUMBERED.fullmatch(name)
+        if match:
+            families[match[1], match[4]].append(match)
+    gaps = Gaps([], [])
+    for (stem, suffix), matches in sorted(families.items()):
+        counts = sorted({int(match[3]) for match in matches})
+        if len(counts) > 1:
+            gaps.problems.append(two_saves(folder, counts))
+            continue
+        width = len(matches[0][2])
+        for number in absent({int(match[2]) for match in matches}, counts[0]):
+            path = f"{folder}/{stem}-{number:0{width}}-of-{matches[0][3]}.{suffix}"
+            gaps.paths.append(path)
+            gaps.problems.append(IncompleteError(f"{path} is not there."))
+    return gaps
+
+
+def two_saves(folder: str, counts: Sequence[int]) -> CheckpointError:
+    """The error for files that count to different numbers."""
+    shown = " and ".join(f"-of-{count:05}" for count in counts)
+    return CheckpointError(
+        f"{folder} holds files of more than one save: {shown}.",
+        hint="Move the files of the other save away.",
+    )
+
+
+def absent(numbers: Collection[int], top: int) -> list[int]:
+    """The numbers from 1 to ``top`` that are not there, a thousand of them at most."""
+    return list(islice((n for n in range(1, top + 1) if n not in numbers), _MOST_MISSING))
+
+
+def only_a_part(path: str, files: Files) -> IncompleteError | None:
+    """The error for one numbered file that is read by itself; None for one that is all there was.
+
+    It is about the names that an index beside the file has in others, and without one about
+    nothing: what the others held is then not known.
+    """
+    place = Place(path)
+    match = NUMBERED.fullmatch(place.name)
+    if match is None or int(match[3]) < 2:
+        return None
+    about: list[str] = []
+    beside = place.parent / f"{match[1]}.{match[4]}.index.json"
+    if paths.is_file(str(beside)):
+        weight_map = parse_index(beside, files).weight_map
+        about = sorted(fqn for fqn, file in weight_map.items() if file != str(place))
+        if not about:
+            return None
+    others = f"; {listing(about)} are in the others" if about else ""
+    return IncompleteError(
+        f"{place} is file {int(match[2])} of {int(match[3])} of one checkpoint{others}.",
+        hint=f"Give the folder instead, with all of its files: {place.parent}"
+        + (", or choose by name what is in this file." if about else ""),
+        about=about,
+    )

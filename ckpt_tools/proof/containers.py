@@ -1,0 +1,121 @@
+"""Whether two checkpoints have their entries in the same containers.
+
+Between two pickles (torch files, rank files) kinds and the types of keys must be equal; an
+OrderedDict is a dict. Where one side is DCP, both are taken as DCP has them: keys as text, no empty
+dicts, a tuple only where it is pickled whole. Safetensors have no containers, and DCP directories
+may have none; then nothing is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tools.core import names
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.state_tree import Branch, Path
+from ckpt_tools.formats.dcp.flattening import as_read
+
+_PICKLED = frozenset({"torch", "ranks"})
+_KEYS_SHOWN = 3
+
+
+class ContainerDiff(NamedTuple):
+    """One container that is another one on the other side; None where there is none."""
+
+    name: str
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ContainersCompared:
+    """How many containers are on both sides, and which are not the same."""
+
+    count: int
+    differing: tuple[ContainerDiff, ...]
+
+
+def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersCompared | None:
+    """Compare the containers of two checkpoints; None where one of them does not tell them.
+
+    Names that only one side has are no difference of containers.
+    """
+    if not (_tells(a) and _tells(b)):
+        return None
+    here, there = a.nesting, b.nesting
+    if not {a.format, b.format} <= _PICKLED:
+        here = as_read(here, is_tensor=lambda fqn: a.tensor(fqn) is not None)
+        there = as_read(there, is_tensor=lambda fqn: b.tensor(fqn) is not None)
+    comparison = _Comparison(frozenset(here.leaves()), frozenset(there.leaves()))
+    differing = tuple(comparison.of(here, there))
+    return ContainersCompared(comparison.count, differing)
+
+
+def _tells(index: CheckpointIndex) -> bool:
+    if index.format in _PICKLED:
+        return True
+    return index.format == "dcp" and any(isinstance(i, Branch) for i in index.nesting.items)
+
+
+class _Comparison:
+    """One walk through two trees, side by side."""
+
+    def __init__(self, a: frozenset[str], b: frozenset[str]) -> None:
+        self.count = 0
+        self._a = a
+        self._b = b
+
+    def of(self, a: Branch[str], b: Branch[str]) -> Iterator[ContainerDiff]:
+        waiting: list[tuple[Path, Branch[str], Branch[str]]] = [((), a, b)]
+        while waiting:
+            path, one, other = waiting.pop()
+            self.count += 1
+            if _kind(one) != _kind(other):
+                yield ContainerDiff(names.join(path), _words(one), _words(other))
+                continue
+            yield from _keys(path, one, other)
+            theirs = dict(other.pairs())
+            for part, item in one.pairs():
+                there = theirs.pop(part, None)
+                if isinstance(item, Branch) and isinstance(there, Branch):
+                    waiting.append(((*path, part), item, there))
+                elif there is None and _is_other(item, self._b):
+                    yield ContainerDiff(names.join((*path, part)), _words(item), None)
+            for part, there in theirs.items():
+                if _is_other(there, self._a):
+                    yield ContainerDiff(names.join((*path, part)), None, _words(there))
+
+
+def _is_other(item: str | Branch[str] | None, names_there: frozenset[str]) -> bool:
+    """Whether what has no counterpart is a difference that no name tells."""
+    if not isinstance(item, Branch):
+        return item is not None and item in names_there
+    held = list(item.leaves())
+    return not held or any(fqn in names_there for fqn in held)
+
+
+def _keys(path: Path, one: Branch[str], other: Branch[str]) -> Iterator[ContainerDiff]:
+    """Keys of the same text and of different types."""
+    theirs = dict(zip(other.parts(), other.keys or (), strict=False))
+    odd = [
+        (key, theirs[part])
+        for part, key in zip(one.parts(), one.keys or (), strict=False)
+        if part in theirs and type(key) is not type(theirs[part])
+    ]
+    if odd:
+        mine, others = zip(*odd[:_KEYS_SHOWN], strict=True)
+        more = "…" if len(odd) > _KEYS_SHOWN else ""
+        a, b = (f"dict with {', '.join(map(repr, keys))}{more}" for keys in (mine, others))
+        yield ContainerDiff(names.join(path), a, b)
+
+
+def _kind(branch: Branch[str]) -> str:
+    return "dict" if branch.keys is not None else branch.kind
+
+
+def _words(item: str | Branch[str] | None) -> str:
+    if not isinstance(item, Branch):
+        return "an item"
+    return f"{item.kind} of {len(item.items)}" if item.items else f"empty {item.kind}"

@@ -1,0 +1,164 @@
+"""What belongs to the ranks of the job that saved: data positions and random states.
+
+A job on another number of ranks finds these under the names it asks for, and goes on at the wrong
+rows without a word. So what cannot fit the new ranks is left out and named. It is known by names:
+
+    dataloader.dp_rank_0 … dp_rank_3      TorchTitan, one state for each data-parallel rank
+    rng.0.torch … rng.3.numpy             Composer, a list with one dict for each rank
+    extra_state.rng.numpy.rank_0 … 3      what differed between the files of ranks
+    dataloader._snapshot…                 torchdata's StatefulDataLoader, of the rank that saved it
+
+Random states that were saved once for all ranks stay, and so does what has no such mark.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, NamedTuple
+
+from ckpt_tools.core import names
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.state_tree import Path
+from ckpt_tools.errors import AnswerNo
+
+_Whose = Literal["ranks", "data-parallel ranks"]
+
+_NUMBERED = re.compile(r"(?:rank_?|(?:rng|random)_states?_(?:rank_?)?)(\d+)")
+_DATA_PARALLEL = re.compile(r"(?:dp_|data_parallel_)rank_?(\d+)")
+_RANDOM = re.compile(r"rng|rng_states?|random_states?")
+# Containers that are of the ranks as a whole, whatever else is in them (a world_size, say).
+_OWN = re.compile(_RANDOM.pattern + r"|dataloaders?|train_dataloader|dl_state_dict|samplers?")
+# Keys in the state of torchdata's StatefulDataLoader, with and without worker processes.
+_LOADER = frozenset({"_snapshot", "_num_yielded", "_sampler_iter_state", "_sampler_iter_yielded"})
+# Mesh dimensions whose ranks read different rows.
+_READS_ROWS = re.compile(r"dp|ddp|hsdp|fsdp|data|replicate|shard")
+
+
+class TargetRanks(NamedTuple):
+    """How many ranks there are in the target, and how many of them read rows of their own.
+
+    0 stands for every number; ``unknown`` is whether states of an unknown number of ranks fit.
+    """
+
+    world: int
+    data_parallel: int
+    unknown: bool = False
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh) -> TargetRanks:
+        """Those of a mesh. A dimension without a name is taken to read rows of its own."""
+        dims = zip(mesh.dim_names or ("dp",) * len(mesh.shape), mesh.shape, strict=True)
+        reading = prod(size for name, size in dims if _READS_ROWS.search(name))
+        return cls(mesh.size, reading)
+
+    def fit(self, whose: _Whose, count: int | None) -> bool:
+        """Whether states of so many ranks can be loaded by the target's."""
+        own = self.world if whose == "ranks" else self.data_parallel
+        return own == 0 or (self.unknown if count is None else count == own)
+
+
+# Of one file that every rank loads whole.
+ONE_FILE = TargetRanks(1, 1, unknown=True)
+# Of a target that takes the states of any ranks.
+EVERY_RANK = TargetRanks(0, 0)
+
+
+@dataclass(slots=True)
+class _States:
+    """States that go or stay together: where they are, and of how many ranks they are."""
+
+    whose: _Whose
+    ranks: int | None
+    places: set[Path] = field(default_factory=set)
+
+
+class _Mark(NamedTuple):
+    """What a path says of ranks: at which of its parts, whose, and the rank's number if any."""
+
+    depth: int
+    whose: _Whose
+    rank: int | None
+
+
+def without_old_ranks(
+    index: CheckpointIndex, target: TargetRanks
+) -> tuple[CheckpointIndex, list[str]]:
+    """The index without states of ranks that the target has not, and a note that names them.
+
+    Raises AnswerNo when nothing is left.
+    """
+    gone = {
+        name: states
+        for name, states in sorted(_states(index).items())
+        if not target.fit(states.whose, states.ranks)
+    }
+    if not gone:
+        return index, []
+    places = {place for states in gone.values() for place in states.places}
+    kept = {
+        entry.fqn
+        for entry in index.entries
+        if not any(entry.path[:depth] in places for depth in range(1, len(entry.path) + 1))
+    }
+    shown = ", ".join(f"{name} ({_count(states)})" for name, states in gone.items())
+    if not kept:
+        raise AnswerNo(
+            f"{index.root}: all that is chosen is state of the ranks that saved it: {shown}.",
+            hint="--keep-rank-states writes it as it is.",
+        )
+    note = f"Left out, of the old ranks: {shown}. --keep-rank-states keeps them."
+    return index.select(kept), [note]
+
+
+def _count(states: _States) -> str:
+    return (
+        "of an unknown number of ranks"
+        if states.ranks is None
+        else f"{states.ranks} {states.whose}"
+    )
+
+
+def _states(index: CheckpointIndex) -> dict[str, _States]:
+    """All states of ranks, by what a person calls them."""
+    found: dict[str, _States] = {}
+    for entry in index.entries:
+        mark = _mark_of(entry.path) if entry.section == "other" else None
+        if mark is None:
+            continue
+        name, place = _place_of(entry.path, mark)
+        states = found.setdefault(name, _States(mark.whose, None))
+        states.places.add(place)
+        count = index.world_size if mark.rank is None else mark.rank + 1
+        states.ranks = max(states.ranks or 0, count or 0) or None
+    return found
+
+
+def _mark_of(path: Path) -> _Mark | None:
+    """The outermost part of a path that tells of a rank."""
+    for depth, part in enumerate(path):
+        own = _DATA_PARALLEL.fullmatch(str(part))
+        if own is not None:
+            return _Mark(depth, "data-parallel ranks", int(own[1]))
+        numbered = _NUMBERED.fullmatch(str(part))
+        if numbered is not None:
+            return _Mark(depth, "ranks", int(numbered[1]))
+        inside = path[depth + 1 :]
+        if _RANDOM.fullmatch(str(part)) and len(inside) > 1 and isinstance(inside[0], int):
+            return _Mark(depth, "ranks", inside[0])
+        if part in _LOADER:
+            return _Mark(depth, "ranks", None)
+    return None
+
+
+def _place_of(path: Path, mark: _Mark) -> tuple[str, Path]:
+    """What goes or stays as one: the container that is of the ranks, else the marked part."""
+    for depth in range(mark.depth + 1):
+        if _OWN.fullmatch(str(path[depth])):
+            return names.join(path[: depth + 1]), path[: depth + 1]
+    if path[mark.depth] in _LOADER and mark.depth:
+        return names.join(path[: mark.depth]), path[: mark.depth]
+    starred = re.sub(r"\d+$", "*", str(path[mark.depth]))
+    return names.join((*path[: mark.depth], starred)), path[: mark.depth + 1]

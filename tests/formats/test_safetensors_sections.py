@@ -1,0 +1,40 @@
+"""Containers and sections are written so that every name comes back to its own."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.core import names
+from ckpt_tools.core.index import SECTIONS
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.safetensors.sections import KEY, Home, Homes, decoded, encoded
+
+parts = st.text("ab.", min_size=1, max_size=3)
+homes = st.builds(Home, st.lists(parts, max_size=2).map(tuple), st.sampled_from(SECTIONS))
+
+
+@given(st.dictionaries(st.tuples(homes, parts), st.none(), max_size=8))
+def test_every_name_comes_back_to_its_home(placed: dict[tuple[Home, str], None]) -> None:
+    known = {names.join((*home.container, rest)): home for home, rest in placed}
+    metadata = encoded(known)
+    found = decoded(metadata, "x.safetensors") or Homes([], {})
+    assert {fqn: found.of(fqn) for fqn in known} == known
+    assert encoded(known) == metadata
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"containers":1,"names":{}}',
+        '{"containers":[],"names":[]}',
+        '{"containers":[["model","model"]],"names":{}}',
+        '{"containers":[[[],"weights"]],"names":{}}',
+    ],
+)
+def test_what_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(UnreadableError, match="cannot be read"):
+        decoded({KEY: text}, "x.safetensors")

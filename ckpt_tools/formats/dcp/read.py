@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.core import names
-from ckpt_tools.core.dtypes import dtype_named
+from ckpt_tools.core.dtypes import BY_NAME, dtype_named
 from ckpt_tools.core.index import (
     CheckpointIndex,
     FileEntry,
@@ -94,9 +94,13 @@ def _read_index(path: str) -> CheckpointIndex:
             chunks=stored.chunks(fqn, meta.boxes),
         )
         for fqn, meta in sorted(metadata.tensors.items())
+        if meta.dtype in BY_NAME
     )
     objects = tuple(
-        stored.object(fqn, path_of[fqn], sections[fqn]) for fqn in sorted(metadata.objects)
+        stored.object(fqn, path_of[fqn], sections[fqn])
+        if fqn in metadata.objects
+        else stored.unread(fqn, path_of[fqn], sections[fqn], dtype=metadata.tensors[fqn].dtype)
+        for fqn in sorted({*metadata.objects, *_unread(metadata)})
     )
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
     index = CheckpointIndex(
@@ -121,6 +125,11 @@ def _read_index(path: str) -> CheckpointIndex:
         if not metadata.planner_data:
             index = _with_packed(index, files)
     return replace(index, problems=(*index.problems, *problems_of(index, sizes)))
+
+
+def _unread(metadata: Metadata) -> Iterable[str]:
+    """The tensors whose element types are not read: quantized ones."""
+    return (fqn for fqn, meta in metadata.tensors.items() if meta.dtype not in BY_NAME)
 
 
 def _file_sizes(path: str) -> dict[str, int]:

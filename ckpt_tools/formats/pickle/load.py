@@ -26,6 +26,7 @@ from ckpt_tools.formats.pickle.containers import Containers, plain_value, settle
 from ckpt_tools.formats.pickle.rebuild import (
     REBUILD_FROM_TYPE_NAMES,
     REBUILD_NAMED,
+    module_class,
     refused_function,
     storage_from_id,
 )
@@ -78,7 +79,10 @@ def load_stream(
 def _tensors(data: bytes, allow: Collection[str], storages: dict[str, StoredStorage]) -> object:
     """The state dict of a pickle; ``storages`` is filled with all that it names."""
 
-    def storage(pid: object) -> StoredStorage:
+    def storage(pid: object) -> StoredStorage | type[OpaqueObject]:
+        kind = module_class(pid)
+        if kind is not None:
+            return kind
         found = storage_from_id(pid)
         storages[found.key] = found
         return found

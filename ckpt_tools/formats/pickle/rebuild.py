@@ -50,6 +50,12 @@ _RESAVE = (
 )
 
 
+def module_class(pid: object) -> type[OpaqueObject] | None:
+    """The class of a module, which the older format names by an id with its source, or None."""
+    kind = pid[1] if type(pid) is tuple and len(pid) == 4 and pid[0] == "module" else None
+    return kind if isinstance(kind, type) and issubclass(kind, OpaqueObject) else None
+
+
 def storage_from_id(pid: object) -> StoredStorage:
     """The storage that a persistent id names, in torch.save's zip and older formats alike.
 

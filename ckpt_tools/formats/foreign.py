@@ -55,33 +55,34 @@ _ONNX = _Tool("an ONNX model", "Use onnx.load and onnx.numpy_helper.to_array.")
 _KERAS = _Tool("a Keras model", "Use keras.saving.load_model.")
 _PADDLE = _Tool("a PaddlePaddle checkpoint", "Use paddle.load.")
 
-# A folder that has one of these names is the tool's, whatever else is in it.
+# A folder that has one of these names is the tool's, whatever else is in it. Patterns are compiled
+# when they are first needed: every command imports this.
 _FOLDERS = (
     (
         _DEEPSPEED,
-        re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt|.*_model_states\.pt"),
+        r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt|.*_model_states\.pt",
     ),
-    (_ORBAX, re.compile(r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt")),
-    (_TORCHSNAPSHOT, re.compile(r"\.snapshot_metadata")),
+    (_ORBAX, r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt"),
+    (_TORCHSNAPSHOT, r"\.snapshot_metadata"),
     # One rank alone has whole tensors, which are read.
-    (_MEGATRON, re.compile(r"mp_rank_(?!00$)\d+(_\d+)*")),
+    (_MEGATRON, r"mp_rank_(?!00$)\d+(_\d+)*"),
 )
 _FILES = (
-    (_DEEPSPEED, re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt")),
-    (_ORBAX, re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt")),
-    (_TORCHSNAPSHOT, re.compile(r"\.snapshot_metadata")),
-    (_MSGPACK, re.compile(r".*\.msgpack(\.index\.json)?")),
+    (_DEEPSPEED, r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt"),
+    (_ORBAX, r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
+    (_TORCHSNAPSHOT, r"\.snapshot_metadata"),
+    (_MSGPACK, r".*\.msgpack(\.index\.json)?"),
     (
         _TENSORFLOW,
-        re.compile(r"saved_model\.pbtxt|saved_model\.pb|.*\.data-\d{5}-of-\d{5}|.*\.ckpt.*\.index"),
+        r"saved_model\.pbtxt|saved_model\.pb|.*\.data-\d{5}-of-\d{5}|.*\.ckpt.*\.index",
     ),
-    (_GGUF, re.compile(r".*\.gguf")),
-    (_NPZ, re.compile(r".*\.npz")),
-    (_NPY, re.compile(r".*\.npy")),
-    (_HDF5, re.compile(r".*\.(h5|hdf5)")),
-    (_ONNX, re.compile(r".*\.onnx")),
-    (_KERAS, re.compile(r".*\.keras")),
-    (_PADDLE, re.compile(r".*\.(pdparams|pdopt)")),
+    (_GGUF, r".*\.gguf"),
+    (_NPZ, r".*\.npz"),
+    (_NPY, r".*\.npy"),
+    (_HDF5, r".*\.(h5|hdf5)"),
+    (_ONNX, r".*\.onnx"),
+    (_KERAS, r".*\.keras"),
+    (_PADDLE, r".*\.(pdparams|pdopt)"),
 )
 _MAGICS = (
     (b"GGUF", _GGUF),
@@ -161,8 +162,8 @@ def _of_folder(folder: str) -> tuple[_Tool, str] | None:
     return None
 
 
-def _first(names: Iterable[str], pattern: re.Pattern[str]) -> str | None:
-    return next((name for name in names if pattern.fullmatch(name)), None)
+def _first(names: Iterable[str], pattern: str) -> str | None:
+    return next((name for name in names if re.fullmatch(pattern, name)), None)
 
 
 def _has_megatron_backend(path: str) -> bool:
@@ -172,7 +173,7 @@ def _has_megatron_backend(path: str) -> bool:
 
 
 def _of_name(name: str) -> _Tool | None:
-    return next((tool for tool, pattern in _FILES if pattern.fullmatch(name)), None)
+    return next((tool for tool, pattern in _FILES if re.fullmatch(pattern, name)), None)
 
 
 def _of_bytes(head: bytes) -> _Tool | None:

@@ -84,12 +84,12 @@ def command(
 
 
 def _look(index: CheckpointIndex, *, threads: int) -> Statistics:
-    if not index.tensors:
-        index.require_whole()
-        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to look at.")
     total = sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
-        return stats(index, files, threads=threads, on_bytes=on_bytes)
+        found = stats(index, files, threads=threads, on_bytes=on_bytes)
+    if not index.tensors:
+        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to look at.")
+    return found
 
 
 def _nonfinite(root: str, found: Statistics) -> str:

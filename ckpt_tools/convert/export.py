@@ -139,15 +139,14 @@ def plan_export(
     from ckpt_tools.formats.torch_file import write as torch_write
 
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    if not chosen.tensors and not _keeps_nesting(options):
-        chosen.require_whole()
-        raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
     of_ranks: list[str] = []
     if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
+        if not chosen.tensors:
+            raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
         if _keeps_nesting(options):
             located = loadable(formats.open_objects(located, files))
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)

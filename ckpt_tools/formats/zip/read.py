@@ -8,8 +8,7 @@ and CRCs stand only in the central directory, and a CRC of 0 says that none was 
 
 The library's `zipfile` was tried in its place: around it stand the same checks (it keeps no count
 of records, reads past bytes behind the end, and does not say where a CRC lies), 25 lines fewer in
-all, and an item of DCP (7 records) took twice as long as here, a directory of 20,000 records 1.5
-times.
+all. An item of DCP (7 records) took 31 µs, here 15; a directory of 20,000 records 63 ms, here 38.
 """
 
 from __future__ import annotations

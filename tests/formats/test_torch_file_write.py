@@ -111,6 +111,7 @@ def test_each_container_is_pickled_as_its_own_kind() -> None:
     "value",
     [
         Size((2, 3)),
+        Size(()),
         OrderedDict(a=1),
         b"",
         b"\xff",

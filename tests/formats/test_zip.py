@@ -1,6 +1,7 @@
 """Where records lie in torch.save archives: real ones, and every kind of damage."""
 
 import io
+import struct
 import zipfile
 import zlib
 from pathlib import Path
@@ -158,6 +159,29 @@ def test_zip64_fields_are_read(tmp_path: Path) -> None:
     ):
         record.write(PAYLOAD)
     assert opened(path.read_bytes()).read("data/0") == PAYLOAD
+
+
+def one_wide_record(fields: bytes) -> bytes:
+    """An archive of record data/0 whose sizes and offset stand in these extra fields."""
+    name, data = b"archive/data/0", b"0123456789"
+    local = struct.pack("<4s5H3L2H", b"PK\3\4", 45, *[0] * 7, len(name), 0) + name + data
+    absent = 0xFFFFFFFF
+    sizes = (zlib.crc32(data), absent, absent, len(name), len(fields))
+    entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", *[45] * 2, *[0] * 4, *sizes, *[0] * 4, absent)
+    entry += name + fields
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, len(entry), len(local), 0)
+    return local + entry + end
+
+
+def test_zip64_fields_of_the_directory_are_read_behind_other_extra_fields() -> None:
+    other, wide = struct.pack("<2HB", 7, 1, 9), struct.pack("<2H3Q", 1, 24, 10, 10, 0)
+    assert opened(one_wide_record(other + wide)).read("data/0") == b"0123456789"
+
+
+@pytest.mark.parametrize("fields", [b"", struct.pack("<2H2Q", 1, 16, 10, 10), bytes(65_532)])
+def test_a_missing_zip64_field_of_the_directory_is_refused(fields: bytes) -> None:
+    with pytest.raises(UnreadableError, match="a zip64 field of its central directory is missing"):
+        opened(one_wide_record(fields))
 
 
 def test_big_endian_archives_are_known_and_refused() -> None:

@@ -145,7 +145,7 @@ def plan_export(
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
-        if not chosen.tensors:
+        if not chosen.tensors and not _keeps_nesting(options):
             raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
         if _keeps_nesting(options):
             located = loadable(formats.open_objects(located, files))

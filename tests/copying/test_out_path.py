@@ -43,7 +43,7 @@ def source(tmp_path: Path) -> Path:
 
 WAYS = (
     *("runs/run", "runs/run/", "link", "link/", "runs/../runs/run", "up/run", "runs"),
-    *("up", "runs/run/new", "link/new/deep", "runs/run/__0_0.distcp", "runs/run/x.safetensors"),
+    *("up", "runs/run/new", "link/new/deep", "runs/run/__0_0.distcp", "runs/run/new.txt"),
 )
 COMMANDS: dict[str, Callable[[Path, str], Result]] = {
     "export": lambda run7, out: run("export", run7, "-o", out, "--force"),

@@ -57,7 +57,7 @@ def test_a_quantized_weight_stays_whole_and_is_named() -> None:
 def test_an_exception_by_name_casts_a_quantized_weight_and_says_so() -> None:
     found, notes = chosen_dtypes(entries(l__weight=FP8), BF16, (("l.*", FP32),))
     assert found == {"l.weight": FP32}
-    assert notes == ["--dtype-for casts 1 tensors of quantized weights: l.weight."]
+    assert notes == ["--dtype-for casts 1 tensor of quantized weights: l.weight."]
 
 
 def test_packed_codes_in_a_floating_type_are_never_cast() -> None:

@@ -47,7 +47,7 @@ def _number(index: CheckpointIndex, files: Files) -> int | None:
         value = read_single(locate(index, files).tensors[0], files)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return int(value) if value == int(value) else None
+    return int(value) if isinstance(value, int) or value.is_integer() else None
 
 
 def read_single(entry: TensorEntry, files: Files) -> object:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from ckpt_tools import __version__
@@ -63,6 +64,13 @@ def test_inspect_json_has_exactly_the_fields_of_its_schema() -> None:
     assert model["dtypes"] == {"float32": 353, "int64": 1}
     assert set(told["files"]) == {"count", "nbytes", "missing"}
     assert told["complete"] is True
+
+
+@pytest.mark.parametrize("step", [float("nan"), float("inf"), 2.5, "x"])
+def test_inspect_tells_no_step_where_it_is_no_whole_number(step: object, tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "step": step}, tmp_path / "a.pt")
+    done = run("inspect", str(tmp_path / "a.pt"))
+    assert (done.exit_code, "step   " in done.stdout) == (0, False), done.exception
 
 
 def test_inspect_infers_hsdp_from_boxes_and_says_so() -> None:

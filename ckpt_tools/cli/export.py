@@ -14,9 +14,9 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.export_engine import ExportJob, export_by
+from ckpt_tools.distributed.export_engine import ExportJob, export_by, rehearse
+from ckpt_tools.distributed.job import check_room, ignore
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import read_index
 
 _HELP = """Write whole tensors out of a sharded checkpoint, for loading elsewhere.
 
@@ -63,7 +63,7 @@ _PARAMS = [
 ]
 
 
-@click.command("export", help=_HELP, params=_PARAMS)
+@click.command("export", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,
@@ -103,9 +103,7 @@ def command(
 
     read = options.reading_given()
     if dry_run:
-        index = read_index(ckpt, options=read)
-        single_file = convert.single_file_of(out, form)
-        plan = convert.plan_export(index, asked(index), single_file=single_file)
+        plan = rehearse(ckpt, asked, ExportJob(out, writing.given(), ignore), read=read)
     else:
         with progress.byte_bar(label="export") as bar:
             job = ExportJob(out, writing.given(), bar, bar.expect)
@@ -116,6 +114,8 @@ def command(
         render.emit_json(_json(plan, out, dry_run=dry_run))
     else:
         click.echo(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
+    if dry_run:
+        check_room(out, plan.files, single_file=plan.single_file)
 
 
 def _form(form: Form | None, out: str) -> Form:

@@ -107,7 +107,7 @@ def steps(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
     """The source and target bytes of every step along these dimensions, relative to the first."""
     if not dims:
         return iter(((0, 0),))
-    if len(dims) == 1:
+    if len(dims) == 1 and dims[0].source and dims[0].target:  # an expanded tensor has steps of 0
         count, source, target = dims[0]
         return zip(range(0, count * source, source), range(0, count * target, target), strict=True)
     return _many_steps(dims)

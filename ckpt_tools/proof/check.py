@@ -17,7 +17,7 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
-from ckpt_tools.proof.containers import compare_containers
+from ckpt_tools.proof.containers import as_read_back, compare_containers
 from ckpt_tools.proof.fingerprint import digest_of
 from ckpt_tools.proof.objects import compare_objects
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
@@ -89,6 +89,7 @@ def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files)
     Raises WriteError for an object that differs, is missing, or is there without a source, and for
     a container that is another one.
     """
+    source = as_read_back(source, result.format)
     faults = [f"{entry.fqn} has no source" for entry in result.objects if not _has(source, entry)]
     for entry in source.objects:
         found = result.object(entry.fqn)

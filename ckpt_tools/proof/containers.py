@@ -8,14 +8,15 @@ may have none; then nothing is compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.state_tree import Branch, Path
-from ckpt_tools.formats.dcp.flattening import as_read
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry, PlainValue
+from ckpt_tools.core.state_tree import Branch, Path, Tree
+from ckpt_tools.formats.dcp.flattening import as_read, is_one_item
+from ckpt_tools.formats.pickle.nest import nested
 
 _PICKLED = frozenset({"torch", "ranks"})
 _KEYS_SHOWN = 3
@@ -51,6 +52,46 @@ def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersComp
     comparison = _Comparison(frozenset(here.leaves()), frozenset(there.leaves()))
     differing = tuple(comparison.of(here, there))
     return ContainersCompared(comparison.count, differing)
+
+
+def as_read_back(index: CheckpointIndex, form: str) -> CheckpointIndex:
+    """The same opened index, each list in it as a reader of ``form`` finds it in a pickle.
+
+    One without tensors and dicts is one plain value there, a tuple one without tensors. A list can
+    become one when its tensors were left out, or when DCP did not keep the empty dicts in it.
+    """
+    if all(branch.keys is not None for _, branch in index.nesting.branches()):
+        return index
+    found = {entry.fqn: entry for entry in index.objects}
+    objects = dict(found)
+
+    def settled(item: Tree[str], path: Path, *, is_pickled: bool) -> Tree[str]:
+        if not isinstance(item, Branch):
+            return item
+        pickled = is_pickled or is_one_item(item, lambda fqn: index.tensor(fqn) is not None)
+        if pickled and item.keys is None and not _is_walked(item, found, tensors_only=False):
+            value = cast("PlainValue", nested(item, lambda fqn: found[fqn].value))
+            first, *_ = [objects.pop(fqn) for fqn in item.leaves()]
+            one = replace(first, fqn=names.join(path), path=path, value=value)
+            objects[one.fqn] = one
+            return one.fqn
+        return item.holding(
+            [settled(inner, (*path, part), is_pickled=pickled) for part, inner in item.pairs()]
+        )
+
+    tree = settled(index.nesting, (), is_pickled=form in _PICKLED)
+    ordered = tuple(sorted(objects.values(), key=lambda entry: entry.fqn))
+    return replace(index, objects=ordered, tree=tree if isinstance(tree, Branch) else NO_TREE)
+
+
+def _is_walked(item: Tree[str], objects: Mapping[str, ObjectEntry], *, tensors_only: bool) -> bool:
+    """Whether a list is more than one plain value: `formats.pickle.state_dict` has this rule."""
+    if isinstance(item, Branch):
+        if item.keys is not None and not tensors_only:
+            return True
+        alone = tensors_only or item.kind == "tuple"
+        return any(_is_walked(inner, objects, tensors_only=alone) for inner in item.items)
+    return item is not None and not (item in objects and objects[item].opened)
 
 
 def _tells(index: CheckpointIndex) -> bool:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from ckpt_tools import __version__
@@ -94,6 +95,13 @@ def test_the_verdict_on_a_hurt_checkpoint_is_no(hurt: Path) -> None:
 def test_a_verdict_has_its_colour_on_a_terminal() -> None:
     shown = CliRunner().invoke(cli, ["inspect", DCP], color=True).stdout
     assert "\x1b[32mwhole by its headers\x1b[0m" in shown
+
+
+@pytest.mark.parametrize("step", [float("nan"), float("inf"), 2.5, "x"])
+def test_inspect_tells_no_step_where_it_is_no_whole_number(step: object, tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "step": step}, tmp_path / "a.pt")
+    done = run("inspect", str(tmp_path / "a.pt"))
+    assert (done.exit_code, "step   " in done.stdout) == (0, False), done.exception
 
 
 def test_inspect_infers_hsdp_from_boxes_and_says_so() -> None:

@@ -493,3 +493,46 @@ def test_a_file_of_a_list_under_a_family_keeps_it(tmp_path: Path) -> None:
     assert len(list((tmp_path / "r").glob("extra_state_*.pt"))) == 2
     out = to_torch(tmp_path / "r", tmp_path / "b.pt")
     assert spelled(torch.load(out, weights_only=True)) == spelled(state)
+
+
+@pytest.mark.parametrize("form", ["pt", "ranks", "dcp"])
+def test_check_takes_a_list_that_lost_its_tensors_for_the_one_value_that_it_is(
+    form: str, tmp_path: Path
+) -> None:
+    state = {"w": T, "c": [T, 5], "t": ({"a": 1}, [2, T]), "e": [{}, 1]}
+    torch.save(state, tmp_path / "a.pt")
+    index, write = open_checkpoint(str(tmp_path / "a.pt")), WriteOptions(check=True)
+    gone = ("c.0", "t.1.1")
+    if form == "pt":
+        options = ExportOptions(format="torch", keep_names=True, only=None, exclude=gone)
+        plan = api.export(index, str(tmp_path / "b.pt"), options=options, write=write)
+        found = torch.load(tmp_path / "b.pt", weights_only=True)
+        left = {"w": T, "c": [None, 5], "t": ({"a": 1}, [2, None]), "e": [{}, 1]}
+        assert spelled(found) == spelled(left)
+    else:
+        target = ReshardOptions(Mesh((2,)), format=form, device_type="cpu", exclude=gone)  # type: ignore[arg-type]
+        plan = api.reshard(index, str(tmp_path / "out"), options=target, write=write)
+    assert "read back, are the source's" in plan.notes[-1]
+
+
+def test_check_takes_a_list_of_which_dcp_keeps_a_part_for_one_value(tmp_path: Path) -> None:
+    torchs_own({"w": T, "c": [{}, 1]}, tmp_path / "dcp")
+    options = ExportOptions(format="torch", keep_names=True, only=None)
+    index = open_checkpoint(str(tmp_path / "dcp"))
+    write = WriteOptions(check=True)
+    api.export(index, str(tmp_path / "b.pt"), options=options, write=write)
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert spelled(found) == spelled({"w": T, "c": [None, 1]})
+
+
+@pytest.mark.parametrize("form", ["dcp", "ranks"])
+def test_an_element_that_is_spread_over_a_tensor_is_copied_to_each_place(
+    form: str, tmp_path: Path
+) -> None:
+    spread = torch.tensor([3.0, 4.0])[1:].expand(5)
+    torch.save({"w": spread}, tmp_path / "a.pt")
+    options = ReshardOptions(Mesh((2,)), format=form, device_type="cpu")  # type: ignore[arg-type]
+    index = open_checkpoint(str(tmp_path / "a.pt"))
+    api.reshard(index, str(tmp_path / "out"), options=options, write=WriteOptions())
+    out = to_torch(tmp_path / "out", tmp_path / "b.pt")
+    assert spelled(torch.load(out, weights_only=True)) == spelled({"w": spread.clone()})

@@ -9,6 +9,7 @@ from ckpt_tools.copying.strided import (
     is_packed,
     move_of,
     span_of,
+    steps,
 )
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk
@@ -52,6 +53,11 @@ def test_a_transposed_chunk_is_read_in_the_order_of_the_file() -> None:
 
 def test_a_dimension_of_one_element_does_not_matter() -> None:
     assert move((1, 5), Box.whole((1, 5)), strides=(999, 1)).dims == ()
+
+
+def test_an_element_that_is_spread_is_read_for_every_place_of_it() -> None:
+    spread = move((3,), Box.whole((3,)), strides=(0,))
+    assert list(steps(spread.dims)) == [(0, 0), (0, 4), (0, 8)]
 
 
 def test_narrow_rows_close_together_are_one_block() -> None:

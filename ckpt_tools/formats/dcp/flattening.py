@@ -25,7 +25,7 @@ def items_of(
     while waiting:
         above, rest = waiting[-1]
         for part, item in rest:
-            if isinstance(item, Branch) and not _is_one_item(item, is_tensor):
+            if isinstance(item, Branch) and not is_one_item(item, is_tensor):
                 waiting.append(((*above, part), item.pairs()))
                 break
             if item is not None:
@@ -40,7 +40,7 @@ def as_read(tree: Branch[L], *, is_tensor: Callable[[L], bool]) -> Branch[L]:
     return made  # type: ignore[return-value]  # a leaf that is a container is one of the tree
 
 
-def _is_one_item(branch: Branch[L], is_tensor: Callable[[L], bool]) -> bool:
+def is_one_item(branch: Branch[L], is_tensor: Callable[[L], bool]) -> bool:
     """Whether torch pickles a container as a whole.
 
     A list of values alone is a leaf, so of a list that is a container something was walked, and

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
 
 import click
 
+from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, reading, render, shaping, writing
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert import export as convert
@@ -16,7 +16,6 @@ from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.export_engine import ExportJob, export_by
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import read_index
 
 _HELP = """Write whole tensors out of a sharded checkpoint, for loading elsewhere.
 
@@ -34,8 +33,6 @@ leading module); stderr says what was done.
 )
 
 
-Form = Literal["safetensors", "torch"]
-
 # PEFT reads one file.
 _ONE_FILE = 1 << 62
 
@@ -44,7 +41,7 @@ _PARAMS = [
     options.output(),
     click.Option(
         ["--format", "form"],
-        type=click.Choice(["safetensors", "torch"]),
+        type=click.Choice([one.name for one in formats.targets("whole")]),
         default=None,
         help="Format of the output.  [default: what OUT's ending says, else safetensors]",
     ),
@@ -68,7 +65,7 @@ def command(
     *,
     ckpt: str,
     out: str,
-    form: Form | None,
+    form: str | None,
     dtype: DType | None,
     max_shard_size: int,
     keep_names: bool,
@@ -103,7 +100,7 @@ def command(
 
     read = options.reading_given()
     if dry_run:
-        index = read_index(ckpt, options=read)
+        index = formats.read_index(ckpt, options=read)
         single_file = convert.single_file_of(out, form)
         plan = convert.plan_export(index, asked(index), single_file=single_file)
     else:
@@ -118,19 +115,19 @@ def command(
         click.echo(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
 
 
-def _form(form: Form | None, out: str) -> Form:
+def _form(form: str | None, out: str) -> str:
     """The format that was asked for, by name or by the ending of the output.
 
     Raises UsageError where the two differ.
     """
-    forms: tuple[Form, ...] = ("safetensors", "torch")
+    forms = [one.name for one in formats.targets("whole")]
     told = next((one for one in forms if convert.is_single_file(out, one)), None)
     if form is not None and told is not None and form != told:
         raise UsageError(
             f"{out} has the ending of a {told} file, but --format says {form}.",
             hint="Name the output as its format is named, or leave --format out.",
         )
-    return form or told or "safetensors"
+    return form or told or forms[0]
 
 
 def _is_hf_folder(out: str, form: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+from ckpt_tools import formats
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.summary import FileLoad, FoundMesh, SectionSum
 from ckpt_tools.cli import entries, render
@@ -13,12 +14,6 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, first_of, format_size, some
 from ckpt_tools.storage.paths import is_address
 
-_FORMATS = {
-    "dcp": "DCP directory (torch.distributed.checkpoint)",
-    "ranks": "per-rank torch.save files of DTensors",
-    "safetensors": "safetensors",
-    "torch": "one torch.save state dict",
-}
 _BAR = 20
 SECTION_HEADER = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES")
 
@@ -80,7 +75,7 @@ def identity(
     whole: CheckpointIndex, index: CheckpointIndex, found: FoundMesh | None
 ) -> Iterator[tuple[str, str]]:
     """What it is: labels and texts."""
-    form = _FORMATS.get(whole.format, whole.format)
+    form = formats.named(whole.format).label
     version = f", torch {whole.torch_version}" if whole.torch_version else ""
     yield "format", form + version
     if whole.framework is not None:

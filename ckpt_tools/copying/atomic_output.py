@@ -40,26 +40,15 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.storage.paths import is_address
 
-# What --force may replace in a folder that is there already: files that a loader would take for
-# part of a checkpoint. Anything else in the folder is the user's and survives.
-CHECKPOINT_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model*.bin",
-    "pytorch_model*.bin.index.json",
-    "*.distcp",
-    ".metadata",
-    "__*.metadata",
-    "*rank_*.pt",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """An output to make at ``out`` from ``origin``; ``single_file`` of the plans is all of it.
 
     ``source`` are the files that it is made from, which must stay as they are until its end.
-    ``resume`` goes on with what an earlier run of the same order has finished.
+    ``resume`` goes on with what an earlier run of the same order has finished. ``replaceable`` are
+    globs of what may be replaced in a folder that is there already: a loader would take it for part
+    of a checkpoint. Anything else in the folder is the user's and survives.
     """
 
     out: str
@@ -68,6 +57,7 @@ class Order:
     source: Sequence[FileEntry] = ()
     single_file: str | None = None
     resume: bool = False
+    replaceable: Sequence[str] = ()
 
     @property
     def partial(self) -> str:
@@ -369,7 +359,7 @@ def _put_folder(claim: Claim, order: Order) -> None:
         os.rename(claim.folder, out)
         return
     if os.path.isdir(out):
-        _link_survivors(out, claim.folder, planned={plan.path for plan in order.plans})
+        _link_survivors(order, claim.folder)
     claim.mark("replacing")
     os.rename(out, _replaced(out))
     try:
@@ -379,11 +369,12 @@ def _put_folder(claim: Claim, order: Order) -> None:
         raise
 
 
-def _link_survivors(old: str, new: str, *, planned: set[str]) -> None:
+def _link_survivors(order: Order, new: str) -> None:
     """Give the new folder every file of the old one that is no part of a checkpoint."""
-    for name in sorted(os.listdir(old)):
-        source, target = os.path.join(old, name), os.path.join(new, name)
-        if name in planned or any(fnmatch(name, glob) for glob in CHECKPOINT_FILES):
+    planned = {plan.path for plan in order.plans}
+    for name in sorted(os.listdir(order.out)):
+        source, target = os.path.join(order.out, name), os.path.join(new, name)
+        if name in planned or any(fnmatch(name, glob) for glob in order.replaceable):
             continue
         _remove(target)  # an earlier try has linked it
         if os.path.isdir(source) and not os.path.islink(source):

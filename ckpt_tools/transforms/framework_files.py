@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import ByteRange, Entry, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
@@ -23,12 +23,12 @@ from ckpt_tools.errors import unwritable
 from ckpt_tools.formats.torch_file import write as torch_write
 from ckpt_tools.transforms.frameworks import Arranged
 
-PlanFolder = Callable[[Sequence[Target], CheckpointIndex], Sequence[FilePlan]]
+PlanFolder = Callable[[Sequence[Target], LocatedIndex], Sequence[FilePlan]]
 
 
 def plan_files(
     arranged: Arranged,
-    located: CheckpointIndex,
+    located: LocatedIndex,
     targets: Sequence[Target],
     plan_folder: PlanFolder,
 ) -> list[FilePlan]:

@@ -1,1 +1,59 @@
-"""One torch.save file."""
+"""One torch.save file, or a folder of numbered ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
+from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import Format, Part, PlanOptions
+from ckpt_tools.storage.reader import Files
+
+
+class TorchFile(Format):
+    """A state dict of whole tensors in one file, or in numbered .bin files with an index JSON."""
+
+    name = "torch"
+    label = "one torch.save state dict"
+    suffixes = (".pt", ".pth", ".bin", ".ckpt")
+    files = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+    writes = "whole"
+    nested = True
+
+    def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
+        from ckpt_tools.formats.torch_file import folder, read
+
+        return read.matches(path) or folder.matches(path)
+
+    def read_index(  # noqa: D102
+        self, path: str, *, options: ReadOptions = ReadOptions()
+    ) -> CheckpointIndex:
+        from ckpt_tools.formats.torch_file import folder, read
+
+        if folder.matches(path) and not read.matches(path):
+            return folder.read_index(path, options=options)
+        return read.read_index(path, options=options)
+
+    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
+        from ckpt_tools.formats.torch_file import locate
+
+        return locate.locate(index, files)
+
+    def checksummed(  # noqa: D102
+        self, index: CheckpointIndex, files: Files, *, threads: int
+    ) -> Iterable[Part]:
+        from ckpt_tools.formats.zip import checksums
+
+        return checksums.parts_of_files(index, files, threads=threads)
+
+    def plan_files(  # noqa: D102
+        self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
+    ) -> list[FilePlan]:
+        from ckpt_tools.formats.torch_file import write
+
+        name = options.single_file or "model.pt"
+        return write.plan_files(targets, objects, filename=name, tree=options.tree)
+
+
+FORMAT = TorchFile()

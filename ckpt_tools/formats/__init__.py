@@ -45,15 +45,16 @@ FORMATS: list[Format] = [
     rank_files.FORMAT,
     safetensors.FORMAT,
     torch_file.FORMAT,
+    torch_file.FOLDER,
 ]
 
 
 def named(name: str) -> Format:
-    """The format of this name. Raises UsageError when there is none."""
+    """The format of this name, the first one of it. Raises UsageError when there is none."""
     for form in FORMATS:
         if form.name == name:
             return form
-    known = ", ".join(form.name for form in FORMATS)
+    known = ", ".join(dict.fromkeys(form.name for form in FORMATS))
     raise UsageError(f"There is no format {name!r}.", hint=f"Formats are {known}.")
 
 

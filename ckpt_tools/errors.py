@@ -10,7 +10,8 @@
     │   ├── IncompleteError      3   something that the checkpoint needs is not there
     │   └── UnsupportedError     3   understood, and refused: reading it would give wrong tensors
     └── WriteError               4   the output could not be written; what was there is untouched
-        └── SourceChangedError   4   the source changed while it was read
+        ├── SourceChangedError   4   the source changed while it was read
+        └── PeerFailedError      4   another rank of the job failed or is gone
 
 Each error carries one line that says what, where, found and expected, and a hint that says what to
 try next. This room knows nothing of formats.
@@ -97,6 +98,10 @@ class WriteError(CkptError):
     """The output could not be written."""
 
     exit_code: ClassVar[int] = 4
+
+
+class PeerFailedError(WriteError):
+    """Another rank of the job has failed, or is gone without a word."""
 
 
 class SourceChangedError(WriteError):

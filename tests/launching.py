@@ -1,6 +1,7 @@
 """Starts torchrun jobs, with one thread a rank and a port of their own."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,47 @@ def torchrun(
         timeout=300,
         check=False,
     )
+
+
+def nodes(
+    *arguments: str | Path,
+    env: dict[str, str] | None = None,
+    own_disk: Path | None = None,
+) -> list[subprocess.Popen[str]]:
+    """Start a job on two nodes of one rank each, which are two agents on this machine.
+
+    The second node sees a disk of its own at ``own_disk``; only root can have that.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = []
+    for number in range(2):
+        command = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc-per-node", "1"]
+        command += ["--node-rank", str(number), "--master-addr", "127.0.0.1"]
+        command += ["--master-port", str(port), *map(str, arguments)]
+        if own_disk is not None and number == 1:
+            mounted = f'mount -t tmpfs none {own_disk} && exec "$@"'
+            command = ["unshare", "-m", "sh", "-c", mounted, "sh", *command]
+        agents.append(
+            subprocess.Popen(
+                command,
+                env={**ENVIRONMENT, **(env or {})},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return agents
+
+
+def ends(agents: list[subprocess.Popen[str]], *, within: float) -> list[str]:
+    """What the agents said; they must end within so many seconds."""
+    try:
+        return [agent.communicate(timeout=within)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
 
 
 def job(ranks: int, name: str, *arguments: str | Path) -> None:

@@ -28,7 +28,12 @@ def names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
 
 
 def _fitting(found: list[str], incomplete: str) -> list[str]:
-    """Names that begin so, else those that have it anywhere, at most `_MOST`."""
+    """Names that begin so, else those that have it anywhere, at most `_MOST`.
+
+    Shells are offered one name a line, so that those with a line break or an escape in them are
+    left out.
+    """
+    found = [name for name in found if name and name.isprintable()]
     begin = [name for name in found if name.startswith(incomplete)]
     return (begin or [name for name in found if incomplete in name])[:_MOST]
 

@@ -10,6 +10,17 @@ from ckpt_tools.cli import options
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_CKPT_TOOLS_COMPLETE"
 
+# click's scripts take a name for shell text, where it comes from a file of anybody. bash puts it on
+# the line unquoted, so that a `$(…)` in it would run on Enter; fish cuts it at its first comma. zsh
+# and fish quote what they insert themselves.
+_MENDED = {
+    "bash": {
+        "COMPREPLY+=($value)": 'COMPREPLY+=("$(printf %%q "$value")")',
+        "read type value": "read -r type value",
+    },
+    "fish": {'(string split "," $completion)': '(string split -m 1 "," $completion)'},
+}
+
 _HELP = """Print what your shell must read to complete commands, options, files and tensor names.
 
 After `ckpt-tools show CKPT` and `ckpt-tools layout CKPT`, TAB offers the names in that checkpoint.
@@ -23,6 +34,7 @@ After `ckpt-tools show CKPT` and `ckpt-tools layout CKPT`, TAB offers the names 
 
 @click.command(
     "completion",
+    cls=options.Command,
     help=_HELP,
     params=[click.Argument(["shell"], type=click.Choice(_SHELLS))],
 )
@@ -34,4 +46,9 @@ def command(*, shell: str) -> None:
     group = click.get_current_context().find_root().command
     maker = found(group, {}, "ckpt-tools", _VARIABLE)
     # Not `source()`: for bash that looks which version is installed here, where it may not run.
-    click.echo(maker.source_template % maker.source_vars())
+    script = maker.source_template
+    for theirs, ours in _MENDED.get(shell, {}).items():
+        if theirs not in script:
+            raise click.UsageError(f"The completion of this click for {shell} is not known here.")
+        script = script.replace(theirs, ours)
+    click.echo(script % maker.source_vars())

@@ -14,7 +14,8 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.export_engine import ExportJob, export_by
+from ckpt_tools.distributed.export_engine import ExportJob, export_by, rehearse
+from ckpt_tools.distributed.job import check_room, ignore
 from ckpt_tools.errors import UsageError
 
 _HELP = """Write whole tensors out of a sharded checkpoint, for loading elsewhere.
@@ -60,7 +61,7 @@ _PARAMS = [
 ]
 
 
-@click.command("export", help=_HELP, params=_PARAMS)
+@click.command("export", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,
@@ -100,9 +101,7 @@ def command(
 
     read = options.reading_given()
     if dry_run:
-        index = formats.read_index(ckpt, options=read)
-        single_file = convert.single_file_of(out, form)
-        plan = convert.plan_export(index, asked(index), single_file=single_file)
+        plan = rehearse(ckpt, asked, ExportJob(out, writing.given(), ignore), read=read)
     else:
         with progress.byte_bar(label="export") as bar:
             job = ExportJob(out, writing.given(), bar, bar.expect)
@@ -113,6 +112,8 @@ def command(
         render.emit_json(_json(plan, out, dry_run=dry_run))
     else:
         click.echo(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
+    if dry_run:
+        check_room(out, plan.files, single_file=plan.single_file)
 
 
 def _form(form: str | None, out: str) -> str:
@@ -120,14 +121,13 @@ def _form(form: str | None, out: str) -> str:
 
     Raises UsageError where the two differ.
     """
-    forms = [one.name for one in formats.targets("whole")]
-    told = next((one for one in forms if convert.is_single_file(out, one)), None)
+    told = convert.format_of(out)
     if form is not None and told is not None and form != told:
         raise UsageError(
             f"{out} has the ending of a {told} file, but --format says {form}.",
             hint="Name the output as its format is named, or leave --format out.",
         )
-    return form or told or forms[0]
+    return form or told or formats.targets("whole")[0].name
 
 
 def _is_hf_folder(out: str, form: str) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 
 import click
 
 from ckpt_tools.cli import options, progress, proving, reading, render
+from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.errors import AnswerNo, OutputExistsError, unwritable
+from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats import ReadOptions
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.proof import Fingerprint, fingerprint
 from ckpt_tools.proof.fingerprint_file import to_json
 from ckpt_tools.storage.reader import Files
@@ -44,7 +45,7 @@ _PARAMS = [
 ]
 
 
-@click.command("fingerprint", help=_HELP, params=_PARAMS)
+@click.command("fingerprint", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,
@@ -59,13 +60,17 @@ def command(
     allow_global: tuple[str, ...],
 ) -> None:
     """Digest the chosen tensors, then print and keep what came out."""
-    if target is not None and not force and os.path.lexists(target):
-        raise OutputExistsError(f"{target} is there already.", hint="--force replaces it.")
+    if target is not None:
+        one_file.admit(target, sources=[ckpt], force=force)
     index = reading.read(ckpt, ReadOptions(allow_global))
+    sources = [ckpt, *sources_of(index)]
+    if target is not None:
+        one_file.admit(target, sources=sources, force=force)
     chosen = reading.choose(index, options.Filters.of(include, exclude, only))
     found = digest(chosen, threads=threads)
     if target is not None:
-        _write(found, target)
+        data = jsonlib.dumps(to_json(found), indent=1).encode() + b"\n"
+        one_file.write(target, data, sources=sources, force=force)
     if json:
         render.emit_json(to_json(found))
         return
@@ -76,29 +81,9 @@ def command(
 
 def digest(index: CheckpointIndex, *, threads: int) -> Fingerprint:
     """The fingerprint of these tensors, with a bar. Raises AnswerNo when there are none."""
-    if not index.tensors:
-        index.require_whole()
-        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to digest.")
     total = sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="fingerprint") as on_bytes, Files() as files:
-        return fingerprint(index, files, threads=threads, on_bytes=on_bytes)
-
-
-def _write(found: Fingerprint, target: str) -> None:
-    """Keep a fingerprint; the file appears whole or not at all."""
-    partial = f"{target}.partial"
-    try:
-        with open(partial, "x", encoding="utf-8") as file:
-            jsonlib.dump(to_json(found), file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    except FileExistsError as error:
-        raise OutputExistsError(
-            f"{partial} is there already: another fingerprint is being written, or one was "
-            "interrupted.",
-            hint=f"Remove {partial} if nothing is writing it.",
-        ) from error
-    except OSError as error:
-        raise unwritable(target, error) from error
+        found = fingerprint(index, files, threads=threads, on_bytes=on_bytes)
+    if not index.tensors:
+        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to digest.")
+    return found

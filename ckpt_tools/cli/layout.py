@@ -21,10 +21,12 @@ from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import completing, entries, options, reading, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import fold, text
+from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions
+from ckpt_tools.formats.frameworks import sources_of
 
 _HELP = """Draw who holds what: the mesh, the bytes of each rank, and a bar for every tensor.
 
@@ -62,7 +64,7 @@ _PARAMS = [
 ]
 
 
-@click.command("layout", help=_HELP, params=_PARAMS)
+@click.command("layout", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,
@@ -85,6 +87,9 @@ def command(
         raise UsageError("--svg, --html and --json cannot be had at once.")
     if to_mesh is None and (placements or place):
         raise UsageError("--placements and --place say how tensors lie on --to-mesh.")
+    for path in filter(None, (svg, html)):
+        if path != "-":
+            one_file.admit(path, sources=[ckpt], force=force)
     whole = reading.read(ckpt, ReadOptions(allow_global))
     chosen = reading.choose(whole, options.Filters.of(include, exclude, only))
     if name is not None:
@@ -100,7 +105,8 @@ def command(
         _write(
             svg=svg,
             html=html,
-            root=whole.root,
+            whole=whole,
+            sources=(ckpt, *sources_of(whole)),
             before=before,
             target=target,
             change=change,
@@ -147,7 +153,8 @@ def _write(
     *,
     svg: str | None,
     html: str | None,
-    root: str,
+    whole: CheckpointIndex,
+    sources: tuple[str, ...],
     before: Holdings,
     target: Holdings | None,
     change: Moved | None,
@@ -158,9 +165,11 @@ def _write(
     from ckpt_tools.cli.pictures.page import layout_page
 
     if svg is not None:
-        files.write(svg, drawing.svg(root, before, target=target, change=change), force=force)
+        picture = drawing.svg(whole.root, before, target=target, change=change)
+        files.write(svg, picture, sources=sources, force=force)
     elif html is not None:
-        files.write(html, layout_page(root, before, target=target, change=change), force=force)
+        picture = layout_page(whole.root, before, target=target, change=change)
+        files.write(html, picture, sources=sources, force=force)
 
 
 def _paint() -> text.Paint:

@@ -12,6 +12,7 @@ from ckpt_tools.formats import (
     frameworks,
     read_index,
 )
+from ckpt_tools.storage.paths import open_file
 from ckpt_tools.transforms import param_names
 from ckpt_tools.transforms.optimizer import ParamNames
 
@@ -37,7 +38,7 @@ def _text_of(path: str) -> str:
     if os.path.getsize(path) > _LONGEST:
         raise UsageError(f"--param-names: {path} is too long for a list of names.")
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(open_file(path), encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         why = reason_of(error)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from tempfile import gettempdir
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.cli import render
@@ -14,10 +13,10 @@ from ckpt_tools.core.mesh_spec import default_placements
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import Request
-from ckpt_tools.distributed.job import Job
-from ckpt_tools.storage.paths import is_address
+from ckpt_tools.distributed.job import Job, made_at
 
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
+_MOST_FILES = 16
 
 
 class Report(NamedTuple):
@@ -39,40 +38,21 @@ class Report(NamedTuple):
 
     def rehearsal(self, plan: ReshardPlan) -> Iterator[str]:
         """What will be read, written and held in memory, in all and for each file."""
-        files = list(forecast.files(plan))
-        sources = counted(len(forecast.sources(plan)), "file")
-        free = atomic_output.free_space(self._where())
+        found = forecast.of(plan)
+        files, sources = found.files, counted(found.sources, "file")
+        free = atomic_output.free_space(made_at(self.job.out))
         yield f"{self._what(plan)}; not written (--dry-run)"
         yield from render.facts(
             (
-                ("Mesh", f"{plan.mesh} ({plan.mesh.size} ranks): {self._placements()}"),
+                ("Mesh", f"{plan.mesh} ({counted(plan.mesh.size, 'rank')}): {self._placements()}"),
                 ("Engine", f"{self.request.engine}, {self._processes()}"),
                 ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
                 ("Writes", format_size(plan.nbytes)),
-                ("Memory", f"about {format_size(self._memory(plan))} a process"),
+                ("Memory", f"about {format_size(self._memory(plan, found))} a process"),
                 ("Free", f"{format_size(free)} where OUT will be made"),
             )
         )
-        yield ""
-        yield from render.columns(
-            _HEADER,
-            [
-                (
-                    render.printable(file.path),
-                    format_size(file.nbytes),
-                    f"{file.boxes:,}",
-                    format_size(file.read),
-                    counted(file.sources, "file"),
-                )
-                for file in files
-            ],
-            align="lrrrr",
-            width=render.terminal_width(),
-        )
-
-    def _where(self) -> str:
-        """The folder that an output is made in before it is sent to an address, else itself."""
-        return gettempdir() if is_address(self.job.out) else self.job.out
+        yield from _files(files)
 
     def _placements(self) -> str:
         options = self.job.options
@@ -88,13 +68,15 @@ class Report(NamedTuple):
             return f"{self.request.workers} workers with {threads} each"
         return f"one process with {threads}"
 
-    def _memory(self, plan: ReshardPlan) -> int:
+    def _memory(self, plan: ReshardPlan, found: forecast.Forecast) -> int:
         buffers = self.job.write.max_memory // self.request.workers
-        return forecast.peak_memory(plan, engine=self.request.engine, buffers=buffers)
+        engine = self.request.engine
+        return forecast.peak_memory(plan, found.held, engine=engine, buffers=buffers)
 
     def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
         """All of it as one JSON object."""
         names = plan.mesh.dim_names
+        found = forecast.of(plan)
         return {
             "schema": "ckpt-tools/reshard/1",
             "output": self.job.out,
@@ -108,7 +90,7 @@ class Report(NamedTuple):
             },
             "tensors": len(plan.targets),
             "nbytes": plan.nbytes,
-            "peak_memory": self._memory(plan),
+            "peak_memory": self._memory(plan, found),
             "files": [
                 {
                     "path": file.path,
@@ -117,7 +99,32 @@ class Report(NamedTuple):
                     "read": file.read,
                     "sources": file.sources,
                 }
-                for file in forecast.files(plan)
+                for file in found.files
             ],
             "notes": list(plan.notes),
         }
+
+
+def _files(files: Sequence[forecast.FileForecast]) -> Iterator[str]:
+    """A line for each file, or for many the least, the middle and the most of them."""
+    yield ""
+    shown = list(files)
+    if len(files) > _MOST_FILES:
+        by_size = sorted(files, key=lambda file: (file.nbytes, file.path))
+        shown = [by_size[0], by_size[len(files) // 2], by_size[-1]]
+        yield f"The smallest, the middle and the largest of {len(files):,} files (--json has all):"
+    yield from render.columns(
+        _HEADER,
+        [
+            (
+                render.printable(file.path),
+                format_size(file.nbytes),
+                f"{file.boxes:,}",
+                format_size(file.read),
+                counted(file.sources, "file"),
+            )
+            for file in shown
+        ],
+        align="lrrrr",
+        width=render.terminal_width(),
+    )

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
 
+from ckpt_tools.cli import shaping
 from ckpt_tools.convert.export import WriteOptions
+
+
+def _others(params: Mapping[str, object]) -> list[str]:
+    """What else `reshard` reads."""
+    return [value for name in ("like", "param_names") if isinstance(value := params.get(name), str)]
 
 
 def given() -> WriteOptions:
@@ -16,4 +24,5 @@ def given() -> WriteOptions:
         max_memory=params["max_memory"],
         resume=params["resume"],
         check=params["check"],
+        sources=(params["ckpt"], *shaping.sources(), *_others(params)),
     )

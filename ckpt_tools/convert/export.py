@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
-from ckpt_tools.copying import atomic_output
+from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.journal import Place
 from ckpt_tools.copying.lock import Origin, digest_of_reads, in_words
+from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
@@ -29,10 +30,11 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
-from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.paths import is_address, normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
@@ -66,13 +68,21 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes."""
+    """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes.
+
+    ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
+    are never written over. Raises UsageError for no thread, or less than 1 MiB of memory.
+    """
 
     force: bool = False
     threads: int = 2
     max_memory: int = 64 << 20
     resume: bool = False
     check: bool = False
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_memory(self.threads, self.max_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +138,14 @@ def plan_export(
     """
     form = formats.named(options.format)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    if not chosen.tensors and not _keeps_nesting(options):
-        chosen.require_whole()
-        raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
     of_ranks: list[str] = []
     if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
+        if not chosen.tensors:
+            raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
         if _keeps_nesting(options):
             located = loadable(formats.open_objects(located, files))
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
@@ -241,10 +250,13 @@ def export(
     when a run that is gone on with had written all. Raises what `plan_export`, `output.appearing`
     and `uploads.staged` raise; in every case ``out`` is as it was.
     """
+    out = out_path.real(out)
     if is_address(out):
+        out_path.refuse_source(out, [*write.sources, *sources_of(index)])
         with upload.staged(out, force=write.force, resume=write.resume) as here:
             return export(index, here, options=options, write=write, carry_out=carry_out)
-    atomic_output.refuse_existing(out, force=write.force, resume=write.resume)
+    sources = [*write.sources, *sources_of(index)]
+    out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
     single_file = single_file_of(out, options.format)
     plan = plan_export(index, options, single_file=single_file, check=write.check)
     words = in_words(options)
@@ -287,12 +299,18 @@ def do_works(works: Sequence[Work], files: Files) -> None:
 
 def is_single_file(out: str, form: str) -> bool:
     """Whether this output name asks for one file rather than for a folder."""
-    return out.endswith(formats.named(form).suffixes)
+    return normal(out).endswith(formats.named(form).suffixes)
+
+
+def format_of(out: str) -> str | None:
+    """The format whose one file this output name asks for; None when it is that of a folder."""
+    forms = (form.name for form in formats.targets("whole"))
+    return next((form for form in forms if is_single_file(out, form)), None)
 
 
 def single_file_of(out: str, form: str) -> str | None:
     """The name of the one file to write, when ``out`` asks for one."""
-    return os.path.basename(out) if is_single_file(out, form) else None
+    return os.path.basename(normal(out)) if is_single_file(out, form) else None
 
 
 def rename(
@@ -318,7 +336,9 @@ def rename(
         notes.append(f"Took off the container {names.join(prefix)!r} that the names stood in.")
     changed = sum(cleaned[fqn] != name for fqn, name in bare.items())
     if changed:
-        notes.append(f"Removed wrapper components from {changed} names; --keep-names keeps them.")
+        notes.append(
+            f"Removed wrapper components from {counted(changed, 'name')}; --keep-names keeps them."
+        )
     return cleaned, notes
 
 
@@ -344,7 +364,8 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
     notes += casts.master_weights_note(index, chosen.tensors)
     if chosen.objects:
         shown = some([entry.fqn for entry in chosen.objects])
-        notes.append(f"Skipped {len(chosen.objects)} objects that are no tensors: {shown}.")
+        skipped = counted(len(chosen.objects), "object")
+        notes.append(f"Left out {skipped}, since only tensors are written: {shown}.")
     return notes
 
 

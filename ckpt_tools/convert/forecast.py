@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckpt_tools.convert.reshard import ReshardPlan
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.copying.tasks import GROUP_BYTES
+from ckpt_tools.core.plan import FilePlan, LazyPlans
 
 # Measured on Linux, Python 3.11: the process with numpy, the process with torch 2.13, and what one
 # box of a plan takes, with the read that fills it and the bytes around it in the file.
@@ -25,16 +26,28 @@ class FileForecast(NamedTuple):
     sources: int
 
 
-def files(plan: ReshardPlan) -> Iterator[FileForecast]:
-    """Each file of the plan: in both formats there is one for each rank of the target mesh."""
+class Forecast(NamedTuple):
+    """Each file of a plan, and the number of files that are read; ``held`` bytes are its plans."""
+
+    files: tuple[FileForecast, ...]
+    sources: int
+    held: int
+
+
+def of(plan: ReshardPlan) -> Forecast:
+    """What a plan will do, in one pass: in both formats it has a file for each rank of the mesh."""
+    files, sources = [], set()
     for file in plan.files:
-        yield FileForecast(
-            path=file.path,
-            nbytes=file.length,
-            boxes=len(file.items),
-            read=bytes_read(file),
-            sources=len({read.chunk.data.path for item in file.items for read in item.reads}),
-        )
+        read_from = {read.chunk.data.path for item in file.items for read in item.reads}
+        sources |= read_from
+        read = bytes_read(file)
+        facts = (file.path, file.length, len(file.items), read, len(read_from))
+        files.append(FileForecast(*facts))
+    held = sum(file.boxes for file in files) * _PER_BOX
+    if isinstance(plan.files, LazyPlans):
+        largest = max((file.boxes for file in files), default=0) * _PER_BOX
+        held = min(held, GROUP_BYTES + largest)
+    return Forecast(tuple(files), len(sources), held)
 
 
 def bytes_read(file: FilePlan) -> int:
@@ -42,25 +55,17 @@ def bytes_read(file: FilePlan) -> int:
     return sum(read.box.numel * item.source.itemsize for item in file.items for read in item.reads)
 
 
-def sources(plan: ReshardPlan) -> set[str]:
-    """Paths of the files that are read."""
-    return {
-        read.chunk.data.path for file in plan.files for item in file.items for read in item.reads
-    }
-
-
-def peak_memory(plan: ReshardPlan, *, engine: str, buffers: int) -> int:
-    """Bytes that the largest process will hold, about; ``buffers`` are the bytes of its buffers.
+def peak_memory(plan: ReshardPlan, held: int, *, engine: str, buffers: int) -> int:
+    """Bytes that the largest process will hold, about: plans, and ``buffers`` bytes of buffers.
 
     The engine `copy` holds only those, `dcp` a rank's shards, `gather` the largest tensor twice.
     """
-    boxes = sum(len(file.items) for file in plan.files) * _PER_BOX
     if engine == "copy":
-        return _WITH_NUMPY + boxes + buffers
+        return _WITH_NUMPY + held + buffers
     if engine == "gather":
         largest = max((target.entry.nbytes for target in plan.targets), default=0)
-        return _WITH_TORCH + boxes + 2 * largest
-    return _WITH_TORCH + boxes + max(_held(plan), default=0)
+        return _WITH_TORCH + held + 2 * largest
+    return _WITH_TORCH + held + max(_held(plan), default=0)
 
 
 def _held(plan: ReshardPlan) -> Iterator[int]:

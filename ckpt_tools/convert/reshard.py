@@ -44,10 +44,11 @@ from ckpt_tools.core.mesh_spec import (
     in_words,
 )
 from ckpt_tools.core.names import select
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import FilePlan, Target, total_length
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import param_names
@@ -96,7 +97,7 @@ class ReshardPlan:
     ``tree`` has the containers of the names in the output, ``objects`` among them.
     """
 
-    files: tuple[FilePlan, ...]
+    files: Sequence[FilePlan]
     targets: tuple[Target, ...]
     mesh: Mesh
     notes: tuple[str, ...]
@@ -148,11 +149,11 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     placements = options.placements or default_placements(options.mesh)
     notes = [*stepped, *kept, *_notes(layouts, options), *of_ranks, *left_out, *arranged]
     return ReshardPlan(
-        files=tuple(plans),
+        files=plans,
         targets=targets,
         mesh=options.mesh,
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
-        nbytes=sum(plan.length for plan in plans),
+        nbytes=total_length(plans),
         objects=held.objects,
         tree=held.nesting,
     )
@@ -178,7 +179,7 @@ def _with_names(
 
 def _plan_layout(
     targets: tuple[Target, ...], located: LocatedIndex, options: ReshardOptions
-) -> tuple[list[FilePlan], tuple[Target, ...], LocatedIndex, tuple[str, ...]]:
+) -> tuple[Sequence[FilePlan], tuple[Target, ...], LocatedIndex, tuple[str, ...]]:
     """The files of the output as its framework wants them, what the targets are called in them,
     what goes into the last folder, and what is to be told of it.
     """
@@ -198,7 +199,7 @@ def _plan_layout(
         )
         arranged = framework_layouts.arrange(located, options.layout, wanted)
 
-    def plan_folder(part: Sequence[Target], moved: LocatedIndex) -> list[FilePlan]:
+    def plan_folder(part: Sequence[Target], moved: LocatedIndex) -> Sequence[FilePlan]:
         folders.append(moved)
         return _plan_files(part, moved, options)
 
@@ -254,12 +255,11 @@ def reshard(
     had written all. Raises what `plan_reshard` and `output.appearing` raise; in every case ``out``
     is as it was.
     """
-    atomic_output.refuse_existing(out, force=write.force, resume=write.resume)
-    if write.check and options.layout not in (None, "plain"):
-        raise UsageError(
-            f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
-            hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
-        )
+    sources = [*write.sources, *sources_of(index)]
+    if options.like is not None:
+        sources += sources_of(options.like)
+    out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
+    refuse_check(options, write)
     plan = plan_reshard(index, options)
     origin = claim.Origin.of(index, plan.files, claim.in_words(options))
     with atomic_output.appearing(
@@ -275,6 +275,15 @@ def reshard(
         carry_out(() if started.is_written else plan.files, started.place.folder)
         proven = _check(plan, started.place.folder, index, write) if write.check else ()
     return replace(plan, notes=(*plan.notes, *started.notes, *proven))
+
+
+def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:
+    """Raise UsageError when the output cannot be read back as one checkpoint, and is to be."""
+    if write.check and options.layout not in (None, "plain"):
+        raise UsageError(
+            f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
+            hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
+        )
 
 
 def _check(
@@ -394,7 +403,9 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
     notes = []
     whole = sum(layout is None for layout in layouts.values())
     if whole:
-        notes.append(f"{whole} tensors (scalars, buffers, other state) stay whole on each rank.")
+        notes.append(
+            f"{counted(whole, 'tensor')} (scalars, buffers, other state) kept whole on each rank."
+        )
     if options.placements is None and options.mesh.dim_names is not None:
         placed = default_placements(options.mesh)
         idle = [
@@ -428,14 +439,14 @@ def _without_unopened(
     if not lost:
         return index, []
     shown = some([f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost])
-    note = f"Left out {len(lost)} objects that are no plain values: {shown}."
+    note = f"Left out {counted(len(lost), 'object')} without a plain value: {shown}."
     kept = tuple(entry for entry in index.objects if entry not in lost)
     return replace(index, objects=kept), [note]
 
 
 def _plan_files(
     targets: Sequence[Target], located: LocatedIndex, options: ReshardOptions
-) -> list[FilePlan]:
+) -> Sequence[FilePlan]:
     told = formats.PlanOptions(
         tree=located.nesting, mesh=options.mesh, device_type=options.device_type
     )

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from ckpt_tools.copying import journal
 from ckpt_tools.copying.journal import Place
@@ -22,12 +26,20 @@ from ckpt_tools.copying.lock import (
     Origin,
     claimed,
     folder_in,
+    refuse_foreign,
     require_unchanged,
     with_states,
 )
-from ckpt_tools.copying.tasks import cut
+from ckpt_tools.copying.out_path import (
+    existing_parent,
+    partial_of,
+    real,
+    refuse_source,
+    replaced_of,
+)
+from ckpt_tools.copying.tasks import TASK_BYTES
 from ckpt_tools.core.index import FileEntry
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.plan import FilePlan, files_of
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import (
     CheckpointError,
@@ -39,6 +51,9 @@ from ckpt_tools.errors import (
     unwritable,
 )
 from ckpt_tools.storage.paths import is_address
+
+# Beside what the caller says: the proof of a checkpoint goes with it.
+_PROOF = "ckpt_tools_proof.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,33 +97,47 @@ class Started:
     is_written: bool = False
 
 
-def partial_of(out: str) -> str:
-    """The folder in which an output is made before it appears."""
-    return f"{os.path.normpath(out)}.partial"
-
-
 def place_of(out: str) -> Place:
     """Where the files of an output, and its journals, are before it appears."""
     return Place(folder_in(partial_of(out)), partial_of(out))
 
 
-def _replaced(out: str) -> str:
-    return f"{os.path.normpath(out)}.replaced"
+def admit(out: str, *, sources: Iterable[str], force: bool, resume: bool = False) -> str:
+    """The absolute path of an output that may be written; nothing else is read or written for it.
 
-
-def refuse_existing(out: str, *, force: bool, resume: bool = False) -> None:
-    """Raise OutputExistsError when something is at ``out`` and may not be replaced.
-
-    What a killed run left half renamed is put right first. With ``resume``, its result may be there
-    when that run was killed just before it would have ended.
+    Raises what `out_path.real` and `out_path.refuse_source` raise, and OutputExistsError when
+    something is at ``out`` and may not be replaced. What a killed run left half renamed is put
+    right first. With ``resume``, its result may be there when that run was killed just before it
+    would have ended.
     """
+    out = _checked(out, sources)
+    if os.path.lexists(partial_of(out)) and _settle(out, resume=resume):
+        return out
+    _refuse_taken(out, force=force)
+    return out
+
+
+def rehearse(out: str, *, sources: Iterable[str], force: bool, resume: bool = False) -> str:
+    """The same, but what a killed run left stays as it is."""
+    out = _checked(out, sources)
+    refuse_foreign(partial_of(out))
+    if not (resume and os.path.lexists(partial_of(out))):
+        _refuse_taken(out, force=force)
+    return out
+
+
+def _checked(out: str, sources: Iterable[str]) -> str:
+    out = real(out)
     if is_address(out):
         raise UsageError(
             f"{out} is an address, and the ranks of a job write to a shared file system only.",
             hint="Without torchrun, one process makes it here and sends it; -j N helps.",
         )
-    if os.path.lexists(partial_of(out)) and _settle(out, resume=resume):
-        return
+    refuse_source(out, sources)
+    return out
+
+
+def _refuse_taken(out: str, *, force: bool) -> None:
     if os.path.lexists(out) and not force:
         raise OutputExistsError(
             f"{out} is there already; nothing was read or written.",
@@ -121,7 +150,7 @@ def _settle(out: str, *, resume: bool) -> bool:
 
     Gives whether the new OUT is in place and the rest is left to the run that resumes.
     """
-    replaced = _replaced(out)
+    replaced = replaced_of(out)
     with claimed(partial_of(out)) as claim:
         is_placed = claim.has("complete") and not os.path.lexists(claim.result)
         if is_placed and os.path.lexists(out):
@@ -138,17 +167,39 @@ def _settle(out: str, *, resume: bool) -> bool:
 def _tidy(claim: Claim, out: str) -> None:
     """Remove all but the new OUT."""
     if claim.has("replacing"):
-        _remove(_replaced(out))
+        _remove(replaced_of(out))
     claim.remove()
 
 
-def check_space(out: str, plans: Sequence[FilePlan]) -> None:
-    """Raise WriteError when the output's file system has fewer bytes free than are to be written.
+def check_room(out: str, plans: Sequence[FilePlan], *, single_file: str | None = None) -> None:
+    """Raise what would keep these files from becoming ``out``, as far as it shows before.
 
-    What an unfinished output holds already counts as written.
+    OutputExistsError for a folder where one file is to be, or a file where a folder is to be;
+    WriteError for a folder that may not be written in, or too little space.
     """
+    _refuse_obstacles(out, single_file)
+    _check_space(out, plans)
+
+
+def _refuse_obstacles(out: str, single_file: str | None) -> None:
+    if os.path.lexists(out) and os.path.isdir(out) != (single_file is None):
+        there, wanted = ("folder", "one file") if single_file else ("file", "a folder")
+        raise OutputExistsError(
+            f"{out} is a {there}, and {wanted} is to be written.",
+            hint="Name another output; --force replaces a file by a file, a folder by a folder.",
+        )
+    parent = existing_parent(out)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise WriteError(f"{out} could not be written: no permission to write in {parent}.")
+
+
+def _check_space(out: str, plans: Sequence[FilePlan]) -> None:
+    """Raise WriteError for too little space; what an unfinished output holds counts as written."""
     folder = place_of(out).folder
-    needed = sum(max(0, p.length - _allocated(os.path.join(folder, p.path))) for p in plans)
+    needed = sum(
+        max(0, file.length - _allocated(os.path.join(folder, file.path)))
+        for file in files_of(plans)
+    )
     free = free_space(out)
     if needed > free:
         raise WriteError(
@@ -160,7 +211,7 @@ def check_space(out: str, plans: Sequence[FilePlan]) -> None:
 
 def free_space(out: str) -> int:
     """Bytes that are free on the file system on which ``out`` will be."""
-    return shutil.disk_usage(_existing_parent(out)).free
+    return shutil.disk_usage(existing_parent(os.path.realpath(out))).free
 
 
 def _allocated(path: str) -> int:
@@ -179,12 +230,12 @@ def appearing(order: Order) -> Iterator[Started]:
     finished tasks are kept, if there are any and the checkpoint is not at fault, and the error says
     so; what was at ``out`` before is as it was.
     """
-    _refuse_obstacles(order)
+    _refuse_obstacles(order.out, order.single_file)
     with claimed(order.partial) as claim:
         with _beginning(claim, order):
             started = _start(claim, order)
         with _kept_on_failure(claim, order):
-            check_space(order.out, order.plans)
+            _check_space(order.out, order.plans)
             with _one_source(order):
                 yield started
             _appear(claim, order)
@@ -242,15 +293,6 @@ def _kept_on_failure(claim: Claim, order: Order) -> Iterator[None]:
         raise
 
 
-def _refuse_obstacles(order: Order) -> None:
-    """Raise OutputExistsError for what would only be in the way at the end."""
-    if order.single_file is not None and os.path.isdir(order.out):
-        raise OutputExistsError(
-            f"{order.out} is a folder, and one file is to be written.",
-            hint="Name a file in it, or another output.",
-        )
-
-
 def _start(claim: Claim, order: Order) -> Started:
     """Go on with what is there, or begin anew."""
     notes: tuple[str, ...] = ()
@@ -259,9 +301,9 @@ def _start(claim: Claim, order: Order) -> Started:
         if going_on is not None:
             return going_on
         notes = ("Nothing to resume: began anew.",)
-    if os.path.lexists(_replaced(order.out)):
+    if os.path.lexists(replaced_of(order.out)):
         raise OutputExistsError(
-            f"{_replaced(order.out)} is there; nothing may be lost in it.", hint="Move it away."
+            f"{replaced_of(order.out)} is there; nothing may be lost in it.", hint="Move it away."
         )
     claim.begin(order.origin, single_file=order.single_file)
     return Started(order.place, notes)
@@ -290,12 +332,12 @@ def _resumed(claim: Claim, order: Order) -> Started | None:
 
 
 def _progress(tasks: dict[journal.TaskId, int], order: Order) -> str:
-    """How much of an order these tasks are."""
+    """About how much of an order these tasks are."""
+    finished = Counter(path for path, _ in tasks)
     done = total = 0
-    for plan in order.plans:
-        for task in cut(plan):
-            total += task.nbytes
-            done += task.nbytes if (plan.path, task.number) in tasks else 0
+    for file in files_of(order.plans):
+        total += file.length
+        done += min(file.length, finished[file.path] * TASK_BYTES)
     return f"{format_size(done)} of {format_size(total)}"
 
 
@@ -333,16 +375,10 @@ def _appear(claim: Claim, order: Order) -> None:
         if order.single_file is None:
             _put_folder(claim, order)
         else:
+            _keep_mode(order.out, claim.result)
             os.replace(claim.result, order.out)
-        journal.sync_files([os.path.abspath(order.out)])
+        journal.sync_files([order.out])
     _tidy(claim, order.out)
-
-
-def _existing_parent(path: str) -> str:
-    parent = os.path.dirname(os.path.abspath(path))
-    while not os.path.isdir(parent):
-        parent = os.path.dirname(parent)
-    return parent
 
 
 def _remove(path: str) -> None:
@@ -358,29 +394,67 @@ def _put_folder(claim: Claim, order: Order) -> None:
     if not os.path.lexists(out):
         os.rename(claim.folder, out)
         return
-    if os.path.isdir(out):
-        _link_survivors(order, claim.folder)
+    _link_survivors(out, claim.folder, planned=_Planned.of(order))
+    mode = stat.S_IMODE(os.stat(out).st_mode)
+    os.chmod(claim.folder, mode | stat.S_IRWXU)  # its own right to be renamed goes last
     claim.mark("replacing")
-    os.rename(out, _replaced(out))
+    os.rename(out, replaced_of(out))
     try:
         os.rename(claim.folder, out)
     except BaseException:
-        os.rename(_replaced(out), out)
+        os.rename(replaced_of(out), out)
         raise
+    os.chmod(out, mode)
 
 
-def _link_survivors(order: Order, new: str) -> None:
-    """Give the new folder every file of the old one that is no part of a checkpoint."""
-    planned = {plan.path for plan in order.plans}
-    for name in sorted(os.listdir(order.out)):
-        source, target = os.path.join(order.out, name), os.path.join(new, name)
-        if name in planned or any(fnmatch(name, glob) for glob in order.replaceable):
-            continue
-        _remove(target)  # an earlier try has linked it
-        if os.path.isdir(source) and not os.path.islink(source):
-            shutil.copytree(source, target, symlinks=True, copy_function=os.link)
-        else:
-            os.link(source, target, follow_symlinks=False)
+class _Planned(NamedTuple):
+    """Paths of the files that are written, and of the folders that they are in; globs of names that
+    go with the old output.
+    """
+
+    files: frozenset[str]
+    folders: frozenset[str]
+    replaceable: tuple[str, ...]
+
+    @classmethod
+    def of(cls, order: Order) -> _Planned:
+        files = frozenset(file.path for file in files_of(order.plans))
+        folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
+        return cls(files, frozenset(folders), (*order.replaceable, _PROOF))
+
+
+def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") -> None:
+    """Give the new folder what of the old is no part of a checkpoint, and the modes of the rest.
+
+    ``inside`` is the path of both folders in the output, as the plan has it.
+    """
+    for name in sorted(os.listdir(old)):
+        source, target = os.path.join(old, name), os.path.join(new, name)
+        path = f"{inside}{name}"
+        if path in planned.files:
+            _keep_mode(source, target)
+        elif path in planned.folders:
+            if os.path.isdir(source) and not os.path.islink(source):
+                _link_survivors(source, target, planned=planned, inside=f"{path}/")
+                _keep_mode(source, target)
+        elif not any(fnmatch(name, glob) for glob in planned.replaceable):
+            _remove(target)  # an earlier try has linked it
+            _link(source, target)
+
+
+def _link(source: str, target: str) -> None:
+    if os.path.isdir(source) and not os.path.islink(source):
+        shutil.copytree(source, target, symlinks=True, copy_function=os.link)
+    else:
+        os.link(source, target, follow_symlinks=False)
+
+
+def _keep_mode(old: str, new: str) -> None:
+    """Give what replaces a file or folder its mode, where both are of one kind."""
+    with suppress(FileNotFoundError):
+        mode = os.lstat(old).st_mode
+        if stat.S_IFMT(mode) == stat.S_IFMT(os.lstat(new).st_mode):
+            os.chmod(new, stat.S_IMODE(mode))
 
 
 def _sync_tree(folder: str) -> None:

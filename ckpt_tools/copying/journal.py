@@ -22,7 +22,7 @@ from glob import escape, glob
 from typing import NamedTuple
 
 from ckpt_tools.copying.lock import hold, line_of, lines_in
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.plan import FilePlan, files_of
 from ckpt_tools.errors import WriteError, unwritable
 
 # Seconds between two writes of lines, and between two syncs of what was written.
@@ -116,7 +116,7 @@ def _proven(place: Place, plans: Sequence[FilePlan]) -> _Proven:
         for told in all_told:
             if told.is_from_here:
                 proven.written.update(told.tasks[told.durable :])
-    lengths = {plan.path: plan.length for plan in plans}
+    lengths = {file.path: file.length for file in files_of(plans)}
     paths = {path for path, _ in proven.synced | proven.written}
     whole = {
         path for path in paths if _length(os.path.join(place.folder, path)) == lengths.get(path, -1)

@@ -23,7 +23,7 @@ from ckpt_tools._version import __version__
 from ckpt_tools.copying.tasks import TASK_BYTES
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex, FileEntry
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.plan import FilePlan, PlannedFile, files_of, plan_digest
 from ckpt_tools.errors import OutputExistsError, SourceChangedError, unwritable
 from ckpt_tools.storage import paths
 
@@ -108,12 +108,9 @@ def require_unchanged(files: Sequence[FileEntry]) -> None:
 def _layout(plans: Sequence[FilePlan]) -> str:
     """Differs when files, lengths, places or known bytes do, or how they are cut into tasks."""
     digest = blake2b(str(TASK_BYTES).encode(), digest_size=16)
-    for plan in plans:
-        places = [item.offset for item in plan.items]
-        digest.update(repr((plan.path, plan.length, places)).encode())
-        for offset, data in plan.literals:
-            digest.update(b"%d %d " % (offset, len(data)))
-            digest.update(data)
+    for file in files_of(plans):
+        known = file.digest if isinstance(file, PlannedFile) else plan_digest(file)
+        digest.update(repr((file.path, file.length, known)).encode())
     return digest.hexdigest()
 
 
@@ -289,7 +286,7 @@ def _claim(partial: str) -> int:
     """An open and locked journal, which is certainly the one that has its name."""
     journal = os.path.join(partial, _JOURNAL)
     for _ in range(_TRIES):
-        _refuse_foreign(partial)
+        refuse_foreign(partial)
         os.makedirs(partial, exist_ok=True)
         with suppress(FileNotFoundError):  # its holder is just done with it, and removed it
             fd = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -304,13 +301,17 @@ def _claim(partial: str) -> int:
     raise OutputExistsError(f"{partial} comes and goes: another process is writing it.")
 
 
-def _refuse_foreign(partial: str) -> None:
+def refuse_foreign(partial: str) -> None:
+    """Raise OutputExistsError for what is there and is no unfinished output of ours.
+
+    A link is none: what it leads to may be on another file system, from which nothing is renamed.
+    """
     if not os.path.lexists(partial):
         return
     is_ours = os.path.isdir(partial) and (
-        not os.listdir(partial) or os.path.exists(os.path.join(partial, _JOURNAL))
+        not os.listdir(partial) or os.path.isfile(os.path.join(partial, _JOURNAL))
     )
-    if not is_ours:
+    if not is_ours or os.path.islink(partial):
         raise OutputExistsError(
             f"{partial} is there, and no unfinished output of ckpt-tools.",
             hint="Move it away, or name another output.",

@@ -13,10 +13,14 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box, slabs
-from ckpt_tools.core.plan import FilePlan, WriteItem
-from ckpt_tools.errors import WriteError
+from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem, total_length
+from ckpt_tools.errors import UsageError, WriteError
 
 TASK_BYTES = 16 << 20
+MIN_MEMORY = 1 << 20
+# Plans that are made when it is their turn: bytes of them at a time, and about what an item takes.
+GROUP_BYTES = 16 << 20
+_ITEM_BYTES = 2_500
 SLOT_BYTES = 4
 
 
@@ -200,16 +204,57 @@ def _without_slots(literal: Literal, slots: Sequence[int]) -> Iterator[Literal]:
         yield Literal(start, data[start - offset :])
 
 
+def check_memory(threads: int, max_memory: int) -> None:
+    """Raise UsageError for fewer threads or bytes of buffers than any work can be done with."""
+    if max_memory < MIN_MEMORY or threads < 1:
+        raise UsageError(
+            f"{threads} threads with {max_memory:,} bytes of memory: "
+            f"one thread and {MIN_MEMORY:,} bytes are the least."
+        )
+
+
 def share_of(tasks: Sequence[Task], share: Share) -> list[Task]:
     """The tasks of one worker: neighbours stay together, and bytes are as even as that allows.
 
     All tasks of an item with a CRC-32 go to one worker. Every task goes to exactly one.
     """
+    total = sum(task.nbytes for task in tasks)
+    return _part_of(tasks, share, before=0, total=total)
+
+
+def groups_of(
+    plans: Sequence[FilePlan], share: Share
+) -> Iterator[tuple[list[FilePlan], list[Task]]]:
+    """Plans, a bounded part of them at a time, and the tasks of one worker in them.
+
+    Lazy plans are made here, and only those of files that the worker writes in; others are there
+    already, and come all at once.
+    """
+    if not isinstance(plans, LazyPlans):
+        yield [*plans], share_of([task for plan in plans for task in cut(plan)], share)
+        return
+    total, before, held = total_length(plans), 0, 0
+    group: list[FilePlan] = []
+    tasks: list[Task] = []
+    for file in plans.files:
+        first, last = (edge * share.count for edge in (before, before + file.length))
+        if first <= total * (share.index + 1) and last >= total * share.index:
+            plan = file.make()
+            group.append(plan)
+            tasks += _part_of(list(cut(plan)), share, before=before, total=total)
+            held += sum(len(data) for _, data in plan.literals) + _ITEM_BYTES * len(plan.items)
+        before += file.length
+        if held > GROUP_BYTES:
+            yield group, tasks
+            group, tasks, held = [], [], 0
+    yield group, tasks
+
+
+def _part_of(tasks: Sequence[Task], share: Share, *, before: int, total: int) -> list[Task]:
+    """The tasks of one worker among some, before which ``before`` of ``total`` bytes lie."""
     if share.count == 1:
         return list(tasks)
-    total = sum(task.nbytes for task in tasks)
     mine: list[Task] = []
-    before = 0
     for _, same in groupby(tasks, key=_unit):
         unit = list(same)
         nbytes = sum(task.nbytes for task in unit)

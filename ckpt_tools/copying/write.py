@@ -24,14 +24,13 @@ from ckpt_tools.copying.task_writer import (
     Output,
     Stopped,
 )
-from ckpt_tools.copying.tasks import ALL, Share, Task, cut, share_of
+from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.plan import FilePlan, WriteItem
-from ckpt_tools.errors import UsageError, unwritable
+from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.reader import Files
 
 __all__ = ["ALL", "NO_JOURNAL", "Journal", "Share", "read_array", "read_box", "write_files"]
 
-MIN_MEMORY = 1 << 20
 _MIN_MEMORY_PER_THREAD = 256 << 10
 # Shorter files are written through the page cache, from which they may well be read next.
 DIRECT_FROM = 64 << 20
@@ -84,20 +83,16 @@ def write_files(
     UnreadableError when a source cannot be read, and KeyboardInterrupt as it comes; what was
     written so far stays, and the journal knows it.
     """
-    if max_memory < MIN_MEMORY or threads < 1:
-        raise UsageError(
-            f"{threads} threads with {max_memory:,} bytes of memory: "
-            f"one thread and {MIN_MEMORY:,} bytes are the least."
-        )
-    tasks = share_of([task for plan in plans for task in cut(plan)], share)
+    check_memory(threads, max_memory)
     outputs = _Outputs(root)
-    work = _Work(tasks, outputs=outputs, journal=journal, on_bytes=on_bytes)
     try:
-        if share.index == 0:
-            outputs.create(plan for plan in plans if not plan.literals and not plan.items)
-        work.begin()
-        threads = min(threads, max_memory // _MIN_MEMORY_PER_THREAD, max(1, work.left))
-        work.run(files, threads=threads, memory=max_memory // threads)
+        for group, tasks in groups_of(plans, share):
+            if share.index == 0:
+                outputs.create(plan for plan in group if not plan.literals and not plan.items)
+            work = _Work(tasks, outputs=outputs, journal=journal, on_bytes=on_bytes)
+            work.begin()
+            count = min(threads, max_memory // _MIN_MEMORY_PER_THREAD, max(1, work.left))
+            work.run(files, threads=count, memory=max_memory // count)
     finally:
         outputs.close()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from hashlib import blake2b
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
@@ -13,6 +16,9 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import IncompleteError, UnsupportedError
+
+if TYPE_CHECKING:
+    Slice = slice[int | None, int | None, int | None]
 
 
 class ReadItem(NamedTuple):
@@ -47,6 +53,100 @@ class FilePlan(NamedTuple):
     length: int
     literals: tuple[tuple[int, bytes], ...]
     items: tuple[WriteItem, ...]
+
+
+class PlannedFile(NamedTuple):
+    """One file to write whose plan is made when it is its turn.
+
+    ``digest`` differs whenever ``make()`` gives another plan.
+    """
+
+    path: str
+    length: int
+    digest: bytes
+    make: Callable[[], FilePlan]
+
+
+class LazyPlans(Sequence[FilePlan]):
+    """The plans of many files, each made anew whenever it is asked for, and not kept.
+
+    4,096 rank files of a large model take gigabytes as plans, and some hundred bytes each as
+    `PlannedFile`.
+    """
+
+    __slots__ = ("files",)
+
+    def __init__(self, files: Iterable[PlannedFile]) -> None:
+        self.files = tuple(files)
+
+    def __len__(self) -> int:
+        """Number of files."""
+        return len(self.files)
+
+    @overload
+    def __getitem__(self, at: int) -> FilePlan: ...
+    @overload
+    def __getitem__(self, at: Slice) -> Sequence[FilePlan]: ...
+    def __getitem__(self, at: int | Slice) -> FilePlan | Sequence[FilePlan]:
+        """The plan of one file, or plans of some."""
+        return LazyPlans(self.files[at]) if isinstance(at, slice) else self.files[at].make()
+
+
+def files_of(plans: Sequence[FilePlan]) -> Sequence[FilePlan | PlannedFile]:
+    """The same files, as far as their paths and lengths are wanted: no plan is made for them."""
+    return plans.files if isinstance(plans, LazyPlans) else plans
+
+
+def total_length(plans: Sequence[FilePlan]) -> int:
+    """Bytes of all files together."""
+    return sum(file.length for file in files_of(plans))
+
+
+def inside(folder: str, plans: Sequence[FilePlan]) -> Sequence[FilePlan]:
+    """The same files in a folder of the output; an empty name is the output itself."""
+    if not folder:
+        return plans
+    if not isinstance(plans, LazyPlans):
+        return [_moved(folder, plan) for plan in plans]
+    return LazyPlans(
+        file._replace(path=f"{folder}/{file.path}", make=partial(_made_in, folder, file.make))
+        for file in plans.files
+    )
+
+
+def _made_in(folder: str, make: Callable[[], FilePlan]) -> FilePlan:
+    return _moved(folder, make())
+
+
+def _moved(folder: str, plan: FilePlan) -> FilePlan:
+    path = f"{folder}/{plan.path}"
+    return plan._replace(path=path, items=tuple(item._replace(path=path) for item in plan.items))
+
+
+def joined(parts: Sequence[Sequence[FilePlan]]) -> Sequence[FilePlan]:
+    """All files of these parts, lazy ones as lazy as they were."""
+    if not any(isinstance(part, LazyPlans) for part in parts):
+        return [plan for part in parts for plan in part]
+    return LazyPlans(chain.from_iterable(map(_lazy, parts)))
+
+
+def _lazy(plans: Sequence[FilePlan]) -> Iterable[PlannedFile]:
+    if isinstance(plans, LazyPlans):
+        return plans.files
+    return [PlannedFile(p.path, p.length, plan_digest(p), partial(_same, p)) for p in plans]
+
+
+def _same(plan: FilePlan) -> FilePlan:
+    return plan
+
+
+def plan_digest(plan: FilePlan) -> bytes:
+    """Differs when the length, the places of the items or the known bytes do."""
+    digest = blake2b(repr((plan.length, [item.offset for item in plan.items])).encode())
+    for offset, data in plan.literals:
+        digest.update(b"%d %d " % (offset, len(data)))
+        digest.update(data)
+    return digest.digest()
 
 
 class Target(NamedTuple):

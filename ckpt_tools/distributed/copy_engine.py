@@ -14,12 +14,14 @@ from ckpt_tools.convert.reshard import (
     plan_reshard,
     reshard,
 )
+from ckpt_tools.copying import out_path
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan
-from ckpt_tools.distributed.agreement import require_same_plan, watchful
+from ckpt_tools.core.plan import FilePlan, total_length
+from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 
@@ -30,13 +32,15 @@ def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPl
     An address gets what was made whole here first. Raises what `reshard` and `uploads.staged`
     raise, and WriteError when a worker dies.
     """
+    job = job._replace(out=out_path.real(job.out))
     if is_address(job.out):
+        out_path.refuse_source(job.out, [*job.write.sources, *sources_of(index)])
         with upload.staged(job.out, force=job.write.force, resume=job.write.resume) as here:
             return reshard_here(index, job._replace(out=here), workers=workers)
 
     def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
         order = _order(job, plans, folder, count=workers)
-        job.on_total(sum(plan.length for plan in plans))
+        job.on_total(total_length(plans))
         if workers == 1 or not plans:
             write_share(order, 0, on_bytes=job.on_bytes)
         else:
@@ -52,15 +56,16 @@ def reshard_as_group(group: Group, index: CheckpointIndex, job: Job) -> ReshardP
     """
 
     def share(plans: Sequence[FilePlan], folder: str) -> None:
-        if group.tell(str(len(plans))) == "0":
-            return  # rank 0 goes on with a run that had written all
-        require_same_plan(group, plans, source=index)
+        if not begin(group, plans, job.place, source=index):
+            return
         order = _order(job, plans, folder, count=group.size)
-        job.on_total(sum(plan.length for plan in plans) // group.size)
-        with group.together():  # nobody writes any more when rank 0 tidies up
-            write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
+        job.on_total(total_length(plans) // group.size)
+        progress = Progress(group, job.on_bytes)
+        with group.collective():  # nobody writes any more when rank 0 tidies up
+            write_share(order, group.rank, on_bytes=progress.add)
+        require_all_written(group, plans, folder, nbytes=progress.nbytes)
 
-    with group.together():
+    with group.collective():
         return lead_or_follow(group, index, job, share=share)
 
 
@@ -77,4 +82,4 @@ def lead_or_follow(
 
 def _order(job: Job, plans: Sequence[FilePlan], folder: str, *, count: int) -> Order:
     write = job.write
-    return Order(tuple(plans), folder, count, write.threads, write.max_memory, job.place.journals)
+    return Order(plans, folder, count, write.threads, write.max_memory, job.place.journals)

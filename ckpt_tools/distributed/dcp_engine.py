@@ -16,16 +16,18 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.distributed import devices
-from ckpt_tools.distributed.agreement import require_same_plan
+from ckpt_tools.distributed.agreement import begin
 from ckpt_tools.distributed.copy_engine import lead_or_follow
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import (
+    CheckpointError,
     UnreadableError,
     UnsupportedError,
     UsageError,
     WriteError,
 )
+from ckpt_tools.formats import read_index
 
 if TYPE_CHECKING:
     import torch
@@ -41,21 +43,24 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
     mesh, UnsupportedError when torch cannot load the source or would place a shard wrong.
     """
     mesh = job.options.mesh
-    with group.together():
+    with group.collective():
         refuse(index, job, world_size=group.size)
         plan = plan_reshard(index, job.options)
         with devices.process_group(group) as device_type:
 
             def load_and_save(plans: Sequence[FilePlan], folder: str) -> None:
-                require_same_plan(group, plans, source=index)
+                begin(group, plans, job.place, source=index)
                 placed = _Placed(mesh, device_type, group)
-                with group.together():  # a rank that refuses must not be missed in a collective
+                with group.collective():  # a rank that refuses must not be missed in a collective
                     state = placed.empty(plan.targets)
                 _load_and_save(state, index, plan, folder)
                 job.on_bytes(sum(p.length for p in plans[group.rank :: group.size]))
-                group.meet()
+                with group.collective():
+                    if group.rank == 0:
+                        _require_saved(plan, folder)
 
-            return lead_or_follow(group, index, job.anew(), share=load_and_save)
+            done = lead_or_follow(group, index, job.without_resume(), share=load_and_save)
+            return job.noting_resume(done, engine="dcp")
 
 
 def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
@@ -120,6 +125,28 @@ class _Placed:
                 hint=_COPY_DOES_IT,
             )
         return self._mesh
+
+
+def _require_saved(plan: ReshardPlan, folder: str) -> None:
+    """Raise WriteError unless every file that the new .metadata names is there, and every tensor.
+
+    `dcp.save` chooses its own file names and lengths, so the plan's are not compared.
+    """
+    try:
+        saved = read_index(folder)
+        saved.require_whole()
+    except CheckpointError as error:
+        raise WriteError(
+            f"{folder} is not all written: {error.message}",
+            hint="The output was not given its name. Do all ranks see the same file system?",
+        ) from error
+    expected = {(t.fqn, t.dtype.name, t.entry.shape) for t in plan.targets}
+    missing = expected - {(e.fqn, e.dtype.name, e.shape) for e in saved.tensors}
+    if missing:
+        raise WriteError(
+            f"{folder} is not all written: {len(missing)} of {len(expected)} tensors are not in "
+            f"its .metadata as planned, e.g. {min(missing)[0]}."
+        )
 
 
 def _load_and_save(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
 from ckpt_tools.distributed.group import Group
-from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.errors import PeerFailedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +31,11 @@ def process_group(group: Group) -> Iterator[str]:
     place = group.place
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
     found = "cuda" if enough and dist.is_nccl_available() else "cpu"
-    device_type = group.tell(found)
+    device_type = group.broadcast(found)
     error = None
     if device_type != found:
         error = UsageError(f"This rank has {found} devices, and rank 0 has {device_type}.")
-    group.meet(error)
+    group.barrier(error)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     if device_type == "cuda":
         torch.cuda.set_device(place.local_rank)
@@ -45,10 +45,15 @@ def process_group(group: Group) -> Iterator[str]:
         rank=place.rank,
         world_size=place.world_size,
     )
+    is_broken = False
     try:
         yield device_type
+    except PeerFailedError:
+        is_broken = True  # its end would wait for the ranks that are gone
+        raise
     finally:
-        dist.destroy_process_group()
+        if not is_broken:
+            dist.destroy_process_group()
 
 
 def require_world(world_size: int, mesh: Mesh, *, engine: str, whose: str) -> None:

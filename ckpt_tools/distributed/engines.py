@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
-from ckpt_tools.copying import atomic_output
+from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard, refuse_check
+from ckpt_tools.copying import atomic_output, out_path
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.distributed import copy_engine, environment
-from ckpt_tools.distributed.group import join
-from ckpt_tools.distributed.job import Job
+from ckpt_tools.distributed.group import Group, join
+from ckpt_tools.distributed.job import Job, rehearse_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, read_index
-from ckpt_tools.storage import upload
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage.paths import is_address
 
 Engine = Literal["copy", "dcp", "gather"]
@@ -35,31 +36,36 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
     Raises what `reshard` raises, and UsageError when the engine and the processes do not fit. On
     every rank of a job the same error is raised.
     """
-    _refuse_rewriting(request, job)
+    _refuse_unfit(request, job)
     place = environment.place()
     if place is None:
         _refuse_alone(request, job)
         if not is_address(job.out):
-            _refuse_existing(job)
+            _admit(job)
         index = read_index(request.ckpt, options=request.read)
         return copy_engine.reshard_here(index, job, workers=request.workers)
-    if job.write.check and request.engine != "copy":
-        raise UsageError(
-            f"--check goes with --engine copy, not with {request.engine}.",
-            hint=f"Compare afterwards: ckpt-tools diff {request.ckpt} {job.out}",
-        )
-    group = join(place, workers=request.workers)
-    if request.engine == "gather":
-        from ckpt_tools.distributed import gather_engine  # numpy comes with it
+    with join(place, workers=request.workers) as group:
+        if request.engine == "gather":
+            return group.guarded(lambda: _by_gather(group, request, job))
+        with group.collective():
+            if group.rank == 0:
+                _admit(job)
+            index = read_index(request.ckpt, options=request.read)
+        if request.engine == "copy":
+            return copy_engine.reshard_as_group(group, index, job)
+        return group.guarded(lambda: _by_dcp(group, index, job))
 
-        return gather_engine.reshard_by_gather(group, request.ckpt, job, read=request.read)
-    with group.together():
-        if group.rank == 0:
-            _refuse_existing(job)
-        index = read_index(request.ckpt, options=request.read)
-    if request.engine == "copy":
-        return copy_engine.reshard_as_group(group, index, job)
-    from ckpt_tools.distributed import dcp_engine
+
+def _by_gather(group: Group, request: Request, job: Job) -> ReshardPlan:
+    from ckpt_tools.distributed import gather_engine  # numpy comes with it
+
+    with group.collective():  # each rank knows its own files only
+        out_path.refuse_source(out_path.real(job.out), job.write.sources)
+    return gather_engine.reshard_by_gather(group, request.ckpt, job, read=request.read)
+
+
+def _by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPlan:
+    from ckpt_tools.distributed import dcp_engine  # torch comes with it
 
     return dcp_engine.reshard_by_dcp(group, index, job)
 
@@ -67,41 +73,44 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
 def rehearse(request: Request, job: Job) -> ReshardPlan:
     """Plan the job and refuse what it would refuse, but write nothing.
 
+    What only the plan shows to be in the way, such as too little space, `check_room` says.
     Without the engine `gather`, rank 0 of a torchrun job does so for all: no rank waits for it.
     """
-    _refuse_rewriting(request, job)
+    _refuse_unfit(request, job)
     place = environment.place()
-    if is_address(job.out) and place is None:
-        upload.refuse_existing(job.out, force=job.write.force)
-    else:
-        atomic_output.refuse_existing(job.out, force=job.write.force)
     if place is None:
         _refuse_alone(request, job)
+    rehearse_output(job.out, job.write, job.write.sources)
     if place is not None and request.engine == "gather":
         from ckpt_tools.distributed import gather_engine
 
-        group = join(place, workers=request.workers)
-        plan = gather_engine.plan_by_gather(group, request.ckpt, job, read=request.read)
+        with join(place, workers=request.workers) as group:
+            plan = group.guarded(
+                lambda: gather_engine.plan_by_gather(group, request.ckpt, job, read=request.read)
+            )
     else:
         index = read_index(request.ckpt, options=request.read)
         if place is not None and request.engine == "dcp":
             from ckpt_tools.distributed import dcp_engine
 
             dcp_engine.refuse(index, job, world_size=place.world_size)
+        rehearse_output(job.out, job.write, [*job.write.sources, *sources_of(index)])
         plan = plan_reshard(index, job.options)
-    if not is_address(job.out):
-        atomic_output.check_space(job.out, plan.files)
     return plan
 
 
-def _refuse_existing(job: Job) -> None:
+def _admit(job: Job) -> None:
     """Refuse an output before a large index is read for it; whoever makes it looks again."""
-    atomic_output.refuse_existing(job.out, force=job.write.force, resume=job.write.resume)
+    write = job.write
+    atomic_output.admit(job.out, sources=write.sources, force=write.force, resume=write.resume)
 
 
-def _refuse_rewriting(request: Request, job: Job) -> None:
-    """Raise UsageError when torch is to move tensors that are not the source's own."""
+def _refuse_unfit(request: Request, job: Job) -> None:
+    """Raise UsageError when torch is to move tensors that are not the source's own, and when an
+    output is to be read back that this cannot be done with.
+    """
     options = job.options
+    refuse_check(options, job.write)
     if request.engine == "copy":
         return
     if options.steps or options.layout is not None or options.param_names is not None:

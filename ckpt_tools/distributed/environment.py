@@ -1,6 +1,6 @@
 """Where this process stands in a torchrun job, told by its environment alone. It needs no torch.
 
-Rank 0 speaks for all ranks. The others are silent, since ten thousand ranks would say the same.
+Only rank 0 prints: ten thousand ranks would print the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Commands whose work is shared between the ranks; any other is done by rank 0 alone.
 SHARED_COMMANDS = frozenset({"export", "reshard"})
+
+_PEER_TIMEOUT = "CKPT_TOOLS_PEER_TIMEOUT"
+_PARENT = os.getppid()
 
 
 class Place(NamedTuple):
@@ -47,7 +50,7 @@ def is_follower() -> bool:
     return here is not None and here.rank > 0
 
 
-def let_rank_0_speak(arguments: Sequence[str]) -> None:
+def silence_followers(arguments: Sequence[str]) -> None:
     """End or silence this process when it is a rank above 0 of a torchrun job.
 
     ``arguments`` are those of the command line. A command that the ranks do not share ends here
@@ -62,6 +65,24 @@ def let_rank_0_speak(arguments: Sequence[str]) -> None:
     atexit.register(let_it_finish)
 
 
+def peer_timeout() -> float:
+    """Seconds without a sign of life after which a rank counts as gone; 30 by default."""
+    try:
+        return max(1.0, float(os.environ[_PEER_TIMEOUT]))
+    except (KeyError, ValueError):
+        return 30.0
+
+
+def agent_has_store() -> bool:
+    """Whether torchrun's agent holds the job's store, and has made it before it starts ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def is_orphan() -> bool:
+    """Whether the torchrun agent that started this process is gone."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != _PARENT
+
+
 def let_it_finish() -> None:
     """Wait a second: rank 0 has found the same fault, and torchrun ends it when another rank ends.
 
@@ -70,11 +91,22 @@ def let_it_finish() -> None:
     time.sleep(1)
 
 
+_stderr: int | None = None  # where a silent rank's stderr went
+
+
 def _silence() -> None:
     """Send stdout and stderr nowhere, whoever writes to them (torch's own C++ code does, too)."""
+    global _stderr  # noqa: PLW0603 - as the streams of the process are
     sys.stdout.flush()
     sys.stderr.flush()
+    _stderr = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     os.close(nowhere)
+
+
+def speak() -> None:
+    """Give a silent rank its stderr back: rank 0 cannot tell what happened."""
+    if _stderr is not None:
+        os.dup2(_stderr, 2)

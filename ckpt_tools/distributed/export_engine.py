@@ -17,11 +17,12 @@ from ckpt_tools.copying.tasks import Share, cut, share_of
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.agreement import require_same_plan, watchful
+from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
 from ckpt_tools.distributed.group import Group, join
-from ckpt_tools.distributed.job import ignore
+from ckpt_tools.distributed.job import ignore, rehearse_output
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
 from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import Work
@@ -53,21 +54,41 @@ def export_by(
     place = environment.place()
     if place is None:
         if not is_address(job.out):
-            _refuse_existing(job)
+            _admit(job)
         index = read_index(ckpt, options=read)
         return export_here(index, asked(index), job, workers=workers)
-    group = join(place, workers=workers)
-    with group.together():
-        if group.rank == 0:
-            _refuse_existing(job)
-        index = read_index(ckpt, options=read)
-        options = asked(index)
-    return _as_group(group, index, options, job)
+    with join(place, workers=workers) as group:
+        with group.collective():
+            if group.rank == 0:
+                _admit(job)
+            index = read_index(ckpt, options=read)
+            options = asked(index)
+        return _as_group(group, index, options, job)
 
 
-def _refuse_existing(job: ExportJob) -> None:
+def rehearse(
+    ckpt: str,
+    asked: Callable[[CheckpointIndex], ExportOptions],
+    job: ExportJob,
+    *,
+    read: ReadOptions,
+) -> ExportPlan:
+    """Plan the export and refuse what `export_by` would refuse, but write nothing.
+
+    What only the plan shows to be in the way, such as too little space, `check_room` says.
+    """
+    rehearse_output(job.out, job.write, job.write.sources)
+    index = read_index(ckpt, options=read)
+    rehearse_output(job.out, job.write, [*job.write.sources, *sources_of(index)])
+    options = asked(index)
+    single_file = convert.single_file_of(job.out, options.format)
+    return convert.plan_export(index, options, single_file=single_file, check=job.write.check)
+
+
+def _admit(job: ExportJob) -> None:
     """Refuse an output before a large index is read for it; `convert.export` looks again."""
-    atomic_output.refuse_existing(job.out, force=job.write.force, resume=job.write.resume)
+    write = job.write
+    atomic_output.admit(job.out, sources=write.sources, force=write.force, resume=write.resume)
 
 
 def export_here(
@@ -99,18 +120,19 @@ def _as_group(
     """Rank 0 makes and renames the output, all fill it."""
 
     def share(plan: ExportPlan, place: Place) -> None:
-        if group.tell(str(len(plan.files))) == "0":
-            return  # rank 0 goes on with a run that had written all
-        require_same_plan(group, plan.files, source=index)
+        if not begin(group, plan.files, place, source=index):
+            return
         job.on_total(_nbytes(plan) // group.size)
         order = _order(job, plan, place, count=group.size)
-        with group.together():  # nobody writes any more when rank 0 tidies up
+        progress = Progress(group, job.on_bytes)
+        with group.collective():  # nobody writes any more when rank 0 tidies up
             with Files() as files:
                 mine = _needed(plan.works, plan.files, Share(group.rank, group.size))
                 convert.do_works(mine, files)
-            write_share(order, group.rank, on_bytes=watchful(group, job.on_bytes))
+            write_share(order, group.rank, on_bytes=progress.add)
+        require_all_written(group, plan.files, place.folder, nbytes=progress.nbytes)
 
-    with group.together():
+    with group.collective():
         if group.rank == 0:
             return convert.export(index, job.out, options=options, write=job.write, carry_out=share)
         single_file = convert.single_file_of(job.out, options.format)

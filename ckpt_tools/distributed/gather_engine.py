@@ -9,8 +9,8 @@ What torch puts together is checked: each rank finds its own shard, bit for bit,
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
@@ -18,14 +18,14 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, WriteItem
 from ckpt_tools.distributed import devices
-from ckpt_tools.distributed.agreement import require_same_plan
+from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
 from ckpt_tools.distributed.copy_engine import lead_or_follow
 from ckpt_tools.distributed.gathering import Gathering, Source
 from ckpt_tools.distributed.group import Group
-from ckpt_tools.distributed.job import Job
+from ckpt_tools.distributed.job import Job, ignore
 from ckpt_tools.distributed.pieces import PieceWriter
 from ckpt_tools.distributed.workers import Order, write_share
-from ckpt_tools.errors import CkptError, UnsupportedError, UsageError
+from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
 from ckpt_tools.formats.rank_files.exchange import RankHeaders
@@ -41,40 +41,60 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
     Raises what `reshard` raises; UsageError when the job has not one rank for each of the source,
     IncompleteError when a rank does not find its files.
     """
-    with group.together(), devices.process_group(group) as device_type:
+    with group.collective(), devices.process_group(group) as device_type:
         index, headers = _exchange(group, ckpt, read)
-        if job.write.check and group.rank == 0:
-            _require_all_here(index)
+        proven: list[str] = []
 
         def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
-            require_same_plan(group, plans)
+            begin(group, plans, job.place)
             cut = frozenset(entry.fqn for entry in index.tensors if entry.layout is not None)
-            _begin(group, plans, folder)
+            _create(group, plans, folder)
             mine = _uncut(plans, cut, headers=headers, rank=group.rank)
             order = Order(mine, folder, 1, job.write.threads, job.write.max_memory)
-            with group.together():  # a rank that fails must not be missed in a collective
-                write_share(order, 0, on_bytes=job.on_bytes)
+            progress = Progress(group, job.on_bytes)
+            with group.collective():  # a rank that fails must not be missed in a collective
+                write_share(order, 0, on_bytes=progress.add)
             with Files() as files:
-                parts = headers[group.rank].parts()
-                gathering = Gathering(group, Source(index, parts, files), device_type)
-                gathering.run(plans, cut, PieceWriter(folder, on_bytes=job.on_bytes))
+                parts = [one.parts() for one in headers]
+                uncompared = frozenset(
+                    fqn
+                    for part_of in parts
+                    for fqn, part in part_of.items()
+                    if part.crc is None or not part.fills_record
+                )
+                source = Source(index, parts[group.rank], files, uncompared)
+                gathering = Gathering(group, source, device_type)
+                gathering.run(plans, cut, PieceWriter(folder, on_bytes=progress.add))
+            filled = [plan._replace(literals=()) for plan in plans]
+            require_all_written(group, filled, folder, nbytes=progress.nbytes)
+            if job.write.check:
+                proven.append(_check(group, index, job, folder, own=headers[group.rank].sizes))
 
-        return lead_or_follow(group, index, job.anew(), share=carry_out)
+        # Rank 0 may not see what it would have to compare, so that all ranks do it above.
+        alone = job._replace(write=replace(job.write, check=False)).without_resume()
+        plan = lead_or_follow(group, index, alone, share=carry_out)
+        return job.noting_resume(replace(plan, notes=(*plan.notes, *proven)), engine="gather")
 
 
-def _require_all_here(index: CheckpointIndex) -> None:
-    """Raise UsageError unless this rank, which is to compare at the end, can read all files."""
-    hidden = [file.path for file in index.files if not os.path.exists(file.path)]
-    if hidden:
-        raise UsageError(
-            f"--check compares with the source's files, and rank 0 cannot see {hidden[0]}.",
-            hint="Leave --check out: the engine compares every shard as it goes.",
+def _check(
+    group: Group, index: CheckpointIndex, job: Job, folder: str, *, own: Collection[str]
+) -> str:
+    """Have every rank compare what it holds of the source with the output; says what is proven."""
+    from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
+
+    with group.collective():
+        plan = plan_reshard(index, job.options)
+        words = checking.check(
+            folder, checking.Written(plan.targets), source=index, threads=job.write.threads, own=own
         )
+    if group.rank == 0:
+        checking.record_beside(folder, words, source=index)
+    return words
 
 
 def plan_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:
     """What `reshard_by_gather` would do, and refuse; nothing is written."""
-    with group.together(), devices.process_group(group):
+    with group.collective(), devices.process_group(group):
         index, _ = _exchange(group, ckpt, read)
         return plan_reshard(index, job.options)
 
@@ -106,22 +126,18 @@ def _own_headers(
     try:
         headers = rank_exchange.read_headers(families, rank=group.rank, where=ckpt, options=read)
     except CkptError as error:
-        group.meet(error)
+        group.barrier(error)
         raise
-    group.meet()
+    group.barrier()
     return headers
 
 
-def _begin(group: Group, plans: Sequence[FilePlan], folder: str) -> None:
+def _create(group: Group, plans: Sequence[FilePlan], folder: str) -> None:
     """Rank 0 makes every file with its length, and all that is known of it already."""
     if group.rank == 0:
         bare = tuple(plan._replace(items=()) for plan in plans)
-        write_share(Order(bare, folder, 1, 1, 1 << 20), 0, on_bytes=_ignore)
-    group.meet()
-
-
-def _ignore(nbytes: int) -> None:
-    """Take the news and do nothing."""
+        write_share(Order(bare, folder, 1, 1, 1 << 20), 0, on_bytes=ignore)
+    group.barrier()
 
 
 def _uncut(

@@ -6,6 +6,7 @@ does, to the bit. What torch gives is compared with the rank's own shard before 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,11 +44,15 @@ _MEET_EVERY = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The whole checkpoint as an index, and this rank's own part of each tensor."""
+    """The whole checkpoint as an index, and this rank's own part of each tensor.
+
+    Whether replicas of ``uncompared`` tensors are the same could not be seen from headers.
+    """
 
     index: CheckpointIndex
     parts: dict[str, Part]
     files: Files
+    uncompared: frozenset[str]
 
     def layout(self, entry: TensorEntry) -> Layout:
         """The layout of a tensor on the mesh of all ranks. Raises UnsupportedError."""
@@ -109,9 +114,9 @@ class Gathering:
             error = self._do(entry, wanted[fqn], writer, error)
             untold += entry.nbytes
             if untold >= _MEET_EVERY:
-                self._group.meet(error)
+                self._group.barrier(error)
                 untold = 0
-        self._group.meet(error)
+        self._group.barrier(error)
 
     def _do(
         self,
@@ -129,9 +134,15 @@ class Gathering:
         except CkptError as failure:
             error = error or failure
         whole = self._whole(entry, layout, box, shard)
+        is_same = entry.fqn not in self._source.uncompared or self._is_everywhere(whole)
         if error is not None:
             return error
         try:
+            if not is_same:
+                raise UnsupportedError(
+                    f"{entry.fqn}: replicas hold different values, so that none is known to be "
+                    "right."
+                )
             _check(entry, whole, box, shard)
             for item in items:
                 writer.write(item, whole)
@@ -159,6 +170,17 @@ class Gathering:
         )
         whole: torch.Tensor = tensor.full_tensor()
         return np.asarray(whole.cpu().numpy(), dtype=np.uint8)
+
+    def _is_everywhere(self, whole: Bytes) -> bool:
+        """Whether all ranks have the same bytes here: each took its own replica. A collective."""
+        import torch
+        import torch.distributed as dist
+
+        crc = zlib.crc32(np.ascontiguousarray(whole).data)
+        ends = torch.tensor([crc, -crc], dtype=torch.int64, device=self._device_type)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        highest, lowest = ends.tolist()
+        return bool(highest == -lowest)
 
     def _mesh_of(self, mesh: Mesh) -> DeviceMesh:
         if mesh.size != self._group.size:

@@ -1,73 +1,55 @@
 """The ranks of a torchrun job as a group: they start, fail and end together.
 
 They meet through the job's own key-value store, a few bytes at a time, so that a rank that waits
-can still be told that another has failed, and can be stopped. No tensor goes this way.
+hears that another has failed or is gone, and can be stopped. No tensor goes this way.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
-from typing import Protocol
+from typing import TypeVar
 
-from ckpt_tools.distributed import messages
+from ckpt_tools.distributed import environment, messages
 from ckpt_tools.distributed.environment import Place, let_it_finish
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.distributed.heartbeat import Heartbeat, Store
+from ckpt_tools.errors import CkptError, PeerFailedError, UsageError
+
+T = TypeVar("T")
 
 _FIRST_MEETING = 300.0  # seconds: as long as torch's own rendezvous waits
+_AGENTS_STORE = 60.0  # the agent has made it before it starts us
+_REFUSED = 5.0
+_ORPHANS_PATIENCE = 10.0
 _LAST_WORD = 60.0
+_LAST_WRITES = 10.0
 _LONGEST_PAUSE = 0.05
 _RANKS_A_MILLISECOND = 20  # what one store answers without being flooded
-_LOOK_EVERY = 0.5
+_NAMED = 8
+_INTERRUPTED = 130
 
 # A process may join its job again and again, and must not find what was said the last time.
 _groups = count()
 
 
-class Store(Protocol):
-    """What is used of torch's key-value store, which all ranks share."""
-
-    def set(self, key: str, value: str) -> None: ...  # noqa: D102 (torch's)
-    def get(self, key: str) -> bytes: ...  # noqa: D102
-    def add(self, key: str, value: int) -> int: ...  # noqa: D102
-    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
-
-
-class ElsewhereError(CkptError):
-    """Another rank has failed; what it says is known when the ranks meet."""
-
-
 class Group:
     """All ranks of the job. Each makes one, and calls the same methods in the same order."""
 
-    def __init__(self, store: Store, place: Place) -> None:
+    def __init__(self, store: Store, place: Place, *, heartbeat: Heartbeat) -> None:
         self._store = store
         self._place = place
+        self._heartbeat = heartbeat
         self._meetings = 0
         self._is_over = False
-        self._looked_at = 0.0
-        self._lock = threading.Lock()
-
-    @classmethod
-    def join(cls, place: Place) -> Group:
-        """Find the other ranks of the job. Raises UsageError when they do not come."""
-        # torch is needed for its store alone, and costs seconds: only ranks of a job pay for it.
-        from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
-
-        limit = timedelta(seconds=_FIRST_MEETING)
-        try:
-            store, _, _ = next(rendezvous("env://", timeout=limit))
-        except (RuntimeError, OSError) as error:
-            raise _nobody_came(place, str(error).partition("\n")[0]) from error
-        group = cls(PrefixStore(f"ckpt-tools/{next(_groups)}", store), place)
-        atexit.unregister(let_it_finish)
-        atexit.register(group._leave)
-        return group
+        self._stuck: int | None = None  # the exit code of a process with a thread left behind
 
     @property
     def place(self) -> Place:
@@ -89,51 +71,150 @@ class Group:
         """The store, for others that put a prefix of their own before their keys."""
         return self._store
 
-    def meet(self, error: BaseException | None = None) -> None:
-        """Wait until all ranks are here; raise the error of the first of them that brings one."""
+    def barrier(self, error: BaseException | None = None) -> None:
+        """Wait until all ranks are here; raise the error of the first of them that brings one.
+
+        Raises PeerFailedError when a rank, its agent or the store is gone.
+        """
         self._meetings += 1
         room = str(self._meetings)
         if error is not None:
-            self._store.set(f"{room}/error/{self.rank}", messages.encode(error))
-            self._store.set("failed", "1")
-            self._store.add(f"{room}/failed", 1)
-        self._store.add(f"{room}/here", 1)
+            words = messages.encode(error)
+            self._ask(lambda: self._store.set(f"{room}/error/{self.rank}", words))
+            self._ask(lambda: self._store.set("failed", "1"))
+            self._ask(lambda: self._store.add(f"{room}/failed", 1))
+        self._ask(lambda: self._store.add(f"{room}/here", 1))
         limit = _FIRST_MEETING if self._meetings == 1 else None
-        self._wait(lambda: self._store.add(f"{room}/here", 0) >= self.size, limit=limit)
-        if self._store.add(f"{room}/failed", 0):
+        try:
+            self._wait(lambda: self._store.add(f"{room}/here", 0) >= self.size, limit=limit)
+        except PeerFailedError as lost:
+            raise self._what_came_first(room) or lost from None
+        if self._ask(lambda: self._store.add(f"{room}/failed", 0)):
             self._is_over = True
-            raise self._first_error(room)
+            raise self._ask(lambda: self._first_error(room))
+        self._heartbeat.watch()
 
-    def tell(self, text: str) -> str:
+    def broadcast(self, text: str) -> str:
         """The text that rank 0 has: what another rank says here is not looked at."""
         if self.rank == 0:
-            self._store.set(f"{self._meetings + 1}/told", text)
-        self.meet()
-        return self._store.get(f"{self._meetings}/told").decode()
+            key = f"{self._meetings + 1}/told"
+            self._ask(lambda: self._store.set(key, text))
+        self.barrier()
+        return self._ask(lambda: self._store.get(f"{self._meetings}/told")).decode()
+
+    def total(self, number: int) -> int:
+        """The sum of the numbers that all ranks bring."""
+        key = f"{self._meetings + 1}/total"
+        self._ask(lambda: self._store.add(key, number))
+        self.barrier()
+        return self._ask(lambda: self._store.add(key, 0))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """A block that ends well on all ranks or on none: what one rank raises, all raise."""
         try:
             yield
-            self.meet()
+            self.barrier()
         except BaseException as error:
             if self._is_over or isinstance(error, KeyboardInterrupt):
                 raise
-            self.meet(None if isinstance(error, ElsewhereError) else error)
+            self.barrier(None if isinstance(error, PeerFailedError) else error)
             raise
 
-    def look_around(self) -> None:
-        """Raise ElsewhereError when another rank has failed; asks the store only now and then."""
-        now = time.monotonic()
-        if now - self._looked_at < _LOOK_EVERY or not self._lock.acquire(blocking=False):
+    def check_peers(self) -> None:
+        """Raise PeerFailedError when another rank has failed or is gone; costs nothing."""
+        trouble = self._heartbeat.trouble()
+        if trouble is not None or self._heartbeat.has_failed:
+            raise PeerFailedError(trouble or "Another rank has failed.")
+
+    def guarded(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives, which may wait in torch's collectives for ranks that are gone.
+
+        It runs in a thread, which is left behind in that case. Raises PeerFailedError then.
+        """
+        answers: list[T] = []
+        errors: list[BaseException] = []
+        thread = _in_thread(work, answers, errors)
+        good = time.monotonic()
+        while thread.is_alive():
+            try:
+                thread.join(_LONGEST_PAUSE)
+            except KeyboardInterrupt:
+                self._stuck = _INTERRUPTED
+                raise
+            trouble, now = self._heartbeat.trouble(), time.monotonic()
+            if trouble is None and not self._heartbeat.has_failed:
+                good = now
+            elif now - good > (_LAST_WRITES if trouble else environment.peer_timeout()):
+                self._stuck = PeerFailedError.exit_code
+                raise self._lost(trouble or "Another rank has failed.")
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the others that this rank ends, when they do not know it."""
+        if not self._is_over:
+            self._heartbeat.report(f"Rank {self.rank} was stopped ({type(error).__name__}).")
+
+    def leave(self) -> None:
+        """Let rank 0 have the last word: torchrun ends all ranks as soon as one has failed."""
+        with suppress(RuntimeError):  # the store is gone with rank 0: that was its last word
+            if self.rank == 0:
+                self._store.set("ended", "1")
+            is_alone = self.rank == 0 or self._heartbeat.is_leaderless
+            end = time.monotonic() + (0 if is_alone else _LAST_WORD)
+            while time.monotonic() < end and not self._store.check(["ended"]):
+                time.sleep(_LONGEST_PAUSE)
+        if self._stuck is not None:  # Python's own end may wait for what that thread waits for
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._stuck)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """What the store answers, which may be gone, or on a node that is.
+
+        Raises PeerFailedError when it gives no answer.
+        """
+        answers: list[T] = []
+        errors: list[BaseException] = []
+        _in_thread(call, answers, errors).join(environment.peer_timeout())
+        if answers:
+            return answers[0]
+        if errors and not isinstance(errors[0], RuntimeError):
+            raise errors[0]
+        why = str(errors[0]).partition("\n")[0] if errors else "no answer"
+        raise self._lost(self._heartbeat.store_is_gone(why))
+
+    def _lost(self, trouble: str) -> PeerFailedError:
+        """The error for a job that cannot go on, when the ranks that live have stopped writing."""
+        if not self._is_over:
+            self._is_over = True
+            with suppress(RuntimeError):
+                self._await_the_living()
+        if self._heartbeat.is_leaderless and self._place.local_rank == 0:
+            environment.speak()  # rank 0 cannot
+        return PeerFailedError(
+            trouble, hint="Look at that node, then start the same command again."
+        )
+
+    def _await_the_living(self) -> None:
+        if self._heartbeat.is_leaderless:
             return
-        try:
-            self._looked_at = now
-            if self._store.check(["failed"]):
-                raise ElsewhereError("Another rank has failed.")
-        finally:
-            self._lock.release()
+        self._store.add("stopped", 1)
+        end = time.monotonic() + _LAST_WRITES
+        while self.rank == 0 and time.monotonic() < end:
+            if self._store.add("stopped", 0) >= self.size - 1:
+                return
+            time.sleep(_LONGEST_PAUSE)
+
+    def _what_came_first(self, room: str) -> CkptError | None:
+        """An error of ours that a rank brought here before another one was lost, maybe by it."""
+        with suppress(RuntimeError):
+            if not self._heartbeat.is_leaderless and self._store.add(f"{room}/failed", 0):
+                error = self._first_error(room)
+                return None if type(error) is CkptError else error
+        return None
 
     def _first_error(self, room: str) -> CkptError:
         """The error of the lowest rank that failed, with its number unless it is this rank's."""
@@ -143,28 +224,30 @@ class Group:
         return error if rank == 0 else error.at(f"Rank {rank}")
 
     def _wait(self, done: Callable[[], bool], *, limit: float | None) -> None:
-        """Ask again and again, so that a signal can end the wait."""
+        """Ask again and again, so that a signal or the end of a rank can end the wait."""
         longest = max(_LONGEST_PAUSE, self.size / _RANKS_A_MILLISECOND / 1000)
         pause = 0.001
         end = None if limit is None else time.monotonic() + limit
-        while not done():
+        while not self._ask(done):
+            trouble = self._heartbeat.trouble()
+            if trouble is not None:
+                raise self._lost(trouble)
             if end is not None and time.monotonic() > end:
-                raise _nobody_came(self._place, f"waited {limit:.0f} seconds")
+                self._is_over = True
+                why = self._ask(self._absent)
+                raise _nobody_came(self._place, f"waited {limit:.0f} seconds for {why}")
             time.sleep(pause)
             pause = min(longest, pause * 1.5)
 
-    def _leave(self) -> None:
-        """Let rank 0 have the last word: torchrun ends all ranks as soon as one has failed."""
-        with suppress(RuntimeError):  # the store is gone with rank 0: that was its last word
-            if self.rank == 0:
-                self._store.set("ended", "1")
-                return
-            end = time.monotonic() + _LAST_WORD
-            while not self._store.check(["ended"]) and time.monotonic() < end:
-                time.sleep(_LONGEST_PAUSE)
+    def _absent(self) -> str:
+        absent = [r for r in range(self.size) if not self._store.check([f"host/{r}"])]
+        more = f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""
+        shown = ", ".join(map(str, absent[:_NAMED]))
+        return f"ranks {shown}{more}"
 
 
-def join(place: Place, *, workers: int) -> Group:
+@contextmanager
+def join(place: Place, *, workers: int) -> Iterator[Group]:
     """The group of all ranks of this job. Raises UsageError for workers beside them, and when the
     other ranks do not come.
     """
@@ -174,7 +257,96 @@ def join(place: Place, *, workers: int) -> Group:
             f"{place.world_size} ranks are the workers.",
             hint="Leave -j out, or run without torchrun.",
         )
-    return Group.join(place)
+    name = f"ckpt-tools/{next(_groups)}"
+    store, beats = _stores(place, name)
+    heartbeat = Heartbeat(beats, place)
+    group = Group(store, place, heartbeat=heartbeat)
+    atexit.unregister(let_it_finish)
+    atexit.register(group.leave)
+    with heartbeat.running():
+        try:
+            yield group
+        except BaseException as error:
+            group.abandon(error)
+            raise
+
+
+def _stores(place: Place, name: str) -> tuple[Store, Store]:
+    """The job's store by two connections: one may be busy while the other beats."""
+    # torch is needed for its store alone, and costs seconds: only ranks of a job pay for it.
+    from torch.distributed import (  # type: ignore[attr-defined]
+        PrefixStore,
+        TCPStore,
+        rendezvous,
+    )
+
+    seconds = _AGENTS_STORE if environment.agent_has_store() else _FIRST_MEETING
+    limit = timedelta(seconds=seconds)
+
+    def connect() -> tuple[Store, Store]:
+        if environment.agent_has_store():
+            _require_listener(seconds)
+        store, _, _ = next(rendezvous("env://", timeout=limit))
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        beats = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
+        return PrefixStore(name, store), PrefixStore(name, beats)
+
+    answers: list[tuple[Store, Store]] = []
+    errors: list[BaseException] = []
+    thread = _in_thread(connect, answers, errors)
+    end = time.monotonic() + seconds + _ORPHANS_PATIENCE
+    while thread.is_alive() and time.monotonic() < end:
+        thread.join(_LONGEST_PAUSE)
+        if environment.is_orphan():  # its others are told, if there is a way to do so
+            end = min(end, time.monotonic() + _ORPHANS_PATIENCE)
+    if answers:
+        return answers[0]
+    if place.local_rank == 0:
+        environment.speak()  # rank 0 may not be there at all
+    if environment.is_orphan():
+        raise PeerFailedError(f"The torchrun agent that started rank {place.rank} is gone.")
+    if errors and not isinstance(errors[0], RuntimeError | OSError):
+        raise errors[0]
+    if errors and isinstance(errors[0], ConnectionRefusedError):
+        raise PeerFailedError(
+            f"Nobody listens at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: the "
+            "torchrun agent that holds the job's store has ended."
+        )
+    why = str(errors[0]).partition("\n")[0] if errors else f"waited {seconds:.0f} seconds"
+    raise _nobody_came(place, why)
+
+
+def _require_listener(seconds: float) -> None:
+    """Raise ConnectionRefusedError when nobody listens where torchrun's agent must; torch itself
+    would try again for as long as it waits for a slow one.
+    """
+    end = time.monotonic() + _REFUSED
+    while True:
+        try:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(address, timeout=seconds).close()
+        except ConnectionRefusedError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_LONGEST_PAUSE)
+        else:
+            return
+
+
+def _in_thread(
+    call: Callable[[], T], answers: list[T], errors: list[BaseException]
+) -> threading.Thread:
+    """A thread that is started, and puts what ``call`` gives or raises into one of the lists."""
+
+    def run() -> None:
+        try:
+            answers.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised by the one who waits
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
 
 
 def _nobody_came(place: Place, why: str) -> UsageError:

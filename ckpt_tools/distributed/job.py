@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.convert.export import WriteOptions
-from ckpt_tools.copying.atomic_output import place_of
+from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.journal import Place
+from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.distributed import environment
+from ckpt_tools.storage import upload
+from ckpt_tools.storage.paths import is_address
 
 if TYPE_CHECKING:
-    from ckpt_tools.convert.reshard import ReshardOptions
+    from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
 
 
 def ignore(nbytes: int) -> None:
     """Take the news and do nothing."""
+
+
+def rehearse_output(out: str, write: WriteOptions, sources: Iterable[str]) -> None:
+    """Raise what whoever makes ``out`` would raise before any planning; nothing is changed."""
+    if is_address(out) and environment.place() is None:
+        out_path.refuse_source(out_path.real(out), sources)
+        upload.refuse_existing(out, force=write.force, resume=write.resume)
+        return
+    atomic_output.rehearse(out, sources=sources, force=write.force, resume=write.resume)
+
+
+def check_room(out: str, plans: Sequence[FilePlan], *, single_file: str | None = None) -> None:
+    """Raise what `atomic_output.check_room` raises: of an address, for where it is made first."""
+    atomic_output.check_room(made_at(out), plans, single_file=single_file)
+
+
+def made_at(out: str) -> str:
+    """Where on this machine an output is made: what goes to an address, in a temporary folder."""
+    real = out_path.real(out)
+    return os.path.join(gettempdir(), "ckpt-tools-output") if is_address(real) else real
 
 
 class Job(NamedTuple):
@@ -29,11 +55,18 @@ class Job(NamedTuple):
     on_bytes: Callable[[int], None]
     on_total: Callable[[int], None] = ignore
 
-    def anew(self) -> Job:
+    def without_resume(self) -> Job:
         """The same for an engine that keeps no journal: it cannot go on with what is there."""
         return self._replace(write=replace(self.write, resume=False))
+
+    def noting_resume(self, plan: ReshardPlan, *, engine: str) -> ReshardPlan:
+        """The plan, with a note when --resume was asked of such an engine."""
+        if not self.write.resume:
+            return plan
+        note = f"--engine {engine} keeps no journal, so --resume began anew."
+        return replace(plan, notes=(*plan.notes, note))
 
     @property
     def place(self) -> Place:
         """The folder that one process makes, in which all write, and which becomes ``out``."""
-        return place_of(self.out)
+        return atomic_output.place_of(self.out)

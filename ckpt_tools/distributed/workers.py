@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,7 +35,7 @@ DONE = "done"
 class Order(NamedTuple):
     """What all workers are told: the plan, what each may use, and where journals are, if any."""
 
-    plans: tuple[FilePlan, ...]
+    plans: Sequence[FilePlan]
     root: str
     workers: int
     threads: int

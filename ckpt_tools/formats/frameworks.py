@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Callable, Collection
 
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.storage import paths
 
 SUPPORTED = (
@@ -55,7 +54,7 @@ def followed(path: str) -> str:
     """
     if paths.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
         return path
-    with open(path, "rb") as file:
+    with open(paths.open_file(path), "rb") as file:
         text = file.read(_MAX_LINK)
     try:
         target = os.path.join(os.path.dirname(path), text.decode())
@@ -125,40 +124,33 @@ def _candidates(parent: str) -> list[str]:
     ]
 
 
-_FOREIGN = (
-    (
-        "DeepSpeed ZeRO",
-        re.compile(r"(bf16_)?zero_pp_rank_\d+.*optim_states\.pt|.*_model_states\.pt"),
-        "zero_to_fp32.py, which DeepSpeed puts beside the checkpoint",
-    ),
-    ("Orbax", re.compile(r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+"), "orbax-checkpoint"),
-)
+# Frameworks that keep a checkpoint beside other parts of the same save.
+_SPREAD = ("accelerate", "transformers", "olmo")
 
 
-def refuse_foreign(path: str) -> None:
-    """Raise UnsupportedError, naming the tool, for folders in another tool's own format."""
-    if not paths.is_dir(path):
-        return
-    names = paths.listdir(path)
-    if "metadata.json" in names and _megatron_backend(os.path.join(path, "metadata.json")):
-        raise UnsupportedError(
-            f"{path} is a Megatron checkpoint (its metadata.json names a sharded_backend): its "
-            "tensors are flattened and renamed by Megatron's own rules.",
-            hint="Use Megatron-LM's or Megatron-Bridge's own converter.",
-        )
-    for tool, pattern, reader in _FOREIGN:
-        seen = next((name for name in names if pattern.fullmatch(name)), None)
-        if seen is not None:
-            raise UnsupportedError(
-                f"{path} is a {tool} checkpoint (it holds {seen}), which is not read here.",
-                hint=f"Use {reader}.",
-            )
+def sources_of(index: CheckpointIndex) -> list[str]:
+    """Every file and folder that a checkpoint is read from, and what belongs to the same save."""
+    return [index.root, *(file.path for file in index.files), *_beside(index)]
 
 
-def _megatron_backend(path: str) -> bool:
-    """Whether this JSON file is one of Megatron's dist_checkpointing."""
-    text = paths.head(path, _MAX_LINK)
-    return re.search(rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"', text) is not None
+def _beside(index: CheckpointIndex) -> list[str]:
+    """What lies beside a checkpoint and is of the same save: other parts of its framework's folder.
+
+    Not what this program is making there, or is about to replace.
+    """
+    if index.framework not in _SPREAD or paths.is_address(index.root):
+        return []
+    folder = os.path.dirname(os.path.abspath(index.root))
+    try:
+        names = set(paths.listdir(folder))
+    except OSError:
+        return []
+    unfinished = {name for name in names if f"{name}.partial" in names}
+    return [
+        os.path.join(folder, name)
+        for name in sorted(names - unfinished)
+        if not name.endswith((".partial", ".replaced"))
+    ]
 
 
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:

@@ -147,7 +147,7 @@ class Format(ABC):
         objects: Sequence[ObjectEntry],
         *,
         options: PlanOptions,
-    ) -> list[FilePlan]:
+    ) -> Sequence[FilePlan]:
         """The files that hold these tensors and objects, with paths relative to the output.
 
         Pure: it opens nothing. Raises UnsupportedError and UsageError for what it cannot hold.

@@ -12,6 +12,7 @@ from ckpt_tools.core.index import SECTIONS, Path, Section
 from ckpt_tools.errors import UnreadableError, unreadable
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, section_digest
 from ckpt_tools.proof.inside import Inside, clean_name
+from ckpt_tools.storage.paths import open_file
 
 SCHEMA = "ckpt-tools/fingerprint/1"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -40,7 +41,7 @@ def is_fingerprint(path: str) -> bool:
     """Whether this file looks like a fingerprint rather than like a checkpoint."""
     if not os.path.isfile(path):
         return False
-    with open(path, "rb") as file:
+    with open(open_file(path), "rb") as file:
         head = file.read(64)
     return head.lstrip()[:1] == b"{"
 
@@ -55,7 +56,7 @@ def load(path: str) -> Fingerprint:
     try:
         if os.path.getsize(path) > _LARGEST:
             raise UnreadableError(f"{path} is too large to be a fingerprint.")
-        with open(path, encoding="utf-8") as file:
+        with open(open_file(path), encoding="utf-8") as file:
             value: object = json.load(file)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path} is no JSON: {error}.") from error

@@ -6,13 +6,21 @@ when the first address is met. Faults come out as OSError, as those of local fil
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from errno import ENOENT
 from functools import lru_cache
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.errors import UsageError
 
 _AT_ONCE = 16  # requests
+# A web client of its own waits five minutes, and tries nothing again; those of stores do better.
+# Seconds without a byte after which a server has stalled, and before each further try.
+STALLED = 20.0
+PAUSES = (0.5, 2.0)
+_BUSY = frozenset({408, 429, 500, 502, 503, 504})  # answers that may be others a moment later
+_BROKEN_OFF = frozenset({"ServerDisconnectedError", "ClientPayloadError", "ClientOSError"})
 _BLOCK = 1 << 18  # of streams: pickles of an old file, read from front to back
 Result = TypeVar("Result")
 
@@ -62,13 +70,25 @@ def _protocol(address: str) -> FileSystem:
             hint="pip install 'ckpt-tools[remote]', and s3fs, gcsfs or huggingface_hub.",
         ) from error
     try:
-        found: FileSystem = core.url_to_fs(address)[0]
+        found: FileSystem = core.url_to_fs(address, **_client(address))[0]
     except (ImportError, ValueError) as error:
         raise UsageError(
             f"{address} cannot be opened: {error}.",
             hint="s3:// needs s3fs, gs:// gcsfs, hf:// huggingface_hub, http:// aiohttp.",
         ) from error
     return found
+
+
+def _client(address: str) -> dict[str, object]:
+    """Options of the client of an address, where the user's own configuration has none."""
+    from fsspec.config import conf
+
+    if not _is_web(address) or "client_kwargs" in conf.get(address.partition(":")[0], {}):
+        return {}
+    from aiohttp import ClientTimeout
+
+    timeout = ClientTimeout(total=None, sock_connect=STALLED, sock_read=STALLED)
+    return {"client_kwargs": {"timeout": timeout}}
 
 
 def _file_system(address: str) -> FileSystem:
@@ -79,12 +99,61 @@ def _file_system(address: str) -> FileSystem:
 def _asked(address: str, ask: Callable[[FileSystem], Result]) -> Result:
     """The answer of the store; whatever fault it has is an OSError."""
     system = _file_system(address)
+    if _is_web(address):
+        return _asked_again(address, lambda: ask(system))
     try:
         return ask(system)
     except OSError:
         raise
     except Exception as error:  # each client has faults of its own, and new ones
         raise OSError(0, f"{type(error).__name__}: {error}", address) from error
+
+
+def _asked_again(address: str, ask: Callable[[], Result]) -> Result:
+    """The answer of a web server, which is asked again where its fault may pass."""
+    for pause in (*PAUSES, None):
+        try:
+            return ask()
+        except Exception as error:
+            cause = _cause(error)
+            if pause is None or not _may_pass(cause):
+                raise _fault(cause, address) from error
+        time.sleep(pause)
+    raise AssertionError  # the last try has returned or raised
+
+
+def _cause(error: Exception) -> Exception:
+    """What a client ran into: a web client says of every fault that the file is not there."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    return error if getattr(cause, "status", None) in (404, 410) else cause
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the same request may go well a moment later."""
+    status = getattr(error, "status", None)
+    return _is_timeout(error) or status in _BUSY or type(error).__name__ in _BROKEN_OFF
+
+
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error, TimeoutError) or "Timeout" in type(error).__name__
+
+
+def _fault(error: Exception, address: str) -> OSError:
+    """The same as a sentence for a person."""
+    status = getattr(error, "status", None)
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(ENOENT, "it is not there", address)
+    if _is_timeout(error):
+        what = f"its server sent nothing for {STALLED:g} seconds, {len(PAUSES) + 1} times"
+    elif type(error).__name__ == "TooManyRedirects":
+        what = "its server sends on from address to address and never answers"
+    elif isinstance(status, int):
+        what = f"its server answers {status} ({getattr(error, 'message', '')})"
+    else:
+        what = f"{type(error).__name__}: {error}"
+    return OSError(0, what, address)
 
 
 def facts(address: str) -> Facts:
@@ -101,9 +170,10 @@ def listing(address: str) -> list[Facts]:
     """What is in a folder, by name. Raises OSError."""
     found = _asked(address, lambda system: system.ls(address, detail=True))
     own = _tail(address)
-    inside = [_facts(entry) for entry in found]
     if _is_web(address):
-        inside = _with_sizes(address, [entry for entry in inside if "?" not in entry.name])
+        inside = _with_sizes(address, sorted(set(filter(None, map(_linked(address), found)))))
+    else:
+        inside = [_facts(entry) for entry in found]
     return sorted(entry for entry in inside if entry.name and not _is_itself(entry, own, found))
 
 
@@ -111,13 +181,31 @@ def _is_web(address: str) -> bool:
     return address.startswith(("http://", "https://"))
 
 
-def _with_sizes(address: str, entries: Sequence[Facts]) -> list[Facts]:
-    """The same: a web page lists names alone, and each file is asked for its size."""
+def _linked(address: str) -> Callable[[Mapping[str, object]], str]:
+    """Gives the name in this folder that a link of its page leads to; empty for one elsewhere."""
+    folder = f"{address.rstrip('/')}/"
+
+    def name(entry: Mapping[str, object]) -> str:
+        link = str(entry["name"])
+        rest = link.removeprefix(folder).rstrip("/")
+        is_here = link.startswith(folder) and not any(mark in rest for mark in "/?#:")
+        return rest if is_here else ""
+
+    return name
+
+
+def _with_sizes(address: str, names: Sequence[str]) -> list[Facts]:
+    """What these are: a web page lists names alone, and each is asked for. Dead links are none."""
     from concurrent.futures import ThreadPoolExecutor  # late, as all that addresses need
 
-    paths = [f"{address.rstrip('/')}/{entry.name}" for entry in entries]
+    def ask(name: str) -> Facts | None:
+        try:
+            return facts(f"{address.rstrip('/')}/{name}")
+        except FileNotFoundError:
+            return None
+
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(facts, paths))
+        return list(filter(None, pool.map(ask, names)))
 
 
 def _is_itself(entry: Facts, own: str, found: Sequence[Mapping[str, object]]) -> bool:

@@ -5,8 +5,10 @@ The one seam between formats and what holds their files. It knows nothing of wha
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from glob import glob as local_glob
 from typing import BinaryIO
 
 from ckpt_tools.core.index import FileState
+from ckpt_tools.errors import UnreadableError
 from ckpt_tools.storage import fsspec_store
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -23,6 +26,74 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 def is_address(path: str) -> bool:
     """Whether this is an address such as ``s3://bucket/run7``, and no local path."""
     return _ADDRESS.match(path) is not None
+
+
+def local(path: str) -> str | None:
+    """The path on this machine that is meant, also by ``file://``; None for any other address."""
+    scheme, found, rest = path.partition("://")
+    if found and scheme in ("file", "local"):
+        return rest
+    return None if is_address(path) else path
+
+
+def kind_of(mode: int) -> str:
+    """What a ``st_mode`` is of, for a person."""
+    for is_it, name in _KINDS:
+        if is_it(mode):
+            return name
+    return "no file"
+
+
+_KINDS = (
+    (stat.S_ISREG, "a file"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISBLK, "a block device"),
+    (stat.S_ISCHR, "a character device"),
+)
+
+
+def inside(relative: str) -> str:
+    """A path below a folder as it is listed there: ``./a`` and ``b/../a`` are ``a``.
+
+    Raises UnreadableError for one that leaves the folder.
+    """
+    path = os.path.normpath(relative)
+    if os.path.isabs(path) or path.split("/", 1)[0] in ("..", "."):
+        raise UnreadableError(f"names a file outside of its folder: {relative!r}.")
+    return path
+
+
+def special(path: str) -> str | None:
+    """What is at a local path when it is neither a file nor a folder: ``a FIFO``, ``a socket``…"""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return None
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else kind_of(mode)
+
+
+def open_file(path: str) -> int:
+    """A descriptor to read this file of a local path with. Raises OSError.
+
+    What is no regular file is refused without opening it: a FIFO would wait for a writer for ever,
+    and to open a device may already do something.
+    """
+    _require_regular(os.stat(path).st_mode, path)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _require_regular(os.fstat(fd).st_mode, path)  # it may have been exchanged meanwhile
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require_regular(mode: int, path: str) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, and no regular file", path)
 
 
 def listdir(path: str) -> list[str]:
@@ -113,8 +184,12 @@ def exists(path: str) -> bool:
 
 
 def size(path: str) -> int:
-    """Bytes of a file. Raises OSError."""
-    return fsspec_store.facts(path).size if is_address(path) else os.path.getsize(path)
+    """Bytes of a file, a regular one. Raises OSError."""
+    if is_address(path):
+        return fsspec_store.facts(path).size
+    status = os.stat(path)
+    _require_regular(status.st_mode, path)
+    return status.st_size
 
 
 def _facts(address: str) -> fsspec_store.Facts | None:
@@ -129,13 +204,13 @@ def head(path: str, length: int) -> bytes:
     """The first bytes of a file, fewer when it is shorter. Raises OSError."""
     if is_address(path):
         return fsspec_store.read(path, 0, min(length, fsspec_store.facts(path).size))
-    with open(path, "rb") as file:
+    with stream(path) as file:
         return file.read(length)
 
 
 def stream(path: str) -> BinaryIO:
     """The file, to be read from front to back. Raises OSError."""
-    return fsspec_store.stream(path) if is_address(path) else open(path, "rb")
+    return fsspec_store.stream(path) if is_address(path) else open(open_file(path), "rb")
 
 
 def glob(pattern: str) -> list[str]:

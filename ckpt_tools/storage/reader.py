@@ -10,7 +10,7 @@ import atexit
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
@@ -198,11 +198,22 @@ def temporary_folder() -> str:
 
 def _open_file(path: str) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return paths.open_file(path)
     except FileNotFoundError as error:
         raise IncompleteError(f"{path} is not there.") from error
     except OSError as error:
         raise unreadable(path, error, doing="opened") from error
+
+
+def refuse_special(files: Iterable[str]) -> None:
+    """Raise UnreadableError for a FIFO, device or socket where a checkpoint has a file.
+
+    It is not opened: that could wait for ever.
+    """
+    for path in files:
+        kind = paths.special(path)
+        if kind is not None:
+            raise UnreadableError(f"{path} is {kind}, and no regular file; it was not opened.")
 
 
 def _too_short(path: str, *, found: int, needed: int) -> UnreadableError:

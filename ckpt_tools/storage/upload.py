@@ -26,12 +26,7 @@ def staged(out: str, *, force: bool, resume: bool) -> Iterator[str]:
     `refuse_existing` raises, UsageError with ``resume``, and WriteError when the store refuses or
     has not kept every byte.
     """
-    if resume:
-        raise UsageError(
-            f"--resume goes on with what lies on a file system; {out} is an address.",
-            hint="Write to a folder of this machine, and copy it with the store's own tool.",
-        )
-    refuse_existing(out, force=force)
+    refuse_existing(out, force=force, resume=resume)
     folder = mkdtemp(prefix="ckpt-tools-")
     try:
         here = os.path.join(folder, os.path.basename(paths.normal(out)))
@@ -41,12 +36,17 @@ def staged(out: str, *, force: bool, resume: bool) -> Iterator[str]:
         rmtree(folder, ignore_errors=True)
 
 
-def refuse_existing(out: str, *, force: bool) -> None:
-    """Raise OutputExistsError when something is at the address.
+def refuse_existing(out: str, *, force: bool, resume: bool) -> None:
+    """Raise OutputExistsError when something is at the address, and UsageError with ``resume``.
 
     Nothing is replaced there, not even with ``force``: old shards between new ones would be taken
     for parts of the checkpoint.
     """
+    if resume:
+        raise UsageError(
+            f"--resume goes on with what lies on a file system; {out} is an address.",
+            hint="Write to a folder of this machine, and copy it with the store's own tool.",
+        )
     try:
         is_taken = paths.exists(out)
     except OSError as error:

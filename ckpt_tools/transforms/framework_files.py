@@ -6,7 +6,6 @@ it asks the file system only for the lengths of small files that are copied alon
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from ckpt_tools.core import names
@@ -16,11 +15,14 @@ from ckpt_tools.core.plan import (
     Finder,
     Target,
     WriteItem,
+    inside,
+    joined,
     object_entry_as_tensor,
 )
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import unwritable
 from ckpt_tools.formats.torch_file import write as torch_write
+from ckpt_tools.storage import paths
 from ckpt_tools.transforms.frameworks import Arranged
 
 PlanFolder = Callable[[Sequence[Target], LocatedIndex], Sequence[FilePlan]]
@@ -31,23 +33,24 @@ def plan_files(
     located: LocatedIndex,
     targets: Sequence[Target],
     plan_folder: PlanFolder,
-) -> list[FilePlan]:
+) -> Sequence[FilePlan]:
     """All files of the arrangement, folder by folder, then what lies beside them.
 
     ``targets`` are the source's tensors under their own names; ``plan_folder`` plans the files of
     one folder from its targets and its part of the index, both under their new names.
     """
-    plans: list[FilePlan] = []
+    parts: list[Sequence[FilePlan]] = []
     for folder, tree in arranged.folders.items():
-        part = renamed(tree, targets)
         moved = located.arranged(tree)
         if moved.entries:
-            plans += [_inside(folder, plan) for plan in plan_folder(part, moved)]
+            parts.append(inside(folder, plan_folder(renamed(tree, targets), moved)))
+    plans: list[FilePlan] = []
     for name, tree in arranged.beside.items():
         moved = located.arranged(tree)
         plans += torch_write.plan_files((), moved.objects, filename=name, tree=moved.tree)
     plans += [_text(name, text) for name, text in arranged.texts.items()]
-    return [*plans, *(_copy(name, path) for name, path in arranged.copied.items())]
+    plans += [_copy(name, path) for name, path in arranged.copied.items()]
+    return joined([*parts, plans])
 
 
 def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...]:
@@ -61,13 +64,6 @@ def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...
     return tuple(sorted(found, key=lambda target: target.fqn))
 
 
-def _inside(folder: str, plan: FilePlan) -> FilePlan:
-    if not folder:
-        return plan
-    path = f"{folder}/{plan.path}"
-    return plan._replace(path=path, items=tuple(item._replace(path=path) for item in plan.items))
-
-
 def _text(name: str, text: str) -> FilePlan:
     body = text.encode()
     return FilePlan(name, len(body), ((0, body),), ())
@@ -76,7 +72,7 @@ def _text(name: str, text: str) -> FilePlan:
 def _copy(name: str, path: str) -> FilePlan:
     """A file that is copied as it is."""
     try:
-        length = os.path.getsize(path)
+        length = paths.size(path)
     except OSError as error:
         raise unwritable(path, error, doing="copied along") from error
     source = ObjectEntry(name, (name,), "other", ByteRange(path, 0, length))

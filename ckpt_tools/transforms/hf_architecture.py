@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.safetensors import read as safetensors
+from ckpt_tools.storage.paths import open_file
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +136,7 @@ def _by_headers(folder: str, config: Mapping[str, object]) -> Needed | None:
 
 def _names_of_index(path: str) -> list[str]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(open_file(path), encoding="utf-8") as file:
             read = json.load(file)
     except (OSError, ValueError):
         return []

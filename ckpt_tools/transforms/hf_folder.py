@@ -25,6 +25,7 @@ from ckpt_tools.core.plan import (
 )
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError, reason_of
+from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import hf_architecture
 from ckpt_tools.transforms.base import Made, Outcome
@@ -88,7 +89,7 @@ def read_config(folder: str) -> Mapping[str, object] | None:
     """The config.json of a folder, or None when it has none. Raises UsageError for a broken one."""
     path = os.path.join(folder, CONFIG)
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(paths.open_file(path), encoding="utf-8") as file:
             config = json.load(file)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -268,7 +269,7 @@ def _type_notes(
 def _copied(folder: str, name: str) -> FilePlan:
     """A plan that copies one file of the folder byte for byte."""
     path = os.path.join(folder, name)
-    length = os.path.getsize(path)
+    length = paths.size(path)
     if not length:
         return FilePlan(name, 0, (), ())
     data = ByteRange(path, 0, length)

@@ -1,5 +1,6 @@
 """Completion: what a shell is offered for commands and for names inside of a checkpoint."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -53,6 +54,47 @@ def test_fish_completes_commands_and_names() -> None:
 def test_zsh_can_read_its_script() -> None:
     script = CliRunner().invoke(cli, ["completion", "zsh"]).stdout
     subprocess.run(["zsh", "-n"], input=script, text=True, check=True)
+
+
+HOSTILE = ("a$(touch ran).w", "a`touch ran`.w", "a;touch ran", "a b'\"\\c", "a[0],b", "a&touch ran")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A checkpoint whose names are shell text, some of them with what ends a line."""
+    names = [*HOSTILE, "a\nplain,evil", "a\x1b[31m"]
+    header = {name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    text = json.dumps(header).encode()
+    file = tmp_path / "hostile.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    return file
+
+
+def test_names_that_are_no_line_are_not_offered(hostile: Path) -> None:
+    assert sorted(_offered("show", str(hostile), "")) == sorted(HOSTILE)
+
+
+def test_bash_puts_names_on_the_line_so_that_nothing_in_them_runs(hostile: Path) -> None:
+    script = CliRunner().invoke(cli, ["completion", "bash"]).stdout
+    run = hostile.parent.parent / f"{hostile.parent.name}-ckpt-tools"
+    run.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckpt_tools "$@"\n')
+    run.chmod(0o755)
+    asked = f"""
+        COMP_WORDS=(ckpt-tools show {hostile} a); COMP_CWORD=3
+        _ckpt_tools_completion {run}
+        for word in "${{COMPREPLY[@]}}"; do eval "printf '%s\\n' $word"; done
+    """
+    done = subprocess.run(
+        ["bash", "-c", script + asked], cwd=hostile.parent, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == sorted(HOSTILE), done.stderr
+    assert [path.name for path in hostile.parent.iterdir()] == [hostile.name]
+
+
+def test_fish_takes_a_name_whole() -> None:
+    script = CliRunner().invoke(cli, ["completion", "fish"]).stdout
+    assert 'string split -m 1 "," $completion' in script
 
 
 def test_commands_are_offered() -> None:

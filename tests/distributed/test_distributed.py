@@ -1,6 +1,8 @@
 """What several processes agree on, without any torchrun job: that is `test_torchrun`'s."""
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,10 +22,13 @@ from hypothesis import strategies as st
 from launching import contents
 
 from ckpt_tools.cli import cli
+from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.export import ExportOptions, WriteOptions
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+from ckpt_tools.copying.journal import Place as OutPlace
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,
@@ -33,27 +38,32 @@ from ckpt_tools.core.layout import (
     strided_order,
 )
 from ckpt_tools.core.mesh_spec import parse_mesh
-from ckpt_tools.core.plan import WriteItem
-from ckpt_tools.distributed import environment, messages
+from ckpt_tools.core.plan import FilePlan, WriteItem
+from ckpt_tools.distributed import agreement, dcp_engine, environment, messages
+from ckpt_tools.distributed import group as group_module
 from ckpt_tools.distributed.agreement import digest, identity
 from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.environment import Place
 from ckpt_tools.distributed.export_engine import ExportJob, export_here
-from ckpt_tools.distributed.group import ElsewhereError, Group
+from ckpt_tools.distributed.group import Group
+from ckpt_tools.distributed.heartbeat import Heartbeat
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.pieces import PieceWriter
 from ckpt_tools.distributed.workers import Order, write_with_workers
 from ckpt_tools.errors import (
+    AnswerNo,
     CkptError,
     OutputExistsError,
+    PeerFailedError,
     UnreadableError,
     UsageError,
     WriteError,
 )
-from ckpt_tools.formats import read_index
+from ckpt_tools.formats import locate, read_index
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
+from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 DCP = DATA / "fsdp2_dcp_1d_4r" / "ckpt"
@@ -101,7 +111,7 @@ def test_a_rank_alone_is_no_torchrun_job(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_rank_0_runs_every_command(under_torchrun: Callable[[int], None]) -> None:
     under_torchrun(0)
-    environment.let_rank_0_speak(["ls", "ckpt"])
+    environment.silence_followers(["ls", "ckpt"])
 
 
 @pytest.mark.parametrize("arguments", [["ls", "ckpt"], ["--version"], ["verify", "x"], []])
@@ -110,7 +120,7 @@ def test_other_ranks_leave_what_is_not_shared_to_rank_0(
 ) -> None:
     under_torchrun(2)
     with pytest.raises(SystemExit) as end:
-        environment.let_rank_0_speak(arguments)
+        environment.silence_followers(arguments)
     assert end.value.code == 0
 
 
@@ -167,6 +177,9 @@ class MemoryStore:
             self._values[key] = str(now).encode()
             return now
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self._values[key] for key in keys]
+
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
@@ -178,7 +191,10 @@ def run_ranks(count: int, work: Callable[[Group], object]) -> list[object]:
 
     def run(rank: int) -> None:
         try:
-            found[rank] = work(Group(store, Place(rank, count, rank, count)))
+            place = Place(rank, count, rank, count)
+            heartbeat = Heartbeat(store, place)
+            with heartbeat.running():
+                found[rank] = work(Group(store, place, heartbeat=heartbeat))
         except CkptError as error:
             found[rank] = error
 
@@ -192,16 +208,16 @@ def run_ranks(count: int, work: Callable[[Group], object]) -> list[object]:
 
 
 def test_every_rank_hears_what_rank_0_says() -> None:
-    assert run_ranks(4, lambda group: group.tell(f"from {group.rank}")) == ["from 0"] * 4
+    assert run_ranks(4, lambda group: group.broadcast(f"from {group.rank}")) == ["from 0"] * 4
 
 
 def test_what_one_rank_raises_all_raise() -> None:
     def work(group: Group) -> None:
-        with group.together():
-            group.meet()
+        with group.collective():
+            group.barrier()
             if group.rank == 2:
                 raise WriteError("the disk is full", hint="Free some.")
-            group.meet()
+            group.barrier()
 
     for error in run_ranks(4, work):
         assert isinstance(error, WriteError)
@@ -210,7 +226,7 @@ def test_what_one_rank_raises_all_raise() -> None:
 
 def test_the_lowest_rank_that_fails_is_told_of() -> None:
     def work(group: Group) -> None:
-        with group.together():
+        with group.collective():
             raise UsageError(f"no, says {group.rank}")
 
     assert {str(error) for error in run_ranks(3, work)} == {"no, says 0"}
@@ -218,8 +234,8 @@ def test_the_lowest_rank_that_fails_is_told_of() -> None:
 
 def test_a_fault_at_the_very_end_is_everybodys() -> None:
     def work(group: Group) -> None:
-        with group.together():
-            group.meet()
+        with group.collective():
+            group.barrier()
             if group.rank == 0:
                 raise WriteError("cannot rename")
 
@@ -228,12 +244,12 @@ def test_a_fault_at_the_very_end_is_everybodys() -> None:
 
 def test_a_rank_that_looks_around_stops_when_another_has_failed() -> None:
     def work(group: Group) -> None:
-        with group.together():
+        with group.collective():
             if group.rank == 1:
                 raise WriteError("the disk is full")
             end = time.monotonic() + 10
             while time.monotonic() < end:
-                group.look_around()
+                group.check_peers()
                 time.sleep(0.05)
 
     started = time.monotonic()
@@ -243,12 +259,173 @@ def test_a_rank_that_looks_around_stops_when_another_has_failed() -> None:
 
 def test_having_failed_elsewhere_is_never_what_is_told() -> None:
     def work(group: Group) -> None:
-        with group.together():
+        with group.collective():
             if group.rank == 1:
                 raise WriteError("the disk is full")
-            raise ElsewhereError("Another rank has failed.")
+            raise PeerFailedError("Another rank has failed.")
 
     assert {str(error) for error in run_ranks(3, work)} == {"Rank 1: the disk is full"}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that count as gone after a second."""
+    monkeypatch.setenv("CKPT_TOOLS_PEER_TIMEOUT", "1")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_is_gone_ends_the_others_and_is_named(gone: int) -> None:
+    def work(group: Group) -> None:
+        with group.collective():
+            group.barrier()
+            if group.rank == gone:
+                group._is_over = True
+                raise AnswerNo("killed")  # it says nothing to anybody
+            group.barrier()
+
+    found = run_ranks(4, work)
+    for error in found[:gone] + found[gone + 1 :]:
+        assert isinstance(error, PeerFailedError)
+        assert error.message.startswith(f"Rank {gone} on ")
+        assert error.exit_code == 4
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_error_that_a_rank_brought_is_told_although_another_is_gone() -> None:
+    def work(group: Group) -> None:
+        with group.collective():
+            group.barrier()
+            if group.rank == 2:
+                group._is_over = True
+                raise AnswerNo("killed")  # it says nothing to anybody
+            if group.rank == 1:
+                raise WriteError("the disk is full")
+            group.barrier()
+
+    found = run_ranks(3, work)
+    assert [str(error) for error in found[:2]] == ["Rank 1: the disk is full"] * 2
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_that_hangs_in_a_collective_with_one_that_is_gone_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_module, "_LAST_WRITES", 0.5)
+
+    def work(group: Group) -> None:
+        group.barrier()
+        if group.rank == 1:
+            return
+        group.guarded(lambda: time.sleep(30))
+
+    started = time.monotonic()
+    (error, _) = run_ranks(2, work)
+    assert isinstance(error, PeerFailedError)
+    assert time.monotonic() - started < 15
+
+
+def test_a_store_that_is_gone_is_told_as_such() -> None:
+    class Gone(MemoryStore):
+        def add(self, key: str, value: int) -> int:  # noqa: ARG002
+            raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(PeerFailedError, match=r"store at .* is gone \(Connection reset by peer\)"):
+        Group(Gone(), here := Place(1, 2, 1, 2), heartbeat=Heartbeat(Gone(), here)).barrier()
+
+
+# ----------------------------------------------------------------------------------- agreement
+
+
+@pytest.mark.parametrize("leftover", [True, False])
+def test_an_output_folder_on_a_nodes_own_disk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, leftover: bool
+) -> None:
+    monkeypatch.setattr(agreement, "_PATIENCE", 0.2)
+    folders = [tmp_path / "shared", tmp_path / "own"]
+    for folder in folders if leftover else folders[:1]:
+        (folder / "new").mkdir(parents=True)
+
+    def work(group: Group) -> None:
+        folder = str(folders[group.rank])
+        agreement.require_same_folder(group, OutPlace(f"{folder}/new", folder))
+
+    for error in run_ranks(2, work):
+        assert isinstance(error, UsageError)
+        assert f"Rank 1: {folders[1]} on " in error.message
+    assert [path.name for path in folders[0].iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("missing", "b cannot be seen"),
+        ("short", "b has 3 bytes, and 4 were planned"),
+        ("unwritten", "the ranks wrote 7 bytes of 8"),
+    ],
+)
+def test_what_was_written_is_counted_before_the_output_appears(
+    tmp_path: Path, harm: str, words: str
+) -> None:
+    plans = [FilePlan(name, 4, ((0, b"data"),), ()) for name in "ab"]
+    (tmp_path / "a").write_bytes(b"data")
+    if harm != "missing":
+        (tmp_path / "b").write_bytes(b"dat" if harm == "short" else b"data")
+
+    def work(group: Group) -> None:
+        mine = 4 if group.rank or harm != "unwritten" else 3
+        agreement.require_all_written(group, plans, str(tmp_path), nbytes=mine)
+
+    for error in run_ranks(2, work):
+        assert isinstance(error, WriteError)
+        assert words in error.message
+
+
+def test_what_dcp_saved_is_counted_by_its_own_metadata(tmp_path: Path) -> None:
+    plan = reshard_here(read_index(str(DCP)), job(tmp_path / "out", mesh="2"), workers=1)
+    dcp_engine._require_saved(plan, str(tmp_path / "out"))
+    only = replace(job(tmp_path / "less", mesh="2").options, only="model")
+    less = job(tmp_path / "less", mesh="2")._replace(options=only)
+    reshard_here(read_index(str(DCP)), less, workers=1)
+    with pytest.raises(WriteError, match=r"tensors are not in its \.metadata"):
+        dcp_engine._require_saved(plan, str(tmp_path / "less"))
+    (tmp_path / "out" / "__1_0.distcp").unlink()
+    with pytest.raises(WriteError, match=r"not all written: .*__1_0\.distcp"):
+        dcp_engine._require_saved(plan, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_finds_a_wrong_value_in_the_rows_that_it_alone_can_read(
+    tmp_path: Path, rank: int
+) -> None:
+    ranks = DATA / "fsdp2_torchsave_1d_4r" / "ckpt"
+    index = read_index(str(ranks))
+    plan = reshard_here(index, job(tmp_path / "out", mesh="1"), workers=1)
+    result = read_index(str(tmp_path / "out"))
+    target = next(t for t in plan.targets if len(t.entry.chunks) == 4)
+    path, offset, _ = _raw(result, target.fqn)
+    with Path(path).open("r+b") as file:  # the first element is of rank 0's rows
+        file.seek(offset)
+        first = file.read(1)
+        file.seek(offset)
+        file.write(bytes([first[0] ^ 1]))
+    chunks = [chunk for entry in index.tensors for chunk in entry.chunks]
+    own = {chunk.data.path for chunk in chunks if chunk.rank == rank}
+    assert own
+    asked = {"source": index, "threads": 1, "own": own}
+    if rank == 0:
+        with pytest.raises(WriteError, match=re.escape(target.fqn)):
+            checking.check(str(tmp_path / "out"), checking.Written(plan.targets), **asked)
+    else:
+        words = checking.check(str(tmp_path / "out"), checking.Written(plan.targets), **asked)
+        assert "comparison on every rank" in words
+
+
+def _raw(index: CheckpointIndex, fqn: str) -> ByteRange:
+    with Files() as files:
+        entry = locate(index, files).tensor(fqn)
+    assert entry is not None
+    return entry.chunks[0].data
 
 
 # ------------------------------------------------------------------------------------- workers
@@ -472,6 +649,15 @@ def test_a_rehearsal_says_what_each_file_will_hold_and_writes_nothing(tmp_path: 
     assert "not written (--dry-run)" in done.stdout
     assert "__3_0.distcp" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_of_many_files_is_a_summary_and_its_json_has_them_all(tmp_path: Path) -> None:
+    arguments = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "64", "--dry-run"]
+    lines = CliRunner().invoke(cli, arguments).stdout.splitlines()
+    assert "The smallest, the middle and the largest of 65 files (--json has all):" in lines
+    assert len(lines) < 16
+    done = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert len(json.loads(done.stdout)["files"]) == 65
 
 
 def test_a_rehearsal_refuses_what_would_be_refused(tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
 """Real torchrun jobs over gloo: the command, the engines, and training that goes on."""
 
 import json
+import os
+import re
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import ckpt_tools, contents, job, torchrun
+import torch
+from dtensor_files import HYBRID, dtensor, mesh_of, shard
+from launching import BIN, JOBS, ckpt_tools, contents, ends, job, nodes, torchrun
 from safetensors.numpy import save_file
 
 from ckpt_tools.copying.read import read_array
@@ -70,7 +76,39 @@ def test_a_job_on_the_target_mesh_takes_the_same_next_step(
     assert steps[f"{kind} from ours"] == steps[f"{kind} from source"]
 
 
+# ---------------------------------------------------------------------------- what is written over
+
+
+@pytest.mark.parametrize("command", [("export",), ("reshard", "--to-mesh", "2")])
+def test_the_ranks_of_a_job_write_into_no_source(tmp_path: Path, command: tuple[str, ...]) -> None:
+    source = tmp_path / "run"
+    shutil.copytree(DCP, source)
+    (tmp_path / "link").symlink_to("run")
+    before = contents(tmp_path)
+    words = ("-m", "ckpt_tools", *command, source, "-o", tmp_path / "link" / "new", "--force")
+    done = torchrun(2, *words)
+    assert done.returncode != 0
+    assert "lies inside the source" in done.stderr
+    assert contents(tmp_path) == before
+
+
 # --------------------------------------------------------------------------------------- engines
+
+
+def drifted(folder: Path) -> Path:
+    """Rank files on 2x2, whose last rank holds another value than its replica.
+
+    Each shard is a part of a larger storage, so that no CRC in a header tells it.
+    """
+    folder.mkdir()
+    whole = torch.arange(800_000, dtype=torch.float32).view(8, 100_000)
+    for rank in range(4):
+        mesh = mesh_of((2, 2), rank)
+        local = torch.cat([shard(whole, HYBRID, mesh), torch.zeros(1, 100_000)])[:4]
+        local[3, 7] += rank == 3
+        state = {"w": dtensor(local, whole.shape, HYBRID, mesh)}
+        torch.save(state, folder / f"model_world_size_4_rank_{rank}.pt")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +157,22 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "mesh": "2",
         },
         {"engine": "gather", "name": "verl", "ckpt": local / "{rank}", "mesh": "8"},
+        {
+            "engine": "gather",
+            "name": "checked",
+            "ckpt": local / "{rank}",
+            "mesh": "8",
+            "check": True,
+        },
+        {"engine": "dcp", "name": "checked", "ckpt": DCP, "mesh": "2x2", "check": True},
+        {"engine": "gather", "name": "drifted", "ckpt": drifted(folder / "drifted"), "mesh": "2"},
         {"engine": "gather", "name": "lacking", "ckpt": lacking / "{rank}", "mesh": "8"},
     ]
     copied = {"verl": ranks}
     for task in tasks:
         name = task.pop("name")
         task["out"] = str(folder / f"{task['engine']}-{name}")
-        if name not in ("lacking", "ranks"):
+        if name not in ("lacking", "ranks", "checked", "drifted"):
             places = [word for rule in task.get("place", ()) for word in ("--place", rule)]
             source = copied.get(str(name), task["ckpt"])
             out = folder / f"copy-{task['engine']}-{name}"
@@ -188,11 +235,63 @@ def test_the_engine_gather_writes_the_files_that_copy_writes(engines: Path, name
     assert contents(engines / f"gather-{name}") == contents(engines / f"copy-gather-{name}")
 
 
+def test_the_engine_gather_refuses_large_replicas_that_differ(engines: Path) -> None:
+    told = {(engines / f"gather-drifted.error.{rank}").read_text() for rank in range(4)}
+    assert len(told) == 1
+    assert "w: replicas hold different values" in told.pop()
+    assert not list(engines.glob("gather-drifted.partial"))
+
+
 def test_a_rank_without_its_file_ends_all_ranks_with_one_error(engines: Path) -> None:
     told = {(engines / f"gather-lacking.error.{rank}").read_text() for rank in range(4)}
     assert len(told) == 1
     assert "Rank 2: " in told.pop()
     assert not list(engines.glob("gather-lacking.partial"))
+
+
+@pytest.mark.parametrize("engine", ["dcp", "gather"])
+def test_every_engine_keeps_what_check_proved_beside_the_shards(engines: Path, engine: str) -> None:
+    told = json.loads((engines / f"{engine}-checked" / "ckpt_tools_proof.json").read_text())
+    assert told["proof"].startswith("Proven by ")
+    assert " bit for bit." in told["proof"]
+
+
+# --------------------------------------------------------------------------------------- two nodes
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a node its own disk")
+def test_dcp_into_a_nodes_own_disk_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    arguments = ("reshard", DCP, "-o", tmp_path / "out", "--to-mesh", "2", "--engine", "dcp")
+    said = ends(nodes("-m", "ckpt_tools", *arguments, own_disk=tmp_path), within=120)
+    assert f"Error: Rank 1: {tmp_path}/out.partial on " in said[0]
+    assert "exitcode  : 2" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("killed", "speaks"), [(1, 0), (0, 1)])
+def test_a_rank_killed_under_a_static_rendezvous_ends_the_job_and_resume_goes_on(
+    tmp_path: Path, killed: int, speaks: int
+) -> None:
+    arguments = ("reshard", DCP, "-o", tmp_path / "out", "--to-mesh", "4x8")
+    marker = tmp_path / "stalled"
+    env = {
+        "CKPT_TOOLS_PEER_TIMEOUT": "5",
+        "STALL": f"{killed}:copy_engine:write_share:{marker}",
+    }
+    agents = nodes(JOBS / "stall.py", *arguments, env=env)
+    end = time.monotonic() + 60
+    while not (marker.exists() and marker.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(1)  # the other rank has finished its share
+    os.kill(int(marker.read_text()), signal.SIGKILL)
+    said = ends(agents, within=60)
+    assert "exitcode  : 4" in said[speaks]
+    assert len(re.findall(r"^Error: ", said[speaks], re.MULTILINE)) == 1
+    assert not (tmp_path / "out").exists()
+    resumed = ckpt_tools(*arguments, "--resume")
+    assert "Going on: " in resumed.stderr
+    ckpt_tools(*arguments[:3], tmp_path / "alone", *arguments[4:])
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
 # --------------------------------------------------------------------------------------- commands
@@ -273,6 +372,21 @@ def test_torchrun_finds_the_command_itself_and_a_looking_one_prints_once() -> No
     done = torchrun(2, "ckpt-tools", "ls", DCP, env={"PET_NO_PYTHON": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout == alone
+
+
+def test_torchrun_runs_the_command_by_its_path_and_needs_no_variable(tmp_path: Path) -> None:
+    arguments = ("reshard", DCP, "--to-mesh", "2")
+    ckpt_tools(*arguments, "-o", tmp_path / "one")
+    done = torchrun(2, BIN / "ckpt-tools", *arguments, "-o", tmp_path / "ranks")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("in 3 files") == 1
+    assert contents(tmp_path / "ranks") == contents(tmp_path / "one")
+
+
+def test_a_guessed_command_under_torchrun_prints_once() -> None:
+    done = torchrun(2, BIN / "ckpt-tools", "list", DCP)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ckpt_tools("ls", DCP).stdout
 
 
 def test_a_world_that_does_not_fit_is_one_error_that_says_which_would(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
     torchrun … tests/jobs/engines.py TASKS.json
 
-TASKS is a list of {"ckpt", "out", "engine", "mesh", "place"}; `{rank}` in a checkpoint's path is
-the rank's own number, as where each node has its own disk. An error is written to OUT.error.
+TASKS is a list of {"ckpt", "out", "engine", "mesh", "place", "check"}; `{rank}` in a checkpoint's
+path is the rank's own number, as where each node has its own disk. An error is written to
+OUT.error.
 """
 
 import json
@@ -26,7 +27,8 @@ def _ignore(_: int) -> None:
 def run(task: dict[str, object], rank: int) -> None:
     mesh = parse_mesh(str(task["mesh"]))
     rules = tuple(parse_rule(text, mesh) for text in task.get("place", ()))
-    job = Job(str(task["out"]), ReshardOptions(mesh, rules=rules), WriteOptions(), _ignore)
+    write = WriteOptions(check=bool(task.get("check")))
+    job = Job(str(task["out"]), ReshardOptions(mesh, rules=rules), write, _ignore)
     request = Request(str(task["ckpt"]).replace("{rank}", str(rank)), str(task["engine"]))
     try:
         reshard_by(request, job)

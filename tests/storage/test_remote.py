@@ -13,7 +13,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 from click.testing import CliRunner, Result
@@ -229,6 +229,93 @@ def test_a_web_server_without_ranges_is_an_error_that_says_so(site: str) -> None
     with pytest.raises(UnreadableError, match="was asked for") as caught:
         read_index(f"{site}/fsdp2_torchsave_1d_4r/ckpt")
     assert "does not know ranges" in str(caught.value.hint)
+
+
+class _Troubled(SimpleHTTPRequestHandler):
+    """A server whose answers are, for a path that says so, not those that are hoped for."""
+
+    busy: ClassVar[dict[str, int]] = {}
+
+    def do_HEAD(self) -> None:
+        if not self._is_troubled():
+            super().do_HEAD()
+
+    def do_GET(self) -> None:
+        if not self._is_troubled():
+            super().do_GET()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def _is_troubled(self) -> bool:
+        if "stalled" in self.path:
+            time.sleep(3)
+        elif "loop" in self.path:
+            self._answer(302, Location=f"{self.path}?again")
+        elif "busy" in self.path or self.busy.get(self.path, 0):
+            self.busy[self.path] = self.busy.get(self.path, 0) - 1
+            self._answer(503)
+        elif self.path.rstrip("/").endswith("/links"):
+            links = ("http://elsewhere.example/a.pt", "//other.example/b.pt", "/c.pt", "mailto:me")
+            self._answer(200, "".join(f"<a href='{link}'>x</a>" for link in (*links, "dead.pt")))
+        else:
+            return False
+        return True
+
+    def _answer(self, status: int, page: str = "", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(page))}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(page.encode() if self.command == "GET" else b"")
+
+
+@pytest.fixture
+def troubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of that server; clients have little patience with it."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(fsspec_store, "STALLED", 0.2)
+    monkeypatch.setattr(fsspec_store, "PAUSES", (0.01, 0.01))
+    handler = partial(_Troubled, directory=str(REAL))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("stalled.pt", "sent nothing for 0.2 seconds, 3 times"),
+        ("loop.pt", "sends on from address to address"),
+        ("busy.pt", "its server answers 503 (Service Unavailable)"),
+        ("nowhere.pt", "is not there"),
+    ],
+)
+def test_a_fault_of_a_web_server_is_a_sentence(troubled: str, path: str, said: str) -> None:
+    began = time.monotonic()
+    done = _run("inspect", f"{troubled}/{path}")
+    assert done.exit_code == 3
+    assert said in done.stderr
+    assert path in done.stderr
+    assert time.monotonic() - began < 10
+
+
+def test_one_busy_answer_ends_no_run(troubled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = "fsdp2_dcp_1d_4r/ckpt"
+    files = [f"/{there}/{name}" for name in sorted(os.listdir(REAL / there))]
+    monkeypatch.setattr(_Troubled, "busy", dict.fromkeys([f"/{there}", *files], 1))
+    done = _run("inspect", f"{troubled}/{there}")
+    assert done.exit_code == 0, done.stderr
+    assert _Troubled.busy == dict.fromkeys([f"/{there}", *files], 0)
+
+
+def test_links_that_lead_elsewhere_are_no_files_of_a_folder(troubled: str) -> None:
+    assert fsspec_store.listing(f"{troubled}/links") == []
+    done = _run("inspect", f"{troubled}/links")
+    assert done.exit_code == 3
+    assert "holds no checkpoint" in done.stderr
 
 
 def test_a_fault_of_a_client_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

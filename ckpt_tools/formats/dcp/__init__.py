@@ -75,7 +75,7 @@ class Dcp(Format):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> list[FilePlan]:
+    ) -> Sequence[FilePlan]:
         from ckpt_tools.formats.dcp import write
 
         return write.plan_files(targets, objects, world_size=options.mesh.size, tree=options.tree)

@@ -52,7 +52,7 @@ class RankFiles(Format):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> list[FilePlan]:
+    ) -> Sequence[FilePlan]:
         from importlib.metadata import version
 
         from ckpt_tools.formats.rank_files import write

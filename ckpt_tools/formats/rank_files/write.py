@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -24,6 +26,8 @@ from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
+    LazyPlans,
+    PlannedFile,
     Target,
     WriteItem,
     placed_tree,
@@ -85,7 +89,7 @@ def plan_files(
     device_type: str,
     style: RankFileStyle = RankFileStyle(),
     tree: Branch[str] = NO_TREE,
-) -> list[FilePlan]:
+) -> LazyPlans:
     """One file for each rank of the mesh, or one for each rank and each part of the checkpoint.
 
     Tensors and objects are where ``tree`` has their names, else at their paths.
@@ -98,13 +102,13 @@ def plan_files(
     refuse_types_not_in_torch(targets)
     for target in targets:
         _check(target, mesh)
-    plans: list[FilePlan] = []
+    files: list[PlannedFile] = []
     for family in _families(placed_tree(targets, objects, tree), naming=style.naming):
         planner = _Planner(family, device_type=device_type, torch_version=style.torch_version)
         for rank in range(mesh.size):
             path = _filename(style.naming, family=family.name, world=mesh.size, rank=rank)
-            plans.append(planner.plan(path, rank=rank))
-    return plans
+            files.append(planner.planned(path, rank=rank))
+    return LazyPlans(files)
 
 
 def _check(target: Target, mesh: Mesh) -> None:
@@ -163,14 +167,35 @@ class _Planner:
         self._finders = [Finder(target.entry) for target in self._targets]
         self._boxes: dict[tuple[Layout, tuple[int, ...]], list[Box]] = {}
         self._contents: dict[tuple[tuple[int, ...], ...], _Contents] = {}
+        self._lengths: dict[tuple[tuple[tuple[int, ...], ...], int, int], int] = {}
+        for target, finder in zip(self._targets, self._finders, strict=True):
+            finder.reads(Box.whole(target.entry.shape))  # now, and not when files are half written
+
+    def planned(self, path: str, *, rank: int) -> PlannedFile:
+        """The file of one rank, to be planned later: its pickle and sizes say all of it."""
+        sizes = tuple(self._box(target, rank).sizes for target in self._targets)
+        pickle, storages = self._filled(sizes, rank)
+        name = archive_name(path)
+        key = sizes, len(pickle), len(name)
+        length = self._lengths.get(key)
+        if length is None:
+            length = self._lengths[key] = lay_out(pickle, storages, archive=name).length
+        digest = blake2b(repr((sizes, name)).encode() + pickle).digest()
+        return PlannedFile(path, length, digest, partial(self.plan, path, rank=rank))
+
+    def _filled(
+        self, sizes: tuple[tuple[int, ...], ...], rank: int
+    ) -> tuple[bytes, tuple[int | bytes, ...]]:
+        """The pickle and the storages of a rank whose shards have these sizes."""
+        contents = self._of(sizes)
+        values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
+        return contents.pickle.filled(values), contents.storages
 
     def plan(self, path: str, *, rank: int) -> FilePlan:
         """The file of one rank."""
         boxes = [self._box(target, rank) for target in self._targets]
-        contents = self._of(tuple(box.sizes for box in boxes))
-        values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
-        pickle = contents.pickle.filled(values)
-        archive = lay_out(pickle, contents.storages, archive=archive_name(path))
+        pickle, storages = self._filled(tuple(box.sizes for box in boxes), rank)
+        archive = lay_out(pickle, storages, archive=archive_name(path))
         items = tuple(
             WriteItem(
                 target.fqn,

@@ -33,7 +33,7 @@ class Safetensors(Format):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> list[FilePlan]:
+    ) -> Sequence[FilePlan]:
         from ckpt_tools.formats.safetensors import write
 
         whole = sum(t.entry.numel * t.dtype.itemsize for t in targets) + 1

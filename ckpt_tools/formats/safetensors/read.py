@@ -243,7 +243,7 @@ def _parse_index(path: Place, files: Files) -> Index:
 def _read_listed(reading: _Reading, index: Index, files: Files) -> None:
     """The files of an index, and both held against each other."""
     by_file = index.by_file()
-    there = [path for path in by_file if Place(path).is_file()]
+    there = [path for path in by_file if Place(path).is_file() or paths.special(path)]
     for path in there:
         known = len(reading.problems)
         _read_parts(reading, [path], files)

@@ -48,7 +48,7 @@ class TorchFile(Format):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> list[FilePlan]:
+    ) -> Sequence[FilePlan]:
         from ckpt_tools.formats.torch_file import write
 
         name = options.single_file or "model.pt"

@@ -6,12 +6,13 @@ and with its elements as they are; its chunk then points at a copy of the bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnsupportedError
 from ckpt_tools.formats.protocol import lengths_of
 from ckpt_tools.storage.reader import Files, Unpack
@@ -35,7 +36,8 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
 def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
     """The same index with each chunk as ``raw`` gives it, with those replicas that are alike.
 
-    What ``raw`` raises becomes a problem of the index, so that one chunk does not hide the others.
+    What ``raw`` raises becomes a problem of the index, so that one chunk does not hide the others;
+    so do flaws of objects.
     """
     lengths = lengths_of(index)
 
@@ -55,7 +57,20 @@ def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
         except CheckpointError as error:
             problems.append(error.concerning((entry.fqn,)))
             tensors.append(entry)
+    problems += _flaws(index.objects)
     return replace(index, tensors=tuple(tensors), problems=tuple(problems))
+
+
+def _flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
+    """Problems of entries that are there and cannot be used, one for all with the same flaw."""
+    alike: dict[tuple[str, str], list[ObjectEntry]] = {}
+    for entry in objects:
+        if entry.flaw is not None:
+            alike.setdefault((entry.data.path, entry.flaw.message), []).append(entry)
+    for (path, _), entries in alike.items():
+        flaw, fqns = entries[0].flaw, [entry.fqn for entry in entries]
+        if flaw is not None:
+            yield flaw.at(f"{path}: {some(fqns)}").concerning(fqns)
 
 
 def _with_replicas(

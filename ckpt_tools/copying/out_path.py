@@ -1,0 +1,167 @@
+"""Where an output may be: the one door that every OUT goes through before a byte is read for it.
+
+The source is sacred: nothing is written over, into or around what is read. Files and folders are
+compared by device and inode, so that links, ``..``, slashes and another case hide nothing. This
+room knows paths, never what is in files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+from ckpt_tools.errors import UsageError, WriteError
+from ckpt_tools.storage import paths
+
+_Inode = tuple[int, int]
+# The fifth word of a line is a mount point, with blanks as \040: proc(5).
+_MOUNTS = "/proc/self/mountinfo"
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+def partial_of(out: str) -> str:
+    """The folder in which an output is made before it appears."""
+    return f"{os.path.realpath(out)}.partial"
+
+
+def replaced_of(out: str) -> str:
+    """Where the old output is for the moment in which the new one takes its place."""
+    return f"{os.path.realpath(out)}.replaced"
+
+
+def real(out: str) -> str:
+    """The absolute path of an output without any link in it; an address as it is.
+
+    A link to a folder is followed. Raises UsageError for what no output can replace: another link,
+    a device, FIFO, socket or mount point, the working directory and what is above it.
+    """
+    if not out.strip() or "\0" in out:
+        raise UsageError(f"{out!r} is no name for an output.")
+    here = paths.local(out)
+    if here is None:
+        return paths.normal(out)
+    given = here.rstrip(os.sep) or os.sep
+    if os.path.islink(given) and not os.path.isdir(given):
+        raise UsageError(
+            f"{out} is a link to {os.readlink(given)}, which is no folder.",
+            hint="A link is never replaced: name the file itself, or another output.",
+        )
+    try:
+        path = os.path.realpath(given)
+        _refuse_kind(path)
+        with suppress(FileNotFoundError):
+            os.lstat(replaced_of(path))  # a name too long to be made when all is written
+    except OSError as error:
+        raise WriteError(f"{out} cannot be written: {error.strerror or error}.") from error
+    return path
+
+
+def _refuse_kind(path: str) -> None:
+    """Raise UsageError for what may not be replaced, OSError for what cannot be looked at."""
+    parent = existing_parent(path)
+    if not os.path.isdir(parent):
+        raise UsageError(f"{path} cannot be made: {parent} is no folder.")
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise UsageError(
+            f"{path} is {paths.kind_of(mode)}, and only files and folders are written.",
+            hint="Name a file or a folder that is not there yet.",
+        )
+    here = os.getcwd()
+    if _inode(path) in map(_inode, (here, *_parents(here))):
+        raise UsageError(
+            f"{path} is the working directory, or above it.",
+            hint="Name a folder in it that is not there yet.",
+        )
+    if os.path.ismount(path) or path in _mount_points():
+        raise UsageError(
+            f"{path} is a mount point, which no output can replace.",
+            hint="Name a folder in it that is not there yet.",
+        )
+
+
+def _mount_points() -> set[str]:
+    """Where file systems are mounted, also a file, or a folder of the same one; none if unknown.
+
+    Of those `os.path.ismount` knows nothing, and the rename at the end would find out.
+    """
+    try:
+        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
+            fields = [line.split(" ")[4] for line in file]
+    except OSError:
+        return set()
+    return {_ESCAPED.sub(lambda found: chr(int(found[1], 8)), field) for field in fields}
+
+
+def existing_parent(path: str) -> str:
+    """The nearest thing above this path that is there: a folder, unless the path cannot be made."""
+    parent = os.path.dirname(path)
+    while parent != os.sep and not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    return parent
+
+
+def refuse_source(out: str, sources: Iterable[str]) -> None:
+    """Raise UsageError when ``out``, as `real` gives it, is, contains or lies inside a source.
+
+    ``sources`` are files and folders that are read; what is not there counts for nothing. What is
+    beside a source that is one file may be written.
+    """
+    if paths.is_address(out):
+        _refuse_same_address(out, sources)
+        return
+    own = {_inode(path): path for path in (out, partial_of(out), replaced_of(out))}
+    own.pop(None, None)
+    above = set(map(_inode, _parents(out)))
+    seen: set[str] = set()
+    for given in sources:
+        source = paths.local(given)
+        inode = None if source is None else _inode(source)
+        if source is None or inode is None:
+            continue
+        if inode in own:
+            raise _sacred(own[inode], "is", given)
+        if inode in above:
+            raise _sacred(out, "lies inside", given)
+        for parent in _parents(os.path.realpath(source)):
+            if parent in seen:
+                break
+            seen.add(parent)
+            if (found := _inode(parent)) in own:
+                raise _sacred(own[found], "holds", given)
+
+
+def _refuse_same_address(out: str, sources: Iterable[str]) -> None:
+    """The same for an address: a store has no links, so that names are enough."""
+    for given in filter(paths.is_address, sources):
+        source = paths.normal(given)
+        if out == source or out.startswith(f"{source}/") or source.startswith(f"{out}/"):
+            raise _sacred(out, "shares a place with", given)
+
+
+def _sacred(out: str, how: str, source: str) -> UsageError:
+    return UsageError(
+        f"{out} {how} the source {source}: nothing is written over, into or around what is read.",
+        hint="Name an output beside it; --force does not help.",
+    )
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Every folder above an absolute path, the nearest first."""
+    while path != (path := os.path.dirname(path)):
+        yield path
+
+
+def _inode(path: str) -> _Inode | None:
+    """What a path leads to, by device and inode; None when nothing is there that can be seen."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

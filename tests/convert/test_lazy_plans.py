@@ -1,0 +1,99 @@
+"""Plans of rank files are made when it is their turn: memory does not grow with the mesh."""
+
+import tracemalloc
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from reader_contract import DATA
+
+from ckpt_tools import formats
+from ckpt_tools.cli import cli
+from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+from ckpt_tools.copying.tasks import ALL, Share, cut, groups_of
+from ckpt_tools.core.mesh_spec import parse_mesh
+from ckpt_tools.core.plan import LazyPlans, inside, joined
+
+SOURCE = str(DATA / "checkpoints" / "fsdp2_dcp_1d_4r" / "ckpt")
+VERL = str(DATA / "checkpoints" / "verl_fsdp2_4r" / "ckpt")
+
+
+@pytest.fixture(scope="module")
+def many() -> LazyPlans:
+    """The plans of 96 rank files of a real checkpoint."""
+    options = ReshardOptions(mesh=parse_mesh("12x8"), format="ranks")
+    found = plan_reshard(formats.read_index(SOURCE), options).files
+    assert isinstance(found, LazyPlans)
+    return found
+
+
+def test_what_is_said_of_a_file_before_it_is_planned_holds(many: LazyPlans) -> None:
+    assert len({file.digest for file in many.files}) == len(many) == 96
+    for file, plan in zip(many.files, many, strict=True):
+        assert (plan.path, plan.length) == (file.path, file.length)
+        assert plan == file.make()
+
+
+def test_plans_that_were_made_are_not_kept(
+    many: LazyPlans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_tools.copying.tasks.GROUP_BYTES", 100_000)
+    one = sum(len(data) for _, data in many[0].literals)
+    tracemalloc.start()
+    for _ in groups_of(many, ALL):
+        pass
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < len(many) * one / 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 60])
+def test_workers_do_every_task_of_lazy_plans_once(
+    many: LazyPlans, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_tools.copying.tasks.GROUP_BYTES", 100_000)
+    monkeypatch.setattr("ckpt_tools.copying.tasks.TASK_BYTES", 4_000)
+    wanted = Counter((task.file.path, task.number) for plan in many for task in cut(plan))
+    shares = [
+        [task for _, tasks in groups_of(many, Share(n, count)) for task in tasks]
+        for n in range(count)
+    ]
+    found = chain.from_iterable(shares)
+    assert Counter((task.file.path, task.number) for task in found) == wanted
+    assert all(shares)
+
+
+def test_lazy_plans_stay_lazy_in_a_folder_and_beside_others(many: LazyPlans) -> None:
+    other = [many[0]._replace(path="other")]
+    whole = joined([inside("a/b", many[:2]), other])
+    assert isinstance(whole, LazyPlans)
+    assert [plan.path for plan in whole] == [f"a/b/{p.path}" for p in many[:2]] + ["other"]
+    assert [file.path for file in whole.files] == [plan.path for plan in whole]
+    assert {item.path for item in whole[1].items} == {whole[1].path}
+    assert joined([other, other]) == [*other, *other]
+
+
+def test_lazy_plans_write_the_same_bytes_by_any_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_tools.copying.tasks.GROUP_BYTES", 100_000)
+    for out in ("one", "two"):
+        flags = ("-j", "2") if out == "two" else ("--check",)
+        args = ("reshard", VERL, "-o", str(tmp_path / out), "--to-mesh", "3x2", "--format", "ranks")
+        done = CliRunner().invoke(cli, [*args, *flags])
+        assert done.exit_code == 0, done.output
+    (tmp_path / "one" / "ckpt_tools_proof.json").unlink()
+    one, two = (
+        {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()}
+        for out in ("one", "two")
+    )
+    assert one == two
+
+
+def test_a_framework_folder_of_rank_files_is_lazy_and_whole(tmp_path: Path) -> None:
+    args = ("reshard", VERL, "-o", str(tmp_path / "out"), "--to-mesh", "3", "--layout", "verl")
+    assert CliRunner().invoke(cli, args).exit_code == 0
+    done = CliRunner().invoke(cli, ["diff", VERL, str(tmp_path / "out"), "-x", "*.rng.*"])
+    assert done.exit_code == 0, done.output

@@ -37,10 +37,12 @@ def _registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (package / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(str(package.parent))
     raw = importlib.import_module("raw_tensors")
+    for name in ("export", "reshard"):  # what other tests get back
+        importlib.import_module(f"ckpt_tools.cli.{name}")
     monkeypatch.setattr(formats, "FORMATS", [*formats.FORMATS, raw.FORMAT])
     for name in ("export", "reshard"):  # their choices are those of the formats at their import
-        monkeypatch.delitem(sys.modules, f"ckpt_tools.cli.{name}", raising=False)
-        monkeypatch.delattr(ckpt_tools.cli, name, raising=False)
+        monkeypatch.delitem(sys.modules, f"ckpt_tools.cli.{name}")
+        monkeypatch.delattr(ckpt_tools.cli, name)
     monkeypatch.delitem(sys.modules, "raw_tensors")
 
 

@@ -19,7 +19,7 @@ from ckpt_tools import formats, proof
 from ckpt_tools.analysis import inspection, summary
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.summary import FoundMesh, Step
-from ckpt_tools.convert.export import ExportOptions, ExportPlan, WriteOptions, is_single_file
+from ckpt_tools.convert.export import ExportOptions, ExportPlan, WriteOptions, format_of
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, PlainValue, Section, TensorEntry
@@ -477,9 +477,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
 
     path = os.fspath(out)
     if options is None:
-        options = replace(
-            _EXPORT, format="torch" if is_single_file(path, "torch") else "safetensors"
-        )
+        options = replace(_EXPORT, format=format_of(path) or _EXPORT.format)
     if dtype is not None:
         options = replace(options, dtype=_dtype(dtype))
     if only is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
 
 import click
 
+from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, reading, render, shaping, writing
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert import export as convert
@@ -34,8 +34,6 @@ leading module); stderr says what was done.
 )
 
 
-Form = Literal["safetensors", "torch"]
-
 # PEFT reads one file.
 _ONE_FILE = 1 << 62
 
@@ -44,7 +42,7 @@ _PARAMS = [
     options.output(),
     click.Option(
         ["--format", "form"],
-        type=click.Choice(["safetensors", "torch"]),
+        type=click.Choice([one.name for one in formats.targets("whole")]),
         default=None,
         help="Format of the output.  [default: what OUT's ending says, else safetensors]",
     ),
@@ -68,7 +66,7 @@ def command(
     *,
     ckpt: str,
     out: str,
-    form: Form | None,
+    form: str | None,
     dtype: DType | None,
     max_shard_size: int,
     keep_names: bool,
@@ -118,19 +116,18 @@ def command(
         check_room(out, plan.files, single_file=plan.single_file)
 
 
-def _form(form: Form | None, out: str) -> Form:
+def _form(form: str | None, out: str) -> str:
     """The format that was asked for, by name or by the ending of the output.
 
     Raises UsageError where the two differ.
     """
-    forms: tuple[Form, ...] = ("safetensors", "torch")
-    told = next((one for one in forms if convert.is_single_file(out, one)), None)
+    told = convert.format_of(out)
     if form is not None and told is not None and form != told:
         raise UsageError(
             f"{out} has the ending of a {told} file, but --format says {form}.",
             hint="Name the output as its format is named, or leave --format out.",
         )
-    return form or told or "safetensors"
+    return form or told or formats.targets("whole")[0].name
 
 
 def _is_hf_folder(out: str, form: str) -> bool:

@@ -8,6 +8,7 @@ from time import gmtime, strftime
 
 import click
 
+from ckpt_tools import formats
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.inspection import Inspection, Part, inspect
 from ckpt_tools.analysis.summary import FileLoad, SectionSum
@@ -18,12 +19,6 @@ from ckpt_tools.core.text import counted, first_of, format_size, some
 from ckpt_tools.storage.age import last_written
 from ckpt_tools.storage.paths import is_address
 
-_FORMATS = {
-    "dcp": "DCP directory (torch.distributed.checkpoint)",
-    "ranks": "per-rank torch.save files of DTensors",
-    "safetensors": "safetensors",
-    "torch": "one torch.save state dict",
-}
 _BAR = 12
 _COLOURS = {"good": "green", "bad": "red", "doubtful": "yellow"}
 SECTION_HEADER = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES")
@@ -124,7 +119,7 @@ def _coloured(part: Part) -> str:
 
 def identity(told: Inspection) -> Iterator[tuple[str, str]]:
     """What it is: labels and texts."""
-    form = _FORMATS.get(told.format, told.format)
+    form = formats.named(told.format).label
     version = f", torch {told.torch_version}" if told.torch_version else ""
     yield "format", form + version
     if told.framework is not None:

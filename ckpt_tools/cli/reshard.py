@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
 
 import click
 
+from ckpt_tools import formats
 from ckpt_tools.cli import (
     options,
     param_order,
@@ -36,7 +36,6 @@ from ckpt_tools.distributed.engines import (
 )
 from ckpt_tools.distributed.job import Job, check_room, ignore
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import read_index
 from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
 
 _HELP = """Write a checkpoint as the shards of another mesh, for a training job to load.
@@ -82,7 +81,7 @@ _PARAMS = [
     ),
     click.Option(
         ["--format", "form"],
-        type=click.Choice(["dcp", "ranks"]),
+        type=click.Choice([one.name for one in formats.targets("shards")]),
         default="dcp",
         show_default=True,
         help="A DCP directory, or one torch file of DTensors for each rank.",
@@ -132,7 +131,7 @@ def command(
     placements: str | None,
     place: tuple[str, ...],
     like: str | None,
-    form: Literal["dcp", "ranks"],
+    form: str,
     layout: FrameworkLayout | None,
     param_names: str | None,
     keep_rank_states: bool,
@@ -151,7 +150,7 @@ def command(
         mesh=mesh,
         placements=None if placements is None else parse_placements(placements, mesh),
         rules=tuple(parse_rule(text, mesh) for text in place),
-        like=None if like is None else read_index(like, options=read),
+        like=None if like is None else formats.read_index(like, options=read),
         format=_format(form, layout),
         layout=layout,
         param_names=None if param_names is None else param_order.read(param_names, read),
@@ -209,9 +208,7 @@ def _say_notes(plan: ReshardPlan, told: str) -> None:
             say(note)
 
 
-def _format(
-    form: Literal["dcp", "ranks"], layout: FrameworkLayout | None
-) -> Literal["dcp", "ranks"]:
+def _format(form: str, layout: FrameworkLayout | None) -> str:
     """The format that a framework's loader reads. Raises UsageError where that is not ``form``."""
     if layout == "verl":
         return "ranks"

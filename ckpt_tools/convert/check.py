@@ -1,22 +1,22 @@
 """--check: read an output back before it is given its name, and write down what was proven.
 
 The words of the proof go where the format keeps such things: into a field of fixed length in the
-headers of safetensors files, laid out for it when the export was planned, and into a small JSON
-file beside the shards of a training checkpoint. One torch.save file has no place for them.
+headers of files that take metadata, laid out for it when the export was planned, and into a small
+JSON file beside the shards of a training checkpoint. One torch.save file has no place for them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools import formats, proof
 from ckpt_tools._version import __version__
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plan import Target
+from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.storage.reader import Files
 
@@ -70,21 +70,16 @@ def check(
         return words if own is not None else words + proof.same_objects(wanted, result, files)
 
 
-def record_in_headers(folder: str, words: str) -> None:
-    """Write the words into the field that every safetensors header of the folder keeps for them."""
+def record_in_headers(folder: str, plans: Iterable[FilePlan], words: str) -> None:
+    """Write the words into the field that headers keep for them, in whichever files have one."""
     told = words.encode("ascii", "replace")[:_ROOM].replace(b'"', b"'").replace(b"\\", b"/")
-    for name in sorted(os.listdir(folder)):
-        if name.endswith(".safetensors"):
-            _fill(os.path.join(folder, name), told.ljust(_ROOM))
-
-
-def _fill(path: str, words: bytes) -> None:
-    with open(path, "r+b") as file:
-        head = file.read(8 + int.from_bytes(file.read(8), "little"))
-        place = head.find(UNPROVEN.encode())
-        if place >= 0:
-            file.seek(8 + place)
-            file.write(words)
+    for plan in plans:
+        for offset, known in plan.literals:
+            place = known.find(UNPROVEN.encode())
+            if place >= 0:
+                with open(os.path.join(folder, plan.path), "r+b") as file:
+                    file.seek(offset + place)
+                    file.write(told.ljust(_ROOM))
 
 
 def record_beside(folder: str, words: str, *, source: CheckpointIndex) -> None:

@@ -10,8 +10,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.journal import Place
@@ -22,6 +22,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
     NO_TREE,
     CheckpointIndex,
+    LocatedIndex,
     ObjectEntry,
     Section,
     TensorEntry,
@@ -52,7 +53,7 @@ class ExportOptions:
     objects go along.
     """
 
-    format: Literal["safetensors", "torch"] = "safetensors"
+    format: str = "safetensors"
     dtype: DType | None = None
     dtypes: tuple[tuple[str, DType | None], ...] = ()
     keep_names: bool = False
@@ -135,9 +136,7 @@ def plan_export(
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     names and element types that the output cannot hold.
     """
-    from ckpt_tools import formats  # the readers; a looking command that never plans skips them
-    from ckpt_tools.formats.torch_file import write as torch_write
-
+    form = formats.named(options.format)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     of_ranks: list[str] = []
     if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
@@ -150,7 +149,7 @@ def plan_export(
         if _keeps_nesting(options):
             located = loadable(formats.open_objects(located, files))
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
-        outcome = steps.carry_out(options.steps, _made(located.tensors, renamed), files)
+        outcome = steps.carry_out(options.steps, made_of(located, renamed), files)
     targets, kept = _targets(index, outcome, options)
     targets = _in_containers(targets, outcome, index, options)
     objects: tuple[ObjectEntry, ...] = ()
@@ -159,12 +158,17 @@ def plan_export(
         tree = located.nesting
         objects = tuple(entry for entry in located.objects if entry.opened)
         chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.opened))
-    facts = _provenance(index, check=check)
-    if options.format == "torch":
-        name = single_file or "model.pt"
-        plans = torch_write.plan_files(targets, objects, filename=name, tree=tree)
-    else:
-        plans = _plan_safetensors(targets, options, facts=facts, single_file=single_file)
+    plans = form.plan_files(
+        targets,
+        objects,
+        options=formats.PlanOptions(
+            tree=tree,
+            single_file=single_file,
+            basename=options.basename,
+            max_shard_size=options.max_shard_size,
+            metadata=_provenance(index, check=check),
+        ),
+    )
     return ExportPlan(
         files=(*plans, *outcome.files),
         targets=targets,
@@ -179,21 +183,22 @@ def plan_export(
 
 
 def _keeps_nesting(options: ExportOptions) -> bool:
-    """Whether a torch file gets the source's own nesting and objects: a state dict as it was.
+    """Whether the output gets the source's own nesting and objects: a state dict as it was.
 
     Only so can an optimizer load it: its state is nested, and its groups are objects.
     """
-    return options.format == "torch" and options.keep_names and not options.steps
+    return formats.named(options.format).nested and options.keep_names and not options.steps
 
 
 def _in_containers(
     targets: Sequence[Target], outcome: Outcome, index: CheckpointIndex, options: ExportOptions
 ) -> tuple[Target, ...]:
-    """The targets of a safetensors file at the path of the container that their names begin with.
+    """The targets of a format without containers, each at the path of the one that its name begins
+    with.
 
     That is the source's, where it was not taken off; steps give names that stand in none.
     """
-    if options.format != "safetensors" or options.steps:
+    if formats.named(options.format).nested or options.steps:
         return tuple(targets)
     paths = [entry.path for entry in index.entries]
     classified = names.classify(paths, objects={entry.path for entry in index.objects})
@@ -214,11 +219,11 @@ def _in_containers(
     return tuple(placed)
 
 
-def _made(tensors: Sequence[TensorEntry], renamed: Mapping[str, str]) -> tuple[Made, ...]:
+def made_of(located: LocatedIndex, renamed: Mapping[str, str]) -> tuple[Made, ...]:
     """The entries under their output names, as the steps begin with them."""
     return tuple(
         Made(replace(entry, fqn=renamed[entry.fqn], path=(renamed[entry.fqn],)), (entry.fqn,))
-        for entry in tensors
+        for entry in located.tensors
     )
 
 
@@ -264,6 +269,7 @@ def export(
         source=index.files,
         single_file=single_file,
         resume=write.resume,
+        replaceable=formats.checkpoint_files(),
     )
     with atomic_output.appearing(order) as started:
         todo = replace(plan, files=(), works=()) if started.is_written else plan
@@ -281,7 +287,7 @@ def _check(
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
     wanted = checking.Written(plan.targets, plan.objects, plan.tree)
     words = checking.check(written, wanted, source=index, threads=write.threads)
-    checking.record_in_headers(folder, words)
+    checking.record_in_headers(folder, plan.files, words)
     return (words,)
 
 
@@ -293,8 +299,13 @@ def do_works(works: Sequence[Work], files: Files) -> None:
 
 def is_single_file(out: str, form: str) -> bool:
     """Whether this output name asks for one file rather than for a folder."""
-    suffixes = (".safetensors",) if form == "safetensors" else (".pt", ".pth", ".bin", ".ckpt")
-    return normal(out).endswith(suffixes)
+    return normal(out).endswith(formats.named(form).suffixes)
+
+
+def format_of(out: str) -> str | None:
+    """The format whose one file this output name asks for; None when it is that of a folder."""
+    forms = (form.name for form in formats.targets("whole"))
+    return next((form for form in forms if is_single_file(out, form)), None)
 
 
 def single_file_of(out: str, form: str) -> str | None:
@@ -356,25 +367,6 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
         skipped = counted(len(chosen.objects), "object")
         notes.append(f"Left out {skipped}, since only tensors are written: {shown}.")
     return notes
-
-
-def _plan_safetensors(
-    targets: Sequence[Target],
-    options: ExportOptions,
-    *,
-    facts: Mapping[str, str],
-    single_file: str | None,
-) -> list[FilePlan]:
-    from ckpt_tools.formats.safetensors import write as safetensors_write
-
-    largest = sum(t.entry.numel * t.dtype.itemsize for t in targets) + 1
-    plans = safetensors_write.plan_files(
-        targets,
-        max_shard_size=largest if single_file else options.max_shard_size,
-        metadata=facts,
-        basename=options.basename,
-    )
-    return [p._replace(path=single_file) for p in plans] if single_file else plans
 
 
 def _provenance(index: CheckpointIndex, *, check: bool) -> dict[str, str]:

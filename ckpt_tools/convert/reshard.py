@@ -11,17 +11,24 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from importlib.metadata import version
 from itertools import chain
-from typing import Literal
 
+from ckpt_tools import formats
 from ckpt_tools.analysis import infer_mesh as inference
-from ckpt_tools.convert.export import WriteOptions, rename
+from ckpt_tools.convert.export import WriteOptions, made_of, rename
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying import lock as claim
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
+from ckpt_tools.core.index import (
+    NO_TREE,
+    CheckpointIndex,
+    Entry,
+    LocatedIndex,
+    ObjectEntry,
+    Section,
+    TensorEntry,
+)
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,
@@ -51,9 +58,6 @@ from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.optimizer import Digest, ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
 
-# The codec of objects that DCP keeps as they are; see `formats.dcp_items`.
-TORCH_SAVE = "torch.save"
-
 CarryOut = Callable[[Sequence[FilePlan], str], None]
 
 
@@ -73,7 +77,7 @@ class ReshardOptions:
     placements: tuple[Placement, ...] | None = None
     rules: tuple[PlaceRule, ...] = ()
     like: CheckpointIndex | None = None
-    format: Literal["dcp", "ranks"] = "dcp"
+    format: str = "dcp"
     device_type: str = "cuda"
     dtype: DType | None = None
     dtypes: tuple[tuple[str, DType | None], ...] = ()
@@ -108,8 +112,7 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     layouts that the tensors or torch's own loader cannot have.
     """
-    from ckpt_tools import formats  # the readers: not needed to name the options
-
+    form = formats.named(options.format)
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
@@ -117,13 +120,13 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
-        foreign = any(e.codec != TORCH_SAVE for e in located.objects)
-        if options.format == "ranks" or options.layout is not None or foreign:
+        foreign = any(e.codec != form.object_codec for e in located.objects)
+        if options.layout is not None or foreign:
             located = formats.open_objects(located, files)
-        if options.format == "ranks":
+        if form.nested:
             located = param_names.loadable(located)
         else:
-            located = formats.as_archives(located, files)
+            located = formats.copyable_objects(located, files)
     located, left_out = _without_unopened(located, options)
     sharded = _sharded(index)
     stepped: list[str] = []
@@ -164,8 +167,6 @@ def _with_names(
     index: CheckpointIndex, given: ParamNames, options: ReshardOptions
 ) -> CheckpointIndex:
     """The index with its numbered optimizer's state by name, before anything is chosen by name."""
-    from ckpt_tools import formats
-
     groups = [entry for entry in index.objects if "param_groups" in entry.path]
     with Files() as files:
         opened = formats.open_objects(replace(index, objects=tuple(groups)), files).objects
@@ -177,8 +178,8 @@ def _with_names(
 
 
 def _plan_layout(
-    targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> tuple[Sequence[FilePlan], tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
+    targets: tuple[Target, ...], located: LocatedIndex, options: ReshardOptions
+) -> tuple[Sequence[FilePlan], tuple[Target, ...], LocatedIndex, tuple[str, ...]]:
     """The files of the output as its framework wants them, what the targets are called in them,
     what goes into the last folder, and what is to be told of it.
     """
@@ -198,7 +199,7 @@ def _plan_layout(
         )
         arranged = framework_layouts.arrange(located, options.layout, wanted)
 
-    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> Sequence[FilePlan]:
+    def plan_folder(part: Sequence[Target], moved: LocatedIndex) -> Sequence[FilePlan]:
         folders.append(moved)
         return _plan_files(part, moved, options)
 
@@ -229,14 +230,11 @@ def _digest_of(entry: Entry, files: Files) -> str:
 
 
 def _stepped(
-    index: CheckpointIndex, located: CheckpointIndex, options: ReshardOptions
+    index: CheckpointIndex, located: LocatedIndex, options: ReshardOptions
 ) -> tuple[Outcome, list[str]]:
     """What the steps make of the tensors, in the order of their new names, and what to tell."""
     renamed, notes = rename(index, located.tensors, keep_names=False)
-    made = tuple(
-        Made(replace(e, fqn=renamed[e.fqn], path=(renamed[e.fqn],)), (e.fqn,))
-        for e in located.tensors
-    )
+    made = made_of(located, renamed)
     with Files() as files:
         outcome = steps.carry_out(options.steps, made, files)
     ordered = tuple(sorted(outcome.made, key=lambda one: one.entry.fqn))
@@ -265,7 +263,14 @@ def reshard(
     plan = plan_reshard(index, options)
     origin = claim.Origin.of(index, plan.files, claim.in_words(options))
     with atomic_output.appearing(
-        atomic_output.Order(out, plan.files, origin, source=index.files, resume=write.resume)
+        atomic_output.Order(
+            out,
+            plan.files,
+            origin,
+            source=index.files,
+            resume=write.resume,
+            replaceable=formats.checkpoint_files(),
+        )
     ) as started:
         carry_out(() if started.is_written else plan.files, started.place.folder)
         proven = _check(plan, started.place.folder, index, write) if write.check else ()
@@ -418,18 +423,18 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
 
 
 def _without_unopened(
-    index: CheckpointIndex, options: ReshardOptions
-) -> tuple[CheckpointIndex, list[str]]:
+    index: LocatedIndex, options: ReshardOptions
+) -> tuple[LocatedIndex, list[str]]:
     """The index without objects that the target cannot take, and a note that names them.
 
     DCP takes an item of another DCP directory byte for byte. Everything else is written from its
     value, and what is not plain (random states of NumPy, say) has none that was read.
     """
-    as_bytes = options.format == "dcp"
+    copied = formats.named(options.format).object_codec
     lost = [
         entry
         for entry in index.objects
-        if not entry.opened and not (as_bytes and entry.codec == TORCH_SAVE)
+        if not entry.opened and (entry.codec is None or entry.codec != copied)
     ]
     if not lost:
         return index, []
@@ -440,25 +445,9 @@ def _without_unopened(
 
 
 def _plan_files(
-    targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
+    targets: Sequence[Target], located: LocatedIndex, options: ReshardOptions
 ) -> Sequence[FilePlan]:
-    if options.format == "ranks":
-        from ckpt_tools.formats.rank_files import write as ranks_write
-        from ckpt_tools.formats.torch_file.dtensor_write import parse_version
-
-        return ranks_write.plan_files(
-            targets,
-            located.objects,
-            mesh=options.mesh,
-            device_type=options.device_type,
-            style=ranks_write.RankFileStyle(torch_version=parse_version(version("torch"))),
-            tree=located.nesting,
-        )
-    from ckpt_tools.formats.dcp import write as dcp_write
-
-    return dcp_write.plan_files(
-        targets,
-        located.objects,
-        world_size=options.mesh.size,
-        tree=located.nesting,
+    told = formats.PlanOptions(
+        tree=located.nesting, mesh=options.mesh, device_type=options.device_type
     )
+    return formats.named(options.format).plan_files(targets, located.objects, options=told)

@@ -52,19 +52,8 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.storage.paths import is_address
 
-# What --force may replace in a folder that is there already: files that a loader would take for
-# part of a checkpoint, and the proof of one. All else in the folder is the user's and survives.
-CHECKPOINT_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model*.bin",
-    "pytorch_model*.bin.index.json",
-    "*.distcp",
-    ".metadata",
-    "__*.metadata",
-    "*rank_*.pt",
-    "ckpt_tools_proof.json",
-)
+# Beside what the caller says: the proof of a checkpoint goes with it.
+_PROOF = "ckpt_tools_proof.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +61,9 @@ class Order:
     """An output to make at ``out`` from ``origin``; ``single_file`` of the plans is all of it.
 
     ``source`` are the files that it is made from, which must stay as they are until its end.
-    ``resume`` goes on with what an earlier run of the same order has finished.
+    ``resume`` goes on with what an earlier run of the same order has finished. ``replaceable`` are
+    globs of what may be replaced in a folder that is there already: a loader would take it for part
+    of a checkpoint. Anything else in the folder is the user's and survives.
     """
 
     out: str
@@ -81,6 +72,7 @@ class Order:
     source: Sequence[FileEntry] = ()
     single_file: str | None = None
     resume: bool = False
+    replaceable: Sequence[str] = ()
 
     @property
     def partial(self) -> str:
@@ -402,7 +394,7 @@ def _put_folder(claim: Claim, order: Order) -> None:
     if not os.path.lexists(out):
         os.rename(claim.folder, out)
         return
-    _link_survivors(out, claim.folder, planned=_Planned.of(order.plans))
+    _link_survivors(out, claim.folder, planned=_Planned.of(order))
     mode = stat.S_IMODE(os.stat(out).st_mode)
     os.chmod(claim.folder, mode | stat.S_IRWXU)  # its own right to be renamed goes last
     claim.mark("replacing")
@@ -416,16 +408,19 @@ def _put_folder(claim: Claim, order: Order) -> None:
 
 
 class _Planned(NamedTuple):
-    """Paths of the files that are written, and of the folders that they are in."""
+    """Paths of the files that are written, and of the folders that they are in; globs of names that
+    go with the old output.
+    """
 
     files: frozenset[str]
     folders: frozenset[str]
+    replaceable: tuple[str, ...]
 
     @classmethod
-    def of(cls, plans: Sequence[FilePlan]) -> _Planned:
-        files = frozenset(file.path for file in files_of(plans))
+    def of(cls, order: Order) -> _Planned:
+        files = frozenset(file.path for file in files_of(order.plans))
         folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
-        return cls(files, frozenset(folders))
+        return cls(files, frozenset(folders), (*order.replaceable, _PROOF))
 
 
 def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") -> None:
@@ -442,7 +437,7 @@ def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") 
             if os.path.isdir(source) and not os.path.islink(source):
                 _link_survivors(source, target, planned=planned, inside=f"{path}/")
                 _keep_mode(source, target)
-        elif not any(fnmatch(name, glob) for glob in CHECKPOINT_FILES):
+        elif not any(fnmatch(name, glob) for glob in planned.replaceable):
             _remove(target)  # an earlier try has linked it
             _link(source, target)
 

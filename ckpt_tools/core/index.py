@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from operator import add, attrgetter
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, NewType, Protocol, TypeAlias, TypeVar
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
@@ -207,6 +207,7 @@ class FileEntry(NamedTuple):
     state: FileState | None = None
 
 
+_Index = TypeVar("_Index", bound="CheckpointIndex")
 # Nothing is known of the containers: paths say it.
 NO_TREE: Branch[str] = Branch("dict", (), ())
 
@@ -248,7 +249,7 @@ class CheckpointIndex:
         entries: dict[str, Entry] = {entry.fqn: entry for entry in self.entries}
         return self.nesting.map(entries.__getitem__)
 
-    def arranged(self, tree: Branch[Entry]) -> CheckpointIndex:
+    def arranged(self: _Index, tree: Branch[Entry]) -> _Index:
         """The same checkpoint with the entries of a tree, each renamed after its place in it.
 
         An entry may be there more than once. Raises UnsupportedError for two places of one name.
@@ -299,7 +300,7 @@ class CheckpointIndex:
         found = place < len(self.objects) and self.objects[place].fqn == fqn
         return self.objects[place] if found else None
 
-    def select(self, fqns: Collection[str]) -> CheckpointIndex:
+    def select(self: _Index, fqns: Collection[str]) -> _Index:
         """The same checkpoint with only these tensors and objects, and the problems they have.
 
         A problem that names nothing belongs to every choice. A name that was lost with its file may
@@ -321,6 +322,11 @@ class CheckpointIndex:
             raise first
         shown = text.first_of([problem.message for problem in self.problems])
         raise first.reworded("\n  ".join(shown)).concerning(())
+
+
+# An index whose chunks are all raw elements, but for those of tensors that its problems name. Only
+# `formats.locate` makes one: plans and proofs take no other, and what comes of one stays one.
+LocatedIndex = NewType("LocatedIndex", CheckpointIndex)
 
 
 def _fqn(entry: Entry) -> str:

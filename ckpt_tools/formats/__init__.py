@@ -1,80 +1,88 @@
 """Finding the checkpoint that a person means, and reading its index, whatever format it has.
 
-This room knows which formats there are and in which order to ask them; each format's own room knows
-all the rest.
+This room knows which formats there are and in which order to ask them; each format's own package
+knows all the rest, and is imported when it is first asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from importlib import import_module
-from typing import NamedTuple
 
-from ckpt_tools.core.index import CheckpointIndex, FileState, ObjectEntry
+from ckpt_tools.core.index import CheckpointIndex, FileState, LocatedIndex, ObjectEntry
 from ckpt_tools.core.text import first_of
-from ckpt_tools.errors import IncompleteError, UnreadableError
-from ckpt_tools.formats import foreign, frameworks
+from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError
+from ckpt_tools.formats import dcp, foreign, frameworks, rank_files, safetensors, torch_file
 from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import Format, Index, Part, PlanOptions, Writes
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
 
 __all__ = [
     "FORMATS",
     "Format",
+    "PlanOptions",
     "ReadOptions",
-    "as_archives",
+    "Writes",
+    "checkpoint_files",
+    "checksummed",
+    "copyable_objects",
     "detect",
     "locate",
+    "named",
+    "object_bytes",
     "open_object",
     "open_objects",
+    "rank_of",
     "read_index",
+    "targets",
+]
+
+# In the order in which they are asked: a DCP directory may have .pt side files beside it.
+FORMATS: list[Format] = [
+    dcp.FORMAT,
+    dcp.SAFETENSORS,
+    rank_files.FORMAT,
+    safetensors.FORMAT,
+    torch_file.FORMAT,
+    torch_file.FOLDER,
 ]
 
 
-class Format(NamedTuple):
-    """A format: its name, and the module that knows whether a path is of it, and reads it.
-
-    The module has ``matches(path) -> bool`` and ``read_index(path, *, options)``. It is imported
-    when it is first asked, so that looking at one format does not cost the start of all.
-    """
-
-    name: str
-    module: str
-
-    def matches(self, path: str) -> bool:
-        """Whether this file or directory is of the format."""
-        return bool(import_module(self.module).matches(path))
-
-    def read_index(self, path: str, options: ReadOptions) -> CheckpointIndex:
-        """The index of a checkpoint of this format."""
-        index = import_module(self.module).read_index(path, options=options)
-        if not isinstance(index, CheckpointIndex):
-            raise TypeError(f"{self.module}.read_index gave {type(index).__name__}")
-        return index
+def named(name: str) -> Format:
+    """The format of this name, the first one of it. Raises UsageError when there is none."""
+    for form in FORMATS:
+        if form.name == name:
+            return form
+    known = ", ".join(dict.fromkeys(form.name for form in FORMATS))
+    raise UsageError(f"There is no format {name!r}.", hint=f"Formats are {known}.")
 
 
-# In the order in which they are asked: a DCP directory may have .pt side files beside it.
-FORMATS = (
-    Format("dcp", "ckpt_tools.formats.dcp.read"),
-    Format("ranks", "ckpt_tools.formats.rank_files.read"),
-    Format("safetensors", "ckpt_tools.formats.safetensors.read"),
-    Format("torch", "ckpt_tools.formats.torch_file.read"),
-    Format("torch", "ckpt_tools.formats.torch_file.folder"),
-)
+def targets(writes: Writes) -> list[Format]:
+    """The formats that take whole tensors, or shards; the first one is the default."""
+    return [form for form in FORMATS if form.writes == writes]
 
 
-def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+def checkpoint_files() -> tuple[str, ...]:
+    """Globs of the names that files of checkpoints have: what --force may replace in a folder."""
+    return tuple(glob for form in FORMATS for glob in form.files)
+
+
+def rank_of(path: str) -> int | None:
+    """The rank that wrote a file, as its name says in any format."""
+    found = (form.rank_of(path) for form in FORMATS)
+    return next((rank for rank in found if rank is not None), None)
+
+
+def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
     """The same index with every chunk as raw elements, each item checked against the index.
 
     What cannot be used becomes a problem of the index, named with the tensor.
     """
-    from ckpt_tools.formats.dcp import items as dcp_items
-
-    return dcp_items.locate(index, files)
+    return LocatedIndex(named(index.format).locate(index, files))
 
 
-def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+def open_objects(index: Index, files: Files) -> Index:
     """The same index with the values of its plain objects, and with the tensors of tuples that a
     format keeps as objects.
 
@@ -82,9 +90,7 @@ def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     """
     if all(entry.opened or entry.codec is None for entry in index.objects):
         return index
-    from ckpt_tools.formats.dcp import items as dcp_items
-
-    return dcp_items.open_objects(index, files)
+    return named(index.format).open_objects(index, files)
 
 
 def open_object(index: CheckpointIndex, entry: ObjectEntry, files: Files) -> ObjectEntry:
@@ -93,15 +99,26 @@ def open_object(index: CheckpointIndex, entry: ObjectEntry, files: Files) -> Obj
     return opened.object(entry.fqn) or replace(entry, type_name="tuple or list with tensors")
 
 
-def as_archives(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+def copyable_objects(index: Index, files: Files) -> Index:
     """The same index with every object that has bytes of its own, and no value that was read, as
-    an archive of torch.save.
+    bytes that a writer can copy.
     """
     if all(entry.opened or entry.codec is None for entry in index.objects):
         return index
-    from ckpt_tools.formats.dcp import items as dcp_items
+    return named(index.format).copyable_objects(index, files)
 
-    return dcp_items.as_archives(index, files)
+
+def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
+    """What makes up the value of an unopened object: equal bytes are equal values."""
+    if entry.codec is None:
+        return None
+    found = (form.object_bytes(entry, files) for form in FORMATS)
+    return next((one for one in found if one is not None), None)
+
+
+def checksummed(index: CheckpointIndex, files: Files, *, threads: int) -> Iterable[Part]:
+    """Everything that is to be read to know that a checkpoint is whole, with its checksums."""
+    return named(index.format).checksummed(index, files, threads=threads)
 
 
 def detect(path: str) -> Format | None:
@@ -132,7 +149,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
             f"{path} is no checkpoint of a known format.", hint=frameworks.SUPPORTED
         )
     before = _states(place)  # a file that changes while headers are read has changed, too
-    index = _with_states(form.read_index(place, options), before)
+    index = _with_states(form.read_index(place, options=options), before)
     framework, told_by = frameworks.framework(index)
     notes = list(index.notes)
     if paths.normal(place) != paths.normal(path):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckpt_tools import formats
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers
@@ -122,8 +122,8 @@ def _nbytes(pair: _Pair) -> int:
 
 
 def _pairs(
-    source: CheckpointIndex,
-    result: CheckpointIndex,
+    source: LocatedIndex,
+    result: LocatedIndex,
     renamed: Mapping[str, str],
     dtypes: Mapping[str, DType],
 ) -> list[_Pair]:

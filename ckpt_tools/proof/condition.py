@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.core.index import ByteRange, Chunk, LocatedIndex, TensorEntry
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.holes import holes
 from ckpt_tools.proof.spans import Spans
@@ -51,7 +51,7 @@ def _owners(entry: TensorEntry, lost: Sequence[Box]) -> Iterator[int]:
 class Condition:
     """Answers what is good; ``damaged`` are ranges beyond missing and short files."""
 
-    def __init__(self, index: CheckpointIndex, damaged: Sequence[ByteRange]) -> None:
+    def __init__(self, index: LocatedIndex, damaged: Sequence[ByteRange]) -> None:
         self._index = index
         self._lengths = {file.path: file.length for file in index.files}
         self._damaged = Spans(damaged)

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
+from ckpt_tools import formats
 from ckpt_tools.core import names
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry, PlainValue
 from ckpt_tools.core.state_tree import Branch, Path, Tree
-from ckpt_tools.formats.dcp.flattening import as_read, is_one_item
+from ckpt_tools.formats.dcp.flattening import is_one_item
 from ckpt_tools.formats.pickle.nest import nested
 
-_PICKLED = frozenset({"torch", "ranks"})
 _KEYS_SHOWN = 3
 
 
@@ -46,9 +46,9 @@ def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersComp
     if not (_tells(a) and _tells(b)):
         return None
     here, there = a.nesting, b.nesting
-    if not {a.format, b.format} <= _PICKLED:
-        here = as_read(here, is_tensor=lambda fqn: a.tensor(fqn) is not None)
-        there = as_read(there, is_tensor=lambda fqn: b.tensor(fqn) is not None)
+    for form in {formats.named(index.format) for index in (a, b)}:
+        here = form.containers(here, is_tensor=lambda fqn: a.tensor(fqn) is not None) or here
+        there = form.containers(there, is_tensor=lambda fqn: b.tensor(fqn) is not None) or there
     comparison = _Comparison(frozenset(here.leaves()), frozenset(there.leaves()))
     differing = tuple(comparison.of(here, there))
     return ContainersCompared(comparison.count, differing)
@@ -79,7 +79,7 @@ def as_read_back(index: CheckpointIndex, form: str) -> CheckpointIndex:
             [settled(inner, (*path, part), is_pickled=pickled) for part, inner in item.pairs()]
         )
 
-    tree = settled(index.nesting, (), is_pickled=form in _PICKLED)
+    tree = settled(index.nesting, (), is_pickled=formats.named(form).nested)
     ordered = tuple(sorted(objects.values(), key=lambda entry: entry.fqn))
     return replace(index, objects=ordered, tree=tree if isinstance(tree, Branch) else NO_TREE)
 
@@ -95,9 +95,12 @@ def _is_walked(item: Tree[str], objects: Mapping[str, ObjectEntry], *, tensors_o
 
 
 def _tells(index: CheckpointIndex) -> bool:
-    if index.format in _PICKLED:
+    """Whether the format keeps all containers, or this checkpoint has one that it keeps."""
+    form = formats.named(index.format)
+    if form.nested:
         return True
-    return index.format == "dcp" and any(isinstance(i, Branch) for i in index.nesting.items)
+    keeps = form.containers(NO_TREE, is_tensor=bool) is not None
+    return keeps and any(isinstance(item, Branch) for item in index.nesting.items)
 
 
 class _Comparison:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.proof.containers import compare_containers
 from ckpt_tools.proof.objects import compare_objects
 from ckpt_tools.proof.pairs import Naming, Pairs, pair
@@ -146,7 +146,7 @@ def _entry(index: CheckpointIndex, fqn: str) -> TensorEntry | ObjectEntry:
     return found
 
 
-def _opened(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+def _opened(index: CheckpointIndex, files: Files) -> LocatedIndex:
     located = formats.locate(index, files)
     located.require_whole()
     return formats.open_objects(located, files)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 
+from ckpt_tools import formats
 from ckpt_tools.core.index import ObjectEntry, PlainValue
-from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.dcp import items as dcp_items
-from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
-
-_MAX_COMPARED = 256 << 20
 
 
 def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool | None, str]:
@@ -25,7 +21,7 @@ def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool 
         return same, "" if same else f"{a.value!r} and {b.value!r}"
     if a.opened != b.opened:
         return False, "one is a plain value, the other is not"
-    here, there = _records(a, files), _records(b, files)
+    here, there = formats.object_bytes(a, files), formats.object_bytes(b, files)
     if here is None or there is None:
         return None, "not opened, and without bytes of its own to compare"
     if here == there:
@@ -42,22 +38,3 @@ def _same(a: PlainValue, b: PlainValue) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (math.isnan(a) and math.isnan(b))
     return type(a) is type(b) and a == b
-
-
-def _records(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:
-    """The records of an object's archive that make up its value, or None when it has no archive."""
-    if entry.codec is None or entry.data.length > _MAX_COMPARED:
-        return None
-    item = dcp_items.unpacked(files, entry.data, entry.codec)
-
-    def read(offset: int, length: int) -> bytes:
-        return files.read(item.path, offset, length)
-
-    try:
-        archive = torch_zip.read_archive(
-            read, offset=item.offset, length=item.length, where=item.path
-        )
-        names = [name for name in archive.names if name == "data.pkl" or name.startswith("data/")]
-        return {name: archive.read(name) for name in names}
-    except CheckpointError as error:
-        raise error.concerning((entry.fqn,)) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_tools import formats
-from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, LocatedIndex, TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.proof.fingerprint import digest_of
 from ckpt_tools.storage.reader import Files
@@ -29,7 +29,7 @@ def are_equal(index: CheckpointIndex, fqns: Sequence[str], files: Files) -> bool
     return len({digest_of(entry, files) for entry in entries}) == 1
 
 
-def _entry(index: CheckpointIndex, fqn: str) -> TensorEntry:
+def _entry(index: LocatedIndex, fqn: str) -> TensorEntry:
     entry = index.tensor(fqn)
     if entry is None:
         raise UsageError(f"{index.root} has no tensor {fqn!r}.")

@@ -7,17 +7,14 @@ a file of this save from the same file of an older one. That is what fingerprint
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, check_coverage
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, check_coverage
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.dcp import checks as dcp_damage
-from ckpt_tools.formats.rank_files import file_names as rank_names
 from ckpt_tools.proof.condition import Condition, HurtTensor, Rescue
 from ckpt_tools.proof.damage import Damage, Reading, read_everything
 from ckpt_tools.proof.halves import Halves, compare_halves
@@ -111,7 +108,7 @@ class _Findings(NamedTuple):
     differing: tuple[CheckpointError, ...] = ()
 
 
-def _report(index: CheckpointIndex, located: CheckpointIndex, findings: _Findings) -> Report:
+def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) -> Report:
     damages = findings.reading.damages if findings.reading is not None else []
     bad_items = _bad_items(index, located, findings.files)
     ranges = [damage.data for damage in (*bad_items, *damages)]
@@ -143,7 +140,7 @@ def _report(index: CheckpointIndex, located: CheckpointIndex, findings: _Finding
     )
 
 
-def _bad_items(index: CheckpointIndex, located: CheckpointIndex, files: Files) -> list[Damage]:
+def _bad_items(index: CheckpointIndex, located: LocatedIndex, files: Files) -> list[Damage]:
     """Which items of the tensors that could not be located are at fault: each is tried alone."""
     known = {id(problem) for problem in index.problems}
     new = [problem for problem in located.problems if id(problem) not in known]
@@ -170,7 +167,7 @@ def _with_chunk(index: CheckpointIndex, fqn: str, box: Box) -> CheckpointIndex:
 
 def _told_once(
     index: CheckpointIndex,
-    located: CheckpointIndex,
+    located: LocatedIndex,
     bad_items: Sequence[Damage],
     damages: Sequence[Damage],
 ) -> list[CheckpointError]:
@@ -188,7 +185,7 @@ def _told_once(
     ]
 
 
-def _uncovered(located: CheckpointIndex) -> Iterable[CheckpointError]:
+def _uncovered(located: LocatedIndex) -> Iterable[CheckpointError]:
     """Holes and overlaps of tensors that nothing is known against so far."""
     known = {fqn for problem in located.problems for fqn in problem.about}
     if located.missing:
@@ -202,7 +199,7 @@ def _uncovered(located: CheckpointIndex) -> Iterable[CheckpointError]:
             yield error
 
 
-def _about(damages: Sequence[Damage], located: CheckpointIndex) -> list[CheckpointError]:
+def _about(damages: Sequence[Damage], located: LocatedIndex) -> list[CheckpointError]:
     """The damages' errors, with the names of what they hurt."""
     if not damages:
         return []
@@ -259,15 +256,10 @@ def _ranks(index: CheckpointIndex, condition: Condition) -> tuple[RankState, ...
             if chunk.rank is not None:
                 paths.setdefault(chunk.rank, set()).add(chunk.data.path)
     for file in index.files:
-        rank = _rank_by_name(file.path)
+        rank = formats.rank_of(file.path)
         if rank is not None:
             paths.setdefault(rank, set()).add(file.path)
     return tuple(
         RankState(rank, not any(map(condition.is_hurt_file, held)), tuple(sorted(held)))
         for rank, held in sorted(paths.items())
     )
-
-
-def _rank_by_name(path: str) -> int | None:
-    named = rank_names.parse(path)
-    return dcp_damage.rank_of(os.path.basename(path)) if named is None else named.rank

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import ByteRange, Entry, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
@@ -25,12 +25,12 @@ from ckpt_tools.formats.torch_file import write as torch_write
 from ckpt_tools.storage import paths
 from ckpt_tools.transforms.frameworks import Arranged
 
-PlanFolder = Callable[[Sequence[Target], CheckpointIndex], Sequence[FilePlan]]
+PlanFolder = Callable[[Sequence[Target], LocatedIndex], Sequence[FilePlan]]
 
 
 def plan_files(
     arranged: Arranged,
-    located: CheckpointIndex,
+    located: LocatedIndex,
     targets: Sequence[Target],
     plan_folder: PlanFolder,
 ) -> Sequence[FilePlan]:

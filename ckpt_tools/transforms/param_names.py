@@ -9,6 +9,7 @@ numbers, and never from a place in the model. This room knows the index, and no 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import CheckpointIndex, Entry, TensorEntry
@@ -17,6 +18,8 @@ from ckpt_tools.core.state_tree import Branch, Path, Tree
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.transforms import optimizer
 from ckpt_tools.transforms.optimizer import Optimizer, Param, ParamNames
+
+Index = TypeVar("Index", bound=CheckpointIndex)
 
 
 def parse_names(text: str, *, where: str) -> tuple[str, ...]:
@@ -77,7 +80,7 @@ def numbered(index: CheckpointIndex) -> dict[Path, Branch[Entry]]:
     return {path: tree for path, tree in found.items() if optimizer.shape_of(tree) == "numbered"}
 
 
-def loadable(index: CheckpointIndex) -> CheckpointIndex:
+def loadable(index: Index) -> Index:
     """The same index, its optimizers as they are loaded from a pickle; its groups must be opened.
 
     DCP makes texts of numbers, and has nothing for an empty dict. But no optimizer finds its

@@ -1,1 +1,103 @@
 """Directories of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
+from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import Format, Index, Part, PlanOptions, Writes
+from ckpt_tools.storage.reader import Files
+
+
+class Dcp(Format):
+    """A folder of `.metadata` and `.distcp` files, of which each item is a torch.save archive."""
+
+    name = "dcp"
+    label = "DCP directory (torch.distributed.checkpoint)"
+    files: ClassVar[tuple[str, ...]] = ("*.distcp", ".metadata", "__*.metadata")
+    writes: ClassVar[Writes | None] = "shards"
+    object_codec: ClassVar[str | None] = "torch.save"
+
+    def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
+        from ckpt_tools.formats.dcp import read
+
+        return read.matches(path)
+
+    def read_index(  # noqa: D102
+        self, path: str, *, options: ReadOptions = ReadOptions()
+    ) -> CheckpointIndex:
+        from ckpt_tools.formats.dcp import read
+
+        return read.read_index(path, options=options)
+
+    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
+        from ckpt_tools.formats.dcp import items
+
+        return items.locate(index, files)
+
+    def open_objects(self, index: Index, files: Files) -> Index:  # noqa: D102
+        from ckpt_tools.formats.dcp import items
+
+        return items.open_objects(index, files)
+
+    def copyable_objects(self, index: Index, files: Files) -> Index:  # noqa: D102
+        from ckpt_tools.formats.dcp import items
+
+        return items.copyable_objects(index, files)
+
+    def object_bytes(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:  # noqa: D102
+        from ckpt_tools.formats.dcp import items
+
+        return items.object_bytes(entry, files)
+
+    def rank_of(self, path: str) -> int | None:  # noqa: D102
+        from ckpt_tools.formats.dcp import checks
+
+        return checks.rank_of(path)
+
+    def checksummed(  # noqa: D102
+        self, index: CheckpointIndex, files: Files, *, threads: int
+    ) -> Iterable[Part]:
+        from ckpt_tools.formats.dcp import items
+
+        return items.checksummed(index, files)
+
+    def containers(  # noqa: D102
+        self, tree: Branch[str], *, is_tensor: Callable[[str], bool]
+    ) -> Branch[str] | None:
+        from ckpt_tools.formats.dcp import flattening
+
+        return flattening.as_read(tree, is_tensor=is_tensor)
+
+    def plan_files(  # noqa: D102
+        self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
+    ) -> Sequence[FilePlan]:
+        from ckpt_tools.formats.dcp import write
+
+        return write.plan_files(targets, objects, world_size=options.mesh.size, tree=options.tree)
+
+
+class DcpSafetensors(Dcp):
+    """The same with safetensors in its data files, which `Dcp` finds out when it reads one."""
+
+    name = "dcp-safetensors"
+    label = "dcp-safetensors"
+    files = ()
+    writes = None
+    object_codec = None
+
+    def matches(self, path: str) -> bool:  # noqa: D102
+        return False
+
+    def containers(  # noqa: D102 (its names are compared, never its containers)
+        self, tree: Branch[str], *, is_tensor: Callable[[str], bool]
+    ) -> None:
+        return None
+
+
+FORMAT = Dcp()
+SAFETENSORS = DcpSafetensors()

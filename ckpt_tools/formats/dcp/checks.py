@@ -25,9 +25,9 @@ from ckpt_tools.storage import paths
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
 
 
-def rank_of(file_name: str) -> int | None:
+def rank_of(path: str) -> int | None:
     """The rank that wrote a data file, by its name."""
-    match = DATA_FILE.fullmatch(file_name)
+    match = DATA_FILE.fullmatch(os.path.basename(path))
     return int(match[1]) if match else None
 
 
@@ -128,7 +128,7 @@ def _damage(index: CheckpointIndex, hurt: Mapping[str, set[str]], paths: Sequenc
     tensors = [entry for entry in index.tensors if entry.fqn in fqns]
     total = len(index.tensors)
     ranks = {chunk.rank for entry in index.tensors for chunk in entry.chunks}
-    bad_ranks = {rank_of(os.path.basename(path)) for path in hurt}
+    bad_ranks = {rank_of(path) for path in hurt}
     intact = sorted(rank for rank in ranks - bad_ranks if rank is not None)
     text = f"Hurt: {len(tensors)} of {total} tensors; {total - len(tensors)} are whole."
     if intact:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import NamedTuple
 
 from ckpt_tools.core import names
-from ckpt_tools.core.dtypes import DType, dtype_named
+from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box, row_major_strides
 from ckpt_tools.core.index import (
     ByteRange,
@@ -24,7 +24,6 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.dcp.templates import Found, Templates
 from ckpt_tools.formats.pickle import load as pickles
@@ -35,19 +34,21 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     StoredTensor,
     shown,
 )
+from ckpt_tools.formats.protocol import Checksummed, Index, Part, lengths_of, plain_parts
+from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved
 from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
+from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
-from ckpt_tools.storage.reader import Files, Unpack
+from ckpt_tools.storage.reader import Files
 
 TORCH_SAVE = "torch.save"
 ZSTD = "zstd"
+_ARCHIVES = frozenset({TORCH_SAVE, ZSTD})
 
 # A plain value is worth opening; a pickled tokenizer or dataloader is not.
 _MAX_PLAIN = 1 << 20
+_MAX_COMPARED = 256 << 20
 _CACHED_PICKLES = 4096
-# Codecs of chunks whose stored elements have other signs than the tensor.
-_SIGNS = frozenset({"negated", "conjugated"})
-_FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
 # The constructors that NamedTuple generates would take half a second of a million items.
 _make = tuple.__new__
 
@@ -58,34 +59,7 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     Items that cannot be used become problems of the index, so that one damaged item does not hide
     the others.
     """
-    lengths = {file.path: file.length or 0 for file in index.files}
-    opener = _Opener(files, lengths)
-    tensors, problems = [], list(index.problems)
-    hurt = {fqn for problem in problems for fqn in problem.about}
-    for entry in index.tensors:
-        if entry.fqn in hurt or all(chunk.codec is None for chunk in entry.chunks):
-            tensors.append(entry)
-            continue
-        try:
-            chunks = [opener.with_replicas(entry, chunk) for chunk in entry.chunks]
-            tensors.append(replace(entry, chunks=chunks))
-        except CheckpointError as error:
-            problems.append(error.concerning((entry.fqn,)))
-            tensors.append(entry)
-    problems += _flaws(index.objects)
-    return replace(index, tensors=tuple(tensors), problems=tuple(problems))
-
-
-def _flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
-    """Problems of entries that are there and cannot be used, one for all with the same flaw."""
-    alike: dict[tuple[str, str], list[ObjectEntry]] = {}
-    for entry in objects:
-        if entry.flaw is not None:
-            alike.setdefault((entry.data.path, entry.flaw.message), []).append(entry)
-    for (path, _), entries in alike.items():
-        flaw, fqns = entries[0].flaw, [entry.fqn for entry in entries]
-        if flaw is not None:
-            yield flaw.at(f"{path}: {some(fqns)}").concerning(fqns)
+    return located(index, _Opener(files, lengths_of(index)).raw)
 
 
 class _Opener:
@@ -97,24 +71,6 @@ class _Opener:
         self._seen: dict[bytes, StoredTensor] = {}
         self._templates = Templates(files, lengths)
 
-    def with_replicas(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
-        """The chunk and those of its replicas that are laid out alike, as raw elements."""
-        first = self.raw(entry, chunk)
-        if not chunk.replicas or chunk.codec is None:
-            return first
-        bare = chunk._replace(replicas=())
-        others = [
-            self.raw(entry, bare._replace(data=data)) if self._is_there(data) else None
-            for data in chunk.replicas
-        ]
-        alike = (first.strides, first.codec, first.data.length)
-        replicas = [
-            data if other is None else other.data
-            for data, other in zip(chunk.replicas, others, strict=True)
-            if other is None or (other.strides, other.codec, other.data.length) == alike
-        ]
-        return first._replace(replicas=tuple(replicas))
-
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
         found = self._known(entry, chunk)
@@ -124,8 +80,8 @@ class _Opener:
             return chunk
         if 0 in chunk.box.sizes and not self._is_there(chunk.data):
             return chunk._replace(data=chunk.data._replace(length=0), codec=None)
-        if chunk.codec in _SIGNS:
-            return _resolved(chunk, entry.dtype, self._files)
+        if chunk.codec in SIGNS:
+            return resolved(chunk, entry.dtype, self._files)
         item = unpacked(self._files, chunk.data, chunk.codec)
         return self._as_found(entry, chunk, item, self._read(entry, chunk, item))
 
@@ -144,7 +100,7 @@ class _Opener:
         data = _make(ByteRange, (path, offset + found.offset, found.length))
         sign = found.stored.sign
         raw = _make(Chunk, (chunk.box, data, found.strides, sign, chunk.replicas, chunk.rank))
-        return raw if sign is None else _resolved(raw, entry.dtype, self._files)
+        return raw if sign is None else resolved(raw, entry.dtype, self._files)
 
     def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> Found:
         """What an item is, from its own archive."""
@@ -217,40 +173,7 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def _resolved(chunk: Chunk, dtype: DType, files: Files) -> Chunk:
-    """The chunk of a lazily negated or conjugated tensor: a copy of its bytes with other signs.
-
-    `torch.Tensor.conj()` and `.imag` of one leave a mark, which torch.save keeps, and the elements
-    as they are. Raises UnsupportedError for element types of which torch makes no such view.
-    """
-    if chunk.codec == "conjugated":
-        step, first = dtype.itemsize, dtype.itemsize - 1
-    else:
-        step = dtype.itemsize // (2 if dtype.kind == "complex" else 1)
-        first = step - 1
-    if dtype.kind not in {"float", "complex"} or step < 2:
-        raise UnsupportedError(
-            f"{chunk.data.path}: a lazily {chunk.codec} tensor of {dtype.name} is not read.",
-            hint="Call .resolve_conj() and .resolve_neg() on it before saving.",
-        )
-    data = ByteRange(*files.spill(chunk.data, _flip(first, step)))
-    return chunk._replace(data=data, codec=None)
-
-
-@cache  # one copier for each pair: `Files` makes one copy of a byte range for each copier
-def _flip(first: int, step: int) -> Unpack:
-    """A copier that turns the sign bit in byte ``first`` of every ``step`` bytes."""
-
-    def flip(blocks: Iterator[bytes], write: Callable[[bytes], object], _where: str) -> None:
-        for block in blocks:
-            turned = bytearray(block)
-            turned[first::step] = turned[first::step].translate(_FLIPPED)
-            write(bytes(turned))
-
-    return flip
-
-
-def open_objects(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+def open_objects(index: Index, files: Files) -> Index:
     """The same index with the values of its plain objects, and with the tensors of tuples.
 
     An item that is a tuple with tensors (torch pickles it whole) becomes that tuple in the tree,
@@ -356,14 +279,14 @@ def _container(
         chunk = Chunk(Box.whole(leaf.stored.shape), data_range, strides, leaf.stored.sign)
         dtype = dtype_named(leaf.stored.dtype)
         if chunk.codec is not None:
-            chunk = _resolved(chunk, dtype, files)
+            chunk = resolved(chunk, dtype, files)
         shape = leaf.stored.shape
         tensors.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
     torch_zip.require_little_endian(archive)
     return _Opened(tensors, objects, state.tree)
 
 
-def as_archives(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+def copyable_objects(index: Index, files: Files) -> Index:
     """The same index with packed objects that have no value as archives of torch.save, inflated."""
     objects = [
         replace(entry, data=unpacked(files, entry.data, entry.codec), codec=TORCH_SAVE)
@@ -372,6 +295,48 @@ def as_archives(index: CheckpointIndex, files: Files) -> CheckpointIndex:
         for entry in index.objects
     ]
     return replace(index, objects=tuple(objects))
+
+
+def object_bytes(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:
+    """The records of an object's archive that make up its value; None for one that is too large."""
+    if entry.codec not in _ARCHIVES or entry.data.length > _MAX_COMPARED:
+        return None
+    item = unpacked(files, entry.data, str(entry.codec))
+    try:
+        archive = _archive(files, item, item.path)
+        names = [name for name in archive.names if name == "data.pkl" or name.startswith("data/")]
+        return {name: archive.read(name) for name in names}
+    except CheckpointError as error:
+        raise error.concerning((entry.fqn,)) from error
+
+
+def checksummed(index: CheckpointIndex, files: Files) -> Iterator[Part]:
+    """Each item by itself, then the files that hold anything else: of `.metadata`, and of plain
+    bytes, reading proves only that they can be read.
+    """
+    lengths = lengths_of(index)
+    items = [
+        (data, str(chunk.codec))
+        for entry in index.tensors
+        for chunk in entry.chunks
+        if chunk.codec in _ARCHIVES
+        for data in (chunk.data, *chunk.replicas)
+    ]
+    items += [(one.data, str(one.codec)) for one in index.objects if one.codec in _ARCHIVES]
+    only_items: set[str] = set()
+    for data, codec in items:
+        if data.offset + data.length <= lengths.get(data.path, 0):
+            only_items.add(data.path)
+            yield Part(data, data.length, partial(_records, files, data, codec))
+    only_items -= {c.data.path for e in index.tensors for c in e.chunks if c.codec is None}
+    for path, length in lengths.items():
+        if path not in only_items:
+            yield from plain_parts(path, length)
+
+
+def _records(files: Files, data: ByteRange, codec: str) -> Iterator[Checksummed]:
+    item = unpacked(files, data, codec)
+    return checksums.records(files, item, stored=None if codec == TORCH_SAVE else data)
 
 
 def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDTensor]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError, UnreadableError
+from ckpt_tools.formats.dcp import SAFETENSORS
 from ckpt_tools.formats.dcp.items import TORCH_SAVE
 from ckpt_tools.formats.safetensors.header import Stored, read_header
 from ckpt_tools.formats.zip import read as torch_zip
@@ -62,9 +63,7 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
         except CheckpointError as error:
             problems.append(error)
             tensors.append(entry)
-    return replace(
-        index, format="dcp-safetensors", tensors=tuple(tensors), problems=tuple(problems)
-    )
+    return replace(index, format=SAFETENSORS.name, tensors=tuple(tensors), problems=tuple(problems))
 
 
 def _lengths_are_bare(index: CheckpointIndex) -> bool:

@@ -1,1 +1,71 @@
 """Per-rank files of DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
+from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import Format, Part, PlanOptions
+from ckpt_tools.storage.reader import Files
+
+
+class RankFiles(Format):
+    """A folder with one torch.save file of DTensors for each rank."""
+
+    name = "ranks"
+    label = "per-rank torch.save files of DTensors"
+    files = ("*rank_*.pt",)
+    writes = "shards"
+    nested = True
+
+    def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
+        from ckpt_tools.formats.rank_files import read
+
+        return read.matches(path)
+
+    def read_index(  # noqa: D102
+        self, path: str, *, options: ReadOptions = ReadOptions()
+    ) -> CheckpointIndex:
+        from ckpt_tools.formats.rank_files import read
+
+        return read.read_index(path, options=options)
+
+    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
+        from ckpt_tools.formats.torch_file import locate
+
+        return locate.locate(index, files)
+
+    def rank_of(self, path: str) -> int | None:  # noqa: D102
+        from ckpt_tools.formats.rank_files import file_names
+
+        named = file_names.parse(path)
+        return None if named is None else named.rank
+
+    def checksummed(  # noqa: D102
+        self, index: CheckpointIndex, files: Files, *, threads: int
+    ) -> Iterable[Part]:
+        from ckpt_tools.formats.zip import checksums
+
+        return checksums.parts_of_files(index, files, threads=threads)
+
+    def plan_files(  # noqa: D102
+        self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
+    ) -> Sequence[FilePlan]:
+        from importlib.metadata import version
+
+        from ckpt_tools.formats.rank_files import write
+        from ckpt_tools.formats.torch_file.dtensor_write import parse_version
+
+        return write.plan_files(
+            targets,
+            objects,
+            mesh=options.mesh,
+            device_type=options.device_type,
+            style=write.RankFileStyle(torch_version=parse_version(version("torch"))),
+            tree=options.tree,
+        )
+
+
+FORMAT = RankFiles()

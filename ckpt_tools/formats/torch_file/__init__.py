@@ -1,1 +1,78 @@
-"""One torch.save file."""
+"""One torch.save file, and a folder of numbered ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
+from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.protocol import Format, Part, PlanOptions, Writes
+from ckpt_tools.storage.reader import Files
+
+
+class TorchFile(Format):
+    """A state dict of whole tensors in one file."""
+
+    name = "torch"
+    label = "one torch.save state dict"
+    suffixes = (".pt", ".pth", ".bin", ".ckpt")
+    files: ClassVar[tuple[str, ...]] = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+    writes: ClassVar[Writes | None] = "whole"
+    nested = True
+
+    def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
+        from ckpt_tools.formats.torch_file import read
+
+        return read.matches(path)
+
+    def read_index(  # noqa: D102
+        self, path: str, *, options: ReadOptions = ReadOptions()
+    ) -> CheckpointIndex:
+        from ckpt_tools.formats.torch_file import read
+
+        return read.read_index(path, options=options)
+
+    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
+        from ckpt_tools.formats.torch_file import locate
+
+        return locate.locate(index, files)
+
+    def checksummed(  # noqa: D102
+        self, index: CheckpointIndex, files: Files, *, threads: int
+    ) -> Iterable[Part]:
+        from ckpt_tools.formats.zip import checksums
+
+        return checksums.parts_of_files(index, files, threads=threads)
+
+    def plan_files(  # noqa: D102
+        self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
+    ) -> Sequence[FilePlan]:
+        from ckpt_tools.formats.torch_file import write
+
+        name = options.single_file or "model.pt"
+        return write.plan_files(targets, objects, filename=name, tree=options.tree)
+
+
+class TorchFolder(TorchFile):
+    """The same in numbered .bin files with an index JSON."""
+
+    files = ()
+    writes = None
+
+    def matches(self, path: str) -> bool:  # noqa: D102
+        from ckpt_tools.formats.torch_file import folder
+
+        return folder.matches(path)
+
+    def read_index(  # noqa: D102
+        self, path: str, *, options: ReadOptions = ReadOptions()
+    ) -> CheckpointIndex:
+        from ckpt_tools.formats.torch_file import folder
+
+        return folder.read_index(path, options=options)
+
+
+FORMAT = TorchFile()
+FOLDER = TorchFolder()

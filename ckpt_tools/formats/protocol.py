@@ -1,0 +1,167 @@
+"""What a format is to all other rooms: one object, which its package gives, with what it can do.
+
+Only `matches` and `read_index` must be written. All else has a default here: chunks are raw bytes
+already, objects have no bytes of their own, nothing has a checksum, and nothing is written.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Literal, NamedTuple, TypeVar
+
+from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.storage.reader import Files
+
+Index = TypeVar("Index", bound=CheckpointIndex)
+Writes = Literal["whole", "shards"]
+
+_PART_BYTES = 64 << 20
+_ALONE = Mesh((1,))
+
+
+class Checksummed(NamedTuple):
+    """Bytes to read, and the CRC-32 that the checkpoint keeps of them, None where it keeps none.
+
+    ``name`` is what the format calls them. ``kept`` are the bytes, when they were read already.
+    ``stored`` is where the checkpoint has them, when ``data`` is a copy in a temporary file.
+    """
+
+    data: ByteRange
+    crc: int | None = None
+    name: str = ""
+    kept: bytes | None = None
+    stored: ByteRange | None = None
+
+
+class Part(NamedTuple):
+    """A part of a checkpoint that one thread checks, of about ``nbytes``.
+
+    ``open`` finds the bytes and their CRCs, and may read for it; if it raises, ``data`` is hurt.
+    """
+
+    data: ByteRange
+    nbytes: int
+    open: Callable[[], Iterable[Checksummed]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What a writer is told beside tensors and objects; each takes what it has a use for.
+
+    ``tree`` has the containers of the names. ``single_file`` names the one file that is all of the
+    output; else ``basename`` begins the names of files of at most ``max_shard_size`` bytes of
+    tensors. ``metadata`` says where the tensors come from. ``mesh`` is that of the job for which
+    shards are written, ``device_type`` what it is made of.
+    """
+
+    tree: Branch[str] = NO_TREE
+    single_file: str | None = None
+    basename: str = "model"
+    max_shard_size: int = 5_000_000_000
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    mesh: Mesh = _ALONE
+    device_type: str = "cuda"
+
+
+class Format(ABC):
+    """A format of checkpoints. Its package gives one, and imports the rest when it is asked.
+
+    ``name`` is what commands and `CheckpointIndex.format` call it, ``label`` what people read.
+    ``files`` are globs of the names that its files have: what --force may replace in a folder.
+    ``writes`` says what it is a target of: of `export` ("whole" tensors), of `reshard` ("shards"),
+    or None; an output with one of ``suffixes`` is one file. ``nested`` says that it keeps a state
+    dict's containers and objects as they are; ``object_codec`` is that of objects whose bytes its
+    writer copies unopened.
+    """
+
+    name: ClassVar[str]
+    label: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    files: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[Writes | None] = None
+    nested: ClassVar[bool] = False
+    object_codec: ClassVar[str | None] = None
+
+    @abstractmethod
+    def matches(self, path: str) -> bool:
+        """Whether this file or directory is of the format; never raises."""
+
+    @abstractmethod
+    def read_index(self, path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
+        """The index of a checkpoint, from headers alone. Raises CheckpointError."""
+
+    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:
+        """The same index with every chunk as raw little-endian elements.
+
+        What cannot be used becomes a problem of the index, named with the tensor.
+        """
+        return index
+
+    def open_objects(self, index: Index, files: Files) -> Index:
+        """The same index with the values of its plain objects. Raises UnsafePickleError."""
+        return index
+
+    def copyable_objects(self, index: Index, files: Files) -> Index:
+        """The same index with unopened objects as bytes that a writer can copy."""
+        return index
+
+    def object_bytes(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
+        """What makes up the value of an object that is not opened; None when nothing is known.
+
+        Equal bytes are equal values. Any object may come, also one of another format.
+        """
+        return None
+
+    def rank_of(self, path: str) -> int | None:
+        """The rank that wrote a file, as its name says."""
+        return None
+
+    def checksummed(self, index: CheckpointIndex, files: Files, *, threads: int) -> Iterable[Part]:
+        """Everything that is to be read to know that a checkpoint is whole, for so many threads.
+
+        ``index`` is as its reader gave it. Files that are not there are left out.
+        """
+        for path, length in lengths_of(index).items():
+            yield from plain_parts(path, length)
+
+    def containers(
+        self,
+        tree: Branch[str],
+        *,
+        is_tensor: Callable[[str], bool],
+    ) -> Branch[str] | None:
+        """The containers of a state dict as they are read back; None when none are kept."""
+        return tree if self.nested else None
+
+    def plan_files(
+        self,
+        targets: Sequence[Target],
+        objects: Sequence[ObjectEntry],
+        *,
+        options: PlanOptions,
+    ) -> Sequence[FilePlan]:
+        """The files that hold these tensors and objects, with paths relative to the output.
+
+        Pure: it opens nothing. Raises UnsupportedError and UsageError for what it cannot hold.
+        """
+        raise UnsupportedError(f"{self.label}: this format is read, and never written.")
+
+
+def lengths_of(index: CheckpointIndex) -> dict[str, int]:
+    """The length in bytes of each file of a checkpoint that is there."""
+    return {file.path: file.length for file in index.files if file.length is not None}
+
+
+def plain_parts(path: str, length: int) -> Iterator[Part]:
+    """A file without checksums, in parts of 64 MiB."""
+    for start in range(0, length, _PART_BYTES):
+        data = ByteRange(path, start, min(_PART_BYTES, length - start))
+        yield Part(data, data.length, partial(iter, (Checksummed(data),)))

@@ -1,0 +1,123 @@
+"""Chunks as raw elements: what formats of torch have in common when they locate theirs.
+
+A lazily negated or conjugated tensor (`torch.Tensor.conj()`, `.imag` of one) is saved with a mark
+and with its elements as they are; its chunk then points at a copy of the bytes with other signs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import CheckpointError, UnsupportedError
+from ckpt_tools.formats.protocol import lengths_of
+from ckpt_tools.storage.reader import Files, Unpack
+
+# Codecs of chunks whose stored elements have other signs than the tensor.
+SIGNS = frozenset({"negated", "conjugated"})
+_FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
+
+Raw = Callable[[TensorEntry, Chunk], Chunk]
+
+
+def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The index of a format whose chunks are raw elements, or such with other signs."""
+
+    def raw(entry: TensorEntry, chunk: Chunk) -> Chunk:
+        return chunk if chunk.codec is None else resolved(chunk, entry.dtype, files)
+
+    return located(index, raw)
+
+
+def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
+    """The same index with each chunk as ``raw`` gives it, with those replicas that are alike.
+
+    What ``raw`` raises becomes a problem of the index, so that one chunk does not hide the others;
+    so do flaws of objects.
+    """
+    lengths = lengths_of(index)
+
+    def is_there(data: ByteRange) -> bool:
+        return data.offset + data.length <= lengths.get(data.path, 0)
+
+    tensors, problems = [], list(index.problems)
+    hurt = {fqn for problem in problems for fqn in problem.about}
+    for entry in index.tensors:
+        if entry.fqn in hurt or all(chunk.codec is None for chunk in entry.chunks):
+            tensors.append(entry)
+            continue
+        try:
+            one = partial(raw, entry)
+            chunks = [_with_replicas(chunk, one, is_there) for chunk in entry.chunks]
+            tensors.append(replace(entry, chunks=chunks))
+        except CheckpointError as error:
+            problems.append(error.concerning((entry.fqn,)))
+            tensors.append(entry)
+    problems += _flaws(index.objects)
+    return replace(index, tensors=tuple(tensors), problems=tuple(problems))
+
+
+def _flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
+    """Problems of entries that are there and cannot be used, one for all with the same flaw."""
+    alike: dict[tuple[str, str], list[ObjectEntry]] = {}
+    for entry in objects:
+        if entry.flaw is not None:
+            alike.setdefault((entry.data.path, entry.flaw.message), []).append(entry)
+    for (path, _), entries in alike.items():
+        flaw, fqns = entries[0].flaw, [entry.fqn for entry in entries]
+        if flaw is not None:
+            yield flaw.at(f"{path}: {some(fqns)}").concerning(fqns)
+
+
+def _with_replicas(
+    chunk: Chunk, raw: Callable[[Chunk], Chunk], is_there: Callable[[ByteRange], bool]
+) -> Chunk:
+    """The chunk and those of its replicas that are laid out alike, as raw elements."""
+    first = raw(chunk)
+    if not chunk.replicas or chunk.codec is None:
+        return first
+    bare = chunk._replace(replicas=())
+    others = [raw(bare._replace(data=data)) if is_there(data) else None for data in chunk.replicas]
+    alike = (first.strides, first.codec, first.data.length)
+    replicas = [
+        data if other is None else other.data
+        for data, other in zip(chunk.replicas, others, strict=True)
+        if other is None or (other.strides, other.codec, other.data.length) == alike
+    ]
+    return first._replace(replicas=tuple(replicas))
+
+
+def resolved(chunk: Chunk, dtype: DType, files: Files) -> Chunk:
+    """The chunk of a lazily negated or conjugated tensor: a copy of its bytes with other signs.
+
+    Raises UnsupportedError for element types of which torch makes no such view.
+    """
+    if chunk.codec == "conjugated":
+        step, first = dtype.itemsize, dtype.itemsize - 1
+    else:
+        step = dtype.itemsize // (2 if dtype.kind == "complex" else 1)
+        first = step - 1
+    if dtype.kind not in {"float", "complex"} or step < 2:
+        raise UnsupportedError(
+            f"{chunk.data.path}: a lazily {chunk.codec} tensor of {dtype.name} is not read.",
+            hint="Call .resolve_conj() and .resolve_neg() on it before saving.",
+        )
+    data = ByteRange(*files.spill(chunk.data, _flip(first, step)))
+    return chunk._replace(data=data, codec=None)
+
+
+@cache  # one copier for each pair: `Files` makes one copy of a byte range for each copier
+def _flip(first: int, step: int) -> Unpack:
+    """A copier that turns the sign bit in byte ``first`` of every ``step`` bytes."""
+
+    def flip(blocks: Iterator[bytes], write: Callable[[bytes], object], _where: str) -> None:
+        for block in blocks:
+            turned = bytearray(block)
+            turned[first::step] = turned[first::step].translate(_FLIPPED)
+            write(bytes(turned))
+
+    return flip

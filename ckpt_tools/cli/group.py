@@ -16,9 +16,9 @@ from types import TracebackType
 import click
 
 from ckpt_tools._version import __version__
-from ckpt_tools.errors import CkptError, from_system
+from ckpt_tools.errors import CkptError, SeveralError, from_system
 
-_QUIET, _VERBOSE = "ckpt_tools.quiet", "ckpt_tools.verbose"
+_QUIET, _VERBOSE, _TYPED = "ckpt_tools.quiet", "ckpt_tools.verbose", "ckpt_tools.typed"
 _WIDEST = 100
 # What the shell calls the end of a program whose reader went away: 128 + SIGPIPE.
 _PIPE_CLOSED = 141
@@ -60,6 +60,11 @@ class CommandGroup(click.Group):
             with formatter.section(heading):
                 formatter.write_dl(list(commands.items()))
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words of the command line, and remember them for what errors say."""
+        ctx.meta[_TYPED] = ["ckpt-tools", *args]
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; what it raises on purpose becomes one error and its exit code."""
         if os.environ.get("NO_COLOR"):
@@ -99,6 +104,8 @@ def say_error(error: CkptError) -> None:
     if verbosity(click.get_current_context()) >= 2:
         click.echo(traceback.format_exc(), err=True)
     first, *more = error.message.splitlines() or [""]
+    if isinstance(error, SeveralError):
+        error.hint = error.commands(click.get_current_context().meta[_TYPED])
     hint = error.hint.splitlines() if error.hint else []
     click.echo(f"{click.style('Error:', fg='red', bold=True)} {first}", err=True)
     for line in (*map(str.strip, more), *hint, *_causes(error)):

@@ -26,7 +26,7 @@ _SMALL = 2 << 20
 _PLAIN_BYTES = 64 << 20
 _ARCHIVES = frozenset({dcp_items.TORCH_SAVE, dcp_items.ZSTD})
 # A DCP file begins like an archive, too: like that of its first item.
-_FILES_ARE_ARCHIVES = frozenset({"ranks", "torch"})
+_FILE_OF_ITEMS = ".distcp"
 
 
 class Damage(NamedTuple):
@@ -96,7 +96,7 @@ def tasks_of(index: CheckpointIndex, files: Files, *, threads: int) -> list[Task
     others = [path for path in sizes if path not in only_items]
     for path in others:
         length = sizes[path]
-        if index.format in _FILES_ARE_ARCHIVES and _is_archive(path, length, files):
+        if not path.endswith(_FILE_OF_ITEMS) and _is_archive(path, length, files):
             task = Task(ByteRange(path, 0, length), dcp_items.TORCH_SAVE, length)
             tasks += _by_records(task, files) if len(others) < threads else [task]
         else:

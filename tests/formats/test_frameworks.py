@@ -61,12 +61,13 @@ def test_the_one_checkpoint_inside_a_parent_is_read_and_told(path: str, inside: 
 
 
 def test_several_checkpoints_inside_a_parent_are_listed_with_their_commands() -> None:
-    parent = REAL / "accelerate_fsdp1_full_llama_tied_4r" / "ckpt" / "state"
-    with pytest.raises(UnreadableError, match="2 are inside") as caught:
+    parent = REAL / "torchtitan_llama3_4r" / "ckpt"
+    with pytest.raises(UnreadableError, match="3 are inside") as caught:
         formats.read_index(str(parent))
     assert str(caught.value.hint).splitlines() == [
-        f"ckpt-tools inspect {parent}/optimizer.bin",
-        f"ckpt-tools inspect {parent}/pytorch_model_fsdp.bin",
+        f"ckpt-tools inspect {parent}/checkpoint_modelonly/step-2",
+        f"ckpt-tools inspect {parent}/checkpoint_hf/step-2",
+        f"ckpt-tools inspect {parent}/checkpoint_full/step-2",
     ]
 
 

@@ -12,7 +12,6 @@ own: it has that of the model.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,10 +31,7 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.state_tree import dict_of, merge, of_paths
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.dcp.items import TORCH_SAVE
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.torch_file import read as torch_file
-from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage import paths
 
 _MODEL = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
@@ -180,6 +176,8 @@ class _Joining:
 
     def flat(self, path: str, container: str | None) -> None:
         """Take in the entries of a file of other state, or all of it closed."""
+        from ckpt_tools.formats.torch_file import read as torch_file  # late: few folders have parts
+
         try:
             index = torch_file.read_file(path, options=self.options)
         except CheckpointError:
@@ -199,7 +197,7 @@ class _Joining:
             return
         file = FileEntry(path, length)
         tree = of_paths((entry.path, entry.fqn) for entry in entries)
-        bare = CheckpointIndex(path, torch_file.FORMAT, (), files=(file,), tree=tree)
+        bare = CheckpointIndex(path, "torch", (), files=(file,), tree=tree)
         self.others.append(_of(bare, entries))
 
     def index(self) -> CheckpointIndex:
@@ -259,6 +257,9 @@ def _of(index: CheckpointIndex, entries: Sequence[Entry]) -> CheckpointIndex:
 
 def _objects(path: str, place: Path, length: int) -> Iterator[ObjectEntry]:
     """The objects that a file of other state becomes."""
+    from ckpt_tools.formats.dcp.items import TORCH_SAVE  # late: few folders have parts
+    from ckpt_tools.formats.zip import read as torch_zip
+
     data = ByteRange(path, 0, length)
     if path.endswith(".json"):
         for key, value in _json(path, length).items():
@@ -275,6 +276,8 @@ def _objects(path: str, place: Path, length: int) -> Iterator[ObjectEntry]:
 
 def _json(path: str, length: int) -> dict[str, PlainValue]:
     """The values of a JSON object; nothing of what is none."""
+    import json  # late: few folders have parts
+
     if length > _MAX_JSON:
         return {}
     try:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex, FileState, ObjectEntry
 from ckpt_tools.errors import IncompleteError, SeveralError, UnreadableError
-from ckpt_tools.formats import frameworks, parts, runs
+from ckpt_tools.formats import frameworks, parts, runs, tensor_parallel
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.runs import Saved
 from ckpt_tools.storage import paths
@@ -128,6 +128,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     refuse_special([path])
     place = frameworks.member(path)
     frameworks.refuse_foreign(place)
+    tensor_parallel.refuse(place)
     if not is_checkpoint(place):
         place = _only_one_inside(place)
     index, told_by = _read_place(place, options)

@@ -111,6 +111,18 @@ def test_the_folders_of_other_tools_are_named(names: list[str], tool: str, tmp_p
         formats.read_index(str(tmp_path))
 
 
+@pytest.mark.parametrize("chosen", ["", "consolidated.00.pth", "consolidated.01.pth"])
+def test_a_tensor_parallel_part_is_never_taken_for_the_whole(chosen: str, tmp_path: Path) -> None:
+    import torch
+
+    for part in range(2):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"consolidated.0{part}.pth")
+    with pytest.raises(UnsupportedError, match="2 tensor-parallel parts"):
+        formats.read_index(str(tmp_path / chosen))
+    (tmp_path / "consolidated.01.pth").unlink()
+    assert not formats.read_index(str(tmp_path)).problems
+
+
 def test_a_megatron_directory_is_named_though_it_looks_like_dcp(tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     shutil.copy(DCP / ".metadata", tmp_path)

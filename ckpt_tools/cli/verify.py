@@ -22,6 +22,7 @@ from ckpt_tools.proof import (
     verify_quick,
     with_objects,
 )
+from ckpt_tools.proof.expected_ranks import expecting_ranks
 from ckpt_tools.proof.fingerprint_file import is_fingerprint, load
 from ckpt_tools.storage.reader import Files
 
@@ -58,6 +59,12 @@ _PARAMS = [
         metavar="FILE|CKPT",
         help="Compare the tensors with this fingerprint or checkpoint; filters choose which.",
     ),
+    click.Option(
+        ["--expect-ranks"],
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="The job had N ranks: each of them must have left a file.",
+    ),
     proving.threads(),
     options.as_json(),
     *options.filters(),
@@ -72,6 +79,7 @@ def command(
     ckpts: tuple[str, ...],
     quick: bool,
     against: str | None,
+    expect_ranks: int | None,
     threads: int,
     json: bool,
     include: tuple[str, ...],
@@ -91,10 +99,10 @@ def command(
     if len(several) > 1 or several != list(ckpts):
         if against is not None:
             raise UsageError("--against compares one checkpoint; here are several.")
-        _each(several, read, _Reader(quick=quick, threads=threads), json=json)
+        _each(several, read, _Reader(quick=quick, threads=threads, ranks=expect_ranks), json=json)
         return
     index = read_index(ckpts[0], options=read)  # the report has its notes
-    report = _Reader(quick=quick, threads=threads).report(index)
+    report = _Reader(quick=quick, threads=threads, ranks=expect_ranks).report(index)
     compared: Comparison | None = None
     if against is not None and not (report.hurt or report.lost or report.rescued):
         # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
@@ -110,12 +118,20 @@ def command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """How checkpoints are verified: by headers alone, or by reading all of each."""
+    """How checkpoints are verified: by headers alone, or by reading all of each.
+
+    ``ranks`` is of how many ranks there must be files, None for what the checkpoint says.
+    """
 
     quick: bool
     threads: int
+    ranks: int | None
 
     def report(self, index: CheckpointIndex) -> Report:
+        report = self._read(index)
+        return report if self.ranks is None else expecting_ranks(report, index, self.ranks)
+
+    def _read(self, index: CheckpointIndex) -> Report:
         with Files() as files:
             if self.quick:
                 return verify_quick(index, files)

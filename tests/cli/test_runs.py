@@ -115,3 +115,18 @@ def test_steps_are_read_from_the_names_that_frameworks_give() -> None:
         "llama-3-8b": None,
     }
     assert {name: step_of(name) for name in told} == told
+
+
+def test_hf_assets_auto_takes_the_folder_that_verl_saved(tmp_path: Path) -> None:
+    saved = DATA / "checkpoints" / "verl_fsdp2_4r" / "ckpt" / "global_step_1"
+    result = run("export", saved, "-o", tmp_path / "out", "--hf-assets", "auto")
+    assert result.exit_code == 0, result.stderr
+    assert f"{saved}/actor/huggingface" in result.stderr
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).exists()
+
+
+def test_hf_assets_auto_without_any_is_refused(steps: Path, tmp_path: Path) -> None:
+    result = run("export", steps / "step-9", "-o", tmp_path / "out", "--hf-assets", "auto")
+    assert result.exit_code == 2
+    assert not (tmp_path / "out").exists()

@@ -109,3 +109,26 @@ def test_several_models_are_not_joined(tmp_path: Path) -> None:
     shutil.copytree(folder / "pytorch_model_fsdp_0", folder / "pytorch_model_fsdp_1")
     with pytest.raises(CkptError, match="are inside"):
         formats.read_index(str(folder))
+
+
+def test_state_of_the_old_ranks_is_left_out_for_another_number_of_ranks() -> None:
+    from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+    from ckpt_tools.core.layout import Mesh
+
+    index = formats.read_index(str(TRAINER))
+    for world, kept in ((2, False), (4, True)):
+        plan = plan_reshard(index, ReshardOptions(mesh=Mesh((world,))))
+        names = {item.fqn for file in plan.files for item in file.items}
+        assert any(name.startswith("rng_state.") for name in names) is kept
+        assert "trainer_state.global_step" in names | {entry.fqn for entry in plan.objects}
+
+
+def test_a_trainers_folder_is_arranged_as_one_again_with_its_files() -> None:
+    from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+    from ckpt_tools.core.layout import Mesh
+
+    index = formats.read_index(str(TRAINER))
+    plan = plan_reshard(index, ReshardOptions(mesh=Mesh((4,)), layout="accelerate"))
+    tops = {file.path.partition("/")[0] for file in plan.files}
+    assert tops == {path.name for path in TRAINER.iterdir()}
+    assert not any("no place for" in note for note in plan.notes)

@@ -245,7 +245,9 @@ def of_step(path: str, step: int | None) -> str:
 
     Raises AnswerNo when the step is not there, SeveralError when several checkpoints are of it.
     """
-    found = checkpoints_in(path) if paths.is_dir(path) else []
+    if not paths.is_dir(path):
+        return path  # reading it will say what it is
+    found = checkpoints_in(path)
     stepped = [one for one in found if one.step is not None]
     if not stepped and is_checkpoint(path) and step in (None, runs.step_of(paths.absolute(path))):
         return path

@@ -26,11 +26,10 @@ from ckpt_tools.core.index import (
     FileEntry,
     ObjectEntry,
     Path,
-    PlainValue,
 )
-from ckpt_tools.core.state_tree import dict_of, merge, of_paths
+from ckpt_tools.core.state_tree import Branch, dict_of, merge, of_paths
 from ckpt_tools.core.text import some
-from ckpt_tools.errors import CheckpointError
+from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
 
@@ -188,16 +187,18 @@ class _Joining:
         self.others.append(_under(container, _of(index, list(entries))))
 
     def closed(self, path: str, place: Path) -> None:
-        """Take in a file as one object, or a JSON file as one for each key."""
+        """Take in a file as one object, or the values of a JSON file."""
         try:
             length = paths.size(path)
-            entries = list(_objects(path, place, length))
+            found = _values(path, place, length) if path.endswith(".json") else None
+            entries, tree = found or _archive(path, place, length)
         except OSError as error:
-            self.problems.append(CheckpointError(f"{path} cannot be read: {error.strerror}."))
+            self.problems.append(unreadable(path, error).concerning((names.join(place),)))
             return
-        file = FileEntry(path, length)
-        tree = of_paths((entry.path, entry.fqn) for entry in entries)
-        bare = CheckpointIndex(path, "torch", (), files=(file,), tree=tree)
+        except CheckpointError as error:
+            self.problems.append(error.concerning((names.join(place),)))
+            return
+        bare = CheckpointIndex(path, "torch", (), files=(FileEntry(path, length),), tree=tree)
         self.others.append(_of(bare, entries))
 
     def index(self) -> CheckpointIndex:
@@ -255,33 +256,34 @@ def _of(index: CheckpointIndex, entries: Sequence[Entry]) -> CheckpointIndex:
     )
 
 
-def _objects(path: str, place: Path, length: int) -> Iterator[ObjectEntry]:
-    """The objects that a file of other state becomes."""
+def _archive(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Branch[str]]:
+    """A torch.save file as one object, as DCP has them; one of the old format stays closed."""
     from ckpt_tools.formats.dcp.items import TORCH_SAVE  # late: few folders have parts
     from ckpt_tools.formats.zip import read as torch_zip
 
-    data = ByteRange(path, 0, length)
-    if path.endswith(".json"):
-        for key, value in _json(path, length).items():
-            at = (*place, key)
-            yield ObjectEntry(names.join(at), at, "other", data, value=value, opened=True)
-        return
     is_archive = torch_zip.sniff(paths.head(path, 512)) == "zip"
-    yield ObjectEntry(
-        *(names.join(place), place, "other", data),
+    entry = ObjectEntry(
+        *(names.join(place), place, "other", ByteRange(path, 0, length)),
         type_name=None if is_archive else "torch.save file",
         codec=TORCH_SAVE if is_archive else None,
     )
+    return [entry], of_paths([(place, entry.fqn)])
 
 
-def _json(path: str, length: int) -> dict[str, PlainValue]:
-    """The values of a JSON object; nothing of what is none."""
+def _values(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Branch[str]]:
+    """The values in a JSON file. Raises UnreadableError for what is none."""
     import json  # late: few folders have parts
 
-    if length > _MAX_JSON:
-        return {}
+    from ckpt_tools.formats.pickle.state_dict import flatten
+
     try:
-        value: object = json.loads(paths.head(path, length))
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        value: object = json.loads(paths.head(path, min(length, _MAX_JSON)))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path} is not sound JSON: {error}.") from error
+    state = flatten(value, where=path, under=[str(part) for part in place])
+    data = ByteRange(path, 0, length)
+    entries = [
+        ObjectEntry(leaf.fqn, leaf.path, "other", data, value=leaf.value, opened=True)
+        for leaf in state.objects
+    ]
+    return entries, state.tree

@@ -27,6 +27,9 @@ _STEPS = tuple(
 )
 
 
+_SHOWN = 10  # steps of a run in an error
+
+
 class Saved(NamedTuple):
     """One checkpoint of a run, and its step if a name tells it."""
 
@@ -65,9 +68,10 @@ def chosen(run: str, saved: Sequence[Saved], step: int | None) -> str:
     wanted = step if step is not None else (steps[-1] if steps else None)
     found = [one.path for one in saved if one.step == wanted and wanted is not None]
     if not found:
-        shown = ", ".join(map(str, steps[-10:])) or "none that a name tells"
-        sought = "step" if step is None else f"step {step}"
-        raise AnswerNo(f"{run} has no checkpoint of a {sought}; its last steps are: {shown}.")
+        if not steps:
+            raise AnswerNo(f"{run} has no checkpoint whose name tells a step.")
+        shown = ", ".join(map(str, steps[-_SHOWN:]))
+        raise AnswerNo(f"{run} has no checkpoint of step {step}; its last steps are {shown}.")
     if len(found) > 1:
         raise SeveralError(
             f"{run} has {len(found)} checkpoints of step {wanted}.", path=run, found=found

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from reader_contract import DATA, truth_of, whole
 
-from ckpt_tools import formats, proof
+from ckpt_tools import api, formats, proof
 from ckpt_tools.analysis import summary
-from ckpt_tools.convert.export import ExportOptions, plan_export
+from ckpt_tools.convert.export import ExportOptions, WriteOptions, plan_export
+from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+from ckpt_tools.core.layout import Mesh
 from ckpt_tools.errors import CkptError
 from ckpt_tools.storage.reader import Files
 
@@ -112,9 +114,6 @@ def test_several_models_are_not_joined(tmp_path: Path) -> None:
 
 
 def test_state_of_the_old_ranks_is_left_out_for_another_number_of_ranks() -> None:
-    from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
-    from ckpt_tools.core.layout import Mesh
-
     index = formats.read_index(str(TRAINER))
     for world, kept in ((2, False), (4, True)):
         plan = plan_reshard(index, ReshardOptions(mesh=Mesh((world,))))
@@ -124,11 +123,26 @@ def test_state_of_the_old_ranks_is_left_out_for_another_number_of_ranks() -> Non
 
 
 def test_a_trainers_folder_is_arranged_as_one_again_with_its_files() -> None:
-    from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
-    from ckpt_tools.core.layout import Mesh
-
     index = formats.read_index(str(TRAINER))
     plan = plan_reshard(index, ReshardOptions(mesh=Mesh((4,)), layout="accelerate"))
     tops = {file.path.partition("/")[0] for file in plan.files}
     assert tops == {path.name for path in TRAINER.iterdir()}
     assert not any("no place for" in note for note in plan.notes)
+
+
+def test_a_damaged_trainer_state_is_no_empty_one(tmp_path: Path) -> None:
+    folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    (folder / "trainer_state.json").write_text('{"global_step": 2')
+    problems = formats.read_index(str(folder)).problems
+    assert any("trainer_state.json is not sound JSON" in problem.message for problem in problems)
+
+
+@pytest.mark.parametrize("form", ["dcp", "ranks"])
+def test_what_is_written_of_a_folder_is_proven_and_the_rest_is_named(
+    form: str, tmp_path: Path
+) -> None:
+    index = formats.read_index(str(TRAINER))
+    options = ReshardOptions(mesh=Mesh((4,)), format=form)
+    write = WriteOptions(check=True)
+    plan = api.reshard(index, str(tmp_path / "out"), options=options, write=write)
+    assert any("rng_state.rank_0.numpy" in note for note in plan.notes)

@@ -6,7 +6,8 @@
     ├── AnswerNo                 1   the question was understood and the answer is no
     ├── CheckpointError          3   the checkpoint itself is the trouble
     │   ├── UnreadableError      3   bytes that are not what the format says
-    │   │   └── UnsafePickleError    a pickle that asks for a global we do not know
+    │   │   ├── UnsafePickleError    a pickle that asks for a global we do not know
+    │   │   └── SeveralError         a folder with more than one checkpoint
     │   ├── IncompleteError      3   something that the checkpoint needs is not there
     │   └── UnsupportedError     3   understood, and refused: reading it would give wrong tensors
     └── WriteError               4   the output could not be written; what was there is untouched
@@ -20,11 +21,16 @@ try next. This room knows nothing of formats.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+import os
+import shlex
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_MOST_COMMANDS = 20
 
 
 class CkptError(Exception):
@@ -84,6 +90,26 @@ class UnreadableError(CheckpointError):
 
 class UnsafePickleError(UnreadableError):
     """A pickle asks for a global that is not on the allow list; it was not resolved and not run."""
+
+
+class SeveralError(UnreadableError):
+    """A path means more than one checkpoint: ``path`` as it was given, and all that it may mean."""
+
+    def __init__(self, message: str, *, path: str, found: Sequence[str]) -> None:
+        super().__init__(message)
+        self.path = path
+        self.found = tuple(found)
+        self.hint = self.commands(["ckpt-tools", "inspect", path])
+
+    def commands(self, words: Sequence[str]) -> str:
+        """A command that names the path, once for each checkpoint, a line each."""
+        given = os.path.normpath(self.path)
+        lines = [
+            shlex.join(one if os.path.normpath(word) == given else word for word in words)
+            for one in self.found[:_MOST_COMMANDS]
+        ]
+        more = len(self.found) - len(lines)
+        return "\n".join(lines + ([f"and {more} more"] if more else []))
 
 
 class IncompleteError(CheckpointError):

@@ -57,8 +57,8 @@ _WORDS = {
 }
 
 _PARAMS = [
-    click.Argument(["first"], metavar="A", type=click.Path()),
-    click.Argument(["second"], metavar="B", type=click.Path()),
+    click.Argument(["first"], metavar="A", type=click.Path(), callback=options.of_step),
+    click.Argument(["second"], metavar="B", type=click.Path(), callback=options.of_step),
     click.Option(["--header-only"], is_flag=True, help="Names, types and shapes; no values."),
     click.Option(["--rtol"], type=click.FloatRange(min=0), default=0.0, help="As part of |b|."),
     click.Option(["--atol"], type=click.FloatRange(min=0), default=0.0, help="As it is."),

@@ -17,9 +17,9 @@ import click
 
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import guesses
-from ckpt_tools.errors import CkptError, from_system
+from ckpt_tools.errors import CkptError, SeveralError, from_system
 
-_QUIET, _VERBOSE = "ckpt_tools.quiet", "ckpt_tools.verbose"
+_QUIET, _VERBOSE, _TYPED = "ckpt_tools.quiet", "ckpt_tools.verbose", "ckpt_tools.typed"
 _WIDEST = 100
 # What the shell calls the end of a program whose reader went away: 128 + SIGPIPE.
 _PIPE_CLOSED = 141
@@ -48,10 +48,6 @@ class CommandGroup(click.Group):
         """The commands' names, in the order of the help."""
         return [name for commands in self._groups.values() for name in commands]
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take a word that people guess for the command that it means."""
-        return super().parse_args(ctx, guesses.command_line(args))
-
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -72,6 +68,12 @@ class CommandGroup(click.Group):
         for heading, commands in self._groups.items():
             with formatter.section(heading):
                 formatter.write_dl(list(commands.items()))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take guessed words for the commands they mean, and remember all for what errors say."""
+        words = guesses.command_line(args)
+        ctx.meta[_TYPED] = ["ckpt-tools", *words]
+        return super().parse_args(ctx, words)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; what it raises on purpose becomes one error and its exit code."""
@@ -112,6 +114,8 @@ def say_error(error: CkptError) -> None:
     if verbosity(click.get_current_context()) >= 2:
         click.echo(traceback.format_exc(), err=True)
     first, *more = error.message.splitlines() or [""]
+    if isinstance(error, SeveralError):
+        error.hint = error.commands(click.get_current_context().meta[_TYPED])
     hint = error.hint.splitlines() if error.hint else []
     click.echo(f"{click.style('Error:', fg='red', bold=True)} {first}", err=True)
     for line in (*map(str.strip, more), *hint, *_causes(error)):

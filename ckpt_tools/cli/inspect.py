@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from ckpt_tools.cli import options, reading, render, report
+from ckpt_tools.cli import options, reading, render, report, run_list
 from ckpt_tools.cli.group import say_error
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.formats import ReadOptions, read_index, run_of
 
 _HELP = """Say what a checkpoint is: whole or not, resumable or not, step, format, mesh, sizes.
 
@@ -15,15 +15,20 @@ Only headers are read. A mesh that the files state is confirmed; DCP states none
 inferred from the boxes that were saved. Several paths are reported one after another. An
 incomplete checkpoint is reported, too; the exit code is then 3.
 
+A folder of several checkpoints is a run: they are listed by their steps, one a line, the newest
+last. --latest and --step choose one of them, here and in every other command.
+
 --html writes the report as a page for a colleague, with the layout of every tensor; it opens
 without network. With --stats every value is read, and it has the statistics of each tensor.
 
 --json prints one object of schema ckpt-tools/inspect/1; for several checkpoints, one object of
-schema ckpt-tools/inspect-list/1 with those objects in "checkpoints".
+schema ckpt-tools/inspect-list/1 with those objects in "checkpoints". A run is one object of schema
+ckpt-tools/run/1.
 
 """ + options.examples(
     "ckpt-tools inspect run7/step-1000",
-    "ckpt-tools inspect run7/step-*",
+    "ckpt-tools inspect run7",
+    "ckpt-tools inspect run7 --latest",
     "ckpt-tools inspect run7/step-1000 --shards",
     "ckpt-tools inspect run7/step-1000 --html report.html --stats --only model",
     "ckpt-tools inspect run7/step-1000 --json | jq .mesh",
@@ -31,13 +36,7 @@ schema ckpt-tools/inspect-list/1 with those objects in "checkpoints".
 
 
 _PARAMS = [
-    click.Argument(
-        ["ckpts"],
-        metavar="CKPT...",
-        nargs=-1,
-        required=True,
-        type=click.Path(),
-    ),
+    options.checkpoints(),
     click.Option(["--all", "every"], is_flag=True, help="Also every tensor and object."),
     click.Option(["--shards"], is_flag=True, help="Also what each file holds, and how evenly."),
     click.Option(["--html"], metavar="FILE", help="Write a page in one file; - is stdout."),
@@ -76,6 +75,11 @@ def command(
     codes: list[int] = []
     for ckpt in ckpts:
         try:
+            run = run_of(ckpt)
+            if run:
+                found = run_list.look(ckpt, run, ReadOptions(allow_global))
+                objects += run_list.told(found, json=json)
+                continue
             whole = read_index(ckpt, options=ReadOptions(allow_global))
             index = reading.choose(whole, chosen)
             if json:
@@ -86,12 +90,17 @@ def command(
         except CkptError as error:
             say_error(error)
             codes.append(error.exit_code)
-    if len(ckpts) > 1 and json:
+    if json:
+        _emit_json(objects, several=len(ckpts) > 1)
+    if codes:
+        click.get_current_context().exit(max(codes))
+
+
+def _emit_json(objects: list[render.Json], *, several: bool) -> None:
+    if several:
         render.emit_json({"schema": "ckpt-tools/inspect-list/1", "checkpoints": objects})
     elif objects:
         render.emit_json(objects[0])
-    if codes:
-        click.get_current_context().exit(max(codes))
 
 
 def _page(

@@ -6,6 +6,7 @@ A command lists them in ``params`` and gets their values as arguments.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import click
 
@@ -21,7 +22,7 @@ from ckpt_tools.formats.options import ReadOptions
 _HEADINGS = {
     "Output": "out to_mesh placements place like form layout device_type engine"
     " param_names keep_rank_states",
-    "Which entries": "include exclude only",
+    "Which entries": "include exclude only latest step",
     "Types and sizes": "dtype dtype_for max_shard_size vocab_size",
     "Names": "keep_names map map_value force_map rename untie under",
     "Hugging Face folder": "hf_assets allow_mismatch",
@@ -67,6 +68,11 @@ class Command(click.Command):
             records = [record for option in taken if (record := option.get_help_record(ctx))]
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+
+_LATEST, _STEP = "ckpt_tools.latest", "ckpt_tools.step"
+# One path, or all of a command that takes several.
+Given = TypeVar("Given", str, tuple[str, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +123,31 @@ def filters(*, only: str = "all") -> list[click.Parameter]:
 
 
 def reading() -> list[click.Parameter]:
-    """--allow-global, as ``allow_global``."""
+    """--allow-global, as ``allow_global``; --latest and --step, which `checkpoint` heeds."""
     return [
+        click.Option(
+            ["--latest"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_remember_latest,
+            help="CKPT is a folder of several: take that of the last step.",
+        ),
+        click.Option(
+            ["--step"],
+            metavar="N",
+            type=click.IntRange(min=0),
+            is_eager=True,
+            expose_value=False,
+            callback=_remember_step,
+            help="CKPT is a folder of several: take that of this step.",
+        ),
         click.Option(
             ["--allow-global"],
             multiple=True,
             metavar="NAME",
             help="Accept this class name in pickles; nothing of it is imported or run.",
-        )
+        ),
     ]
 
 
@@ -163,7 +186,42 @@ def _remember_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> 
 
 def checkpoint() -> click.Parameter:
     """The argument CKPT, as ``ckpt``."""
-    return click.Argument(["ckpt"], metavar="CKPT", type=click.Path())
+    return click.Argument(["ckpt"], metavar="CKPT", type=click.Path(), callback=of_step)
+
+
+def checkpoints() -> click.Parameter:
+    """The argument CKPT..., as ``ckpts``: one or more."""
+    return click.Argument(
+        ["ckpts"],
+        metavar="CKPT...",
+        nargs=-1,
+        required=True,
+        type=click.Path(),
+        callback=of_step,
+    )
+
+
+def of_step(ctx: click.Context, param: click.Parameter, value: Given) -> Given:  # noqa: ARG001 (click's signature)
+    """The paths of checkpoints that --latest or --step choose in those that were given."""
+    latest, step = ctx.meta.get(_LATEST, False), ctx.meta.get(_STEP)
+    if latest and step is not None:
+        raise UsageError("--latest and --step cannot both be meant.")
+    if not value or ctx.resilient_parsing or not (latest or isinstance(step, int)):
+        return value
+    from ckpt_tools import formats  # late: most commands name their checkpoint
+
+    wanted = step if isinstance(step, int) else None
+    if isinstance(value, str):
+        return formats.of_step(value, wanted)
+    return tuple(formats.of_step(path, wanted) for path in value)
+
+
+def _remember_latest(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: ARG001, FBT001 (click's signature)
+    ctx.meta[_LATEST] = value
+
+
+def _remember_step(ctx: click.Context, param: click.Parameter, value: int | None) -> None:  # noqa: ARG001 (click's signature)
+    ctx.meta[_STEP] = value
 
 
 def output() -> click.Parameter:

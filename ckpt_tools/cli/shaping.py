@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import click
 
+from ckpt_tools.cli.group import say
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UsageError
@@ -34,9 +35,10 @@ def for_export() -> list[click.Parameter]:
         _kept(
             click.Option(
                 ["--hf-assets"],
-                metavar="DIR",
+                metavar="DIR|auto",
                 help="Copy config, tokenizer and chat template from this folder, and refuse "
-                "tensors that are not what its config's model needs.",
+                "tensors that are not what its config's model needs. auto: the folder that was "
+                "saved with the checkpoint (verl's huggingface/, or one with config.json).",
             )
         ),
         _kept(
@@ -212,6 +214,9 @@ def export_steps(
         raise UsageError("--adapter makes a folder of its own kind: no file, and no --hf-assets.")
     if folder is None and _flag("allow_mismatch"):
         raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
+    if folder == "auto":
+        folder = hf_folder.assets_beside(index.root)
+        say(f"--hf-assets: taking {folder}.")
     assets = None if folder is None else hf_folder.read_assets(folder)
     config = assets.config if assets is not None else hf_folder.config_beside(index.root)
     steps = [*_lora_steps(dtype), *_name_steps(config)]

@@ -23,6 +23,16 @@ def lines(report: Report, compared: Comparison | None, *, against: str | None) -
         yield from render.facts(_comparison(compared, against))
 
 
+def line(path: str, report: Report) -> str:
+    """The report in one line."""
+    how = "" if report.reading is not None else ", by its headers"
+    if report.whole:
+        return f"{render.printable(path)}: whole{how}"
+    first = report.problems[0].message.partition("\n")[0]
+    more = f" (and {len(report.problems) - 1:,} more)" if len(report.problems) > 1 else ""
+    return render.printable(f"{path}: NOT WHOLE{how}: {first}{more}")
+
+
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     for problem in report.problems[:_SHOWN]:
         yield "problem", _problem(problem)

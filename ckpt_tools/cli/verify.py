@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import click
 
@@ -10,8 +11,8 @@ from ckpt_tools.cli import options, progress, proving, reading, render, verdict
 from ckpt_tools.cli.fingerprint import digest
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.formats import ReadOptions, Saved, read_index, run_of
 from ckpt_tools.proof import (
     Comparison,
     Report,
@@ -21,6 +22,7 @@ from ckpt_tools.proof import (
     verify_quick,
     with_objects,
 )
+from ckpt_tools.proof.expected_ranks import expecting_ranks
 from ckpt_tools.proof.fingerprint_file import is_fingerprint, load
 from ckpt_tools.storage.reader import Files
 
@@ -35,23 +37,33 @@ tells this save's file from the same file of an older save either. --against doe
 fingerprint that was written when the checkpoint was good, or with another checkpoint; when that is
 of the same format and names, its objects are compared, too.
 
+Of several checkpoints, or of a folder of several, there is one line each, and the exit code is the
+worst of all. --json then prints schema ckpt-tools/verify-list/1.
+
 Exit codes: 0 whole, 1 not whole or not the same, 3 not readable at all. --json prints schema
 ckpt-tools/verify/1.
 
 """ + options.examples(
     "ckpt-tools verify run7/step-1000",
     "ckpt-tools verify run7/step-1000 --quick",
+    "ckpt-tools verify run7 --quick",
     "ckpt-tools verify run7/step-1000 --against step-1000.fingerprint.json",
     "ckpt-tools verify run7-hf --against run7/step-1000 --only model",
 )
 
 _PARAMS = [
-    options.checkpoint(),
+    options.checkpoints(),
     click.Option(["--quick"], is_flag=True, help="Headers only; no values are read."),
     click.Option(
         ["--against"],
         metavar="FILE|CKPT",
         help="Compare the tensors with this fingerprint or checkpoint; filters choose which.",
+    ),
+    click.Option(
+        ["--expect-ranks"],
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="The job had N ranks: each of them must have left a file.",
     ),
     proving.threads(),
     options.as_json(),
@@ -64,9 +76,10 @@ _PARAMS = [
 @click.command("verify", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
-    ckpt: str,
+    ckpts: tuple[str, ...],
     quick: bool,
     against: str | None,
+    expect_ranks: int | None,
     threads: int,
     json: bool,
     include: tuple[str, ...],
@@ -82,8 +95,14 @@ def command(
             "--against compares."
         )
     read = ReadOptions(allow_global)
-    index = read_index(ckpt, options=read)  # the report has its notes
-    report = _report(index, quick=quick, threads=threads)
+    several = [saved.path for ckpt in ckpts for saved in run_of(ckpt) or [Saved(ckpt, None)]]
+    if len(several) > 1 or several != list(ckpts):
+        if against is not None:
+            raise UsageError("--against compares one checkpoint; here are several.")
+        _each(several, read, _Reader(quick=quick, threads=threads, ranks=expect_ranks), json=json)
+        return
+    index = read_index(ckpts[0], options=read)  # the report has its notes
+    report = _Reader(quick=quick, threads=threads, ranks=expect_ranks).report(index)
     compared: Comparison | None = None
     if against is not None and not (report.hurt or report.lost or report.rescued):
         # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
@@ -97,12 +116,50 @@ def command(
         click.get_current_context().exit(1)
 
 
-def _report(index: CheckpointIndex, *, quick: bool, threads: int) -> Report:
-    with Files() as files:
-        if quick:
-            return verify_quick(index, files)
-        with progress.byte_bar(bytes_to_read(index), label="verify") as on_bytes:
-            return verify(index, files, threads=threads, on_bytes=on_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """How checkpoints are verified: by headers alone, or by reading all of each.
+
+    ``ranks`` is of how many ranks there must be files, None for what the checkpoint says.
+    """
+
+    quick: bool
+    threads: int
+    ranks: int | None
+
+    def report(self, index: CheckpointIndex) -> Report:
+        report = self._read(index)
+        return report if self.ranks is None else expecting_ranks(report, index, self.ranks)
+
+    def _read(self, index: CheckpointIndex) -> Report:
+        with Files() as files:
+            if self.quick:
+                return verify_quick(index, files)
+            with progress.byte_bar(bytes_to_read(index), label="verify") as on_bytes:
+                return verify(index, files, threads=self.threads, on_bytes=on_bytes)
+
+
+def _each(ckpts: Sequence[str], read: ReadOptions, reader: _Reader, *, json: bool) -> None:
+    """One line or object a checkpoint, going on after one that cannot be read; the worst code."""
+    objects: list[render.Json] = []
+    worst = 0
+    for ckpt in ckpts:
+        try:
+            report = reader.report(read_index(ckpt, options=read))
+        except CkptError as error:
+            worst = max(worst, error.exit_code)
+            objects.append({"path": ckpt, "readable": False, "problem": error.message})
+            lines = [f"{render.printable(ckpt)}: UNREADABLE: {error.message.splitlines()[0]}"]
+        else:
+            worst = max(worst, 0 if report.whole else 1)
+            objects.append(verdict.as_json(report, None, against=None))
+            lines = [verdict.line(ckpt, report)]
+        if not json:
+            render.emit(lines)
+    if json:
+        render.emit_json({"schema": "ckpt-tools/verify-list/1", "checkpoints": objects})
+    if worst:
+        click.get_current_context().exit(worst)
 
 
 def _compare(

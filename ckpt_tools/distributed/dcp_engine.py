@@ -15,6 +15,7 @@ from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.text import some
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import begin
 from ckpt_tools.distributed.copy_engine import lead_or_follow
@@ -73,6 +74,12 @@ def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
     if index.format != "dcp" or not os.path.exists(os.path.join(index.root, ".metadata")):
         raise UnsupportedError(
             f"{index.root} is no DCP directory with a .metadata, so dcp.load cannot read it.",
+            hint=_COPY_DOES_IT,
+        )
+    beside = [entry.fqn for entry in index.objects if entry.codec is None]
+    if beside:
+        raise UnsupportedError(
+            f"{index.root} keeps {some(beside)} beside its DCP files, which dcp.load cannot read.",
             hint=_COPY_DOES_IT,
         )
     codecs = {chunk.codec for entry in index.tensors for chunk in entry.chunks[:1]}

@@ -10,11 +10,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.index import CheckpointIndex, FileState, LocatedIndex, ObjectEntry
-from ckpt_tools.core.text import first_of
-from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError
-from ckpt_tools.formats import dcp, foreign, frameworks, rank_files, safetensors, torch_file
+from ckpt_tools.errors import IncompleteError, SeveralError, UnreadableError, UsageError
+from ckpt_tools.formats import (
+    dcp,
+    foreign,
+    frameworks,
+    parts,
+    rank_files,
+    runs,
+    safetensors,
+    tensor_parallel,
+    torch_file,
+)
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import Format, Index, Part, PlanOptions, Writes
+from ckpt_tools.formats.runs import Saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
 
@@ -23,18 +33,23 @@ __all__ = [
     "Format",
     "PlanOptions",
     "ReadOptions",
+    "Saved",
     "Writes",
     "checkpoint_files",
+    "checkpoints_in",
     "checksummed",
     "copyable_objects",
     "detect",
+    "is_checkpoint",
     "locate",
     "named",
     "object_bytes",
+    "of_step",
     "open_object",
     "open_objects",
     "rank_of",
     "read_index",
+    "run_of",
     "targets",
 ]
 
@@ -58,6 +73,13 @@ def named(name: str) -> Format:
     raise UsageError(f"There is no format {name!r}.", hint=f"Formats are {known}.")
 
 
+def _formats_of(index: CheckpointIndex) -> list[Format]:
+    """The format of an index; where parts were joined, also those that have objects in it."""
+    main = named(index.format)
+    codecs = {entry.codec for entry in index.objects} - {None, main.object_codec}
+    return [main, *(form for form in FORMATS if form.object_codec in codecs)]
+
+
 def targets(writes: Writes) -> list[Format]:
     """The formats that take whole tensors, or shards; the first one is the default."""
     return [form for form in FORMATS if form.writes == writes]
@@ -79,7 +101,9 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
 
     What cannot be used becomes a problem of the index, named with the tensor.
     """
-    return LocatedIndex(named(index.format).locate(index, files))
+    for form in _formats_of(index):
+        index = form.locate(index, files)
+    return LocatedIndex(index)
 
 
 def open_objects(index: Index, files: Files) -> Index:
@@ -90,7 +114,9 @@ def open_objects(index: Index, files: Files) -> Index:
     """
     if all(entry.opened or entry.codec is None for entry in index.objects):
         return index
-    return named(index.format).open_objects(index, files)
+    for form in _formats_of(index):
+        index = form.open_objects(index, files)
+    return index
 
 
 def open_object(index: CheckpointIndex, entry: ObjectEntry, files: Files) -> ObjectEntry:
@@ -105,7 +131,9 @@ def copyable_objects(index: Index, files: Files) -> Index:
     """
     if all(entry.opened or entry.codec is None for entry in index.objects):
         return index
-    return named(index.format).copyable_objects(index, files)
+    for form in _formats_of(index):
+        index = form.copyable_objects(index, files)
+    return index
 
 
 def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
@@ -140,17 +168,11 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     refuse_special([path])
     place = frameworks.member(path)
     foreign.refuse_foreign(place)
-    form = detect(place)
-    if form is None:
+    tensor_parallel.refuse(place)
+    if not is_checkpoint(place):
         place = _only_one_inside(place)
-        form = detect(place)
-    if form is None:
-        raise UnreadableError(
-            f"{path} is no checkpoint of a known format.", hint=frameworks.SUPPORTED
-        )
-    before = _states(place)  # a file that changes while headers are read has changed, too
-    index = _with_states(form.read_index(place, options=options), before)
-    framework, told_by = frameworks.framework(index)
+    index, told_by = _read_place(place, options)
+    framework = index.framework
     notes = list(index.notes)
     if paths.normal(place) != paths.normal(path):
         notes.insert(0, f"Reading {place}.")
@@ -160,13 +182,41 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     if others:
         shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
         notes.append(f"Beside it, and not read: {shown}.")
-    return replace(index, framework=framework, notes=tuple(notes))
+    return replace(index, notes=tuple(notes))
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether exactly this is a checkpoint: of one format, or a framework's folder of parts."""
+    return parts.find(path) is not None or detect(path) is not None
+
+
+def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
+    """The index of what is a checkpoint, with its framework, and what told the framework."""
+    found = parts.find(place)
+    # A file that changes while headers are read has changed, too.
+    before = _states(place)
+    if found is not None:
+        before |= {path: state for part in found.paths for path, state in _states(part).items()}
+        index = parts.joined(found, lambda path: _read_format(path, options), options)
+        return _with_states(index, before), found.told_by
+    index = _with_states(_read_format(place, options), before)
+    framework, told_by = frameworks.framework(index)
+    return replace(index, framework=framework), told_by
+
+
+def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
+    form = detect(path)
+    if form is None:
+        raise UnreadableError(
+            f"{path} is no checkpoint of a known format.", hint=frameworks.SUPPORTED
+        )
+    return form.read_index(path, options=options)
 
 
 def _beside(place: str, index: CheckpointIndex) -> list[str]:
     """What else in the folder that was read looks like a checkpoint, and no note speaks of."""
     read = [file.path for file in index.files]
-    found = frameworks.beside(place, read, lambda path: detect(path) is not None)
+    found = frameworks.beside(place, read, is_checkpoint)
     return [name for name in found if not any(name in note for note in index.notes)]
 
 
@@ -205,18 +255,44 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
 
 def _only_one_inside(folder: str) -> str:
     """The only checkpoint below a folder; raises when there is none or more than one."""
-    everything = frameworks.inside(
-        folder, lambda path: foreign.is_foreign(path) or detect(path) is not None
-    )
-    found = [path for path in everything if not foreign.is_foreign(path)]
+    found = checkpoints_in(folder)
     if len(found) == 1:
-        return found[0]
+        return found[0].path
     if not found:
-        for path in everything:
+        for path in frameworks.inside(folder, foreign.is_foreign):
             foreign.refuse_foreign(path)
         foreign.refuse_inside(folder)
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
-    shown = first_of([f"ckpt-tools inspect {frameworks.quote(path)}" for path in found], 20)
-    raise UnreadableError(
-        f"{folder} is no checkpoint itself; {len(found)} are inside.", hint="\n".join(shown)
+    raise SeveralError(
+        f"{folder} is no checkpoint itself; {len(found)} are inside.",
+        path=folder,
+        found=[one.path for one in reversed(found)],
     )
+
+
+def checkpoints_in(folder: str) -> list[Saved]:
+    """The checkpoints below a folder by their steps, the newest last."""
+    found = frameworks.inside(folder, lambda path: foreign.is_foreign(path) or is_checkpoint(path))
+    return runs.in_order(folder, [path for path in found if not foreign.is_foreign(path)])
+
+
+def run_of(path: str) -> list[Saved]:
+    """The checkpoints of a folder that is none itself, when there are several; else nothing."""
+    if not paths.is_dir(path) or is_checkpoint(path):
+        return []
+    found = checkpoints_in(path)
+    return found if len(found) > 1 else []
+
+
+def of_step(path: str, step: int | None) -> str:
+    """The checkpoint of a step in a run, of the last one for None; a lone checkpoint is itself.
+
+    Raises AnswerNo when the step is not there, SeveralError when several checkpoints are of it.
+    """
+    if not paths.is_dir(path):
+        return path  # reading it will say what it is
+    found = checkpoints_in(path)
+    stepped = [one for one in found if one.step is not None]
+    if not stepped and is_checkpoint(path) and step in (None, runs.step_of(paths.absolute(path))):
+        return path
+    return runs.chosen(path, stepped, step)

@@ -95,7 +95,7 @@ def beside(folder: str, read: Collection[str], is_checkpoint: Callable[[str], bo
     """
     if paths.is_address(folder) or not os.path.isdir(folder):
         return []
-    known = {os.path.realpath(path) for path in read}
+    known = {os.path.realpath(path) for file in read for path in (file, os.path.dirname(file))}
 
     def is_other(path: str) -> bool:
         is_own = path.endswith(".index.json") or os.path.realpath(path) in known
@@ -126,6 +126,7 @@ def _candidates(parent: str) -> list[str]:
 
 # Frameworks that keep a checkpoint beside other parts of the same save.
 _SPREAD = ("accelerate", "transformers", "olmo")
+_PART = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?(\.bin)?|model_and_optim")
 
 
 def sources_of(index: CheckpointIndex) -> list[str]:
@@ -138,9 +139,9 @@ def _beside(index: CheckpointIndex) -> list[str]:
 
     Not what this program is making there, or is about to replace.
     """
-    if index.framework not in _SPREAD or paths.is_address(index.root):
+    folder = folder_of_save(index)
+    if folder is None or paths.is_address(folder):
         return []
-    folder = os.path.dirname(os.path.abspath(index.root))
     try:
         names = set(paths.listdir(folder))
     except OSError:
@@ -151,6 +152,14 @@ def _beside(index: CheckpointIndex) -> list[str]:
         for name in sorted(names - unfinished)
         if not name.endswith((".partial", ".replaced"))
     ]
+
+
+def folder_of_save(index: CheckpointIndex) -> str | None:
+    """The folder with all parts of a save, for frameworks that keep them apart; else None."""
+    if index.framework not in _SPREAD:
+        return None
+    root = paths.absolute(index.root)
+    return os.path.dirname(root) if _PART.fullmatch(os.path.basename(root)) else root
 
 
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:

@@ -118,10 +118,14 @@ def _total_size(raw: Mapping[str, object]) -> int | None:
 
 
 class Gaps(NamedTuple):
-    """Files that others prove to have been there: their paths, and the problem of each kind."""
+    """Files that others prove to have been there: their paths, and the problem of each kind.
+
+    ``notes`` are on files that need not have been there.
+    """
 
     paths: list[str]
     problems: list[CheckpointError]
+    notes: list[str]
 
 
 def gaps_in_numbers(folder: str, present: Iterable[str]) -> Gaps:
@@ -131,7 +135,7 @@ def gaps_in_numbers(folder: str, present: Iterable[str]) -> Gaps:
         match = NUMBERED.fullmatch(name)
         if match:
             families[match[1], match[4]].append(match)
-    gaps = Gaps([], [])
+    gaps = Gaps([], [], [])
     for (stem, suffix), matches in sorted(families.items()):
         counts = sorted({int(match[3]) for match in matches})
         if len(counts) > 1:

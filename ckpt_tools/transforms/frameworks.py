@@ -19,6 +19,7 @@ from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry
 from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
 from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.formats.frameworks import folder_of_save
 from ckpt_tools.transforms import optimizer, param_names
 from ckpt_tools.transforms.optimizer import Digest, ParamNames
 from ckpt_tools.transforms.rank_states import TargetRanks
@@ -34,6 +35,8 @@ LAYOUTS: tuple[FrameworkLayout, ...] = (
 )
 
 _STEP = re.compile(r"(?:global_step_|step[-_=]?|checkpoint-|ep\d+-ba)(\d+)(?:\D.*)?")
+# What entries of a joined folder are called whose files are copied, or named when they are not.
+_COPIED = ("scheduler", "trainer_state", "random_states", "rng_state")
 _RANK_FILES = r"random_states_\d+\.pkl|rng_state_\d+\.pth"
 
 
@@ -217,15 +220,15 @@ def _accelerate(job: _Job) -> Arranged:
     copied = _beside_source(job.source, side, r"sampler.*|scheduler_\d+.bin|custom_checkpoint.*")
     states = _beside_source(job.source, (), _RANK_FILES)
     if job.target.ranks.fit("ranks", len(states)):
-        return Arranged(folders, copied=copied | states, notes=tuple(job.left_out()))
+        return Arranged(folders, copied=copied | states, notes=tuple(job.left_out(*_COPIED)))
     notes = [f"Left out, of the old ranks: {', '.join(sorted(states))}."] if states else []
-    return Arranged(folders, copied=copied, notes=(*job.left_out(), *notes))
+    return Arranged(folders, copied=copied, notes=(*job.left_out(*_COPIED), *notes))
 
 
 def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str) -> dict[str, str]:
     """Files of these names beside the source, in the folder that Accelerate keeps them in."""
-    folder = os.path.dirname(os.path.abspath(index.root))
-    if index.framework not in ("accelerate", "transformers"):
+    folder = folder_of_save(index)
+    if folder is None or index.framework not in ("accelerate", "transformers"):
         return {}
     return {
         name: os.path.join(folder, name)

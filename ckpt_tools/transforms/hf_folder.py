@@ -32,6 +32,7 @@ from ckpt_tools.transforms.base import Made, Outcome
 from ckpt_tools.transforms.hf_architecture import Needed
 
 CONFIG = "config.json"
+_OF_VERL = "huggingface"
 _ASSETS = (
     CONFIG,
     "generation_config.json",
@@ -103,10 +104,28 @@ def read_config(folder: str) -> Mapping[str, object] | None:
 def config_beside(path: str) -> Mapping[str, object]:
     """The config.json in a folder, or in that of a file; empty when there is none.
 
-    Raises UsageError for a broken one.
+    verl keeps it in the folder ``huggingface`` beside the rank files. Raises UsageError for a
+    broken one.
     """
     folder = os.path.dirname(path) or "." if os.path.isfile(path) else path
-    return read_config(folder) or {}
+    return read_config(folder) or read_config(os.path.join(folder, _OF_VERL)) or {}
+
+
+def assets_beside(path: str) -> str:
+    """The asset folder that a framework left with a checkpoint, as ``--hf-assets auto`` means it.
+
+    Raises UsageError when there is none.
+    """
+    folder = os.path.dirname(path) or "." if os.path.isfile(path) else path
+    above = os.path.dirname(os.path.abspath(folder))
+    places = [os.path.join(folder, _OF_VERL), folder, os.path.join(above, _OF_VERL), above]
+    found = next((one for one in places if os.path.isfile(os.path.join(one, CONFIG))), None)
+    if found is None:
+        raise UsageError(
+            f"--hf-assets auto finds no {CONFIG} with {path}.",
+            hint=f"Looked in {', '.join(places)}. Give the folder of the model on the hub.",
+        )
+    return found
 
 
 def model_type_of(config: Mapping[str, object]) -> str | None:

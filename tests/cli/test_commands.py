@@ -20,7 +20,6 @@ REAL = DATA / "checkpoints"
 DCP = str(REAL / "fsdp2_dcp_1d_4r" / "ckpt")
 HSDP = str(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt")
 RANKS = str(REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt")
-PARENT = str(DATA / "cases" / "C01_parent_folder" / "checkpoint-2000")
 
 
 def run(*args: str) -> Result:
@@ -124,12 +123,23 @@ def test_an_incomplete_checkpoint_is_shown_and_then_refused(hurt: Path) -> None:
     assert "Ranks 0, 1, 3 are intact" in result.stderr
 
 
-def test_a_parent_of_several_checkpoints_lists_the_command_for_each() -> None:
-    result = run("inspect", PARENT)
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """A run of two steps, of which the later is interrupted, in a folder with a space."""
+    folder = tmp_path / "run 7"
+    for step in (9, 10):
+        shutil.copytree(DCP, folder / f"step-{step}")
+    (folder / "step-10" / ".metadata").rename(folder / "step-10" / ".metadata.tmp")
+    return folder
+
+
+def test_a_refusal_repeats_the_command_that_was_typed_with_each_right_path(several: Path) -> None:
+    result = run("export", str(several), "-o", "out 1", "--dtype", "bf16")
     assert result.exit_code == 3
     assert result.stdout == ""
-    assert f"ckpt-tools inspect {PARENT}/pytorch_model_fsdp_0" in result.stderr
-    assert f"ckpt-tools inspect {PARENT}/optimizer_0" in result.stderr
+    for step in (9, 10):
+        command = f"ckpt-tools export '{several}/step-{step}' -o 'out 1' --dtype bf16"
+        assert command in result.stderr
 
 
 def test_a_parent_of_one_checkpoint_is_followed_and_told(tmp_path: Path) -> None:

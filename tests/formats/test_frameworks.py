@@ -61,12 +61,13 @@ def test_the_one_checkpoint_inside_a_parent_is_read_and_told(path: str, inside: 
 
 
 def test_several_checkpoints_inside_a_parent_are_listed_with_their_commands() -> None:
-    parent = REAL / "accelerate_fsdp1_full_llama_tied_4r" / "ckpt" / "state"
-    with pytest.raises(UnreadableError, match="2 are inside") as caught:
+    parent = REAL / "torchtitan_llama3_4r" / "ckpt"
+    with pytest.raises(UnreadableError, match="3 are inside") as caught:
         formats.read_index(str(parent))
     assert str(caught.value.hint).splitlines() == [
-        f"ckpt-tools inspect {parent}/optimizer.bin",
-        f"ckpt-tools inspect {parent}/pytorch_model_fsdp.bin",
+        f"ckpt-tools inspect {parent}/checkpoint_modelonly/step-2",
+        f"ckpt-tools inspect {parent}/checkpoint_hf/step-2",
+        f"ckpt-tools inspect {parent}/checkpoint_full/step-2",
     ]
 
 
@@ -108,6 +109,18 @@ def test_the_folders_of_other_tools_are_named(names: list[str], tool: str, tmp_p
         (tmp_path / name).write_bytes(b"x" * 100)
     with pytest.raises(UnsupportedError, match=tool):
         formats.read_index(str(tmp_path))
+
+
+@pytest.mark.parametrize("chosen", ["", "consolidated.00.pth", "consolidated.01.pth"])
+def test_a_tensor_parallel_part_is_never_taken_for_the_whole(chosen: str, tmp_path: Path) -> None:
+    import torch
+
+    for part in range(2):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"consolidated.0{part}.pth")
+    with pytest.raises(UnsupportedError, match="2 tensor-parallel parts"):
+        formats.read_index(str(tmp_path / chosen))
+    (tmp_path / "consolidated.01.pth").unlink()
+    assert not formats.read_index(str(tmp_path)).problems
 
 
 def test_a_megatron_directory_is_named_though_it_looks_like_dcp(tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reader_contract import DATA, ReaderContract, RealCheckpoint
+from safetensors.torch import save_file
 
 from ckpt_tools import formats
+from ckpt_tools.api import verify_quick
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import (
@@ -23,6 +26,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.safetensors import read as safetensors
 from ckpt_tools.formats.safetensors.header import read_header
+from ckpt_tools.proof.expected_ranks import expecting_ranks
 from ckpt_tools.storage.reader import Files
 
 REAL = DATA / "checkpoints"
@@ -564,3 +568,48 @@ def test_an_index_that_is_named_is_read_alone(tmp_path: Path) -> None:
     shutil.copyfile(LISTED / "model-00003-of-00003.safetensors", folder / "model.safetensors")
     assert formats.read_index(str(folder)).problems
     assert not formats.read_index(str(folder / "model.safetensors.index.json")).problems
+
+
+def _sharded(folder: Path, boxes: dict[int, dict[str, tuple[int, torch.Tensor]]]) -> str:
+    """A folder as HuggingFaceStorageWriter leaves it: rows of tensors, by their ranks."""
+    folder.mkdir()
+    for rank, held in boxes.items():
+        info = {name: {"saved_offsets": [row, 0]} for name, (row, _) in held.items()}
+        save_file(
+            {name: tensor for name, (_, tensor) in held.items()},
+            folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors",
+            metadata={"DCP_SHARDING_INFO": json.dumps(info)},
+        )
+    return str(folder)
+
+
+def test_a_middle_rank_with_nothing_to_save_leaves_no_hole(tmp_path: Path) -> None:
+    rows = torch.arange(8.0).reshape(4, 2)
+    path = _sharded(tmp_path / "s", {0: {"w": (0, rows[:2])}, 2: {"w": (2, rows[2:])}})
+    index = formats.read_index(path)
+    assert not index.problems
+    assert any("No file of rank 1" in note for note in index.notes)
+
+
+def test_a_middle_rank_whose_rows_are_not_there_is_missed(tmp_path: Path) -> None:
+    rows = torch.arange(12.0).reshape(6, 2)
+    path = _sharded(tmp_path / "s", {0: {"w": (0, rows[:2])}, 2: {"w": (4, rows[4:])}})
+    told = [problem.message for problem in formats.read_index(path).problems]
+    assert any("rank 1 has no file" in message for message in told)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_are_expected_must_have_a_file(ranks: int, tmp_path: Path) -> None:
+    rows = torch.arange(8.0).reshape(4, 2)
+    path = _sharded(tmp_path / "s", {0: {"w": (0, rows[:2])}, 2: {"w": (2, rows[2:])}})
+    index = formats.read_index(path)
+    assert verify_quick(index).whole
+    assert not expecting_ranks(verify_quick(index), index, ranks).whole
+
+
+def test_ranks_that_all_have_a_file_are_as_expected(tmp_path: Path) -> None:
+    rows = torch.arange(8.0).reshape(4, 2)
+    path = _sharded(tmp_path / "s", {0: {"w": (0, rows[:2])}, 1: {"w": (2, rows[2:])}})
+    index = formats.read_index(path)
+    assert expecting_ranks(verify_quick(index), index, 2).whole
+    assert not expecting_ranks(verify_quick(index), index, 4).whole

@@ -329,9 +329,13 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[Part]:
             only_items.add(data.path)
             yield Part(data, data.length, partial(_records, files, data, codec))
     only_items -= {c.data.path for e in index.tensors for c in e.chunks if c.codec is None}
-    for path, length in lengths.items():
-        if path not in only_items:
-            yield from plain_parts(path, length)
+    others = [path for path in lengths if path not in only_items]
+    for path in others:
+        if path.endswith(".distcp"):  # begins like an archive: with its first item
+            yield from plain_parts(path, lengths[path])
+    beside = [file for file in index.files if file.path in others]
+    beside = [file for file in beside if not file.path.endswith(".distcp")]
+    yield from checksums.parts_of_files(replace(index, files=tuple(beside)), files, threads=1)
 
 
 def _records(files: Files, data: ByteRange, codec: str) -> Iterator[Checksummed]:

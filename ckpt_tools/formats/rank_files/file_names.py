@@ -15,7 +15,7 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 
 _RANK = re.compile(r"(?i)(?<![a-z])rank[-_.]?(\d+)(?:[-_]?of[-_]?(\d+))?(?=[-_.])")
 _WORLD = re.compile(r"(?i)(?<![a-z])world[-_]?size[-_]?(\d+)(?=[-_.])")
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # DeepSpeed's and Megatron's files also carry a rank, but of a model-parallel group.
 _FOREIGN = re.compile(r"(?i)(^|[-_])(mp|zero_pp|tp|pp)[-_]?$")
 
@@ -59,7 +59,7 @@ def parse(path: str) -> RankFile | None:
     name = os.path.basename(path)
     stem, suffix = os.path.splitext(name)
     ranks = list(_RANK.finditer(name))
-    if suffix.lower() not in _SUFFIXES or len(ranks) != 1 or "*" in name:
+    if suffix.lower() not in SUFFIXES or len(ranks) != 1 or "*" in name:
         return None
     (rank,) = ranks
     if _FOREIGN.search(name[: rank.start()]):

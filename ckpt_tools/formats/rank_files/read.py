@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from glob import escape
 
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
     UnreadableError,
@@ -33,6 +34,10 @@ from ckpt_tools.formats.rank_files import (
 )
 from ckpt_tools.formats.rank_files import (
     file_names as rank_names,
+)
+from ckpt_tools.formats.rank_files import (
+    numbered,
+    replica_groups,
 )
 from ckpt_tools.formats.rank_files.entries import Gathered, entries_of
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
@@ -56,10 +61,10 @@ def matches(path: str) -> bool:
         found = paths.listdir(path)
     except OSError:
         return False
-    return any(
-        file.rank > 0 or file.world_size is not None
-        for file in filter(None, map(rank_names.parse, found))
-    )
+    named = list(filter(None, map(rank_names.parse, found)))
+    if named:
+        return any(file.rank > 0 or file.world_size is not None for file in named)
+    return numbered.are_rank_files(os.path.join(path, name) for name in found)
 
 
 def read_index(
@@ -73,12 +78,21 @@ def read_index(
     """
     file_paths = _files_in(path) if isinstance(path, str) else list(path)
     root = path if isinstance(path, str) else os.path.dirname(file_paths[0]) or "."
-    families = rank_names.joined(rank_names.families(file_paths), where=escape(root))
+    named = rank_names.families(file_paths)
+    found = named or numbered.families(file_paths, options)
+    families = rank_names.joined(found, where=escape(root))
     with Files(max_open=_MAX_OPEN) as files, collector_paused():
         reading = Reading(files, options)
         for family in families:
             reading.read(family, contained=len(families) > 1)
+        if not named:
+            reading.notes += map(_ranks_from_files, families)
         return reading.index(root, families)
+
+
+def _ranks_from_files(family: Family) -> str:
+    ranks = [f"{os.path.basename(file.path)} is of rank {file.rank}" for file in family.files]
+    return f"Ranks were taken from the meshes in the files, not from names: {some(ranks)}."
 
 
 def _files_in(folder: str) -> list[str]:
@@ -171,13 +185,15 @@ class Reading:
             raise self.broken[0][1]
         world = self.ranks.world_size(families)
         entries = entries_of(self.gathered, self.files)
-        missing = list(_missing(families, world))
+        spared = [f for f in families if replica_groups.are_whole(f, world, entries.tensors)]
+        needed = [family for family in families if family not in spared]
+        missing = list(_missing(needed, world))
         problems = [
             *(error.concerning(self._names(family, families)) for family, error in self.broken),
             *self.ranks.problems(families, world),
             *(
                 error.concerning(self._names(family, families))
-                for family in families
+                for family in needed
                 for error in rank_checks.missing(family, world, entries.tensors)
             ),
             *entries.problems,
@@ -197,7 +213,7 @@ class Reading:
             world_size=world,
             mesh=self.ranks.mesh,
             ties=tuple(sorted(self.ties)),
-            notes=(*self.notes, *entries.notes),
+            notes=(*self.notes, *entries.notes, *replica_groups.notes(spared, world)),
             problems=tuple(problems),
             tree=entries.tree,
         )

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Chunk, TensorEntry, check_coverage
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import rank_spans, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.numbered import Gaps, absent, two_saves
 from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
@@ -216,14 +216,18 @@ def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorE
     matches = [match for name in present if (match := SHARD.fullmatch(name))]
     have = {(int(match[1]), int(match[2])) for match in matches}
     counts = sorted({int(match[3]) for match in matches})
-    gaps = Gaps([], [])
+    gaps = Gaps([], [], [])
     if not have:
         return gaps
     if len(counts) > 1:
         gaps.problems.append(two_saves(folder, counts))
         return gaps
     ranks, count = {rank for rank, _ in have}, counts[0]
-    for rank in absent(ranks, max(ranks)):
+    without = absent(ranks, max(ranks))
+    covered = all(map(_is_covered, tensors))
+    if without and covered:
+        gaps.notes.append(_nothing_to_save([rank - 1 for rank in without]))
+    for rank in () if covered else without:
         gaps.paths.append(f"{folder}/{_shard_name(rank, 1, count)}")
         gaps.problems.append(_missing_rank(gaps.paths[-1], rank, top=max(ranks)))
     for number in absent({number for _, number in have}, count):
@@ -233,6 +237,23 @@ def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorE
         )
     _shortened(folder, have, tensors, count=count, gaps=gaps)
     return gaps
+
+
+def _is_covered(entry: TensorEntry) -> bool:
+    try:
+        check_coverage(entry)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _nothing_to_save(ranks: Sequence[int]) -> str:
+    """What to say of ranks without a file when every row is there: they write none for nothing."""
+    return (
+        f"No file of {'ranks' if len(ranks) > 1 else 'rank'} {rank_spans(ranks)}: every row of "
+        "every tensor is there without, so it had nothing to save, or whole tensors that no other "
+        "file names. `verify --expect-ranks N` says that all N ranks must have a file."
+    )
 
 
 def _shard_name(rank: int, number: int, count: int) -> str:

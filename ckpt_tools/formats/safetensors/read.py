@@ -226,6 +226,7 @@ def _add_gaps(reading: _Reading, gaps: Gaps) -> None:
     """Missing files come first: they explain the holes that follow from them."""
     reading.files.extend(FileEntry(path, None) for path in gaps.paths)
     reading.problems[:0] = gaps.problems
+    reading.notes.extend(gaps.notes)
 
 
 # ---------------------------------------------------------------------------------------- the index

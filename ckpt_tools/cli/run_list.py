@@ -1,0 +1,131 @@
+"""The checkpoints of a run, one line each: a table for a person, JSON for a program."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.analysis import summary
+from ckpt_tools.cli import render
+from ckpt_tools.core.text import counted, format_size
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats import ReadOptions, Saved, read_index
+
+_HEADER = ("STEP", "KIND", "HOLDS", "SIZE", "AGE", "WHOLE", "PATH")
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What headers tell of one checkpoint.
+
+    ``holds`` are its sections, ``changed`` when a file of it last changed in seconds since 1970,
+    None where nothing tells it; ``problem`` is what keeps it from being whole.
+    """
+
+    saved: Saved
+    form: str | None = None
+    framework: str | None = None
+    holds: tuple[str, ...] = ()
+    nbytes: int = 0
+    changed: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A folder, and its checkpoints by their steps, the newest last."""
+
+    path: str
+    lines: tuple[Line, ...]
+
+
+def look(path: str, found: Sequence[Saved], options: ReadOptions) -> Run:
+    """Read the headers of every checkpoint of a run, one after the other."""
+    return Run(path, tuple(_line(saved, options) for saved in found))
+
+
+def _line(saved: Saved, options: ReadOptions) -> Line:
+    try:
+        index = read_index(saved.path, options=options)
+    except CkptError as error:
+        return Line(saved, problem=error.message.partition("\n")[0])
+    sums = summary.sections_of(index)
+    states = [file.state.changed for file in index.files if file.state is not None]
+    newest = max(states, default=0)
+    return Line(
+        saved,
+        form=index.format,
+        framework=index.framework,
+        holds=tuple(name for name, one in sums.items() if one.tensors or one.objects),
+        nbytes=sum(file.length or 0 for file in index.files),
+        changed=newest / 10**9 if newest else None,
+        problem=index.problems[0].message.partition("\n")[0] if index.problems else None,
+    )
+
+
+def told(run: Run, *, json: bool) -> list[render.Json]:
+    """Print a run for a person, or give back the one object that is to be printed of it."""
+    if json:
+        return [as_json(run)]
+    render.emit(lines(run))
+    return []
+
+
+def lines(run: Run) -> Iterator[str]:
+    """The run for a person: a heading, one line a checkpoint, and what is wrong with which."""
+    yield render.heading(f"{render.printable(run.path)}: {counted(len(run.lines), 'checkpoint')}")
+    now = time.time()
+    rows = [
+        (
+            "-" if line.saved.step is None else f"{line.saved.step:,}",
+            ", ".join(filter(None, (line.form, line.framework))) or "-",
+            "+".join(line.holds) or "-",
+            format_size(line.nbytes) if line.form else "-",
+            "-" if line.changed is None else _age(now - line.changed),
+            "yes" if line.problem is None else "NO",
+            render.printable(os.path.relpath(line.saved.path, run.path)),
+        )
+        for line in run.lines
+    ]
+    yield from (f"  {row}" for row in render.columns(_HEADER, rows, align="rllrrll", width=None))
+    for line in run.lines:
+        if line.problem is not None:
+            yield f"  not whole: {render.printable(line.problem)}"
+    yield ""
+
+
+def _age(seconds: float) -> str:
+    """A time that is past, in its largest unit."""
+    for length, unit in _UNITS:
+        if seconds >= length:
+            return f"{int(seconds / length):,} {unit}"
+    return f"{max(int(seconds), 0)} s"
+
+
+def as_json(run: Run) -> render.Json:
+    """The object of schema ckpt-tools/run/1."""
+    return {
+        "schema": "ckpt-tools/run/1",
+        "path": run.path,
+        "checkpoints": [
+            {
+                "path": line.saved.path,
+                "step": line.saved.step,
+                "format": line.form,
+                "framework": line.framework,
+                "sections": list(line.holds),
+                "nbytes": line.nbytes,
+                "modified": None if line.changed is None else _iso(line.changed),
+                "whole": line.problem is None,
+                "problem": line.problem,
+            }
+            for line in run.lines
+        ],
+    }
+
+
+def _iso(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -1,0 +1,289 @@
+"""Folders in which a framework keeps one checkpoint in parts: they are joined into one index.
+
+    checkpoint-500/   Accelerate, Trainer   pytorch_model_fsdp_0/ or .bin, optimizer_0/ or .bin,
+                                            scheduler, trainer_state.json, states of random numbers
+    step100/          OLMo                  model_and_optim/, train/rank0.pt …
+    state.ckpt/       Lightning             .metadata with .distcp files, and all else in meta.pt
+
+A part is a checkpoint of some format by itself; its entries get the container that the others of
+its kind have. A chunk's codec says what its bytes are, so a joined index needs no format of its
+own: it has that of the model.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+from ckpt_tools.core import names
+from ckpt_tools.core.index import (
+    ByteRange,
+    CheckpointIndex,
+    Entry,
+    FileEntry,
+    ObjectEntry,
+    Path,
+)
+from ckpt_tools.core.state_tree import Branch, dict_of, merge, of_paths
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.storage import paths
+
+_MODEL = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
+_OPTIM = ("optimizer_0", "optimizer.bin")
+# Several models or optimizers, which are several checkpoints.
+_SECOND = re.compile(r"(pytorch_model_fsdp|optimizer)_[1-9]\d*(\.bin)?")
+_OF_RANK = re.compile(r"(random_states|rng_state)_(\d+)\.(?:pkl|pth)")
+_RANK_OF_OLMO = re.compile(r"rank(\d+)\.pt")
+_WHOLE = re.compile(r"(scheduler|scaler)\.(?:bin|pt)")
+_TRAINER_STATE = "trainer_state.json"
+_MAX_JSON = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a checkpoint in a folder.
+
+    ``main`` are paths of checkpoints with the container of the entries of each, None for those that
+    have their own. ``flat`` are torch.save files of other state with their containers, ``closed``
+    files that become one object each with the places of these.
+    """
+
+    root: str
+    framework: str
+    told_by: str
+    main: tuple[tuple[str, str | None], ...]
+    flat: tuple[tuple[str, str | None], ...] = ()
+    closed: tuple[tuple[str, Path], ...] = ()
+
+    @property
+    def paths(self) -> list[str]:
+        """Every file and folder that is read."""
+        return [path for path, _ in (*self.main, *self.flat, *self.closed)]
+
+
+def find(folder: str) -> Parts | None:
+    """The parts that a framework left in a folder, None for any other folder."""
+    if not paths.is_dir(folder):
+        return None
+    try:
+        held = set(paths.listdir(folder))
+    except OSError:
+        return None
+    return _accelerate(folder, held) or _olmo(folder, held) or _lightning(folder, held)
+
+
+def _accelerate(folder: str, held: Collection[str]) -> Parts | None:
+    model = [name for name in _MODEL if name in held]
+    optim = [name for name in _OPTIM if name in held]
+    if len(model) != 1 or len(optim) > 1 or any(map(_SECOND.fullmatch, held)):
+        return None
+    main = [(_at(folder, name), "model") for name in model]
+    main += [(_at(folder, name), "optimizer") for name in optim]
+    closed: list[tuple[str, Path]] = []
+    for name in sorted(held, key=_by_number):
+        match = _OF_RANK.fullmatch(name)
+        if match:
+            closed.append((_at(folder, name), (match[1], f"rank_{match[2]}")))
+    flat = {m[1]: name for name in sorted(held) if (m := _WHOLE.fullmatch(name))}
+    is_trainers = _TRAINER_STATE in held
+    if is_trainers:
+        closed.append((_at(folder, _TRAINER_STATE), ("trainer_state",)))
+    told = f"{_TRAINER_STATE} beside {model[0]}" if is_trainers else f"the name {model[0]}"
+    return Parts(
+        root=folder,
+        framework="transformers" if is_trainers else "accelerate",
+        told_by=told,
+        main=tuple(main),
+        flat=tuple((_at(folder, name), container) for container, name in flat.items()),
+        closed=tuple(closed),
+    )
+
+
+def _olmo(folder: str, held: Collection[str]) -> Parts | None:
+    inner = _at(folder, "model_and_optim")
+    if "model_and_optim" not in held or not paths.is_dir(inner):
+        return None
+    train = _at(folder, "train")
+    ranks = paths.listdir(train) if "train" in held and paths.is_dir(train) else []
+    closed = tuple(
+        (_at(train, name), ("train", f"rank_{match[1]}"))
+        for name in sorted(ranks, key=_by_number)
+        if (match := _RANK_OF_OLMO.fullmatch(name))
+    )
+    return Parts(folder, "olmo", "the folder name model_and_optim", ((inner, None),), closed=closed)
+
+
+def _lightning(folder: str, held: Collection[str]) -> Parts | None:
+    if not {".metadata", "meta.pt"} <= set(held):
+        return None
+    meta = (_at(folder, "meta.pt"), None)
+    return Parts(folder, "lightning", "meta.pt beside .metadata", ((folder, None),), flat=(meta,))
+
+
+def _at(folder: str, name: str) -> str:
+    return os.path.join(folder, name)
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    digits = re.search(r"\d+", name)
+    return (int(digits[0]) if digits else -1), name
+
+
+def joined(
+    parts: Parts, read: Callable[[str], CheckpointIndex], options: ReadOptions
+) -> CheckpointIndex:
+    """One index of all parts; ``read`` reads the index of one that is a checkpoint by itself.
+
+    A part that cannot be read is a problem of the index; when none can be, the first is raised.
+    """
+    joining = _Joining(parts, options)
+    for path, container in parts.main:
+        joining.read(path, container, read)
+    if not joining.found:
+        raise joining.problems[0]
+    for path, container in parts.flat:
+        joining.flat(path, container)
+    for path, place in parts.closed:
+        joining.closed(path, place)
+    return joining.index()
+
+
+@dataclass(slots=True)
+class _Joining:
+    """What the parts read so far hold."""
+
+    parts: Parts
+    options: ReadOptions
+    found: list[CheckpointIndex] = field(default_factory=list)
+    others: list[CheckpointIndex] = field(default_factory=list)
+    problems: list[CheckpointError] = field(default_factory=list)
+
+    def read(
+        self, path: str, container: str | None, read: Callable[[str], CheckpointIndex]
+    ) -> None:
+        """Read a checkpoint; one that cannot be read is lost, with all names in its container."""
+        try:
+            self.found.append(_under(container, read(path)))
+        except CheckpointError as error:
+            about = error.about if container is None else (f"{container}.*",)
+            self.problems.append(error.concerning(about))
+
+    def flat(self, path: str, container: str | None) -> None:
+        """Take in the entries of a file of other state, or all of it closed."""
+        from ckpt_tools.formats.torch_file import read as torch_file  # late: few folders have parts
+
+        try:
+            index = torch_file.read_file(path, options=self.options)
+        except CheckpointError:
+            name = container or os.path.basename(path).partition(".")[0]
+            self.closed(path, (name,))
+            return
+        entries = (replace(entry, section="other") for entry in index.entries)
+        self.others.append(_under(container, _of(index, list(entries))))
+
+    def closed(self, path: str, place: Path) -> None:
+        """Take in a file as one object, or the values of a JSON file."""
+        try:
+            length = paths.size(path)
+            found = _values(path, place, length) if path.endswith(".json") else None
+            entries, tree = found or _archive(path, place, length)
+        except OSError as error:
+            self.problems.append(unreadable(path, error).concerning((names.join(place),)))
+            return
+        except CheckpointError as error:
+            self.problems.append(error.concerning((names.join(place),)))
+            return
+        bare = CheckpointIndex(path, "torch", (), files=(FileEntry(path, length),), tree=tree)
+        self.others.append(_of(bare, entries))
+
+    def index(self) -> CheckpointIndex:
+        """All of it as one index."""
+        first, every = self.found[0], [*self.found, *self.others]
+        entries = [entry for part in every for entry in part.entries]
+        whole = replace(
+            first,
+            root=self.parts.root,
+            framework=self.parts.framework,
+            files=tuple(dict.fromkeys(file for part in every for file in part.files)),
+            world_size=next((p.world_size for p in self.found if p.world_size is not None), None),
+            mesh=next((part.mesh for part in self.found if part.mesh is not None), None),
+            ties=tuple(tie for part in every for tie in part.ties),
+            notes=(*self._notes(), *dict.fromkeys(note for part in every for note in part.notes)),
+            problems=(*self.problems, *(p for part in every for p in part.problems)),
+            tree=reduce(merge, (part.tree for part in every)),
+        )
+        return _of(whole, entries)
+
+    def _notes(self) -> Iterator[str]:
+        """What was joined, and what of it may not be of one save."""
+        read = [os.path.relpath(path, self.parts.root) for path in self.parts.paths]
+        read = [".metadata" if name == "." else name for name in read]
+        if len(read) > 1:
+            yield f"Reading as one checkpoint: {some(read)}."
+        sizes = {part.root: part.world_size for part in self.found if part.world_size is not None}
+        if len(set(sizes.values())) > 1:
+            said = [f"{os.path.basename(root)} by {size} ranks" for root, size in sizes.items()]
+            yield f"Saved by different numbers of ranks: {', '.join(said)}. Are they of one save?"
+
+
+def _under(container: str | None, index: CheckpointIndex) -> CheckpointIndex:
+    """The same checkpoint in a container, unless all of it is in one of that name."""
+    if container is None or all(entry.path[0] == container for entry in index.entries):
+        return replace(index, tree=index.nesting)
+    moved = index.arranged(dict_of({container: index.entry_tree()}))
+    return replace(
+        moved,
+        ties=tuple(tuple(f"{container}.{name}" for name in tie) for tie in index.ties),
+        problems=tuple(
+            problem.concerning(f"{container}.{name}" for name in problem.about)
+            for problem in index.problems
+        ),
+    )
+
+
+def _of(index: CheckpointIndex, entries: Sequence[Entry]) -> CheckpointIndex:
+    """The same checkpoint with these entries, sorted by name."""
+    ordered = sorted(entries, key=lambda entry: entry.fqn)
+    return replace(
+        index,
+        tensors=tuple(entry for entry in ordered if not isinstance(entry, ObjectEntry)),
+        objects=tuple(entry for entry in ordered if isinstance(entry, ObjectEntry)),
+    )
+
+
+def _archive(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Branch[str]]:
+    """A torch.save file as one object, as DCP has them; one of the old format stays closed."""
+    from ckpt_tools.formats.dcp.items import TORCH_SAVE  # late: few folders have parts
+    from ckpt_tools.formats.zip import read as torch_zip
+
+    is_archive = torch_zip.sniff(paths.head(path, 512)) == "zip"
+    entry = ObjectEntry(
+        *(names.join(place), place, "other", ByteRange(path, 0, length)),
+        type_name=None if is_archive else "torch.save file",
+        codec=TORCH_SAVE if is_archive else None,
+    )
+    return [entry], of_paths([(place, entry.fqn)])
+
+
+def _values(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Branch[str]]:
+    """The values in a JSON file. Raises UnreadableError for what is none."""
+    import json  # late: few folders have parts
+
+    from ckpt_tools.formats.pickle.state_dict import flatten
+
+    try:
+        value: object = json.loads(paths.head(path, min(length, _MAX_JSON)))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path} is not sound JSON: {error}.") from error
+    state = flatten(value, where=path, under=[str(part) for part in place])
+    data = ByteRange(path, 0, length)
+    entries = [
+        ObjectEntry(leaf.fqn, leaf.path, "other", data, value=leaf.value, opened=True)
+        for leaf in state.objects
+    ]
+    return entries, state.tree

@@ -1,0 +1,104 @@
+"""Rank files whose names tell no rank: ``ckpt_0.pth … ckpt_3.pth``, ``shard-00000.pt …``.
+
+They are known by what they hold: DTensors of a mesh of exactly as many ranks as there are files
+with a number. Which rank saved a file stands in the file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.pickle.state_dict import flatten
+from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredMesh
+from ckpt_tools.formats.rank_files.checks import own_rank
+from ckpt_tools.formats.rank_files.file_names import SUFFIXES, Family, RankFile
+from ckpt_tools.formats.torch_file.dtensor_read import mesh_of
+from ckpt_tools.formats.torch_file.open import open_saved
+from ckpt_tools.storage.reader import Files
+
+_LAST_NUMBER = re.compile(r"(\d+)\D*\Z")
+
+
+def are_rank_files(paths: Iterable[str]) -> bool:
+    """Whether files with a number hold the shards of ranks; one of each kind is opened."""
+    for group in _groups(paths).values():
+        try:
+            mesh = _mesh(group[0], ReadOptions())
+        except (CheckpointError, OSError):
+            continue
+        if mesh is not None:
+            return True
+    return False
+
+
+def families(paths: Iterable[str], options: ReadOptions) -> list[Family]:
+    """The families of numbered files that hold DTensors, each file with the rank that it states.
+
+    Raises IncompleteError when there are fewer files than ranks, and UnsupportedError when there
+    are more, or when two files are of one rank.
+    """
+    found = []
+    for pattern, group in _groups(paths).items():
+        mesh = _mesh(group[0], options)
+        if mesh is not None:
+            found.append(_family(pattern, group, options))
+    return found
+
+
+def _groups(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Files that differ in the last number of their names alone, in its order; two or more."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for path in paths:
+        stem, suffix = os.path.splitext(os.path.basename(path))
+        number = _LAST_NUMBER.search(stem)
+        if number and suffix.lower() in SUFFIXES:
+            pattern = stem[: number.start(1)] + "*" + stem[number.end(1) :] + suffix
+            found.setdefault(pattern, []).append((int(number[1]), path))
+    return {
+        pattern: [path for _, path in sorted(held)]
+        for pattern, held in sorted(found.items())
+        if len(held) > 1
+    }
+
+
+def _mesh(path: str, options: ReadOptions) -> StoredMesh | None:
+    """The largest mesh of the DTensors in a file; None without a mesh of several ranks."""
+    with Files() as files:
+        state = flatten(open_saved(path, files, options=options).value, where=path)
+    meshes = [leaf.stored.mesh for leaf in state.tensors if isinstance(leaf.stored, StoredDTensor)]
+    mesh = max(meshes, key=lambda one: mesh_of(one).size, default=None)
+    return mesh if mesh is not None and mesh_of(mesh).size > 1 else None
+
+
+def _family(pattern: str, group: Sequence[str], options: ReadOptions) -> Family:
+    name = re.sub(r"[-_.]+\Z", "", pattern.partition("*")[0])
+    ranks: dict[int, RankFile] = {}
+    size = 0
+    for number, path in enumerate(group):
+        mesh = _mesh(path, options)
+        size = max(size, 0 if mesh is None else mesh_of(mesh).size)
+        stated = None if mesh is None else own_rank(mesh)
+        rank = number if stated is None else stated
+        other = ranks.setdefault(rank, RankFile(path, rank, None, name, pattern))
+        if other.path != path:
+            raise UnsupportedError(
+                f"{other.path} and {os.path.basename(path)} were both saved by rank {rank}.",
+                hint="They are of several saves; choose the files of one with a quoted glob.",
+            )
+    if len(group) < size:
+        raise IncompleteError(
+            f"{len(group)} files {pattern} hold the shards of a mesh of {size} ranks: "
+            f"{some([os.path.basename(path) for path in group])}.",
+            hint="Bring the files of the other ranks into the same folder.",
+        )
+    if len(group) > size:
+        raise UnsupportedError(
+            f"{len(group)} files {pattern} hold the shards of a mesh of {size} ranks.",
+            hint="They are of several saves; choose the files of one with a quoted glob.",
+        )
+    return Family(name, pattern, size, tuple(ranks[rank] for rank in sorted(ranks)))

@@ -1,0 +1,79 @@
+"""A run: a folder with several checkpoints of one training, by their steps.
+
+The step is what the names say, those of frameworks among them; nothing is opened here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.errors import AnswerNo, SeveralError
+
+# What names say of a step, the surest first: ep1-ba200, epoch=1-step=200.ckpt, global_step_200,
+# iter_0000200, checkpoint-200, epoch_2, and a bare number.
+_STEPS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(?<![a-z])ba(\d+)",
+        r"(?<![a-z])steps?[-_=]?(\d+)",
+        r"(?<![a-z])iter(?:ation)?[-_=]?(\d+)",
+        r"(?<![a-z])(?:checkpoint|ckpt)[-_=]?(\d+)",
+        r"(?<![a-z])ep(?:och)?[-_=]?(\d+)",
+        r"\A(\d+)(?:\.[a-z]+)?\Z",
+    )
+)
+
+
+_SHOWN = 10  # steps of a run in an error
+
+
+class Saved(NamedTuple):
+    """One checkpoint of a run, and its step if a name tells it."""
+
+    path: str
+    step: int | None
+
+
+def in_order(run: str, found: Iterable[str]) -> list[Saved]:
+    """Checkpoints below a folder by their steps, the newest last; those without a step first."""
+    saved = [Saved(path, step_of(os.path.relpath(path, run))) for path in found]
+    return sorted(saved, key=_place)
+
+
+def step_of(path: str) -> int | None:
+    """The step in the name of a file, or of the nearest folder that tells one."""
+    for name in reversed(path.split(os.sep)):
+        for pattern in _STEPS:
+            told = pattern.findall(name)
+            if told:
+                return int(told[-1])
+    return None
+
+
+def _place(saved: Saved) -> tuple[int, list[tuple[int, int, str]]]:
+    words = re.split(r"(\d+)", saved.path)
+    natural = [(1, int(w), "") if w.isdigit() else (0, 0, w) for w in words]
+    return (-1 if saved.step is None else saved.step), natural
+
+
+def chosen(run: str, saved: Sequence[Saved], step: int | None) -> str:
+    """The checkpoint of this step, or of the last one for None.
+
+    Raises AnswerNo when there is none, and SeveralError when several are of it.
+    """
+    steps = sorted({one.step for one in saved if one.step is not None})
+    wanted = step if step is not None else (steps[-1] if steps else None)
+    found = [one.path for one in saved if one.step == wanted and wanted is not None]
+    if not found:
+        if not steps:
+            raise AnswerNo(f"{run} has no checkpoint whose name tells a step.")
+        shown = ", ".join(map(str, steps[-_SHOWN:]))
+        raise AnswerNo(f"{run} has no checkpoint of step {step}; its last steps are {shown}.")
+    if len(found) > 1:
+        raise SeveralError(
+            f"{run} has {len(found)} checkpoints of step {wanted}.", path=run, found=found
+        )
+    return found[0]

@@ -1,0 +1,132 @@
+"""A run is a folder of several checkpoints: listed, chosen from, and verified as one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckpt_tools.cli import cli
+
+DATA = Path(__file__).parents[1] / "data"
+DCP = DATA / "checkpoints" / "fsdp2_dcp_toplevel_multifile_4r" / "ckpt"
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, list(map(str, args)))
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    """A run of steps 9, 100 and 20, of which the last was interrupted."""
+    folder = tmp_path / "run 7"
+    for step in (9, 100, 20):
+        shutil.copytree(DCP, folder / f"step-{step}")
+    (folder / "step-100" / ".metadata").rename(folder / "step-100" / ".metadata.tmp")
+    (folder / "latest").symlink_to("step-100")
+    return folder
+
+
+def test_inspect_lists_every_checkpoint_of_a_run_the_newest_last(steps: Path) -> None:
+    result = run("inspect", steps)
+    assert result.exit_code == 0
+    rows = [line.split() for line in result.stdout.splitlines() if "step-" in line][:3]
+    assert [row[0] for row in rows] == ["9", "20", "100"]
+    assert ["yes" in row for row in rows] == [True, True, False]
+
+
+def test_the_json_of_a_run_has_exactly_the_fields_of_its_schema(steps: Path) -> None:
+    told = json.loads(run("inspect", steps, "--json").stdout)
+    assert list(told) == ["schema", "path", "checkpoints"]
+    assert told["schema"] == "ckpt-tools/run/1"
+    fields = ["path", "step", "format", "framework", "sections", "nbytes", "modified", "whole"]
+    fields += ["problem"]
+    assert [list(one) for one in told["checkpoints"]] == [fields] * 3
+    assert [one["step"] for one in told["checkpoints"]] == [9, 20, 100]
+    assert "interrupted" in told["checkpoints"][2]["problem"]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "stats", "fingerprint", "inspect"])
+def test_a_step_is_chosen_in_every_command(command: str, steps: Path) -> None:
+    chosen = run(command, steps, "--step", "20", "--json")
+    named = run(command, steps / "step-20", "--json")
+    assert chosen.exit_code == named.exit_code == 0
+    assert chosen.stdout == named.stdout
+
+
+def test_export_takes_the_step_too(steps: Path, tmp_path: Path) -> None:
+    assert run("export", steps, "--step", "9", "-o", tmp_path / "out").exit_code == 0
+    assert run("diff", steps, tmp_path / "out", "--step", "9").exit_code == 1  # out is no run
+
+
+def test_the_latest_is_that_of_the_last_step_whole_or_not(steps: Path) -> None:
+    result = run("ls", steps, "--latest")
+    assert result.exit_code == 3
+    assert "step-100" in result.stderr
+    shutil.rmtree(steps / "step-100")
+    assert run("ls", steps, "--latest").stdout == run("ls", steps / "step-20").stdout
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(steps: Path) -> None:
+    result = run("ls", steps, "--step", "10")
+    assert result.exit_code == 1
+    assert "9, 20, 100" in result.stderr
+
+
+def test_two_checkpoints_of_one_step_are_not_chosen_between(tmp_path: Path) -> None:
+    for part in ("actor", "critic"):
+        shutil.copytree(DCP, tmp_path / "global_step_5" / part)
+    result = run("ls", tmp_path, "--latest", "-l")
+    assert result.exit_code == 3
+    for part in ("actor", "critic"):
+        assert f"ckpt-tools ls {tmp_path}/global_step_5/{part} --latest -l" in result.stderr
+    assert run("ls", tmp_path / "global_step_5" / "critic", "--latest", "-l").exit_code == 0
+
+
+def test_verify_of_a_run_has_a_line_for_each_and_the_worst_exit_code(steps: Path) -> None:
+    result = run("verify", steps)
+    assert result.exit_code == 3
+    assert [line.split(": ")[1] for line in result.stdout.splitlines()] == [
+        *("whole", "whole", "UNREADABLE")
+    ]
+    (steps / "step-20" / "__1_0.distcp").unlink()
+    result = run("verify", steps / "step-9", steps / "step-20", "--quick")
+    assert result.exit_code == 1
+    assert "NOT WHOLE" in result.stdout.splitlines()[1]
+    told = json.loads(run("verify", steps / "step-9", steps / "step-20", "--json").stdout)
+    assert told["schema"] == "ckpt-tools/verify-list/1"
+    assert [one["whole"] for one in told["checkpoints"]] == [True, False]
+
+
+def test_steps_are_read_from_the_names_that_frameworks_give() -> None:
+    from ckpt_tools.formats.runs import step_of
+
+    told = {
+        "ep3-ba200": 200,
+        "epoch=1-step=30.ckpt": 30,
+        "global_step_7/actor": 7,
+        "checkpoint-500": 500,
+        "iter_0000020": 20,
+        "step-1000-unsharded": 1000,
+        "epoch_2": 2,
+        "1500": 1500,
+        "pytorch_model_fsdp_0": None,
+        "llama-3-8b": None,
+    }
+    assert {name: step_of(name) for name in told} == told
+
+
+def test_hf_assets_auto_takes_the_folder_that_verl_saved(tmp_path: Path) -> None:
+    saved = DATA / "checkpoints" / "verl_fsdp2_4r" / "ckpt" / "global_step_1"
+    result = run("export", saved, "-o", tmp_path / "out", "--hf-assets", "auto")
+    assert result.exit_code == 0, result.stderr
+    assert f"{saved}/actor/huggingface" in result.stderr
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).exists()
+
+
+def test_hf_assets_auto_without_any_is_refused(steps: Path, tmp_path: Path) -> None:
+    result = run("export", steps / "step-9", "-o", tmp_path / "out", "--hf-assets", "auto")
+    assert result.exit_code == 2
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,148 @@
+"""A framework's folder is one checkpoint: its parts are joined under the names that each has."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from reader_contract import DATA, truth_of, whole
+
+from ckpt_tools import api, formats, proof
+from ckpt_tools.analysis import summary
+from ckpt_tools.convert.export import ExportOptions, WriteOptions, plan_export
+from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.errors import CkptError
+from ckpt_tools.storage.reader import Files
+
+REAL = DATA / "checkpoints"
+TRAINER = REAL / "transformers_trainer_fsdp2_4r" / "ckpt" / "checkpoint-2"
+SHARDED = REAL / "accelerate_fsdp2_sharded_llama_tied_4r" / "ckpt" / "state"
+FULL = REAL / "accelerate_fsdp1_full_llama_tied_4r" / "ckpt" / "state"
+LIGHTNING = REAL / "lightning_fsdp_sharded_4r" / "ckpt" / "state.ckpt"
+FOLDERS = [
+    (TRAINER, "pytorch_model_fsdp_0", "transformers"),
+    (SHARDED, "pytorch_model_fsdp_0", "accelerate"),
+    (FULL, "pytorch_model_fsdp.bin", "accelerate"),
+    (LIGHTNING, ".metadata", "lightning"),
+]
+
+
+@pytest.mark.parametrize(("folder", "model", "framework"), FOLDERS)
+def test_model_and_optimizer_of_a_folder_are_one_checkpoint(
+    folder: Path, model: str, framework: str
+) -> None:
+    index = formats.read_index(str(folder))
+    assert index.framework == framework
+    assert summary.resume_verdict(index).yes
+    assert summary.sections_of(index)["other"].objects
+    assert (folder / model).exists()
+    assert not [note for note in index.notes if "not read" in note]
+
+
+@pytest.mark.parametrize(("folder", "model", "framework"), FOLDERS[:3])
+def test_a_folder_exports_what_its_model_alone_does(
+    folder: Path, model: str, framework: str
+) -> None:
+    del framework
+    both, alone = (
+        plan_export(formats.read_index(str(p)), ExportOptions()) for p in (folder, folder / model)
+    )
+    names = [[item.fqn for file in plan.files for item in file.items] for plan in (both, alone)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(("folder", "model", "framework"), FOLDERS)
+def test_every_tensor_of_a_folder_is_the_true_one(folder: Path, model: str, framework: str) -> None:
+    del model, framework
+    top = next(parent for parent in folder.parents if (parent / "truth.safetensors").exists())
+    truth = truth_of(top)
+    index = formats.read_index(str(folder))
+    with Files() as files:
+        located = formats.locate(index, files)
+        found = {entry.fqn: whole(entry, files) for entry in located.tensors}
+    shared = {fqn for fqn in found if fqn in truth}
+    assert sum(fqn.startswith("model.") for fqn in shared) == sum(
+        entry.section == "model" for entry in index.tensors
+    )
+    assert all(found[fqn] == truth[fqn].data for fqn in shared)
+
+
+def test_a_hurt_file_of_other_state_is_found_by_its_crc(tmp_path: Path) -> None:
+    folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    path = folder / "rng_state_2.pth"
+    data = bytearray(path.read_bytes())
+    place = data.find(b"data.pkl") + 400
+    data[place] ^= 1
+    path.write_bytes(data)
+    with Files() as files:
+        report = proof.verify(formats.read_index(str(folder)), files)
+    assert not report.whole
+    assert "rng_state_2.pth" in str(report.problems[0])
+
+
+def test_the_step_of_a_trainers_folder_is_that_of_its_state() -> None:
+    index = formats.read_index(str(TRAINER))
+    step = index.object("trainer_state.global_step")
+    assert step is not None
+    assert step.value == json.loads((TRAINER / "trainer_state.json").read_text())["global_step"]
+
+
+def test_a_half_that_cannot_be_read_is_no_reason_to_call_the_rest_whole(tmp_path: Path) -> None:
+    folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    (folder / "optimizer_0" / ".metadata").unlink()
+    index = formats.read_index(str(folder))
+    assert index.problems
+    assert not summary.resume_verdict(index).yes
+    with pytest.raises(CkptError, match="optimizer_0"):
+        plan_export(index, ExportOptions())
+
+
+def test_halves_of_saves_by_different_numbers_of_ranks_are_told(tmp_path: Path) -> None:
+    folder = shutil.copytree(SHARDED, tmp_path / "state")
+    shutil.rmtree(folder / "optimizer_0")
+    shutil.copytree(REAL / "fsdp2_dcp_1d_8r" / "ckpt", folder / "optimizer_0")
+    notes = formats.read_index(str(folder)).notes
+    assert any("different numbers of ranks" in note for note in notes)
+
+
+def test_several_models_are_not_joined(tmp_path: Path) -> None:
+    folder = shutil.copytree(SHARDED, tmp_path / "state")
+    shutil.copytree(folder / "pytorch_model_fsdp_0", folder / "pytorch_model_fsdp_1")
+    with pytest.raises(CkptError, match="are inside"):
+        formats.read_index(str(folder))
+
+
+def test_state_of_the_old_ranks_is_left_out_for_another_number_of_ranks() -> None:
+    index = formats.read_index(str(TRAINER))
+    for world, kept in ((2, False), (4, True)):
+        plan = plan_reshard(index, ReshardOptions(mesh=Mesh((world,))))
+        names = {item.fqn for file in plan.files for item in file.items}
+        assert any(name.startswith("rng_state.") for name in names) is kept
+        assert "trainer_state.global_step" in names | {entry.fqn for entry in plan.objects}
+
+
+def test_a_trainers_folder_is_arranged_as_one_again_with_its_files() -> None:
+    index = formats.read_index(str(TRAINER))
+    plan = plan_reshard(index, ReshardOptions(mesh=Mesh((4,)), layout="accelerate"))
+    tops = {file.path.partition("/")[0] for file in plan.files}
+    assert tops == {path.name for path in TRAINER.iterdir()}
+    assert not any("no place for" in note for note in plan.notes)
+
+
+def test_a_damaged_trainer_state_is_no_empty_one(tmp_path: Path) -> None:
+    folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    (folder / "trainer_state.json").write_text('{"global_step": 2')
+    problems = formats.read_index(str(folder)).problems
+    assert any("trainer_state.json is not sound JSON" in problem.message for problem in problems)
+
+
+@pytest.mark.parametrize("form", ["dcp", "ranks"])
+def test_what_is_written_of_a_folder_is_proven_and_the_rest_is_named(
+    form: str, tmp_path: Path
+) -> None:
+    index = formats.read_index(str(TRAINER))
+    options = ReshardOptions(mesh=Mesh((4,)), format=form)
+    write = WriteOptions(check=True)
+    plan = api.reshard(index, str(tmp_path / "out"), options=options, write=write)
+    assert any("rng_state.rank_0.numpy" in note for note in plan.notes)

@@ -1,0 +1,93 @@
+"""Rank files under names that tell no rank, and replica groups without the others."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from reader_contract import DATA, whole
+
+from ckpt_tools import formats, proof
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.storage.reader import Files
+
+FLAT = DATA / "checkpoints" / "fsdp2_torchsave_1d_4r" / "ckpt"
+HSDP = DATA / "checkpoints" / "fsdp2_torchsave_hsdp_2x4" / "ckpt"
+
+
+def _values(index: CheckpointIndex) -> dict[str, bytes]:
+    index.require_whole()
+    with Files() as files:
+        located = formats.locate(index, files)
+        return {entry.fqn: whole(entry, files) for entry in located.tensors}
+
+
+def _renamed(folder: Path, names: Sequence[str]) -> Path:
+    """The files of ranks 0, 1, … under these names."""
+    folder.mkdir()
+    for rank, name in enumerate(names):
+        shutil.copy(FLAT / f"model_rank{rank}.pt", folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["ckpt_{}.pth", "shard-{:05}.pt", "{}.pt", "step100_{}.bin", "a.{}.of.pt"]
+)
+def test_numbered_files_of_a_mesh_of_as_many_ranks_are_rank_files(
+    name: str, tmp_path: Path
+) -> None:
+    folder = _renamed(tmp_path / "saved", [name.format(rank) for rank in range(4)])
+    index = formats.read_index(str(folder))
+    assert _values(index) == _values(formats.read_index(str(FLAT)))
+    assert any("taken from the meshes in the files" in note for note in index.notes)
+
+
+def test_the_rank_is_the_one_in_the_file_and_not_the_number(tmp_path: Path) -> None:
+    folder = _renamed(tmp_path / "saved", ["c_12.pt", "c_9.pt", "c_1.pt", "c_100.pt"])
+    assert _values(formats.read_index(str(folder))) == _values(formats.read_index(str(FLAT)))
+
+
+def test_a_glob_of_numbered_files_is_read(tmp_path: Path) -> None:
+    folder = _renamed(tmp_path / "saved", [f"ckpt_{rank}.pth" for rank in range(4)])
+    (folder / "rank_notes.pt").write_bytes(b"")
+    found = formats.read_index(str(folder / "ckpt_*.pth"))
+    assert _values(found) == _values(formats.read_index(str(FLAT)))
+
+
+def test_a_numbered_file_that_is_lost_is_missed(tmp_path: Path) -> None:
+    folder = _renamed(tmp_path / "saved", [f"ckpt_{rank}.pth" for rank in range(4)])
+    (folder / "ckpt_2.pth").unlink()
+    with pytest.raises(IncompleteError, match=r"3 files ckpt_\*.pth hold .* 4 ranks"):
+        formats.read_index(str(folder))
+
+
+def test_the_saves_of_one_rank_at_several_steps_are_not_joined(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    for step in range(4):
+        shutil.copy(FLAT / "model_rank0.pt", tmp_path / "saved" / f"ckpt_{step}.pth")
+    with pytest.raises(UnsupportedError, match="both saved by rank 0"):
+        formats.read_index(str(tmp_path / "saved"))
+
+
+def _without(tmp_path: Path, gone: Sequence[int]) -> Path:
+    folder = shutil.copytree(HSDP, tmp_path / "hsdp")
+    for rank in gone:
+        (folder / f"model_rank{rank}.pt").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("gone", [[4, 5, 6, 7], [0, 1, 2, 3]])
+def test_one_whole_replica_group_is_a_whole_checkpoint(gone: list[int], tmp_path: Path) -> None:
+    index = formats.read_index(str(_without(tmp_path, gone)))
+    assert _values(index) == _values(formats.read_index(str(HSDP)))
+    assert any("replicas of ranks" in note for note in index.notes)
+    with Files() as files:
+        assert proof.verify(index, files).whole
+
+
+@pytest.mark.parametrize("gone", [[7], [3, 4, 5, 6, 7], [3, 5, 6, 7], [4, 5, 6]])
+def test_half_a_replica_group_is_missed(gone: list[int], tmp_path: Path) -> None:
+    index = formats.read_index(str(_without(tmp_path, gone)))
+    with pytest.raises(CheckpointError, match="missing: rank"):
+        index.require_whole()

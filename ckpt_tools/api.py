@@ -185,7 +185,7 @@ def reshard(
 
 
 def verify(
-    index: CheckpointIndex, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
+    index: CheckpointIndex, *, threads: int | None = None, on_bytes: Callable[[int], None] = _ignore
 ) -> Report:
     """Read every byte range once, check every CRC and coverage; the report says what is hurt."""
     with Files() as files:
@@ -199,7 +199,7 @@ def verify_quick(index: CheckpointIndex) -> Report:
 
 
 def fingerprint(
-    index: CheckpointIndex, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
+    index: CheckpointIndex, *, threads: int | None = None, on_bytes: Callable[[int], None] = _ignore
 ) -> Fingerprint:
     """Digests of the logical tensors that no format, nesting or sharding changes.
 
@@ -210,7 +210,11 @@ def fingerprint(
 
 
 def diff(
-    a: CheckpointIndex, b: CheckpointIndex, *, options: DiffOptions = _DIFF, threads: int = 2
+    a: CheckpointIndex,
+    b: CheckpointIndex,
+    *,
+    options: DiffOptions = _DIFF,
+    threads: int | None = None,
 ) -> Diff:
     """What is different between two checkpoints of any formats and meshes, values included.
 
@@ -226,7 +230,7 @@ def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming | Non
 
 
 def stats(
-    index: CheckpointIndex, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
+    index: CheckpointIndex, *, threads: int | None = None, on_bytes: Callable[[int], None] = _ignore
 ) -> Statistics:
     """Mean, spread, extremes and norm of each tensor, and what points at a lost rank.
 

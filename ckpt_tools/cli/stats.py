@@ -58,7 +58,7 @@ def command(
     ckpt: str,
     fail_nonfinite: bool,
     csv: bool,
-    threads: int,
+    threads: int | None,
     json: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -83,7 +83,7 @@ def command(
         raise AnswerNo(_nonfinite(index.root, found))
 
 
-def _look(index: CheckpointIndex, *, threads: int) -> Statistics:
+def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
     if not index.tensors:
         index.require_whole()
         raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to look at.")

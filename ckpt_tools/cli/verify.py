@@ -67,7 +67,7 @@ def command(
     ckpt: str,
     quick: bool,
     against: str | None,
-    threads: int,
+    threads: int | None,
     json: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -97,7 +97,7 @@ def command(
         click.get_current_context().exit(1)
 
 
-def _report(index: CheckpointIndex, *, quick: bool, threads: int) -> Report:
+def _report(index: CheckpointIndex, *, quick: bool, threads: int | None) -> Report:
     with Files() as files:
         if quick:
             return verify_quick(index, files)
@@ -111,7 +111,7 @@ def _compare(
     chosen: options.Filters,
     *,
     read: ReadOptions,
-    threads: int,
+    threads: int | None,
 ) -> Comparison:
     """Compare the chosen tensors with a fingerprint, or with those of another checkpoint."""
     if is_fingerprint(against):

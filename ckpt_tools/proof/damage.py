@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from threading import local
 from typing import NamedTuple
 from zlib import crc32
 
+from ckpt_tools.copying.crc import combine
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
 from ckpt_tools.formats.dcp import items as dcp_items
@@ -40,12 +42,24 @@ class Task(NamedTuple):
     """A byte range to check. ``codec`` says what it is: an archive, or None for plain bytes.
 
     ``records`` are those of the archive to check, None for all; ``nbytes`` is about their length.
+    ``part`` is what to read of the only one of them, where a record is read in parts.
     """
 
     data: ByteRange
     codec: str | None
     nbytes: int
     records: tuple[str, ...] | None = None
+    part: ByteRange | None = None
+
+
+class _Part(NamedTuple):
+    """The CRC-32 of a part of a record, and the record with the CRC-32 that it should have."""
+
+    data: ByteRange
+    crc: int
+    record: ByteRange
+    name: str
+    told: int
 
 
 @dataclass(slots=True)
@@ -56,31 +70,56 @@ class Reading:
     crcs: int = 0
     checked_bytes: int = 0
     plain_bytes: int = 0
+    parts: list[_Part] = field(default_factory=list)
+
+    def add(self, other: Reading) -> None:
+        """Take in what another reading found."""
+        self.damages += other.damages
+        self.crcs += other.crcs
+        self.checked_bytes += other.checked_bytes
+        self.plain_bytes += other.plain_bytes
+        self.parts += other.parts
+
+    def check(self, record: ByteRange, name: str, *, crc: int, told: int) -> None:
+        """Compare the CRC-32 of a record with that which the archive has."""
+        if crc == told:
+            self.crcs += 1
+        else:
+            self.damages.append(Damage(record, _wrong_crc(record, name, crc, told)))
 
 
 def read_everything(
-    index: CheckpointIndex, files: Files, *, threads: int, on_bytes: Callable[[int], None]
+    index: CheckpointIndex, files: Files, *, threads: int | None, on_bytes: Callable[[int], None]
 ) -> Reading:
     """Read everything that a checkpoint needs, several ranges at a time.
 
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
     """
     checker = _Checker(files, Tally(on_bytes))
-    tasks = tasks_of(index, files, threads=threads)
     total = Reading()
-    for part in in_threads(checker.check, tasks, threads=threads, nbytes=_nbytes):
-        total.damages += part.damages
-        total.crcs += part.crcs
-        total.checked_bytes += part.checked_bytes
-        total.plain_bytes += part.plain_bytes
+    for found in in_threads(checker.check, tasks_of(index, files), threads=threads, nbytes=_nbytes):
+        total.add(found)
+    _combine(total)
     return total
+
+
+def _combine(total: Reading) -> None:
+    """Check the records that were read in parts; one whose part could not be read is damaged."""
+    once = sorted({part.data: part for part in total.parts}.values())  # items may share a range
+    for (record, name, told), parts in groupby(once, key=lambda part: part[2:]):
+        crc = done = 0
+        for part in parts:
+            crc = combine(crc, part.crc, length=part.data.length)
+            done += part.data.length
+        if done == record.length:
+            total.check(record, name, crc=crc, told=told)
 
 
 def _nbytes(task: Task) -> int:
     return task.nbytes
 
 
-def tasks_of(index: CheckpointIndex, files: Files, *, threads: int) -> list[Task]:
+def tasks_of(index: CheckpointIndex, files: Files) -> list[Task]:
     """What is to be read: items of DCP files one by one, archives, and other files in parts."""
     sizes = {file.path: file.length for file in index.files if file.length is not None}
     items = [
@@ -91,14 +130,17 @@ def tasks_of(index: CheckpointIndex, files: Files, *, threads: int) -> list[Task
         for data in (chunk.data, *chunk.replicas)
     ]
     items += [(entry.data, entry.codec) for entry in index.objects if entry.codec in _ARCHIVES]
-    tasks = [Task(data, codec, data.length) for data, codec in items if _is_there(data, sizes)]
+    tasks: list[Task] = []
+    for data, codec in items:
+        if _is_there(data, sizes):
+            tasks += _by_records(Task(data, codec, data.length), files)
     only_items = {task.data.path for task in tasks} - _with_plain_chunks(index)
     others = [path for path in sizes if path not in only_items]
     for path in others:
         length = sizes[path]
         if index.format in _FILES_ARE_ARCHIVES and _is_archive(path, length, files):
             task = Task(ByteRange(path, 0, length), dcp_items.TORCH_SAVE, length)
-            tasks += _by_records(task, files) if len(others) < threads else [task]
+            tasks += _by_records(task, files)
         else:
             tasks += _plain_tasks(path, length)
     return tasks
@@ -119,48 +161,60 @@ def _is_archive(path: str, length: int, files: Files) -> bool:
 
 
 def _plain_tasks(path: str, length: int) -> Iterator[Task]:
-    for start in range(0, length, _PLAIN_BYTES):
-        part = ByteRange(path, start, min(_PLAIN_BYTES, length - start))
+    for part in _parts_of(ByteRange(path, 0, length)):
         yield Task(part, None, part.length)
 
 
+def _parts_of(data: ByteRange) -> Iterator[ByteRange]:
+    for start in range(0, data.length, _PLAIN_BYTES):
+        length = min(_PLAIN_BYTES, data.length - start)
+        yield ByteRange(data.path, data.offset + start, length)
+
+
 def _by_records(task: Task, files: Files) -> list[Task]:
-    """The same archive as several tasks of about 64 MiB; as it is when it cannot be opened."""
+    """A large archive as several tasks of about 64 MiB; as it is when it cannot be opened."""
+    if task.nbytes <= _PLAIN_BYTES or task.codec == dcp_items.ZSTD:
+        return [task]
     try:
-        archive = _Opened(files, task).archive
+        archive = _opened(files, task)[1]
         records = [(name, archive.record(name)) for name in archive.names]
     except CheckpointError:
         return [task]
+    tasks: list[Task] = []
     groups: list[list[str]] = [[]]
     left = _PLAIN_BYTES
     for name, record in records:
+        if record.crc is not None and record.length > _PLAIN_BYTES:
+            whole = ByteRange(task.data.path, record.offset, record.length)
+            tasks += (
+                task._replace(records=(name,), part=part, nbytes=part.length)
+                for part in _parts_of(whole)
+            )
+            continue
         if left <= 0:
             groups.append([])
             left = _PLAIN_BYTES
         groups[-1].append(name)
         left -= record.length
-    share = task.nbytes // len(groups)
-    return [task._replace(records=tuple(group), nbytes=share) for group in groups]
+    share = max(0, task.nbytes - sum(one.nbytes for one in tasks)) // len(groups)
+    tasks += (task._replace(records=tuple(group), nbytes=share) for group in groups if group)
+    return tasks
 
 
-class _Opened:
-    """An archive that is being checked; a small one is held in memory."""
+def _opened(files: Files, task: Task) -> tuple[ByteRange, torch_zip.Archive, torch_zip.ReadBytes]:
+    """The range of an archive, the archive, and what reads bytes of the file: a small archive is
+    read once. No object holds the one that holds it: memory is then freed without a collector.
+    """
+    item = dcp_items.unpacked(files, task.data, task.codec or dcp_items.TORCH_SAVE)
+    kept = memoryview(files.read(*item)) if item.length <= _SMALL else None
 
-    def __init__(self, files: Files, task: Task) -> None:
-        self.item = dcp_items.unpacked(files, task.data, task.codec or dcp_items.TORCH_SAVE)
-        self._files = files
-        small = self.item.length <= _SMALL
-        self._kept = files.read(*self.item) if small else b""
-        self.archive = torch_zip.read_archive(
-            self.read, offset=self.item.offset, length=self.item.length, where=self.item.path
-        )
+    def read(offset: int, length: int) -> bytes:
+        if kept is None:
+            return files.read(item.path, offset, length)
+        return bytes(kept[offset - item.offset : offset - item.offset + length])
 
-    def read(self, offset: int, length: int) -> bytes:
-        """Bytes of the file, from memory when they are there."""
-        if not self._kept:
-            return self._files.read(self.item.path, offset, length)
-        start = offset - self.item.offset
-        return self._kept[start : start + length]
+    archive = torch_zip.read_archive(read, offset=item.offset, length=item.length, where=item.path)
+    return item, archive, read
 
 
 class _Checker:
@@ -184,30 +238,30 @@ class _Checker:
         return found
 
     def _check_archive(self, task: Task, found: Reading) -> None:
-        opened = _Opened(self._files, task)
-        for name in task.records or opened.archive.names:
-            record = opened.archive.record(name)
-            data = ByteRange(opened.item.path, record.offset, record.length)
+        item, archive, read = _opened(self._files, task)
+        for name in task.records or archive.names:
+            record = archive.record(name)
+            data = ByteRange(item.path, record.offset, record.length)
             try:
-                crc = self._crc(data, opened)
+                crc = self._crc(task.part or data, read)
             except CheckpointError as error:
-                found.damages.append(Damage(data, error))
+                found.damages.append(Damage(task.part or data, error))
                 continue
             if record.crc is None:
                 found.plain_bytes += record.length
-                continue
-            found.checked_bytes += record.length
-            if crc == record.crc:
-                found.crcs += 1
-                continue
-            where = task.data if task.codec == dcp_items.ZSTD else data
-            found.damages.append(Damage(where, _wrong_crc(where, name, crc, record.crc)))
+            elif task.part is not None:
+                found.checked_bytes += task.part.length
+                found.parts.append(_Part(task.part, crc, data, name, record.crc))
+            else:
+                found.checked_bytes += record.length
+                where = task.data if task.codec == dcp_items.ZSTD else data
+                found.check(where, name, crc=crc, told=record.crc)
 
-    def _crc(self, data: ByteRange, opened: _Opened) -> int:
-        """The CRC-32 of a record, read block by block."""
+    def _crc(self, data: ByteRange, read: torch_zip.ReadBytes) -> int:
+        """The CRC-32 of a range, read block by block."""
         if data.length <= _BLOCK:
             self._tally.add(data.length)
-            return crc32(opened.read(data.offset, data.length))
+            return crc32(read(data.offset, data.length))
         crc = 0
         for block in self._blocks(data):
             crc = crc32(block, crc)

@@ -72,7 +72,7 @@ def fingerprint(
     index: CheckpointIndex,
     files: Files,
     *,
-    threads: int = 2,
+    threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Fingerprint:
     """The fingerprint of a whole checkpoint, or of the tensors selected in it.

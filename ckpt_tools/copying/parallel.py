@@ -45,17 +45,22 @@ def usable_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    return max(1, min([cores, *map(int, _quotas(_CGROUPS))]))
+    listing = ""
+    with suppress(OSError):
+        listing = Path("/proc/self/cgroup").read_text()
+    return max(1, min([cores, *map(int, quotas(_CGROUPS, listing))]))
 
 
-def _quotas(root: str) -> Iterator[float]:
+def quotas(root: str, listing: str) -> Iterator[float]:
     """The CPU quotas of this process's control groups and of those around them, in cores.
 
+    ``root`` is where they are mounted, ``listing`` what /proc/self/cgroup says, in lines such as
+    "0::/user.slice" (version 2) and "4:cpu,cpuacct:/job" (version 1).
     Version 2 has ``cpu.max`` ("200000 100000" for two cores, "max …" for none), version 1 has
     ``cpu.cfs_quota_us`` (-1 for none) and ``cpu.cfs_period_us``. In a container the path that the
     kernel names may lie outside of what is mounted; its own group is then the root.
     """
-    for folder in _groups(root):
+    for folder in _groups(root, listing):
         with suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()
             if quota != "max":
@@ -66,14 +71,13 @@ def _quotas(root: str) -> Iterator[float]:
                 yield max(1.0, used / int((folder / "cpu.cfs_period_us").read_text()))
 
 
-def _groups(root: str) -> Iterator[Path]:
-    """The folders of this process's control groups that rule its processors, and their parents."""
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            base = Path(root, controllers) if controllers else Path(root)
-            group = base / path.strip("/")
-            yield group
-            yield from (parent for parent in group.parents if parent.is_relative_to(base))
+def _groups(root: str, listing: str) -> Iterator[Path]:
+    """The folders of the control groups that rule processors, and their parents."""
+    for line in listing.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = Path(root, controllers)
+        group = base / path.strip("/")
+        yield group
+        yield from (parent for parent in group.parents if parent.is_relative_to(base))

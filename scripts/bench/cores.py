@@ -14,6 +14,7 @@ over the rounds, with the range; the last column says whether the target is met.
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import shutil
 import subprocess
@@ -62,12 +63,11 @@ def main() -> None:
     """Make the model, run every command in turn, and print costs and ratios."""
     asked = _arguments()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.getenv("PYTHONPATH")]))
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
+    compileall.compile_dir(_ROOT / "ckpt_tools", quiet=1)  # as an installed package is
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores, Python {sys.version.split()[0]}, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(prefix="cores-", dir=asked.folder) as name:
         folder = Path(name)
-        os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "compiled")
         source = _model(folder, int(asked.gib * 2**30))
         commands = _commands(source, folder / "out", tuple(asked.ours))
         wanted = tuple(filter(None, asked.only.split(",")))

@@ -125,9 +125,9 @@ def test_a_damage_is_found_in_a_record_read_in_parts(
     path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
     chunks = [chunk.data for entry in located(path).tensors for chunk in entry.chunks]
     data = max(chunks, key=lambda data: data.length)
-    monkeypatch.setattr("ckpt_tools.proof.damage._PLAIN_BYTES", 100)
-    assert data.length > 200
-    flip(data.path, data.offset + 150)
+    monkeypatch.setattr("ckpt_tools.proof.damage._PLAIN_BYTES", 20)
+    assert data.length > 40
+    flip(data.path, data.offset + 30)
     (problem,) = full(path).problems
     assert "record 'data/0'" in problem.message
     assert "the archive says" in problem.message

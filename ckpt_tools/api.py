@@ -520,7 +520,10 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
 
 
 def verify(
-    source: Source | Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
+    source: Source | Checkpoint,
+    *,
+    threads: int | None = None,
+    on_bytes: Callable[[int], None] = _ignore,
 ) -> Report:
     """Read every byte range once, check every CRC and coverage; the report says what is hurt."""
     with Files() as files:
@@ -534,7 +537,10 @@ def verify_quick(source: Source | Checkpoint) -> Report:
 
 
 def fingerprint(
-    source: Source | Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
+    source: Source | Checkpoint,
+    *,
+    threads: int | None = None,
+    on_bytes: Callable[[int], None] = _ignore,
 ) -> Fingerprint:
     """Digests of the logical tensors that no format, nesting or sharding changes.
 
@@ -549,7 +555,7 @@ def diff(
     b: Source | Checkpoint,
     *,
     options: DiffOptions = _DIFF,
-    threads: int = 2,
+    threads: int | None = None,
 ) -> Diff:
     """What is different between two checkpoints of any formats and meshes, values included.
 
@@ -567,7 +573,10 @@ def diff_headers(
 
 
 def stats(
-    source: Source | Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
+    source: Source | Checkpoint,
+    *,
+    threads: int | None = None,
+    on_bytes: Callable[[int], None] = _ignore,
 ) -> Statistics:
     """Mean, spread, extremes and norm of each tensor, and what points at a lost rank.
 

@@ -91,7 +91,7 @@ def command(
     ignore_dtypes: bool,
     clean_names: bool,
     renames: tuple[str, ...],
-    threads: int,
+    threads: int | None,
     json: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -123,7 +123,9 @@ def command(
         click.get_current_context().exit(1)
 
 
-def _values(a: CheckpointIndex, b: CheckpointIndex, asked: DiffOptions, *, threads: int) -> Diff:
+def _values(
+    a: CheckpointIndex, b: CheckpointIndex, asked: DiffOptions, *, threads: int | None
+) -> Diff:
     total = sum(entry.nbytes for index in (a, b) for entry in index.tensors)
     with progress.byte_bar(total, label="diff") as on_bytes, Files() as files:
         return compare_values(a, b, files, options=asked, threads=threads, on_bytes=on_bytes)

@@ -10,6 +10,7 @@ from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, reading, render, shaping, writing
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert import export as convert
+from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, format_size
@@ -140,9 +141,20 @@ def _summary(plan: convert.ExportPlan, out: str, *, dry_run: bool, seconds: floa
     files = counted(len(plan.files), "file")
     what = f"{render.printable(out)}: {tensors}, {format_size(plan.nbytes)} in {files}"
     if dry_run:
-        return f"{what}; not written (--dry-run)"
+        return f"{what}; not written (--dry-run); {_workers(plan)} would write it"
     rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""
     return f"{what}, in {seconds:.1f} s{rate}"
+
+
+def _workers(plan: convert.ExportPlan) -> str:
+    """How many threads, and processes, the command would use for this plan."""
+    params = click.get_current_context().params
+    jobs: int = params["jobs"]
+    threads: int = params["threads"] or choose_threads(
+        plan.nbytes // jobs, lanes=-(-len(plan.files) // jobs), processes=jobs
+    )
+    each = counted(threads, "thread")
+    return each if jobs == 1 else f"{counted(jobs, 'worker')} of {each}"
 
 
 def _json(plan: convert.ExportPlan, out: str, *, dry_run: bool) -> render.Json:

@@ -52,7 +52,7 @@ def command(
     long: bool,
     target: str | None,
     force: bool,
-    threads: int,
+    threads: int | None,
     json: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -79,7 +79,7 @@ def command(
         render.emit(f"{t.sha256}  {render.printable(t.fqn)}" for t in found.tensors)
 
 
-def digest(index: CheckpointIndex, *, threads: int) -> Fingerprint:
+def digest(index: CheckpointIndex, *, threads: int | None) -> Fingerprint:
     """The fingerprint of these tensors, with a bar. Raises AnswerNo when there are none."""
     total = sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="fingerprint") as on_bytes, Files() as files:

@@ -12,6 +12,7 @@ import click
 
 from ckpt_tools.cli import guesses
 from ckpt_tools.cli.group import set_quiet, set_verbosity
+from ckpt_tools.copying import parallel
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import SECTIONS, Section
 from ckpt_tools.core.text import parse_size
@@ -284,12 +285,23 @@ def writing() -> list[click.Parameter]:
             ["--threads"],
             metavar="N",
             type=click.IntRange(min=1),
-            default=2,
-            show_default=True,
+            default=None,
+            show_default="by cores, files and bytes",
             help="Threads of each process.",
         ),
-        size("--max-memory", default="64MiB", text="Memory of all buffers together."),
+        _max_memory(),
     ]
+
+
+def _max_memory() -> click.Parameter:
+    return click.Option(
+        ["--max-memory"],
+        metavar="SIZE",
+        default=lambda: str(parallel.default_memory()),
+        show_default="64MiB; 128MiB from 16 cores on",
+        callback=_size,
+        help="Memory of all buffers together.",
+    )
 
 
 def reading_given() -> ReadOptions:

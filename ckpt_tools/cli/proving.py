@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 
 def threads() -> click.Parameter:
-    """-j, as ``threads``: half of the processors that this process may use, 8 at most."""
+    """-j, as ``threads``; None leaves the number to the machine and the work."""
     return click.Option(
         ["-j", "--threads"],
         type=click.IntRange(min=1),
-        default=_usual_threads,
-        show_default="the processors, 8 at most",
+        default=None,
+        show_default="the cores this process may use, 16 at most",
         help="Tensors or byte ranges read at a time.",
     )
-
-
-def _usual_threads() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return min(8, len(os.sched_getaffinity(0)))
-    return min(8, os.cpu_count() or 1)
 
 
 def number(value: complex | None) -> str:

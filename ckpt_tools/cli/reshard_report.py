@@ -9,6 +9,7 @@ from ckpt_tools.cli import render
 from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.copying import atomic_output
+from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.mesh_spec import default_placements
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
@@ -45,7 +46,7 @@ class Report(NamedTuple):
         yield from render.facts(
             (
                 ("Mesh", f"{plan.mesh} ({counted(plan.mesh.size, 'rank')}): {self._placements()}"),
-                ("Engine", f"{self.request.engine}, {self._processes()}"),
+                ("Engine", f"{self.request.engine}, {self._processes(plan)}"),
                 ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
                 ("Writes", format_size(plan.nbytes)),
                 ("Memory", f"about {format_size(self._memory(plan, found))} a process"),
@@ -59,9 +60,13 @@ class Report(NamedTuple):
         placements = options.placements or default_placements(options.mesh)
         return ", ".join(map(str, placements))
 
-    def _processes(self) -> str:
-        threads = counted(self.job.write.threads, "thread")
+    def _processes(self, plan: ReshardPlan) -> str:
         here = environment.place()
+        count = self.request.workers if here is None else here.world_size
+        chosen = self.job.write.threads or choose_threads(
+            plan.nbytes // count, lanes=-(-len(plan.files) // count), processes=count
+        )
+        threads = counted(chosen, "thread")
         if here is not None:
             return f"{counted(here.world_size, 'rank')} with {threads} each"
         if self.request.workers > 1:

@@ -58,7 +58,7 @@ def command(
     ckpt: str,
     fail_nonfinite: bool,
     csv: bool,
-    threads: int,
+    threads: int | None,
     json: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -83,7 +83,7 @@ def command(
         raise AnswerNo(_nonfinite(index.root, found))
 
 
-def _look(index: CheckpointIndex, *, threads: int) -> Statistics:
+def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
     total = sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
         found = stats(index, files, threads=threads, on_bytes=on_bytes)

@@ -80,7 +80,7 @@ def command(
     quick: bool,
     against: str | None,
     expect_ranks: int | None,
-    threads: int,
+    threads: int | None,
     json: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -124,7 +124,7 @@ class _Reader:
     """
 
     quick: bool
-    threads: int
+    threads: int | None
     ranks: int | None
 
     def report(self, index: CheckpointIndex) -> Report:
@@ -168,7 +168,7 @@ def _compare(
     chosen: options.Filters,
     *,
     read: ReadOptions,
-    threads: int,
+    threads: int | None,
 ) -> Comparison:
     """Compare the chosen tensors with a fingerprint, or with those of another checkpoint."""
     if is_fingerprint(against):

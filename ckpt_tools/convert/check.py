@@ -40,7 +40,7 @@ def check(
     written: Written,
     *,
     source: CheckpointIndex,
-    threads: int,
+    threads: int | None,
     own: Collection[str] | None = None,
 ) -> str:
     """Compare what lies in ``folder`` with what was to be written; says in one line what is proven.

@@ -70,12 +70,13 @@ class ExportOptions:
 class WriteOptions:
     """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes.
 
+    Without a number of threads, the cores and the work choose it (`copying.parallel`).
     ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
     are never written over. Raises UsageError for no thread, or less than 1 MiB of memory.
     """
 
     force: bool = False
-    threads: int = 2
+    threads: int | None = None
     max_memory: int = 64 << 20
     resume: bool = False
     check: bool = False

@@ -164,6 +164,33 @@ def span_of(move: Move) -> int:
     return move.unit + sum((dim.size - 1) * dim.source for dim in move.dims)
 
 
+def runs_of(reads: Sequence[ReadItem], box: Box, *, itemsize: int) -> list[Move] | None:
+    """The moves that fill a box, in the order of the buffer, where each is one run of bytes.
+
+    None when an element lies alone on either side, or the reads do not hold every one once.
+    Raises CheckpointError as `move_of` does.
+    """
+    runs: list[Move] = []
+    for read in reads:
+        part = read.box.intersect(box)
+        if part is not None and part.numel:
+            move = move_of(read, part, within=box, itemsize=itemsize)
+            if move.dims:
+                return None
+            runs.append(move)
+    runs.sort(key=_target)
+    end = 0
+    for move in runs:
+        if move.target != end:
+            return None
+        end += move.unit
+    return runs if end == box.numel * itemsize else None
+
+
+def _target(move: Move) -> int:
+    return move.target
+
+
 def add_jobs(item: WriteItem, target: int, jobs: list[Job]) -> bool:
     """Append the copies that gather a small item to byte ``target`` of a buffer.
 

@@ -11,13 +11,13 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.copying.read import SLAB_BYTES, Gatherer, Sieve
-from ckpt_tools.copying.strided import Job, add_jobs
+from ckpt_tools.copying.strided import Job, Move, add_jobs, runs_of
 from ckpt_tools.copying.tasks import (
     SLOT_BYTES,
     Literal,
@@ -28,7 +28,8 @@ from ckpt_tools.copying.tasks import (
 )
 from ckpt_tools.core.geometry import slabs
 from ckpt_tools.core.plan import WriteItem
-from ckpt_tools.errors import unwritable
+from ckpt_tools.errors import unreadable, unwritable
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ SLOT = struct.Struct("<I")
 # block that it writes back, must never lie partly in them. No disk asks for more than 4096.
 BLOCK = max(4096, mmap.PAGESIZE)
 _LEAST_DIRECT = 128 << 10
+# Runs of bytes as long as this are copied one by one, past the slab.
+_LONG_RUN = 256 << 10
+SEND_BYTES = 8 << 20
+# Read, summed and written at a time: with 2 MiB of L2 a core, 1 MiB takes a fifth less than 4.
+_CACHED = 1 << 20
 _WIDEST = 16  # bytes of the largest element
 _CAST_SCRATCH = 16  # bytes of a slab for each element that is cast in one step
 
@@ -95,6 +101,17 @@ class Output:
                 done += os.pwrite(self.fd, data[done:], offset + done)
         except OSError as error:
             raise unwritable(self.path, error) from error
+
+    def copy_from(self, fd: int, *, source: int, offset: int, length: int) -> int:
+        """Have the system copy bytes of another open file to this place; gives how many it copied.
+
+        That spares a copy in memory, a quarter of the processor time. 0 when the system or the file
+        systems cannot do it, or anything failed: the bytes are then to be read and written.
+        """
+        try:
+            return os.copy_file_range(fd, self.fd, length, source, offset)
+        except (OSError, AttributeError):  # a cause that stays is met again, with its file's name
+            return 0
 
     def send(self, start: int, end: int) -> None:
         """Have the system send these bytes to the disk now, and not wait for it.
@@ -175,6 +192,7 @@ class Carrier:
         self._slab = slab
         self._out = self._memory[:slab]
         self._raw: memoryview | None = None
+        self._files = files
         self._gatherer = Gatherer(files, stage_bytes=slab)
         self._casters: dict[tuple[str, str], Caster] = {}
         self._sieve: tuple[WriteItem, Sieve] | None = None
@@ -212,6 +230,12 @@ class Carrier:
         """Write a piece slab by slab, and give its CRC-32 when its item wants one."""
         item = piece.item
         is_cast = item.source != item.target
+        if not is_cast and output.direct is None:
+            reads, itemsize = self._sieve_of(item).near(piece.box), item.source.itemsize
+            runs = runs_of(reads, piece.box, itemsize=itemsize)
+            is_long = runs is not None and piece.nbytes >= len(runs) * _LONG_RUN
+            if runs and is_long and not any(is_address(run.path) for run in runs):
+                return self._write_runs(runs, piece, output)
         most = self._slab // max(item.source.itemsize, item.target.itemsize)
         sieve = self._sieve_of(item)
         offset, crc = piece.offset, 0
@@ -230,6 +254,52 @@ class Carrier:
             offset += len(view)
             self._moved(len(view))
         return crc
+
+    def _write_runs(self, runs: Sequence[Move], piece: Piece, output: Output) -> int:
+        """Write a piece that lies in long runs in files here, in few steps of this interpreter."""
+        self._lie_as(0)
+        offset, crc = piece.offset, 0
+        for run in runs:
+            try:
+                with self._files.descriptor(run.path) as fd:
+                    if piece.item.crc_at:
+                        for view in self._through_buffer(fd, run, output, offset=offset):
+                            crc = zlib.crc32(view, crc)
+                    else:
+                        self._copy(fd, run, output, offset=offset)
+            except OSError as error:
+                raise unreadable(run.path, error) from error
+            offset += run.unit
+            self._moved(run.unit)
+        return crc
+
+    def _copy(self, fd: int, run: Move, output: Output, *, offset: int) -> None:
+        """Copy one run without looking at it."""
+        done = 0
+        while done < run.unit:
+            self._check_stop()
+            length, source = min(SEND_BYTES, run.unit - done), run.source + done
+            count = output.copy_from(fd, source=source, offset=offset + done, length=length)
+            if not count:
+                rest = run._replace(source=source, unit=run.unit - done)
+                for _ in self._through_buffer(fd, rest, output, offset=offset + done):
+                    pass
+                return
+            done += count
+
+    def _through_buffer(
+        self, fd: int, run: Move, output: Output, *, offset: int
+    ) -> Iterator[memoryview]:
+        """Copy one run through a buffer that stays in the processor's cache, and give each part."""
+        stop, most = self._stop, min(_CACHED, self._slab)
+        for done in range(0, run.unit, most):
+            if stop.is_set():
+                raise Stopped
+            view = self._out[: min(most, run.unit - done)]
+            if os.preadv(fd, [view], run.source + done) != len(view):
+                self._files.read_into(run.path, run.source + done, view)
+            output.write(offset + done, view)
+            yield view
 
     def _add(self, content: Literal | Piece, group: _Group) -> None:
         """Put a literal into the group's buffer; of a small piece, note what it needs."""

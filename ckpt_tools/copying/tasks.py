@@ -204,11 +204,11 @@ def _without_slots(literal: Literal, slots: Sequence[int]) -> Iterator[Literal]:
         yield Literal(start, data[start - offset :])
 
 
-def check_memory(threads: int, max_memory: int) -> None:
+def check_memory(threads: int | None, max_memory: int) -> None:
     """Raise UsageError for fewer threads or bytes of buffers than any work can be done with."""
-    if max_memory < MIN_MEMORY or threads < 1:
+    if max_memory < MIN_MEMORY or (threads is not None and threads < 1):
         raise UsageError(
-            f"{threads} threads with {max_memory:,} bytes of memory: "
+            f"{threads or 'No'} threads with {max_memory:,} bytes of memory: "
             f"one thread and {MIN_MEMORY:,} bytes are the least."
         )
 

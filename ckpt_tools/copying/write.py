@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ckpt_tools.copying import crc
+from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.copying.read import read_array, read_box
 from ckpt_tools.copying.task_writer import (
     BLOCK,
@@ -66,7 +67,7 @@ def write_files(
     *,
     root: str,
     files: Files,
-    threads: int,
+    threads: int | None,
     max_memory: int,
     on_bytes: Callable[[int], None],
     share: Share = ALL,
@@ -74,7 +75,8 @@ def write_files(
 ) -> None:
     """Write every file of the plans below the folder ``root``.
 
-    Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together. ``on_bytes`` is
+    Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together; without a number
+    of ``threads`` it is chosen for the cores and the files. ``on_bytes`` is
     told how many bytes were written, or found done, since it was last called. A file that is there
     with the right length is written into, not begun anew. With a ``share``, one of several workers
     does its part: together they write every byte once, in any order.
@@ -91,7 +93,11 @@ def write_files(
                 outputs.create(plan for plan in group if not plan.literals and not plan.items)
             work = _Work(tasks, outputs=outputs, journal=journal, on_bytes=on_bytes)
             work.begin()
-            count = min(threads, max_memory // _MIN_MEMORY_PER_THREAD, max(1, work.left))
+            count = min(
+                threads or work.threads(processes=share.count),
+                max_memory // _MIN_MEMORY_PER_THREAD,
+                max(1, work.left),
+            )
             work.run(files, threads=count, memory=max_memory // count)
     finally:
         outputs.close()
@@ -220,6 +226,13 @@ class _Work:
     def left(self) -> int:
         """How many tasks nobody has taken yet."""
         return sum(map(len, self._left))
+
+    def threads(self, *, processes: int) -> int:
+        """How many threads this process should start, when ``processes`` share the machine."""
+        left = [task for part in self._left for task in part]
+        files = {task.file.path for task in left}
+        nbytes = sum(task.nbytes for task in left)
+        return choose_threads(nbytes, lanes=len(files), processes=processes)
 
     def begin(self) -> None:
         """Leave out what the journal knows."""

@@ -38,7 +38,7 @@ class Order(NamedTuple):
     plans: Sequence[FilePlan]
     root: str
     workers: int
-    threads: int
+    threads: int | None
     max_memory: int
     journals: str | None = None
 

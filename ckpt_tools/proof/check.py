@@ -41,7 +41,7 @@ def same_tensors(
     *,
     renamed: Mapping[str, str],
     dtypes: Mapping[str, DType],
-    threads: int = 2,
+    threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
     own: Collection[str] | None = None,
 ) -> str:

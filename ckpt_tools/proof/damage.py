@@ -14,6 +14,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from ckpt_tools import formats
+from ckpt_tools.copying.parallel import usable_cores
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
 from ckpt_tools.formats.protocol import Checksummed, Part
@@ -39,22 +40,26 @@ class Reading:
     checked_bytes: int = 0
     plain_bytes: int = 0
 
+    def add(self, other: Reading) -> None:
+        """Take in what another reading found."""
+        self.damages += other.damages
+        self.crcs += other.crcs
+        self.checked_bytes += other.checked_bytes
+        self.plain_bytes += other.plain_bytes
+
 
 def read_everything(
-    index: CheckpointIndex, files: Files, *, threads: int, on_bytes: Callable[[int], None]
+    index: CheckpointIndex, files: Files, *, threads: int | None, on_bytes: Callable[[int], None]
 ) -> Reading:
     """Read everything that a checkpoint needs, several ranges at a time.
 
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
     """
     checker = _Checker(files, Tally(on_bytes))
-    parts = list(formats.checksummed(index, files, threads=threads))
+    parts = list(formats.checksummed(index, files, threads=threads or usable_cores()))
     total = Reading()
     for found in in_threads(checker.check, parts, threads=threads, nbytes=_nbytes):
-        total.damages += found.damages
-        total.crcs += found.crcs
-        total.checked_bytes += found.checked_bytes
-        total.plain_bytes += found.plain_bytes
+        total.add(found)
     return total
 
 

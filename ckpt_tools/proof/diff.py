@@ -87,7 +87,7 @@ def diff(
     files: Files,
     *,
     options: DiffOptions,
-    threads: int = 2,
+    threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Diff:
     """Compare two checkpoints, values included.

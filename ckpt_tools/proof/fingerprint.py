@@ -72,7 +72,7 @@ def fingerprint(
     index: CheckpointIndex,
     files: Files,
     *,
-    threads: int = 2,
+    threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Fingerprint:
     """The fingerprint of a whole checkpoint, or of the tensors selected in it.
@@ -103,12 +103,12 @@ def digest_of(
     entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None] = ignore_bytes
 ) -> str:
     """The SHA-256 of one tensor's elements, as hexadecimal digits; its chunks must be located."""
-    from ckpt_tools.copying.write import (
-        read_box,  # numpy comes with it, and looking commands go without
+    from ckpt_tools.copying.read import (
+        stream_box,  # late: looking commands go without
     )
 
     state = sha256()
-    for piece in read_box(entry, Box.whole(entry.shape), files=files):
+    for piece in stream_box(entry, Box.whole(entry.shape), files=files):
         state.update(piece)
         on_bytes(len(piece))
     return state.hexdigest()

@@ -28,7 +28,7 @@ def histograms(
     files: Files,
     found: Statistics,
     *,
-    threads: int = 2,
+    threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Mapping[str, tuple[int, ...]]:
     """The counts of finite values in `BINS` equal steps, for each tensor with two values or more.

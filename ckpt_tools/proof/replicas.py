@@ -29,7 +29,7 @@ def differing_replicas(
     files: Files,
     *,
     is_good: Callable[[ByteRange], bool],
-    threads: int,
+    threads: int | None,
     tally: Tally,
 ) -> list[CheckpointError]:
     """An error for each replica that does not hold what its chunk holds.

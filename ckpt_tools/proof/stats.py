@@ -57,7 +57,7 @@ def stats(
     index: CheckpointIndex,
     files: Files,
     *,
-    threads: int = 2,
+    threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Statistics:
     """The statistics of a whole checkpoint, or of the tensors selected in it.

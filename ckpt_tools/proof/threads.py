@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from ckpt_tools.copying.parallel import choose_threads
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -21,12 +23,13 @@ def in_threads(
     work: Callable[[Item], Result],
     items: Sequence[Item],
     *,
-    threads: int,
+    threads: int | None,
     nbytes: Callable[[Item], int],
 ) -> list[Result]:
     """The result of ``work`` on each item, in the order of the items.
 
-    ``nbytes`` says how large an item is. The first error ends it all and is raised.
+    ``nbytes`` says how large an item is. Without a number of ``threads``, the machine and the items
+    choose it. The first error ends it all and is raised.
     """
     results: dict[int, Result] = {}
 
@@ -34,6 +37,8 @@ def in_threads(
         for place in group:
             results[place] = work(items[place])
 
+    if threads is None:
+        threads = choose_threads(sum(map(nbytes, items)), lanes=len(items))
     pool = ThreadPoolExecutor(max_workers=max(1, threads))
     try:
         futures = [pool.submit(work_on, group) for group in _groups(items, nbytes)]

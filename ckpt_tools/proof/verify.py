@@ -69,7 +69,7 @@ def verify(
     index: CheckpointIndex,
     files: Files,
     *,
-    threads: int = 2,
+    threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Report:
     """Check a checkpoint by reading every byte range of it once, and replicas against one another.

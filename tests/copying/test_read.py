@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import DTYPES, Source, layouts, region
 
-from ckpt_tools.copying.read import Gatherer, read_array, read_box
+from ckpt_tools.copying.read import Gatherer, read_array, read_box, stream_box
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
@@ -42,6 +43,31 @@ def test_any_box_of_any_layout_is_numpys(data: st.DataObject) -> None:
         box = data.draw(layouts(len(shape)).flatmap(lambda one: st.sampled_from(one.boxes(shape))))
         pieces = read_box(source.entry, box, files=files, slab_bytes=data.draw(st.integers(1, 300)))
         assert b"".join(map(bytes, pieces)) == source.values[region(box)].tobytes()
+
+
+@given(data=st.data())
+def test_a_stream_gives_the_bytes_of_the_box(data: st.DataObject) -> None:
+    with (
+        TemporaryDirectory() as folder,
+        Files() as files,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("ckpt_tools.copying.read._STREAM_BYTES", data.draw(st.integers(1, 64)))
+        dtype = BY_NAME[DTYPES[data.draw(st.sampled_from([1, 2, 4, 8, 16]))]]
+        source = Source(folder, data.draw, dtype=dtype, name="t")
+        shape = source.entry.shape
+        box = data.draw(layouts(len(shape)).flatmap(lambda one: st.sampled_from(one.boxes(shape))))
+        pieces = stream_box(source.entry, box, files=files)
+        assert b"".join(map(bytes, pieces)) == source.values[region(box)].tobytes()
+
+
+def test_a_stream_of_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
+    values = np.arange(1 << 20, dtype="<i4")
+    chunk = chunk_of(tmp_path / "f", values, (1 << 20,), (1,))
+    entry = entry_of(tmp_path / "f", (1 << 20,), chunk)
+    os.truncate(tmp_path / "f", 3_000_000)
+    with Files() as files, pytest.raises(UnreadableError, match="cut short: 3,000,000 bytes"):
+        list(stream_box(entry, chunk.box, files=files))
 
 
 def test_an_expanded_dimension_repeats_its_elements(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 import tracemalloc
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,11 +57,19 @@ def test_any_layout_to_any_layout_equals_numpy_slicing(data: st.DataObject) -> N
                 ends[path] = offset + len(raw)
         plans = [FilePlan(path, ends[path], (), tuple(items[path])) for path in items]
         threads = data.draw(st.integers(1, 4))
-        write(
-            plans, folder, files, threads=threads, slab=data.draw(st.sampled_from([16, 64, 4096]))
-        )
+        slab = data.draw(st.sampled_from([16, 64, 4096]))
+        with runs_from(data.draw(st.sampled_from([1, 1 << 20]))):
+            write(plans, folder, files, threads=threads, slab=slab)
         for path, offset, raw in expected:
             assert Path(folder, path).read_bytes()[offset : offset + len(raw)] == raw
+
+
+@contextmanager
+def runs_from(nbytes: int) -> Iterator[None]:
+    """Runs of bytes as long as this are copied one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_tools.copying.task_writer._LONG_RUN", nbytes)
+        yield
 
 
 @contextmanager
@@ -297,6 +305,55 @@ def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monkey
     with Files() as files:
         write([plan], str(tmp_path), files)
     assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
+
+
+def _refused(*_args: int) -> int:
+    raise OSError(errno.EXDEV, "cross-device link")
+
+
+def _half(first: int, second: int, length: int, source: int, offset: int) -> int:
+    return os.pwrite(second, os.pread(first, -(-length // 2), source), offset)
+
+
+@pytest.mark.parametrize(
+    "copy", [_refused, _half, lambda *_args: 0, None], ids=["refused", "half", "nothing", "none"]
+)
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_copy_that_the_system_refuses_or_cuts_is_finished(
+    copy: Callable[..., int] | None,
+    *,
+    checked: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if copy is None:
+        monkeypatch.delattr(os, "copy_file_range", raising=False)
+    else:
+        monkeypatch.setattr(os, "copy_file_range", copy, raising=False)
+    plan = checked_plan(tmp_path, sizes=(1 << 20, 300_000, 5))
+    plan = plan if checked else unchecked(plan)
+    with Files() as files:
+        write([plan], str(tmp_path), files, slab=64 << 10)
+    assert (tmp_path / "out").read_bytes() == (checked_bytes if checked else plain_bytes)(plan)
+
+
+def unchecked(plan: FilePlan) -> FilePlan:
+    return plan._replace(items=tuple(item._replace(crc_at=()) for item in plan.items))
+
+
+def plain_bytes(plan: FilePlan) -> bytes:
+    parts = []
+    for item in plan.items:
+        raw = b"".join(Path(read.chunk.data.path).read_bytes() for read in item.reads)
+        parts += [b"head0000", raw, b"0000foot"]
+    return b"".join(parts)
+
+
+def test_a_source_cut_short_under_a_long_run_is_an_error(tmp_path: Path) -> None:
+    plan = unchecked(checked_plan(tmp_path, sizes=(1 << 20,)))
+    os.truncate(tmp_path / "source-0", 700_000)
+    with Files() as files, pytest.raises(UnreadableError, match="cut short: 700,000 bytes"):
+        write([plan], str(tmp_path), files)
 
 
 def test_an_error_stops_the_other_threads(tmp_path: Path) -> None:

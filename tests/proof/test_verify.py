@@ -1,5 +1,6 @@
 """Verify: what is hurt, what is whole, who holds the lost rows, and what cannot be known."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from ckpt_tools import formats
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.formats.zip.read import Archive
 from ckpt_tools.proof import Report, bytes_to_read, verify, verify_quick
 from ckpt_tools.proof.halves import compare_halves
 from ckpt_tools.proof.holes import describe, holes
@@ -99,6 +101,46 @@ def test_every_record_of_an_archive_is_checked() -> None:
     assert reading is not None
     assert reading.crcs == 52
     assert reading.plain_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp2_dcp_1d_4r/ckpt", "fsdp2_full_torchsave_4r/ckpt/consolidated.pt"]
+)
+def test_a_record_read_in_parts_has_the_same_checksum(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = full(CHECKPOINTS / name).reading
+    monkeypatch.setattr("ckpt_tools.proof.damage._PLAIN_BYTES", 100)
+    parts = full(CHECKPOINTS / name, threads=3).reading
+    assert whole is not None
+    assert parts is not None
+    assert parts.parts
+    assert parts.damages == []
+    assert (parts.crcs, parts.checked_bytes) == (whole.crcs, whole.checked_bytes)
+
+
+def test_a_damage_is_found_in_a_record_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
+    chunks = [chunk.data for entry in located(path).tensors for chunk in entry.chunks]
+    data = max(chunks, key=lambda data: data.length)
+    monkeypatch.setattr("ckpt_tools.proof.damage._PLAIN_BYTES", 20)
+    assert data.length > 40
+    flip(data.path, data.offset + 30)
+    (problem,) = full(path).problems
+    assert "record 'data/0'" in problem.message
+    assert "the archive says" in problem.message
+
+
+def test_no_archive_that_was_checked_stays_in_memory() -> None:
+    gc.collect()
+    gc.disable()  # as on the command line
+    try:
+        full(CHECKPOINTS / "fsdp2_dcp_1d_4r" / "ckpt")
+        assert not [one for one in gc.get_objects() if isinstance(one, Archive)]
+    finally:
+        gc.enable()
 
 
 def test_bytes_without_checksums_are_counted() -> None:

@@ -67,11 +67,13 @@ class Templates:
     def find(self, item: ByteRange) -> Found | None:
         """What an item is, when it is like one that was learned."""
         path, offset, length = item
+        # Of large items, only the end of one and the beginning of the next are worth reading.
+        ahead = self._window if length <= self._window else 2 * _MAX_FRAME
         for head, tail_at, parts, found in self._known.get(length, ()):
-            block, at = self._block(path, offset, len(head))
+            block, at = self._block(path, offset, len(head), ahead=ahead)
             if not block.startswith(head, at):
                 continue
-            block, at = self._block(path, offset + tail_at, length - tail_at)
+            block, at = self._block(path, offset + tail_at, length - tail_at, ahead=ahead)
             for start, data in parts:
                 if not block.startswith(data, at + start):
                     break
@@ -99,16 +101,16 @@ class Templates:
         templates.append(Template(head, tail_at, tuple(_around(tail, inside)), found))
 
     def _take(self, path: str, offset: int, length: int) -> bytes:
-        block, at = self._block(path, offset, length)
+        block, at = self._block(path, offset, length, ahead=self._window)
         return block[at : at + length]
 
-    def _block(self, path: str, offset: int, length: int) -> tuple[bytes, int]:
+    def _block(self, path: str, offset: int, length: int, *, ahead: int) -> tuple[bytes, int]:
         """A block of a file that holds these bytes, and where: the last one, or one read now."""
         start, data = self._blocks.get(path, (0, b""))
         if offset < start or offset + length > start + len(data):
             start = offset
             left = self._lengths.get(path, 0) - offset
-            data = self._files.read(path, offset, max(length, min(self._window, left)))
+            data = self._files.read(path, offset, max(length, min(ahead, left)))
             self._blocks[path] = start, data
         return data, offset - start
 

@@ -1,0 +1,83 @@
+"""How many threads a piece of work gets, and how much memory they share, when nobody says.
+
+Beyond 16 threads of one Python process the interpreter's lock is what they wait for. Below that,
+the cores that this process may use count: its affinity, and the CPU quota of its control groups.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+MOST_THREADS = 16
+# Two overlap reading with writing even on one core.
+_LEAST_THREADS = 2
+_BYTES_PER_THREAD = 4 << 20
+_MEMORY_PER_THREAD = 8 << 20
+_LEAST_MEMORY = 64 << 20
+_CGROUPS = "/sys/fs/cgroup"
+
+
+def choose_threads(nbytes: int, *, lanes: int, processes: int = 1) -> int:
+    """How many threads of this process should work on so many bytes.
+
+    ``lanes`` is the number of things that can be worked on without waiting for one another: output
+    files to write, tensors or ranges to read. Writers of one file wait for each other, so a lane
+    keeps few threads busy. ``processes`` share the cores.
+    """
+    cores = max(_LEAST_THREADS, min(MOST_THREADS, usable_cores() // processes))
+    useful = min(lanes + 2, -(-nbytes // _BYTES_PER_THREAD))
+    return max(1, min(cores, useful))
+
+
+def default_memory() -> int:
+    """Bytes of all buffers together: 64 MiB up to 8 cores, 128 MiB from 16 on."""
+    return max(_LEAST_MEMORY, min(MOST_THREADS, usable_cores()) * _MEMORY_PER_THREAD)
+
+
+@cache
+def usable_cores() -> int:
+    """Processors that this process may use, at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    listing = ""
+    with suppress(OSError):
+        listing = Path("/proc/self/cgroup").read_text()
+    return max(1, min([cores, *map(int, quotas(_CGROUPS, listing))]))
+
+
+def quotas(root: str, listing: str) -> Iterator[float]:
+    """The CPU quotas of this process's control groups and of those around them, in cores.
+
+    ``root`` is where they are mounted, ``listing`` what /proc/self/cgroup says, in lines such as
+    "0::/user.slice" (version 2) and "4:cpu,cpuacct:/job" (version 1).
+    Version 2 has ``cpu.max`` ("200000 100000" for two cores, "max …" for none), version 1 has
+    ``cpu.cfs_quota_us`` (-1 for none) and ``cpu.cfs_period_us``. In a container the path that the
+    kernel names may lie outside of what is mounted; its own group is then the root.
+    """
+    for folder in _groups(root, listing):
+        with suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max":
+                yield max(1.0, int(quota) / int(period))
+        with suppress(OSError, ValueError):
+            used = int((folder / "cpu.cfs_quota_us").read_text())
+            if used > 0:
+                yield max(1.0, used / int((folder / "cpu.cfs_period_us").read_text()))
+
+
+def _groups(root: str, listing: str) -> Iterator[Path]:
+    """The folders of the control groups that rule processors, and their parents."""
+    for line in listing.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = Path(root, controllers)
+        group = base / path.strip("/")
+        yield group
+        yield from (parent for parent in group.parents if parent.is_relative_to(base))

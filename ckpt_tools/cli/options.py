@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import click
 
+from ckpt_tools import formats
 from ckpt_tools.cli import guesses
 from ckpt_tools.cli.group import set_quiet, set_verbosity
 from ckpt_tools.copying import parallel
@@ -35,7 +36,6 @@ _HEADING = {name: heading for heading, names in _HEADINGS.items() for name in na
 _GROUPED_FROM = 16  # options; fewer are read at a glance
 # Endings of files that people name where a folder, or a file of ours, would be written.
 _FOREIGN = (".gguf", ".ggml", ".onnx", ".npz", ".h5", ".msgpack", ".pkl", ".zip", ".tar", ".json")
-_SINGLE = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _SMALLEST_BARE = 1_000  # fewer bytes than these are never meant
 
 
@@ -240,7 +240,8 @@ def _out(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa
     """The output. Raises UsageError for the name of a file that this command does not write."""
     is_export = ctx.command.name == "export"
     name = value.lower()
-    if not name.endswith(_FOREIGN) and (is_export or not name.endswith(_SINGLE)):
+    single = tuple(suffix for form in formats.targets("whole") for suffix in form.suffixes)
+    if not name.endswith(_FOREIGN) and (is_export or not name.endswith(single)):
         return value
     suffix = name[name.rindex(".") :]
     hint = "Name a folder, or a file that ends in .safetensors or .pt."

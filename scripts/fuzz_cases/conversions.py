@@ -153,7 +153,8 @@ def _reshard(rng: random.Random, source: Source, hop: Hop) -> Hop:
     if rng.random() < 0.4:
         return replace(hop, words=(*words, *hop.words), mesh=shape)
     placed = tuple(
-        Shard(rng.choice((0, 0, 0, 1, 2))) if rng.random() < 0.7 else Replicate() for _ in shape
+        Shard(rng.choice((0, 0, 0, 0, 0, 0, 1, 2))) if rng.random() < 0.7 else Replicate()
+        for _ in shape
     )
     text = ",".join(f"S({p.dim})" if isinstance(p, Shard) else "R" for p in placed)
     reasons = list(hop.reasons)
@@ -195,7 +196,7 @@ def _filter(rng: random.Random, source: Source, hop: Hop, commands: Commands) ->
 
     flat = source.exported() if hop.form == "safetensors" else states.tensors(source.state)
     wanted = {name: value for name, value in flat.items() if chosen(name)}
-    reasons = [*hop.reasons, *["no tensor chosen"] * (not wanted)]
+    reasons = [*hop.reasons, *["no tensor is chosen"] * (not wanted)]
     commands.write(source, hop.out, *hop.words, *words, reasons=reasons)
     whole = whole_of(Source(hop.out, hop.form, {}), commands)
     _compare(whole, wanted, "tensors that the filters choose")

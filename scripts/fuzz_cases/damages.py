@@ -29,7 +29,7 @@ def damage(rng: random.Random, folder: Path, commands: Commands) -> None:
     form = rng.choice(("pt", "safetensors", "dcp", "ranks"))
     truth = source.exported() if form == "safetensors" else states.tensors(source.state)
     hop = conversions.hop_of(rng, source, form, folder / "out")
-    commands.write(source, hop.out, *hop.words, reasons=("the damage",))
+    commands.write(source, hop.out, *hop.words, reasons=("damage",))
     found = conversions.whole_of(Source(hop.out, form, {}), commands)
     if not is_told:  # conversions check no checksum of a source; that is what verify is for
         _judge(found, truth, is_limit=_is_limit(source, file, way))

@@ -24,7 +24,7 @@ _COMPLEX = (torch.complex64, torch.complex128, torch.complex32)
 PACKED = (torch.float4_e2m1fn_x2,)
 
 _TOPS = ("model", "optim", "extra", "app", "a", "b", "w2", "layers", "step")
-_KEYS = ("a", "b", "c", "weight", "bias", "_orig_mod", "x.y", "é", "0", "1", "key with spaces")
+_KEYS = ("a", "b", "c", "weight", "bias", "_orig_mod", "x", "y", "x.y", "w", "é", "0", "1")
 _ODD_KEYS = (0, 1, 2, -1, True, None, 1.5, (1, 2), ("a", None))
 _PLAIN = (
     *(None, True, False, 0, 1, -1, 255, 256, 65536, 1 << 40, -(1 << 70), 0.0, -0.0, 1e-300),
@@ -80,7 +80,9 @@ def _value(rng: random.Random, made: list[torch.Tensor], *, depth: int) -> objec
         return items
     if kind < 0.3:
         return tuple(items)
-    keys: tuple[object, ...] = _ODD_KEYS if rng.random() < 0.2 else _KEYS
+    keys: tuple[object, ...] = rng.choice((_KEYS, _KEYS, _KEYS, _KEYS, _ODD_KEYS))
+    if rng.random() < 0.05:
+        keys = (*_KEYS, *_ODD_KEYS)  # some of which have the same text
     chosen = dict(zip(rng.sample(keys, len(items)), items, strict=True))
     if kind < 0.4:
         return OrderedDict(chosen)

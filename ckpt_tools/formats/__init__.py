@@ -144,9 +144,9 @@ def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None
     return next((one for one in found if one is not None), None)
 
 
-def checksummed(index: CheckpointIndex, files: Files, *, threads: int) -> Iterable[Part]:
+def checksummed(index: CheckpointIndex, files: Files) -> Iterable[Part]:
     """Everything that is to be read to know that a checkpoint is whole, with its checksums."""
-    return named(index.format).checksummed(index, files, threads=threads)
+    return named(index.format).checksummed(index, files)
 
 
 def detect(path: str) -> Format | None:

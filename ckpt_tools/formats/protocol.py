@@ -23,7 +23,7 @@ from ckpt_tools.storage.reader import Files
 Index = TypeVar("Index", bound=CheckpointIndex)
 Writes = Literal["whole", "shards"]
 
-_PART_BYTES = 64 << 20
+PART_BYTES = 64 << 20
 _ALONE = Mesh((1,))
 
 
@@ -32,6 +32,7 @@ class Checksummed(NamedTuple):
 
     ``name`` is what the format calls them. ``kept`` are the bytes, when they were read already.
     ``stored`` is where the checkpoint has them, when ``data`` is a copy in a temporary file.
+    ``record`` is all that ``crc`` is of, when ``data`` is only a part of it.
     """
 
     data: ByteRange
@@ -39,6 +40,7 @@ class Checksummed(NamedTuple):
     name: str = ""
     kept: bytes | None = None
     stored: ByteRange | None = None
+    record: ByteRange | None = None
 
 
 class Part(NamedTuple):
@@ -124,8 +126,8 @@ class Format(ABC):
         """The rank that wrote a file, as its name says."""
         return None
 
-    def checksummed(self, index: CheckpointIndex, files: Files, *, threads: int) -> Iterable[Part]:
-        """Everything that is to be read to know that a checkpoint is whole, for so many threads.
+    def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[Part]:
+        """Everything that is to be read to know that a checkpoint is whole.
 
         ``index`` is as its reader gave it. Files that are not there are left out.
         """
@@ -162,6 +164,12 @@ def lengths_of(index: CheckpointIndex) -> dict[str, int]:
 
 def plain_parts(path: str, length: int) -> Iterator[Part]:
     """A file without checksums, in parts of 64 MiB."""
-    for start in range(0, length, _PART_BYTES):
-        data = ByteRange(path, start, min(_PART_BYTES, length - start))
+    for data in cut(ByteRange(path, 0, length), PART_BYTES):
         yield Part(data, data.length, partial(iter, (Checksummed(data),)))
+
+
+def cut(data: ByteRange, most: int) -> Iterator[ByteRange]:
+    """A byte range in ranges of at most ``most`` bytes."""
+    for start in range(0, data.length, most):
+        length = min(most, data.length - start)
+        yield ByteRange(data.path, data.offset + start, length)

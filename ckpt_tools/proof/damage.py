@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from ckpt_tools import formats
-from ckpt_tools.copying.parallel import usable_cores
+from ckpt_tools.copying.crc import combine
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
 from ckpt_tools.formats.protocol import Checksummed, Part
@@ -39,6 +39,7 @@ class Reading:
     crcs: int = 0
     checked_bytes: int = 0
     plain_bytes: int = 0
+    parts: list[tuple[Checksummed, int]] = field(default_factory=list)
 
     def add(self, other: Reading) -> None:
         """Take in what another reading found."""
@@ -46,6 +47,15 @@ class Reading:
         self.crcs += other.crcs
         self.checked_bytes += other.checked_bytes
         self.plain_bytes += other.plain_bytes
+        self.parts += other.parts
+
+    def check(self, one: Checksummed, crc: int) -> None:
+        """Take in the CRC-32 that the bytes of ``one`` have."""
+        where = one.stored or one.record or one.data
+        if crc == one.crc:
+            self.crcs += 1
+        else:
+            self.damages.append(Damage(where, _wrong_crc(where, one, crc)))
 
 
 def read_everything(
@@ -56,11 +66,26 @@ def read_everything(
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
     """
     checker = _Checker(files, Tally(on_bytes))
-    parts = list(formats.checksummed(index, files, threads=threads or usable_cores()))
+    parts = list(formats.checksummed(index, files))
     total = Reading()
     for found in in_threads(checker.check, parts, threads=threads, nbytes=_nbytes):
         total.add(found)
+    _combine(total)
     return total
+
+
+def _combine(total: Reading) -> None:
+    """Check what was read in parts; where one could not be read, its damage is known already."""
+    records: dict[ByteRange, dict[ByteRange, tuple[Checksummed, int]]] = {}
+    for one, crc in total.parts:
+        records.setdefault(one.record or one.data, {})[one.data] = one, crc
+    for record, parts in records.items():
+        whole = done = 0
+        for data, (one, crc) in sorted(parts.items()):
+            whole = combine(whole, crc, length=data.length)
+            done += data.length
+            if done == record.length:
+                total.check(one, whole)
 
 
 def _nbytes(part: Part) -> int:
@@ -95,11 +120,10 @@ class _Checker:
             found.damages.append(Damage(one.data, error))
             return
         found.checked_bytes += one.data.length
-        if crc == one.crc:
-            found.crcs += 1
-            return
-        where = one.stored or one.data
-        found.damages.append(Damage(where, _wrong_crc(where, one, crc)))
+        if one.record is not None:
+            found.parts.append((one, crc))
+        else:
+            found.check(one, crc)
 
     def _crc(self, one: Checksummed) -> int:
         """The CRC-32 of some bytes, read block by block unless they were kept."""

@@ -110,7 +110,7 @@ def test_a_record_read_in_parts_has_the_same_checksum(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = full(CHECKPOINTS / name).reading
-    monkeypatch.setattr("ckpt_tools.proof.damage._PLAIN_BYTES", 100)
+    monkeypatch.setattr("ckpt_tools.formats.zip.checksums._PART_BYTES", 100)
     parts = full(CHECKPOINTS / name, threads=3).reading
     assert whole is not None
     assert parts is not None
@@ -125,7 +125,7 @@ def test_a_damage_is_found_in_a_record_read_in_parts(
     path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
     chunks = [chunk.data for entry in located(path).tensors for chunk in entry.chunks]
     data = max(chunks, key=lambda data: data.length)
-    monkeypatch.setattr("ckpt_tools.proof.damage._PLAIN_BYTES", 20)
+    monkeypatch.setattr("ckpt_tools.formats.zip.checksums._PART_BYTES", 20)
     assert data.length > 40
     flip(data.path, data.offset + 30)
     (problem,) = full(path).problems

@@ -60,7 +60,7 @@ class Dcp(Format):
         return checks.rank_of(path)
 
     def checksummed(  # noqa: D102
-        self, index: CheckpointIndex, files: Files, *, threads: int
+        self, index: CheckpointIndex, files: Files
     ) -> Iterable[Part]:
         from ckpt_tools.formats.dcp import items
 

@@ -327,7 +327,10 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[Part]:
     for data, codec in items:
         if data.offset + data.length <= lengths.get(data.path, 0):
             only_items.add(data.path)
-            yield Part(data, data.length, partial(_records, files, data, codec))
+            if codec == TORCH_SAVE:
+                yield from checksums.parts_of_archive(data, files)
+            else:
+                yield Part(data, data.length, partial(_records, files, data, codec))
     only_items -= {c.data.path for e in index.tensors for c in e.chunks if c.codec is None}
     others = [path for path in lengths if path not in only_items]
     for path in others:
@@ -335,7 +338,7 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[Part]:
             yield from plain_parts(path, lengths[path])
     beside = [file for file in index.files if file.path in others]
     beside = [file for file in beside if not file.path.endswith(".distcp")]
-    yield from checksums.parts_of_files(replace(index, files=tuple(beside)), files, threads=1)
+    yield from checksums.parts_of_files(replace(index, files=tuple(beside)), files)
 
 
 def _records(files: Files, data: ByteRange, codec: str) -> Iterator[Checksummed]:

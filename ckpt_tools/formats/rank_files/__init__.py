@@ -44,11 +44,11 @@ class RankFiles(Format):
         return None if named is None else named.rank
 
     def checksummed(  # noqa: D102
-        self, index: CheckpointIndex, files: Files, *, threads: int
+        self, index: CheckpointIndex, files: Files
     ) -> Iterable[Part]:
         from ckpt_tools.formats.zip import checksums
 
-        return checksums.parts_of_files(index, files, threads=threads)
+        return checksums.parts_of_files(index, files)
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions

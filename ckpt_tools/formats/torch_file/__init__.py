@@ -40,11 +40,11 @@ class TorchFile(Format):
         return locate.locate(index, files)
 
     def checksummed(  # noqa: D102
-        self, index: CheckpointIndex, files: Files, *, threads: int
+        self, index: CheckpointIndex, files: Files
     ) -> Iterable[Part]:
         from ckpt_tools.formats.zip import checksums
 
-        return checksums.parts_of_files(index, files, threads=threads)
+        return checksums.parts_of_files(index, files)
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions

@@ -7,49 +7,59 @@ from functools import partial
 
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.protocol import Checksummed, Part, lengths_of, plain_parts
+from ckpt_tools.formats.protocol import (
+    PART_BYTES,
+    Checksummed,
+    Part,
+    cut,
+    lengths_of,
+    plain_parts,
+)
 from ckpt_tools.formats.zip.read import Archive, read_archive, sniff
 from ckpt_tools.storage.reader import Files
 
 # An archive this small is read in one go, and its records are checked in memory.
 _SMALL = 2 << 20
-_PART_BYTES = 64 << 20
+_PART_BYTES = PART_BYTES
 
 
-def parts_of_files(index: CheckpointIndex, files: Files, *, threads: int) -> Iterator[Part]:
-    """Each file as one archive, or in parts of about 64 MiB when there are fewer than ``threads``;
-    a file of torch.save's old format has no checksums.
-    """
-    lengths = lengths_of(index)
-    for path, length in lengths.items():
-        if sniff(files.read(path, 0, min(512, length))) != "zip":
-            yield from plain_parts(path, length)
-            continue
-        data = ByteRange(path, 0, length)
-        if len(lengths) < threads:
-            yield from _by_records(files, data)
+def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[Part]:
+    """The archives of a checkpoint; a file of torch.save's old format has no checksums."""
+    for path, length in lengths_of(index).items():
+        if sniff(files.read(path, 0, min(512, length))) == "zip":
+            yield from parts_of_archive(ByteRange(path, 0, length), files)
         else:
-            yield Part(data, length, partial(records, files, data))
+            yield from plain_parts(path, length)
 
 
-def _by_records(files: Files, data: ByteRange) -> Iterator[Part]:
-    """One archive as several parts; as it is when it cannot be opened."""
+def parts_of_archive(data: ByteRange, files: Files) -> Iterator[Part]:
+    """An archive as one part; a large one in parts of about 64 MiB, when it can be opened."""
+    if data.length <= _PART_BYTES:
+        yield Part(data, data.length, partial(records, files, data))
+        return
     groups: list[list[str]] = [[]]
     left = _PART_BYTES
     try:
         archive, _ = _opened(files, data)
-        for name in archive.names:
-            if left <= 0:
-                groups.append([])
-                left = _PART_BYTES
-            groups[-1].append(name)
-            left -= archive.record(name).length
+        found = [(name, archive.record(name)) for name in archive.names]
     except CheckpointError:
         yield Part(data, data.length, partial(records, files, data))
         return
+    for name, (offset, length, crc) in found:
+        record = ByteRange(data.path, offset, length)
+        if crc is not None and length > _PART_BYTES:
+            for part in cut(record, _PART_BYTES):
+                one = Checksummed(part, crc, f"record {name!r}", record=record)
+                yield Part(part, part.length, partial(iter, (one,)))
+            continue
+        if left <= 0:
+            groups.append([])
+            left = _PART_BYTES
+        groups[-1].append(name)
+        left -= length
     for group in groups:
-        some = partial(records, files, data, only=group)
-        yield Part(data, data.length // len(groups), some)
+        if group:
+            yield Part(data, _PART_BYTES, partial(records, files, data, only=group))
 
 
 def records(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Collection
 
 from ckpt_tools.core.index import CheckpointIndex
@@ -30,11 +29,6 @@ _SIDE_FILE = re.compile(
 )
 # Folders beside the checkpoint that hold the same weights again, or none.
 _SIDE_FOLDER = frozenset({"sharded", "huggingface", ".git", "__pycache__"})
-
-
-def quote(path: str) -> str:
-    """The path as a shell takes it."""
-    return shlex.quote(path)
 
 
 def member(path: str) -> str:

@@ -31,6 +31,9 @@ _ARCHIVES = frozenset({dcp_items.TORCH_SAVE, dcp_items.ZSTD})
 _FILES_ARE_ARCHIVES = frozenset({"ranks", "torch"})
 
 
+_View = Callable[[int, int], bytes | memoryview]
+
+
 class Damage(NamedTuple):
     """Bytes that are not what they should be, or cannot be read, and what is wrong with them."""
 
@@ -201,20 +204,23 @@ def _by_records(task: Task, files: Files) -> list[Task]:
     return tasks
 
 
-def _opened(files: Files, task: Task) -> tuple[ByteRange, torch_zip.Archive, torch_zip.ReadBytes]:
-    """The range of an archive, the archive, and what reads bytes of the file: a small archive is
+def _opened(files: Files, task: Task) -> tuple[ByteRange, torch_zip.Archive, _View]:
+    """The range of an archive, the archive, and what shows bytes of the file: a small archive is
     read once. No object holds the one that holds it: memory is then freed without a collector.
     """
     item = dcp_items.unpacked(files, task.data, task.codec or dcp_items.TORCH_SAVE)
     kept = memoryview(files.read(*item)) if item.length <= _SMALL else None
 
-    def read(offset: int, length: int) -> bytes:
+    def view(offset: int, length: int) -> bytes | memoryview:
         if kept is None:
             return files.read(item.path, offset, length)
-        return bytes(kept[offset - item.offset : offset - item.offset + length])
+        return kept[offset - item.offset : offset - item.offset + length]
+
+    def read(offset: int, length: int) -> bytes:
+        return bytes(view(offset, length))
 
     archive = torch_zip.read_archive(read, offset=item.offset, length=item.length, where=item.path)
-    return item, archive, read
+    return item, archive, view
 
 
 class _Checker:
@@ -238,12 +244,12 @@ class _Checker:
         return found
 
     def _check_archive(self, task: Task, found: Reading) -> None:
-        item, archive, read = _opened(self._files, task)
+        item, archive, view = _opened(self._files, task)
         for name in task.records or archive.names:
             record = archive.record(name)
             data = ByteRange(item.path, record.offset, record.length)
             try:
-                crc = self._crc(task.part or data, read)
+                crc = self._crc(task.part or data, view)
             except CheckpointError as error:
                 found.damages.append(Damage(task.part or data, error))
                 continue
@@ -257,11 +263,11 @@ class _Checker:
                 where = task.data if task.codec == dcp_items.ZSTD else data
                 found.check(where, name, crc=crc, told=record.crc)
 
-    def _crc(self, data: ByteRange, read: torch_zip.ReadBytes) -> int:
+    def _crc(self, data: ByteRange, view: _View) -> int:
         """The CRC-32 of a range, read block by block."""
         if data.length <= _BLOCK:
             self._tally.add(data.length)
-            return crc32(read(data.offset, data.length))
+            return crc32(view(data.offset, data.length))
         crc = 0
         for block in self._blocks(data):
             crc = crc32(block, crc)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 MOST_THREADS = 16
 # Two overlap reading with writing even on one core.
@@ -47,7 +46,7 @@ def usable_cores() -> int:
         cores = os.cpu_count() or 1
     listing = ""
     with suppress(OSError):
-        listing = Path("/proc/self/cgroup").read_text()
+        listing = _text("/proc/self/cgroup")
     return max(1, min([cores, *map(int, quotas(_CGROUPS, listing))]))
 
 
@@ -62,22 +61,28 @@ def quotas(root: str, listing: str) -> Iterator[float]:
     """
     for folder in _groups(root, listing):
         with suppress(OSError, ValueError):
-            quota, period = (folder / "cpu.max").read_text().split()
+            quota, period = _text(f"{folder}/cpu.max").split()
             if quota != "max":
                 yield max(1.0, int(quota) / int(period))
         with suppress(OSError, ValueError):
-            used = int((folder / "cpu.cfs_quota_us").read_text())
+            used = int(_text(f"{folder}/cpu.cfs_quota_us"))
             if used > 0:
-                yield max(1.0, used / int((folder / "cpu.cfs_period_us").read_text()))
+                yield max(1.0, used / int(_text(f"{folder}/cpu.cfs_period_us")))
 
 
-def _groups(root: str, listing: str) -> Iterator[Path]:
-    """The folders of the control groups that rule processors, and their parents."""
+def _groups(root: str, listing: str) -> Iterator[str]:
+    """The folders of the control groups that rule processors, the outermost first."""
     for line in listing.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        base = Path(root, controllers)
-        group = base / path.strip("/")
+        group = os.path.join(root, controllers).rstrip("/")
         yield group
-        yield from (parent for parent in group.parents if parent.is_relative_to(base))
+        for part in filter(None, path.split("/")):
+            group = f"{group}/{part}"
+            yield group
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read()

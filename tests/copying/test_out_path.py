@@ -307,6 +307,19 @@ def test_a_dry_run_refuses_the_flags_that_the_real_run_refuses(
     assert (dry.exit_code, dry.stderr) == (real.exit_code, real.stderr) == (2, real.stderr)
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [(("--threads", "5"), "5 threads"), (("--threads", "5", "-j", "3"), "3 workers")],
+)
+@pytest.mark.parametrize("command", [("export",), ("reshard", "--to-mesh", "2")])
+def test_a_dry_run_says_how_many_would_write(
+    tmp_path: Path, command: tuple[str, ...], flags: tuple[str, ...], expected: str
+) -> None:
+    done = run(*command, FSDP2, "-o", tmp_path / "out", "--dry-run", *flags)
+    assert done.exit_code == 0
+    assert expected in done.stdout
+
+
 @pytest.mark.parametrize("command", [("export",), ("reshard", "--to-mesh", "2")])
 def test_a_dry_run_shows_its_plan_then_says_what_has_no_room(
     tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import pickle
 import random
@@ -20,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fuzz_cases import sources, states
 from fuzz_cases.commands import Commands, Fault
-from fuzz_cases.sources import RefusedByTorch, Source
+from fuzz_cases.sources import Source
 from fuzz_cases.states import State
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
@@ -66,16 +65,21 @@ def convert(rng: random.Random, folder: Path, commands: Commands) -> None:
 
 def chain(rng: random.Random, folder: Path, commands: Commands) -> None:
     """Two to four conversions in a row, and the first source's fingerprint in the end."""
+    is_all = True
     source = _source(rng, folder)
-    first = commands.run("fingerprint", source.path, "--json") if _is_read(source) else None
+    first = commands.json("fingerprint", source.path) if _is_read(source) else None
     forms = [rng.choice(("pt", "dcp", "ranks")) for _ in range(rng.choice((1, 2, 2, 3)))]
     for place, form in enumerate([*forms, rng.choice(("pt", "safetensors", "dcp"))]):
         hop = hop_of(rng, source, form, folder / f"out{place}")
+        is_all = (
+            form != "safetensors" or source.exported().keys() == states.tensors(source.state).keys()
+        )
         source = _carry_out(rng, source, hop, commands)
-    last = commands.run("fingerprint", source.path, "--json")
-    told = [json.loads(one.stdout)["sections"] for one in (first, last) if one is not None]
-    if told[0] != told[-1] and len(source.state) == len(states.tensors(source.state)):
-        raise Fault(f"the fingerprint was {told[0]} and is {told[-1]}")
+    if first is None or not is_all:
+        return
+    told = first["sections"], commands.json("fingerprint", source.path)["sections"]
+    if told[0] != told[1]:
+        raise Fault(f"the fingerprint was {told[0]} and is {told[1]}")
 
 
 def _source(rng: random.Random, folder: Path, *, can_be_nan: bool = True) -> Source:
@@ -194,11 +198,13 @@ def _filter(rng: random.Random, source: Source, hop: Hop, commands: Commands) ->
         wanted = not include or any(_matches(name, text) for text in include)
         return wanted and not any(_matches(name, text) for text in exclude)
 
-    flat = source.exported() if hop.form == "safetensors" else states.tensors(source.state)
+    flat = source.exported()  # patterns choose an item of DCP, and not what is in its tuple
     wanted = {name: value for name, value in flat.items() if chosen(name)}
     reasons = [*hop.reasons, *["no tensor is chosen"] * (not wanted)]
     commands.write(source, hop.out, *hop.words, *words, reasons=reasons)
     whole = whole_of(Source(hop.out, hop.form, {}), commands)
+    inner = states.tensors(source.state).keys() - flat.keys()
+    whole = {name: value for name, value in whole.items() if name not in inner}
     _compare(whole, wanted, "tensors that the filters choose")
 
 
@@ -448,11 +454,10 @@ def whole_of(made: Source, commands: Commands) -> State:
         return _load_safetensors(made.path)
     if made.form == "pt":
         return dict(states.tensors(torch.load(made.path, weights_only=False)))
-    out = made.path.with_name("whole.safetensors")
-    words = ("export", made.path, "-o", out, "--only", "all", "--keep-names")
-    answer = commands.run(*words)
-    if answer.code == 3 and "safetensors" in answer.stderr:  # a type that it lacks
-        raise RefusedByTorch(answer.stderr)
+    out = made.path.with_name("whole.pt")
+    answer = commands.run("export", made.path, "-o", out, "--only", "all", "--keep-names")
+    if answer.code == 1 and "objects only" in answer.stderr:
+        return {}
     if answer.code:
         raise Fault(f"what was written is not read: {answer.stderr[:500]}")
-    return _load_safetensors(out)
+    return dict(states.tensors(torch.load(out, weights_only=False)))

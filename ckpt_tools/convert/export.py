@@ -14,8 +14,8 @@ from typing import Literal
 
 from ckpt_tools._version import __version__
 from ckpt_tools.copying import atomic_output, out_path
-from ckpt_tools.copying.journal import Place
-from ckpt_tools.copying.lock import Origin, digest_of_reads, in_words
+from ckpt_tools.copying.origin import Origin, digest_of_reads, in_words
+from ckpt_tools.copying.resume import Place
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
@@ -267,8 +267,7 @@ def export(
         resume=write.resume,
     )
     with atomic_output.appearing(order) as started:
-        todo = replace(plan, files=(), works=()) if started.is_written else plan
-        carry_out(todo, started.place)
+        carry_out(replace(plan, files=tuple(started.plans)), started.place)
         proven = _check(plan, started.place.folder, index, write) if write.check else ()
     return replace(plan, notes=(*plan.notes, *started.notes, *proven))
 

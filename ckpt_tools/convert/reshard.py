@@ -18,7 +18,8 @@ from typing import Literal
 from ckpt_tools.analysis import infer_mesh as inference
 from ckpt_tools.convert.export import WriteOptions, rename
 from ckpt_tools.copying import atomic_output
-from ckpt_tools.copying import lock as claim
+from ckpt_tools.copying import origin as origins
+from ckpt_tools.copying.resume import Place
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
@@ -54,7 +55,7 @@ from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_o
 # The codec of objects that DCP keeps as they are; see `formats.dcp_items`.
 TORCH_SAVE = "torch.save"
 
-CarryOut = Callable[[Sequence[FilePlan], str], None]
+CarryOut = Callable[[Sequence[FilePlan], Place], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ def reshard(
 ) -> ReshardPlan:
     """Write the chosen tensors and objects as shards of the target mesh to the folder ``out``.
 
-    ``carry_out(plans, folder)`` writes the files of the plan: none, when a run that is gone on with
+    ``carry_out(plans, place)`` writes the files of the plan: none, when a run that is gone on with
     had written all. Raises what `plan_reshard` and `output.appearing` raise; in every case ``out``
     is as it was.
     """
@@ -263,11 +264,11 @@ def reshard(
     out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
     refuse_check(options, write)
     plan = plan_reshard(index, options)
-    origin = claim.Origin.of(index, plan.files, claim.in_words(options))
+    origin = origins.Origin.of(index, plan.files, origins.in_words(options))
     with atomic_output.appearing(
         atomic_output.Order(out, plan.files, origin, source=index.files, resume=write.resume)
     ) as started:
-        carry_out(() if started.is_written else plan.files, started.place.folder)
+        carry_out(started.plans, started.place)
         proven = _check(plan, started.place.folder, index, write) if write.check else ()
     return replace(plan, notes=(*plan.notes, *started.notes, *proven))
 

@@ -15,6 +15,7 @@ from ckpt_tools.convert.reshard import (
     reshard,
 )
 from ckpt_tools.copying import out_path
+from ckpt_tools.copying.resume import Place
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan, total_length
 from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
@@ -38,10 +39,12 @@ def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPl
         with upload.staged(job.out, force=job.write.force, resume=job.write.resume) as here:
             return reshard_here(index, job._replace(out=here), workers=workers)
 
-    def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
-        order = _order(job, plans, folder, count=workers)
+    def carry_out(plans: Sequence[FilePlan], place: Place) -> None:
+        if not plans:
+            return
+        order = _order(job, plans, place, count=workers)
         job.on_total(total_length(plans))
-        if workers == 1 or not plans:
+        if workers == 1:
             write_share(order, 0, on_bytes=job.on_bytes)
         else:
             write_with_workers(order, on_bytes=job.on_bytes)
@@ -55,15 +58,16 @@ def reshard_as_group(group: Group, index: CheckpointIndex, job: Job) -> ReshardP
     Raises what `reshard` raises, on all ranks the same.
     """
 
-    def share(plans: Sequence[FilePlan], folder: str) -> None:
-        if not begin(group, plans, job.place, source=index):
+    def share(plans: Sequence[FilePlan], place: Place) -> None:
+        plans = begin(group, plans, place, source=index)
+        if not plans:
             return
-        order = _order(job, plans, folder, count=group.size)
+        order = _order(job, plans, place, count=group.size)
         job.on_total(total_length(plans) // group.size)
         progress = Progress(group, job.on_bytes)
         with group.collective():  # nobody writes any more when rank 0 tidies up
             write_share(order, group.rank, on_bytes=progress.add)
-        require_all_written(group, plans, folder, nbytes=progress.nbytes)
+        require_all_written(group, plans, place.folder, nbytes=progress.nbytes)
 
     with group.collective():
         return lead_or_follow(group, index, job, share=share)
@@ -76,10 +80,10 @@ def lead_or_follow(
     if group.rank == 0:
         return reshard(index, job.out, options=job.options, write=job.write, carry_out=share)
     plan = plan_reshard(index, job.options)
-    share(plan.files, job.place.folder)
+    share(plan.files, job.place)
     return plan
 
 
-def _order(job: Job, plans: Sequence[FilePlan], folder: str, *, count: int) -> Order:
+def _order(job: Job, plans: Sequence[FilePlan], place: Place, *, count: int) -> Order:
     write = job.write
-    return Order(plans, folder, count, write.threads, write.max_memory, job.place.journals)
+    return Order(plans, place, count, write.threads, write.max_memory)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.copying.resume import Place
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, Target
@@ -48,16 +49,16 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
         plan = plan_reshard(index, job.options)
         with devices.process_group(group) as device_type:
 
-            def load_and_save(plans: Sequence[FilePlan], folder: str) -> None:
-                begin(group, plans, job.place, source=index)
+            def load_and_save(plans: Sequence[FilePlan], place: Place) -> None:
+                begin(group, plans, place, source=index)
                 placed = _Placed(mesh, device_type, group)
                 with group.collective():  # a rank that refuses must not be missed in a collective
                     state = placed.empty(plan.targets)
-                _load_and_save(state, index, plan, folder)
+                _load_and_save(state, index, plan, place.folder)
                 job.on_bytes(sum(p.length for p in plans[group.rank :: group.size]))
                 with group.collective():
                     if group.rank == 0:
-                        _require_saved(plan, folder)
+                        _require_saved(plan, place.folder)
 
             done = lead_or_follow(group, index, job.without_resume(), share=load_and_save)
             return job.noting_resume(done, engine="dcp")

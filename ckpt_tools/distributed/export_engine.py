@@ -7,12 +7,13 @@ they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.export import ExportOptions, ExportPlan, WriteOptions
 from ckpt_tools.copying import atomic_output
-from ckpt_tools.copying.journal import Place
+from ckpt_tools.copying.resume import Place
 from ckpt_tools.copying.tasks import Share, cut, share_of
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan
@@ -120,8 +121,10 @@ def _as_group(
     """Rank 0 makes and renames the output, all fill it."""
 
     def share(plan: ExportPlan, place: Place) -> None:
-        if not begin(group, plan.files, place, source=index):
+        left = begin(group, plan.files, place, source=index)
+        if not left:
             return
+        plan = replace(plan, files=tuple(left))
         job.on_total(_nbytes(plan) // group.size)
         order = _order(job, plan, place, count=group.size)
         progress = Progress(group, job.on_bytes)
@@ -143,7 +146,7 @@ def _as_group(
 
 def _order(job: ExportJob, plan: ExportPlan, place: Place, *, count: int) -> Order:
     write = job.write
-    return Order(plan.files, place.folder, count, write.threads, write.max_memory, place.journals)
+    return Order(plan.files, place, count, write.threads, write.max_memory)
 
 
 def _nbytes(plan: ExportPlan) -> int:

@@ -9,11 +9,13 @@ What torch puts together is checked: each rank finds its own shard, bit for bit,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from ckpt_tools.convert.export import WriteOptions
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.copying.resume import Place
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, WriteItem
@@ -24,7 +26,6 @@ from ckpt_tools.distributed.gathering import Gathering, Source
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job, ignore
 from ckpt_tools.distributed.pieces import PieceWriter
-from ckpt_tools.distributed.workers import Order, write_share
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
@@ -45,15 +46,15 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
         index, headers = _exchange(group, ckpt, read)
         proven: list[str] = []
 
-        def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
-            begin(group, plans, job.place)
+        def carry_out(plans: Sequence[FilePlan], place: Place) -> None:
+            begin(group, plans, place)
+            folder = place.folder
             cut = frozenset(entry.fqn for entry in index.tensors if entry.layout is not None)
             _create(group, plans, folder)
             mine = _uncut(plans, cut, headers=headers, rank=group.rank)
-            order = Order(mine, folder, 1, job.write.threads, job.write.max_memory)
             progress = Progress(group, job.on_bytes)
             with group.collective():  # a rank that fails must not be missed in a collective
-                write_share(order, 0, on_bytes=progress.add)
+                _write(mine, folder, write=job.write, on_bytes=progress.add)
             with Files() as files:
                 parts = [one.parts() for one in headers]
                 uncompared = frozenset(
@@ -132,11 +133,24 @@ def _own_headers(
     return headers
 
 
+def _write(
+    plans: Sequence[FilePlan], folder: str, *, write: WriteOptions, on_bytes: Callable[[int], None]
+) -> None:
+    """Write parts of files; none is noted as finished."""
+    from ckpt_tools.copying.write import write_files
+
+    threads, memory = write.threads, write.max_memory
+    with Files() as files:
+        write_files(
+            plans, root=folder, files=files, threads=threads, max_memory=memory, on_bytes=on_bytes
+        )
+
+
 def _create(group: Group, plans: Sequence[FilePlan], folder: str) -> None:
     """Rank 0 makes every file with its length, and all that is known of it already."""
     if group.rank == 0:
         bare = tuple(plan._replace(items=()) for plan in plans)
-        write_share(Order(bare, folder, 1, 1, 1 << 20), 0, on_bytes=ignore)
+        _write(bare, folder, write=WriteOptions(), on_bytes=ignore)
     group.barrier()
 
 

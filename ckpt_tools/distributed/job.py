@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.convert.export import WriteOptions
 from ckpt_tools.copying import atomic_output, out_path
-from ckpt_tools.copying.journal import Place
+from ckpt_tools.copying.resume import Place
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.distributed import environment
 from ckpt_tools.storage import upload
@@ -56,14 +56,14 @@ class Job(NamedTuple):
     on_total: Callable[[int], None] = ignore
 
     def without_resume(self) -> Job:
-        """The same for an engine that keeps no journal: it cannot go on with what is there."""
+        """The same for an engine that notes no finished files: it begins anew."""
         return self._replace(write=replace(self.write, resume=False))
 
     def noting_resume(self, plan: ReshardPlan, *, engine: str) -> ReshardPlan:
         """The plan, with a note when --resume was asked of such an engine."""
         if not self.write.resume:
             return plan
-        note = f"--engine {engine} keeps no journal, so --resume began anew."
+        note = f"--engine {engine} notes no finished files, so --resume began anew."
         return replace(plan, notes=(*plan.notes, note))
 
     @property

@@ -326,7 +326,7 @@ def test_a_dry_run_changes_nothing_that_a_killed_run_left(tmp_path: Path) -> Non
     assert run("export", FSDP2, "-o", out).exit_code == 0
     out.rename(tmp_path / "out.replaced")
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / ".journal").write_text("")
+    (tmp_path / "out.partial" / ".manifest").write_text("")
     before = content(tmp_path)
     for flags in ((), ("--force",), ("--resume",)):
         run("export", FSDP2, "-o", out, "--dry-run", *flags)

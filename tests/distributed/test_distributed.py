@@ -24,7 +24,7 @@ from ckpt_tools.cli import cli
 from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.export import ExportOptions, WriteOptions
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
-from ckpt_tools.copying.journal import Place as OutPlace
+from ckpt_tools.copying.resume import Place as OutPlace
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
@@ -347,7 +347,7 @@ def test_an_output_folder_on_a_nodes_own_disk_is_refused(
 
     def work(group: Group) -> None:
         folder = str(folders[group.rank])
-        agreement.require_same_folder(group, OutPlace(f"{folder}/new", folder))
+        agreement.require_same_folder(group, OutPlace(folder))
 
     for error in run_ranks(2, work):
         assert isinstance(error, UsageError)
@@ -414,9 +414,9 @@ def test_a_rank_finds_a_wrong_value_in_the_rows_that_it_alone_can_read(
     asked = {"source": index, "threads": 1, "own": own}
     if rank == 0:
         with pytest.raises(WriteError, match=re.escape(target.fqn)):
-            checking.check(str(tmp_path / "out"), plan.targets, **asked)
+            checking.check(str(tmp_path / "out"), checking.Written(plan.targets), **asked)
     else:
-        words = checking.check(str(tmp_path / "out"), plan.targets, **asked)
+        words = checking.check(str(tmp_path / "out"), checking.Written(plan.targets), **asked)
         assert "comparison on every rank" in words
 
 
@@ -482,7 +482,7 @@ def order(tmp_path: Path) -> Order:
     shutil.copytree(DCP, source)
     out.mkdir()
     plan = plan_reshard(read_index(str(source)), ReshardOptions(parse_mesh("4x8")))
-    return Order(plan.files, str(out), 2, 1, 4 << 20)
+    return Order(plan.files, OutPlace(str(out)), 2, 1, 4 << 20)
 
 
 def test_what_one_worker_raises_is_raised(order: Order, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     import ckpt_tools
 
     checkpoint = ckpt_tools.open_checkpoint("run7/step-1000")
-    rows = checkpoint.read("model.emb.weight", ckpt_tools.Box((0, 0), (8, 64)))
+    rows = checkpoint["model.emb.weight"][0:4, :8]
 
 Every public name is listed here, and each is imported when it is first used: importing the package
 costs nothing.
@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING
 from ckpt_tools._version import __version__
 
 if TYPE_CHECKING:
+    from ckpt_tools.analysis.inspection import Inspection
     from ckpt_tools.api import (
         Checkpoint,
+        LazyTensor,
+        NoSuchEntry,
         diff,
         diff_headers,
         export,
         fingerprint,
+        inspect,
         open_checkpoint,
         reshard,
         stats,
@@ -82,9 +86,12 @@ __all__ = [
     "ExportPlan",
     "Fingerprint",
     "IncompleteError",
+    "Inspection",
     "Layout",
+    "LazyTensor",
     "Mesh",
     "Naming",
+    "NoSuchEntry",
     "ObjectEntry",
     "OutputExistsError",
     "ReadOptions",
@@ -110,6 +117,7 @@ __all__ = [
     "dtype_named",
     "export",
     "fingerprint",
+    "inspect",
     "open_checkpoint",
     "parse_mesh",
     "parse_placements",
@@ -129,8 +137,9 @@ _HOMES = {
     "core.geometry": "Box",
     "core.index": "ByteRange CheckpointIndex Chunk ObjectEntry TensorEntry",
     "core.layout": "Layout Mesh Replicate Shard",
-    "api": "Checkpoint diff diff_headers export fingerprint open_checkpoint reshard stats"
-    " verify verify_quick",
+    "analysis.inspection": "Inspection",
+    "api": "Checkpoint LazyTensor NoSuchEntry diff diff_headers export fingerprint inspect"
+    " open_checkpoint reshard stats verify verify_quick",
     "core.mesh_spec": "parse_mesh parse_placements",
     "proof": "Diff DiffOptions Fingerprint Naming Report Tolerance",
     "proof.stats": "Statistics TensorStats",

@@ -6,17 +6,32 @@ prints nothing and knows neither options nor formats.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+import operator
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import cached_property
+from html import escape
+from types import EllipsisType
+from typing import TYPE_CHECKING, Literal, SupportsIndex
 
 from ckpt_tools import formats, proof
-from ckpt_tools.convert.export import ExportOptions, ExportPlan, WriteOptions
+from ckpt_tools.analysis import inspection, summary
+from ckpt_tools.analysis.inspection import Inspection
+from ckpt_tools.analysis.summary import FoundMesh, Step
+from ckpt_tools.convert.export import ExportOptions, ExportPlan, WriteOptions, is_single_file
+from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, PlainValue, TensorEntry
-from ckpt_tools.errors import AnswerNo, UnsupportedError, UsageError
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, PlainValue, Section, TensorEntry
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.mesh_spec import parse_mesh
+from ckpt_tools.core.names import near_names
+from ckpt_tools.core.text import format_size
+from ckpt_tools.errors import AnswerNo, CheckpointError, CkptError, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, Report
+from ckpt_tools.storage.age import last_written
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -27,6 +42,9 @@ if TYPE_CHECKING:
     from ckpt_tools.proof.stats import Statistics
 
     Array = np.ndarray[tuple[int, ...], np.dtype[np.generic[object]]]
+    Slice = slice[int | None, int | None, int | None]
+    Part = SupportsIndex | Slice
+    Parts = Part | EllipsisType | tuple[Part | EllipsisType, ...]
 
 _READ = ReadOptions()
 _EXPORT = ExportOptions()
@@ -42,9 +60,239 @@ def _ignore(nbytes: int) -> None:
     """Take the news and do nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint(CheckpointIndex):
-    """An index whose entries can be read: of each tensor only the bytes that are asked for."""
+class NoSuchEntry(AnswerNo, KeyError):
+    """The checkpoint has no entry of this name; the hint has names that are near."""
+
+    __str__ = Exception.__str__  # a KeyError would put its message into quotes
+
+
+class LazyTensor:
+    """A tensor of a checkpoint that is read when it is indexed: ``checkpoint["name"][0:4, :8]``.
+
+    Indexing gives a torch tensor, and reads the bytes of the chosen part alone.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, entry: TensorEntry) -> None:
+        self._checkpoint = checkpoint
+        self.entry = entry
+
+    @property
+    def name(self) -> str:
+        """The name of the entry."""
+        return self.entry.fqn
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the whole tensor, however it is cut."""
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> str:
+        """The element type as torch names it: ``bfloat16``."""
+        return self.entry.dtype.name
+
+    @property
+    def placements(self) -> tuple[str, ...] | None:
+        """How it lies on the checkpoint's mesh, for example ``("Shard(0)",)``; None if unknown."""
+        known = summary.layout_of(self.entry, self._checkpoint.mesh)
+        return None if known is None else tuple(summary.placement_names(known[0]))
+
+    def __len__(self) -> int:
+        """The size of the first dimension."""
+        if not self.shape:
+            raise TypeError(f"{self.name} has no dimensions, and so no length.")
+        return self.shape[0]
+
+    def __getitem__(self, key: Parts) -> torch.Tensor:
+        """The part that indexes and slices choose, as torch would. Raises what `read` raises."""
+        box, after = _chosen(self.entry, key)
+        return self._checkpoint.read_torch(self.name, box)[after]
+
+    def torch(self) -> torch.Tensor:
+        """The whole tensor."""
+        return self._checkpoint.read_torch(self.name)
+
+    def numpy(self) -> Array:
+        """The whole tensor as a numpy array. Raises UnsupportedError for types that numpy lacks."""
+        return self._checkpoint.read(self.name)
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> Array:  # noqa: FBT001 (numpy's signature)
+        """What `numpy.asarray` gives."""
+        import numpy as np  # late: an index is had without it
+
+        return np.array(self.numpy(), dtype=dtype, copy=copy)  # type: ignore[call-overload,no-any-return]
+
+    def __repr__(self) -> str:
+        """Name, type, shape, size and placements; no value is read."""
+        lies = "" if self.placements is None else f", {', '.join(self.placements)}"
+        size = format_size(self.entry.nbytes)
+        return f"{self.name}: {self.dtype} {list(self.shape)}, {size}{lies}"
+
+
+def _chosen(entry: TensorEntry, key: Parts) -> tuple[Box, tuple[int | Slice, ...]]:
+    """The box that holds what the key chooses, and the key for what is read of it.
+
+    Raises IndexError and TypeError as torch does, and UsageError for a step below one.
+    """
+    given = key if isinstance(key, tuple) else (key,)
+    keys = [one for one in given if not isinstance(one, EllipsisType)]
+    free = len(entry.shape) - len(keys)
+    if free < 0 or len(given) - len(keys) > 1:
+        raise IndexError(f"{entry.fqn} has {len(entry.shape)} dimensions; the index has more.")
+    place = given.index(...) if len(keys) < len(given) else len(keys)
+    keys[place:place] = [slice(None)] * free
+    offsets, sizes, after = [], [], []
+    for one, size in zip(keys, entry.shape, strict=True):
+        start, count, then = _along(entry.fqn, one, size)
+        offsets.append(start)
+        sizes.append(count)
+        after.append(then)
+    return Box(tuple(offsets), tuple(sizes)), tuple(after)
+
+
+def _along(fqn: str, one: Part, size: int) -> tuple[int, int, int | Slice]:
+    """Start and length along one dimension, and the index into what is read."""
+    if isinstance(one, slice):
+        chosen = range(size)[one]
+        if chosen.step < 1:
+            raise UsageError(f"{fqn}: a slice needs a step of 1 or more, as torch's do.")
+        length = chosen[-1] - chosen[0] + 1 if chosen else 0
+        return (chosen[0] if chosen else 0), length, slice(None, None, chosen.step)
+    if isinstance(one, bool):
+        raise TypeError(f"{fqn}: an index is a number or a slice, not {one}.")
+    place = operator.index(one)
+    if not -size <= place < size:
+        raise IndexError(f"{fqn}: index {place} is outside of a dimension of {size}.")
+    return place % size, 1, 0
+
+
+Source = str | os.PathLike[str] | CheckpointIndex
+
+
+class Checkpoint:
+    """A checkpoint of which headers were read: ``len``, ``in``, iteration and ``[name]`` by names.
+
+    ``index`` is all that headers say. Of a tensor only the bytes that are asked for are read.
+    """
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        self.index = index
+
+    @property
+    def root(self) -> str:
+        """Where it lies."""
+        return self.index.root
+
+    @property
+    def format(self) -> str:
+        """``dcp``, ``ranks``, ``safetensors`` or ``torch``."""
+        return self.index.format
+
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """Every tensor, by name."""
+        return self.index.tensors
+
+    @property
+    def objects(self) -> tuple[ObjectEntry, ...]:
+        """Everything that is no tensor, by name."""
+        return self.index.objects
+
+    @property
+    def problems(self) -> tuple[CheckpointError, ...]:
+        """What keeps it from being whole, as far as headers tell."""
+        return self.index.problems
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of how it was read."""
+        return self.index.notes
+
+    @property
+    def world_size(self) -> int | None:
+        """How many ranks saved it, where that is known."""
+        return self.index.world_size
+
+    @cached_property
+    def mesh(self) -> FoundMesh | None:
+        """The mesh and how it is known: its ``status`` is ``confirmed`` or ``inferred``."""
+        return summary.mesh_of(self.index)
+
+    def tensor(self, name: str) -> TensorEntry | None:
+        """What headers say of the tensor of this name, or None."""
+        return self.index.tensor(name)
+
+    def require_whole(self) -> None:
+        """Raise what keeps the checkpoint from being whole; do nothing when it is."""
+        self.index.require_whole()
+
+    def select(self, fqns: Collection[str]) -> Checkpoint:
+        """The same checkpoint with only these tensors and objects."""
+        return Checkpoint(self.index.select(fqns))
+
+    def inspect(self) -> Inspection:
+        """What it is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
+        return inspect(self)
+
+    def verify(self) -> Report:
+        """Read every byte once and say what is hurt."""
+        return verify(self)
+
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        dtype: str | DType | None = None,
+        only: Section | Literal["all"] | None = None,
+        force: bool = False,
+        check: bool = False,
+    ) -> ExportPlan:
+        """Write whole tensors to the folder or file ``out``, as the function `export` does."""
+        return export(self, out, dtype=dtype, only=only, force=force, check=check)
+
+    def reshard(
+        self, out: str | os.PathLike[str], to_mesh: str | Mesh, *, force: bool = False
+    ) -> ReshardPlan:
+        """Write the shards of another mesh, as the function `reshard` does."""
+        return reshard(self, out, to_mesh, force=force)
+
+    def __len__(self) -> int:
+        """Number of tensors and objects."""
+        return len(self.tensors) + len(self.objects)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of tensors and objects, sorted."""
+        return iter(sorted(entry.fqn for entry in self.index.entries))
+
+    def keys(self) -> list[str]:
+        """The names of tensors and objects, sorted."""
+        return list(self)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor or an object of this name."""
+        if not isinstance(name, str):
+            return False
+        return self.index.tensor(name) is not None or self.index.object(name) is not None
+
+    def __getitem__(self, name: str) -> LazyTensor | PlainValue:
+        """A tensor, of which nothing is read before it is indexed, or the value of an object.
+
+        Raises NoSuchEntry, which is a KeyError, and what `read_value` raises.
+        """
+        entry = self.index.tensor(name)
+        if entry is not None:
+            return LazyTensor(self, entry)
+        if name not in self:
+            raise self._unknown(name, "entry")
+        return self.read_value(name)
+
+    def __repr__(self) -> str:
+        """A few lines: what it is and what it holds."""
+        return str(inspection.inspect(self.index, step=None, saved=None))
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with the first tensors."""
+        return _html(self)
 
     def read(self, fqn: str, box: Box | None = None) -> Array:
         """A tensor, or a box of it in global coordinates, as a new numpy array of its own type.
@@ -87,30 +335,28 @@ class Checkpoint(CheckpointIndex):
 
         Raises AnswerNo for an unknown name and UnsupportedError for what is no plain value.
         """
-        entry = self.object(fqn)
+        entry = self.index.object(fqn)
         if entry is None:
-            self.select({fqn}).require_whole()
-            raise AnswerNo(f"{self.root} has no object {fqn!r}.")
+            raise self._unknown(fqn, "object")
         with Files() as files:
-            self.select({fqn}).require_whole()
-            found = formats.open_object(self, entry, files)
+            self.index.select({fqn}).require_whole()
+            found = formats.open_object(self.index, entry, files)
         if not found.opened:
             what = found.type_name or "too large"
             raise UnsupportedError(f"{fqn} is no plain value, and is not opened: {what}.")
         return found.value
 
     def _entry(self, fqn: str) -> TensorEntry:
-        entry = self.tensor(fqn)
+        entry = self.index.tensor(fqn)
         if entry is None:
-            self.select({fqn}).require_whole()
-            raise AnswerNo(f"{self.root} has no tensor {fqn!r}.")
+            raise self._unknown(fqn, "tensor")
         return entry
 
     def _bytes(self, entry: TensorEntry, box: Box) -> bytearray:
         """The packed elements of a box. Raises what is wrong with the tensor."""
         from ckpt_tools.copying.write import read_box  # late: it needs numpy
 
-        one = self.select({entry.fqn})
+        one = self.index.select({entry.fqn})
         data = bytearray(box.numel * entry.dtype.itemsize)
         with Files() as files:
             located = formats.locate(one, files)
@@ -120,6 +366,13 @@ class Checkpoint(CheckpointIndex):
                 data[done : done + len(piece)] = piece
                 done += len(piece)
         return data
+
+    def _unknown(self, fqn: str, noun: str) -> NoSuchEntry:
+        """The error for a name that is not there. Raises what is wrong when the name is lost."""
+        self.index.select({fqn}).require_whole()
+        names = near_names(self.index, fqn)
+        hint = f"Did you mean {' or '.join(names)}?" if names else None
+        return NoSuchEntry(f"{self.root} has no {noun} {fqn!r}.", hint=hint)
 
 
 def _inside(entry: TensorEntry, box: Box | None) -> Box:
@@ -134,99 +387,189 @@ def _inside(entry: TensorEntry, box: Box | None) -> Box:
     return box
 
 
-def open_checkpoint(path: str, *, options: ReadOptions = _READ) -> Checkpoint:
+_MOST_IN_HTML = 20
+
+
+def _html(checkpoint: Checkpoint) -> str:
+    lines = repr(checkpoint).splitlines()
+    rows = [
+        f"<tr><td>{escape(entry.fqn)}</td><td>{entry.dtype.name}</td>"
+        f"<td>{list(entry.shape)}</td><td>{format_size(entry.nbytes)}</td></tr>"
+        for entry in checkpoint.tensors[:_MOST_IN_HTML]
+    ]
+    more = len(checkpoint.tensors) - len(rows)
+    last = f"<p>and {more:,} more tensors</p>" if more > 0 else ""
+    facts = "<br>".join(map(escape, lines[1:]))
+    head = "<tr><th>name</th><th>dtype</th><th>shape</th><th>size</th></tr>"
+    return f"<b>{escape(lines[0])}</b><br>{facts}<table>{head}{''.join(rows)}</table>{last}"
+
+
+def _index(source: Source | Checkpoint) -> CheckpointIndex:
+    """The index of a path or of a checkpoint that is open."""
+    if isinstance(source, Checkpoint):
+        return source.index
+    if isinstance(source, CheckpointIndex):
+        return source
+    return formats.read_index(os.fspath(source))
+
+
+def _dtype(dtype: str | DType) -> DType:
+    """The element type of a name such as ``bf16``. Raises UsageError for one that is not known."""
+    found = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+    if found is None:
+        raise UsageError(f"{dtype!r} is no element type; write bf16, fp16 or fp32.")
+    return found
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, options: ReadOptions = _READ) -> Checkpoint:
     """The checkpoint that ``path`` means: a file, a directory, or a glob of rank files.
 
     Only headers are read. What keeps it from being whole is in ``problems``, and raised by
     ``require_whole()``. Raises a CheckpointError for what is no checkpoint at all.
     """
-    index = formats.read_index(path, options=options)
-    return Checkpoint(
-        **{field.name: getattr(index, field.name) for field in fields(index) if field.init}
-    )
+    return Checkpoint(formats.read_index(os.fspath(path), options=options))
 
 
-def export(
-    index: CheckpointIndex,
-    out: str,
+def inspect(source: Source | Checkpoint) -> Inspection:
+    """What a checkpoint is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
+    index = _index(source)
+    there = (file.path for file in index.files if file.length is not None)
+    step = None if is_address(index.root) else _step(Checkpoint(index))
+    return inspection.inspect(index, step=step, saved=last_written(there))
+
+
+def _step(checkpoint: Checkpoint) -> Step | None:
+    """The step that an entry tells; one that cannot be read tells nothing."""
+    for entry in summary.step_entries(checkpoint.index):
+        try:
+            if isinstance(entry, ObjectEntry):
+                value: object = checkpoint.read_value(entry.fqn)
+            else:
+                value = checkpoint.read(entry.fqn).item()
+        except CkptError:
+            continue
+        if type(value) is int or (isinstance(value, float) and value.is_integer()):
+            return Step(int(value), entry.fqn)
+    return None
+
+
+def export(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
+    source: Source | Checkpoint,
+    out: str | os.PathLike[str],
     *,
-    options: ExportOptions = _EXPORT,
+    dtype: str | DType | None = None,
+    only: Section | Literal["all"] | None = None,
+    force: bool = False,
+    check: bool = False,
+    options: ExportOptions | None = None,
     write: WriteOptions = _WRITE,
     on_bytes: Callable[[int], None] = _ignore,
 ) -> ExportPlan:
     """Write whole tensors to the folder or file ``out``, as safetensors or as one torch file.
 
-    ``on_bytes`` is told how many bytes were written since it was last called. Raises what keeps
-    the checkpoint from being whole, UsageError for what cannot be meant, WriteError when it cannot
-    be written; then ``out`` is as it was.
+    Without ``options`` the ending of ``out`` says the format. ``dtype``, ``only``, ``force`` and
+    ``check`` come before what ``options`` and ``write`` say. ``on_bytes`` is called with how many
+    bytes were written since the last call. Raises what keeps the checkpoint from being whole,
+    UsageError for what cannot be meant, WriteError when it cannot be written; then ``out`` is as it
+    was.
     """
     from ckpt_tools.distributed import export_engine  # late: few of those who look also write
 
-    job = export_engine.ExportJob(out, write, on_bytes)
-    return export_engine.export_here(index, options, job, workers=1)
+    path = os.fspath(out)
+    if options is None:
+        options = replace(
+            _EXPORT, format="torch" if is_single_file(path, "torch") else "safetensors"
+        )
+    if dtype is not None:
+        options = replace(options, dtype=_dtype(dtype))
+    if only is not None:
+        options = replace(options, only=None if only == "all" else only)
+    write = replace(write, force=force or write.force, check=check or write.check)
+    job = export_engine.ExportJob(path, write, on_bytes)
+    return export_engine.export_here(_index(source), options, job, workers=1)
 
 
-def reshard(
-    index: CheckpointIndex,
-    out: str,
+def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
+    source: Source | Checkpoint,
+    out: str | os.PathLike[str],
+    to_mesh: str | Mesh | None = None,
     *,
-    options: ReshardOptions,
+    dtype: str | DType | None = None,
+    force: bool = False,
+    check: bool = False,
+    options: ReshardOptions | None = None,
     write: WriteOptions = _WRITE,
     on_bytes: Callable[[int], None] = _ignore,
 ) -> ReshardPlan:
-    """Write a checkpoint as the shards of another mesh to the folder ``out``.
+    """Write a checkpoint as the shards of another mesh, such as ``"4x8"``, to the folder ``out``.
 
-    One process writes a mesh of any size. Raises what `export` raises.
+    The mesh is ``to_mesh`` or that of the options. One process writes a mesh of any size. Raises
+    what `export` raises.
     """
-    from ckpt_tools.distributed import copy_engine  # late: few of those who look also write
+    from ckpt_tools.convert.reshard import ReshardOptions  # late: few of those who look also write
+    from ckpt_tools.distributed import copy_engine
     from ckpt_tools.distributed.job import Job
 
-    return copy_engine.reshard_here(index, Job(out, options, write, on_bytes), workers=1)
+    if to_mesh is not None and options is None:
+        options = ReshardOptions(parse_mesh(to_mesh) if isinstance(to_mesh, str) else to_mesh)
+    elif to_mesh is not None or options is None:
+        raise UsageError("reshard takes a mesh, for example '4x8', or options with one.")
+    if dtype is not None:
+        options = replace(options, dtype=_dtype(dtype))
+    write = replace(write, force=force or write.force, check=check or write.check)
+    job = Job(os.fspath(out), options, write, on_bytes)
+    return copy_engine.reshard_here(_index(source), job, workers=1)
 
 
 def verify(
-    index: CheckpointIndex, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
+    source: Source | Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
 ) -> Report:
     """Read every byte range once, check every CRC and coverage; the report says what is hurt."""
     with Files() as files:
-        return proof.verify(index, files, threads=threads, on_bytes=on_bytes)
+        return proof.verify(_index(source), files, threads=threads, on_bytes=on_bytes)
 
 
-def verify_quick(index: CheckpointIndex) -> Report:
+def verify_quick(source: Source | Checkpoint) -> Report:
     """Check a checkpoint by its headers alone; the report says what is hurt."""
     with Files() as files:
-        return proof.verify_quick(index, files)
+        return proof.verify_quick(_index(source), files)
 
 
 def fingerprint(
-    index: CheckpointIndex, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
+    source: Source | Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
 ) -> Fingerprint:
     """Digests of the logical tensors that no format, nesting or sharding changes.
 
     Raises what keeps the checkpoint from being whole.
     """
     with Files() as files:
-        return proof.fingerprint(index, files, threads=threads, on_bytes=on_bytes)
+        return proof.fingerprint(_index(source), files, threads=threads, on_bytes=on_bytes)
 
 
 def diff(
-    a: CheckpointIndex, b: CheckpointIndex, *, options: DiffOptions = _DIFF, threads: int = 2
+    a: Source | Checkpoint,
+    b: Source | Checkpoint,
+    *,
+    options: DiffOptions = _DIFF,
+    threads: int = 2,
 ) -> Diff:
     """What is different between two checkpoints of any formats and meshes, values included.
 
     Raises what keeps either from being whole.
     """
     with Files() as files:
-        return proof.diff(a, b, files, options=options, threads=threads)
+        return proof.diff(_index(a), _index(b), files, options=options, threads=threads)
 
 
-def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming | None = None) -> Diff:
+def diff_headers(
+    a: Source | Checkpoint, b: Source | Checkpoint, *, naming: Naming | None = None
+) -> Diff:
     """What is different in names, types and shapes; no values are read."""
-    return proof.diff_headers(a, b, naming=Naming() if naming is None else naming)
+    return proof.diff_headers(_index(a), _index(b), naming=Naming() if naming is None else naming)
 
 
 def stats(
-    index: CheckpointIndex, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
+    source: Source | Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] = _ignore
 ) -> Statistics:
     """Mean, spread, extremes and norm of each tensor, and what points at a lost rank.
 
@@ -235,4 +578,4 @@ def stats(
     from ckpt_tools.proof.stats import stats as look  # late: it needs numpy
 
     with Files() as files:
-        return look(index, files, threads=threads, on_bytes=on_bytes)
+        return look(_index(source), files, threads=threads, on_bytes=on_bytes)

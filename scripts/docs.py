@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from ckpt_tools.cli import GROUPS, cli
+from ckpt_tools.cli.options import Command
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -33,22 +35,23 @@ def pages() -> Iterator[tuple[str, str]]:
     for commands in GROUPS.values():
         for name, summary in commands.items():
             command = cli.get_command(context, name)
-            if command is not None:
+            if isinstance(command, Command):
                 yield name, "\n".join(_page(command, name, summary, context))
 
 
-def _page(command: click.Command, name: str, summary: str, parent: click.Context) -> Iterator[str]:
+def _page(command: Command, name: str, summary: str, parent: click.Context) -> Iterator[str]:
     context = click.Context(command, info_name=name, parent=parent)
     pieces = " ".join(command.collect_usage_pieces(context))
     text, _, examples = (command.help or "").partition("\b\nExamples:\n")
     yield f"# ckpt-tools {name}\n\n{summary}\n"
     yield f"## Synopsis\n\n    ckpt-tools {name} {pieces}\n"
     yield f"## Description\n\n{text.strip()}\n"
-    taken = [param for param in command.get_params(context) if isinstance(param, click.Option)]
-    records = [option.get_help_record(context) for option in taken]
     yield "## Options\n"
-    for record in filter(None, records):
-        yield f"- `{record[0]}`: {' '.join(record[1].split())}"
+    for heading, options in command.headed(context).items():
+        if heading != "Options":
+            yield f"\n### {heading}\n"
+        for record in filter(None, (option.get_help_record(context) for option in options)):
+            yield f"- `{record[0]}`: {' '.join(record[1].split())}"
     yield "\n## Examples\n"
     yield from (f"    {line.strip()}" for line in examples.rstrip().splitlines())
     yield f"\n## Exit codes\n\n{_EXIT_CODES}.\n"
@@ -66,7 +69,10 @@ def write_pages() -> None:
 def write_pictures() -> None:
     """Draw a real checkpoint under the name that README's examples have."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(SAMPLE, Path(folder) / "run7" / "step-1000")
+        step = shutil.copytree(SAMPLE, Path(folder) / "run7" / "step-1000")
+        three_hours_ago = time.time() - 3 * 3600
+        for file in step.iterdir():
+            os.utime(file, (three_hours_ago, three_hours_ago))
         layout = ["run7/step-1000", "--only", "model", "--to-mesh", "2x2", "--svg", "-", "-q"]
         (DOCS / "layout.svg").write_text(_run(folder, "layout", *layout), encoding="utf-8")
         shown = _run(folder, "inspect", "run7/step-1000")

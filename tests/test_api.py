@@ -1,11 +1,14 @@
 """What `import ckpt_tools` offers: cheap to import, reads boxes, runs the verbs."""
 
+import ast
 import importlib
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from ckpt_tools.api import Checkpoint
 from ckpt_tools.errors import (
     AnswerNo,
     IncompleteError,
+    OutputExistsError,
     UnsupportedError,
     UsageError,
 )
@@ -141,8 +145,204 @@ def test_reshard_from_python_gives_the_same_tensors(checkpoint: Checkpoint, tmp_
     assert first.sections == second.sections
 
 
-def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:
-    shutil.copytree(DCP, tmp_path / "run7" / "step-1000")
+# ------------------------------------------------------------------- the library as people guess it
+
+
+def test_a_checkpoint_is_a_collection_of_names(checkpoint: Checkpoint) -> None:
+    entries = [*checkpoint.tensors, *checkpoint.objects]
+    assert len(checkpoint) == len(entries)
+    assert list(checkpoint) == checkpoint.keys() == sorted(entry.fqn for entry in entries)
+    assert all(name in checkpoint for name in checkpoint)
+    assert "nope" not in checkpoint
+    assert 3 not in checkpoint
+    assert checkpoint["step"] == 2
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        (slice(0, 4), slice(None, 8)),
+        (slice(0, 4),),
+        slice(2, None),
+        3,
+        -1,
+        (-1, 2),
+        (..., 1),
+        ...,
+        (slice(None, None, 3), slice(1, 6, 2)),
+        (slice(-3, None), -2),
+        (slice(5, 5), 0),
+        (slice(None), slice(3, 1)),
+        (),
+    ],
+    ids=str,
+)
+def test_a_tensor_is_indexed_as_torch_indexes_it(checkpoint: Checkpoint, key: object) -> None:
+    entry = _matrix(checkpoint)
+    expected = checkpoint.read_torch(entry.fqn)[key]
+    assert torch.equal(checkpoint[entry.fqn][key], expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        ((0, 0, 0), IndexError),
+        ((..., ...), IndexError),
+        (10**6, IndexError),
+        (-(10**6), IndexError),
+        (True, TypeError),
+        (None, TypeError),
+        ("x", TypeError),
+        (slice(None, None, -1), UsageError),
+    ],
+)
+def test_an_index_that_cannot_be_meant_is_refused(
+    checkpoint: Checkpoint, key: object, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        checkpoint[_matrix(checkpoint).fqn][key]
+
+
+def test_a_tensor_is_not_read_before_it_is_indexed(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = _matrix(checkpoint)
+    monkeypatch.setattr(Files, "read_into", lambda *_: pytest.fail("reads"))
+    lazy = checkpoint[entry.fqn]
+    assert (lazy.name, lazy.shape, lazy.dtype) == (entry.fqn, entry.shape, "float32")
+    assert len(lazy) == entry.shape[0]
+    assert repr(lazy).startswith(f"{entry.fqn}: float32 {list(entry.shape)}, ")
+    assert lazy.placements == ("Shard(0)",)
+
+
+def test_a_tensor_becomes_an_array_where_one_is_wanted(checkpoint: Checkpoint) -> None:
+    lazy = checkpoint[_matrix(checkpoint).fqn]
+    assert np.array_equal(np.asarray(lazy), lazy.numpy())
+    assert np.asarray(lazy, dtype=np.float64).dtype == np.float64
+    assert torch.equal(lazy.torch(), lazy[...])
+
+
+def test_bfloat16_is_indexed_like_any_other() -> None:
+    checkpoint = open_checkpoint(str(REAL / "fsdp2_bf16_fp32optim_dcp_4r" / "ckpt"))
+    entry = next(e for e in checkpoint.tensors if e.dtype.name == "bfloat16" and e.shape)
+    assert checkpoint[entry.fqn][:1].dtype is torch.bfloat16
+
+
+def test_an_unknown_name_is_a_key_error_with_names_that_are_near(checkpoint: Checkpoint) -> None:
+    entry = _matrix(checkpoint)
+    with pytest.raises(KeyError) as caught:
+        checkpoint[entry.fqn + "x"]
+    assert isinstance(caught.value, AnswerNo)
+    assert entry.fqn in str(caught.value.hint)
+    assert str(caught.value).endswith(f"has no entry {entry.fqn + 'x'!r}.")
+
+
+def test_the_mesh_says_how_it_is_known(checkpoint: Checkpoint) -> None:
+    assert checkpoint.mesh is not None
+    assert (checkpoint.mesh.shape, checkpoint.mesh.status) == ((4,), "inferred")
+    assert repr(checkpoint.mesh) == "4, inferred from the boxes that each rank saved"
+    stated = open_checkpoint(REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt")
+    assert "confirmed by the files" in repr(stated.mesh)
+
+
+def test_a_checkpoint_shows_itself_in_a_few_lines(checkpoint: Checkpoint) -> None:
+    shown = repr(checkpoint).splitlines()
+    assert 3 <= len(shown) <= 8
+    assert shown[1] == "  whole by its headers, training can resume"
+    html = checkpoint._repr_html_()
+    assert html.startswith("<b>")
+    assert "more tensors" in html
+
+
+def test_html_escapes_names(tmp_path: Path) -> None:
+    torch.save({"<script>": torch.zeros(1)}, tmp_path / "c.pt")
+    assert "<script>" not in open_checkpoint(tmp_path / "c.pt")._repr_html_()
+
+
+def test_inspect_gives_what_the_command_says(checkpoint: Checkpoint) -> None:
+    found = ckpt_tools.inspect(checkpoint)
+    assert (found.whole, found.resume.yes) == (True, True)
+    assert found.step == (2, "step")
+    assert found.optimizer is not None
+    assert found.saved is not None
+    assert "step 2, saved " in repr(found)
+
+
+@pytest.mark.parametrize("kind", [str, Path, open_checkpoint])
+def test_each_verb_takes_a_path_or_a_checkpoint(kind: Callable[[str], object]) -> None:
+    source = kind(DCP)
+    assert ckpt_tools.inspect(source).whole
+    assert ckpt_tools.verify(source).whole
+    assert ckpt_tools.verify_quick(source).whole
+    assert ckpt_tools.diff(source, DCP).equal
+    assert ckpt_tools.diff_headers(DCP, source).equal
+    assert ckpt_tools.fingerprint(source).sections
+    assert ckpt_tools.stats(source).tensors
+
+
+def test_export_takes_what_people_guess(tmp_path: Path) -> None:
+    ckpt_tools.export(DCP, tmp_path / "half", dtype="bf16", check=True)
+    half = open_checkpoint(tmp_path / "half")
+    assert {e.dtype.name for e in half.tensors if e.fqn != "seen"} == {"bfloat16"}
+    ckpt_tools.export(DCP, tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt")["emb.weight"].shape == (11, 7)
+    with pytest.raises(OutputExistsError):
+        ckpt_tools.export(DCP, tmp_path / "model.pt")
+    ckpt_tools.export(DCP, tmp_path / "model.pt", force=True, only="all")
+    with pytest.raises(UsageError, match="bf17"):
+        ckpt_tools.export(DCP, tmp_path / "x", dtype="bf17")
+
+
+def test_reshard_takes_a_mesh_as_text(tmp_path: Path) -> None:
+    ckpt_tools.reshard(DCP, tmp_path / "out", "2x2")
+    assert open_checkpoint(tmp_path / "out").mesh.shape == (2, 2)  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="takes a mesh"):
+        ckpt_tools.reshard(DCP, tmp_path / "none")
+
+
+def test_a_checkpoint_has_the_verbs_as_methods(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    assert checkpoint.inspect().step == ckpt_tools.inspect(DCP).step == (2, "step")
+    assert checkpoint.verify().whole
+    checkpoint.export(tmp_path / "half.safetensors", dtype="bf16")
+    half = open_checkpoint(tmp_path / "half.safetensors")
+    assert half["emb.weight"].dtype == "bfloat16"
+    checkpoint.reshard(tmp_path / "two", "2")
+    assert ckpt_tools.diff(checkpoint, tmp_path / "two").equal
+
+
+# ------------------------------------------------------------------------------------------- docs
+
+
+class Cell(NamedTuple):
+    """A python block of the page, and the text block that stands right below it."""
+
+    code: str
+    shown: str | None
+
+
+def _cells() -> list[Cell]:
     text = (ROOT / "docs" / "library.md").read_text()
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    found = re.findall(
+        r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.MULTILINE | re.DOTALL
+    )
+    return [Cell(code, shown or None) for code, shown in found]
+
+
+def test_each_cell_of_the_page_runs_and_shows_what_stands_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run7 = tmp_path / "run7"
+    shutil.copytree(DCP, run7 / "step-1000", copy_function=shutil.copyfile)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for cell in _cells():
+        lines = ast.parse(cell.code)
+        last = lines.body.pop() if isinstance(lines.body[-1], ast.Expr) else None
+        exec(compile(lines, "library.md", "exec"), names)  # noqa: S102 (our own page)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "library.md", "eval"), names)  # noqa: S307
+            if value is not None:
+                print(repr(value))  # noqa: T201
+        shown = capsys.readouterr().out
+        if cell.shown is not None:
+            assert shown.rstrip() == cell.shown.rstrip()

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,10 @@ def _examples(block: str) -> list[Example]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder as the README's author had it."""
-    shutil.copytree(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt", tmp_path / "run7" / "step-1000")
+    step = shutil.copytree(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt", tmp_path / "run7" / "step-1000")
+    three_hours_ago = time.time() - 3 * 3600
+    for file in step.iterdir():
+        os.utime(file, (three_hours_ago, three_hours_ago))
     shutil.copytree(REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt", tmp_path / "run7" / "ranks")
     return tmp_path
 

@@ -44,6 +44,21 @@ class FoundMesh(NamedTuple):
     status: Status
     inference: Inference | None = None
 
+    def __str__(self) -> str:
+        """``2x4, inferred from the boxes that each rank saved``."""
+        if self.status == "confirmed":
+            return f"{self.mesh}, confirmed by the files"
+        return f"{self.mesh}, inferred from the boxes that each rank saved"
+
+    def __repr__(self) -> str:
+        """The same: the inference is as long as the checkpoint."""
+        return str(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the mesh's dimensions."""
+        return self.mesh.shape
+
 
 @dataclass(frozen=True, slots=True)
 class SectionSum:
@@ -68,6 +83,13 @@ class Verdict(NamedTuple):
 
     yes: bool
     reason: str
+
+
+class Step(NamedTuple):
+    """How many steps were done, and the name of the entry that says so."""
+
+    value: int
+    fqn: str
 
 
 class FileLoad(NamedTuple):

@@ -11,17 +11,18 @@ import gc
 import sys
 
 from ckpt_tools.cli.group import CommandGroup, report_crash
+from ckpt_tools.cli.guesses import command_line
 from ckpt_tools.distributed import environment
 
 GROUPS = {
     "Look": {
         "inspect": "What it is, its sizes and mesh, and whether training can resume from it.",
         "ls": "One line for each tensor and object.",
-        "show": "One entry: its chunks, its placements, and values of it.",
+        "show": "One entry: its chunks, placements and values.",
         "layout": "A picture of who holds what; also as SVG or as a page.",
     },
     "Prove": {
-        "verify": "Whole? Every file, CRC and row; and is it what it was?",
+        "verify": "Check that it is whole: every file, CRC and row; and that it is unchanged.",
         "fingerprint": "A digest that no format, nesting or sharding changes.",
         "diff": "What is different between two checkpoints, values included.",
         "stats": "Mean, spread, norm, NaN of each tensor, and signs of a lost rank.",
@@ -43,7 +44,7 @@ cli = CommandGroup(
     CKPT is a file, a directory, a parent folder with one checkpoint inside, or a quoted glob of
     rank files.
 
-    Exit codes: 0 done, 1 the answer is no, 2 usage, 3 the checkpoint is the trouble, 4 writing
+    Exit codes: 0 done, 1 the answer is no, 2 usage, 3 the checkpoint cannot be read, 4 writing
     failed, 130 stopped by Ctrl-C.
     """,
 )
@@ -54,7 +55,7 @@ def main() -> None:
     gc.disable()  # an index is a tree of small objects, millions at times, and nothing leaks cycles
     atexit.register(gc.freeze)  # Python collects once more when it ends, even so
     sys.excepthook = report_crash
-    environment.silence_followers(sys.argv[1:])
+    environment.silence_followers(command_line(sys.argv[1:]))
     # A name in the checkpoint may hold characters that the terminal's encoding lacks.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -34,6 +34,7 @@ After `ckpt-tools show CKPT` and `ckpt-tools layout CKPT`, TAB offers the names 
 
 @click.command(
     "completion",
+    cls=options.Command,
     help=_HELP,
     params=[click.Argument(["shell"], type=click.Choice(_SHELLS))],
 )

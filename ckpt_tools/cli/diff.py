@@ -80,7 +80,7 @@ _PARAMS = [
 ]
 
 
-@click.command("diff", help=_HELP, params=_PARAMS)
+@click.command("diff", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     first: str,

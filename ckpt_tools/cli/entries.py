@@ -12,7 +12,7 @@ from ckpt_tools.analysis.summary import (
     layout_of,
     placement_names,
 )
-from ckpt_tools.cli.render import Json, columns, printable, terminal_width
+from ckpt_tools.cli.render import Json, columns, cut_to, printable, terminal_width
 from ckpt_tools.core.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -27,6 +27,7 @@ LONG_HEADER = (*HEADER[:-1], "SECTION", "MESH", "CHUNKS", "RANKS", HEADER[-1])
 ALIGN, LONG_ALIGN = "lllrc", "lllrllrlc"
 _ENTRY = ("fqn", "kind", "section", "dtype", "shape", "nbytes")
 CSV_HEADER = (*_ENTRY, "placements", "mesh", "chunks", "value")
+_LONGEST_VALUE = 80  # characters in a list; `show` and the JSON have values whole
 
 Known = tuple[Layout, Status] | None
 
@@ -95,7 +96,7 @@ def _facts(entry: TensorEntry | ObjectEntry) -> tuple[str, str, str, str]:
 
 
 def _value(entry: ObjectEntry) -> str:
-    return f"= {printable(value_text(entry))}"
+    return f"= {cut_to(printable(value_text(entry)), _LONGEST_VALUE)}"
 
 
 def mesh_json(mesh: Mesh, status: Status | None) -> Json:

@@ -63,7 +63,7 @@ _PARAMS = [
 ]
 
 
-@click.command("export", help=_HELP, params=_PARAMS)
+@click.command("export", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,

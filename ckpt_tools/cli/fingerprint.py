@@ -45,7 +45,7 @@ _PARAMS = [
 ]
 
 
-@click.command("fingerprint", help=_HELP, params=_PARAMS)
+@click.command("fingerprint", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,
@@ -81,9 +81,9 @@ def command(
 
 def digest(index: CheckpointIndex, *, threads: int) -> Fingerprint:
     """The fingerprint of these tensors, with a bar. Raises AnswerNo when there are none."""
-    if not index.tensors:
-        index.require_whole()
-        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to digest.")
     total = sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="fingerprint") as on_bytes, Files() as files:
-        return fingerprint(index, files, threads=threads, on_bytes=on_bytes)
+        found = fingerprint(index, files, threads=threads, on_bytes=on_bytes)
+    if not index.tensors:
+        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to digest.")
+    return found

@@ -16,6 +16,7 @@ from types import TracebackType
 import click
 
 from ckpt_tools._version import __version__
+from ckpt_tools.cli import guesses
 from ckpt_tools.errors import CkptError, from_system
 
 _QUIET, _VERBOSE = "ckpt_tools.quiet", "ckpt_tools.verbose"
@@ -46,6 +47,18 @@ class CommandGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
         """The commands' names, in the order of the help."""
         return [name for commands in self._groups.values() for name in commands]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take a word that people guess for the command that it means."""
+        return super().parse_args(ctx, guesses.command_line(args))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that runs, and its arguments. Raises UsageError with what to type instead."""
+        if args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
+            raise guesses.no_command(args[0], self.list_commands(ctx))
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of this name, its module imported now; None when there is none."""
@@ -145,7 +158,7 @@ def set_verbosity(ctx: click.Context, count: int) -> None:
 def report_crash(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Tell of a fault of our own in two lines, and exit as for an unreadable checkpoint.
+    """Report a fault of our own in two lines, and exit as for an unreadable checkpoint.
 
     Exit code 1, which Python itself would give, means "the answer is no" here.
     """

@@ -9,11 +9,11 @@ from ckpt_tools.cli.group import say_error
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, read_index
 
-_HELP = """Say what a checkpoint is: format, framework, mesh, sizes, optimizer, what is missing.
+_HELP = """Say what a checkpoint is: whole or not, resumable or not, step, format, mesh, sizes.
 
 Only headers are read. A mesh that the files state is confirmed; DCP states none, so there it is
-inferred from the boxes that were saved. An incomplete checkpoint is reported, too, and then the
-command ends with exit code 3.
+inferred from the boxes that were saved. Several paths are reported one after another. An
+incomplete checkpoint is reported, too; the exit code is then 3.
 
 --html writes the report as a page for a colleague, with the layout of every tensor; it opens
 without network. With --stats every value is read, and it has the statistics of each tensor.
@@ -50,7 +50,7 @@ _PARAMS = [
 ]
 
 
-@click.command("inspect", help=_HELP, params=_PARAMS)
+@click.command("inspect", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpts: tuple[str, ...],
@@ -79,7 +79,7 @@ def command(
             whole = read_index(ckpt, options=ReadOptions(allow_global))
             index = reading.choose(whole, chosen)
             if json:
-                objects.append(report.as_json(whole, index))
+                objects.append(report.as_json(whole, index, every=every, shards=shards))
             else:
                 render.emit(report.lines(whole, index, every=every, shards=shards))
             whole.require_whole()

@@ -64,7 +64,7 @@ _PARAMS = [
 ]
 
 
-@click.command("layout", help=_HELP, params=_PARAMS)
+@click.command("layout", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,

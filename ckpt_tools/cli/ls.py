@@ -15,9 +15,10 @@ from ckpt_tools.formats import ReadOptions
 
 _HELP = """List the tensors and objects of a checkpoint, one a line, by name.
 
-On a terminal, long names stand on a line of their own; when piped nothing is folded or cut.
-PLACEMENTS have one part for each mesh dimension: S(0) is cut along dimension 0, R is replicated;
-for DCP they are inferred from the stored boxes. Values of objects follow an equals sign.
+On a terminal, long names stand on a line of their own; when piped nothing is folded. PLACEMENTS
+have one part for each mesh dimension: S(0) is cut along dimension 0, R is replicated; for DCP they
+are inferred from the stored boxes. Values of objects follow an equals sign, cut after 80
+characters; `show`, --json, --jsonl and --csv have them whole.
 
 """ + options.examples(
     "ckpt-tools ls run7/step-1000",
@@ -40,7 +41,7 @@ _PARAMS = [
 ]
 
 
-@click.command("ls", help=_HELP, params=_PARAMS)
+@click.command("ls", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,

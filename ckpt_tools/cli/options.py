@@ -9,12 +9,64 @@ from dataclasses import dataclass
 
 import click
 
+from ckpt_tools.cli import guesses
 from ckpt_tools.cli.group import set_quiet, set_verbosity
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import SECTIONS, Section
 from ckpt_tools.core.text import parse_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.options import ReadOptions
+
+# The headings of a command's help, each with the names of its options. Any other comes first.
+_HEADINGS = {
+    "Output": "out to_mesh placements place like form layout device_type engine"
+    " param_names keep_rank_states",
+    "Which entries": "include exclude only",
+    "Types and sizes": "dtype dtype_for max_shard_size vocab_size",
+    "Names": "keep_names map map_value force_map rename untie under",
+    "Hugging Face folder": "hf_assets allow_mismatch",
+    "LoRA": "adapter merge_lora lora_alpha adapter_config adapter_name lora_fan_in_fan_out",
+    "Writing": "dry_run force resume check jobs threads max_memory",
+    "Other": "json allow_global verbose quiet help",
+}
+_HEADING = {name: heading for heading, names in _HEADINGS.items() for name in names.split()}
+_GROUPED_FROM = 16  # options; fewer are read at a glance
+# Endings of files that people name where a folder, or a file of ours, would be written.
+_FOREIGN = (".gguf", ".ggml", ".onnx", ".npz", ".h5", ".msgpack", ".pkl", ".zip", ".tar", ".json")
+_SINGLE = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+_SMALLEST_BARE = 1_000  # fewer bytes than these are never meant
+
+
+class Command(click.Command):
+    """A command that takes guesses for what they mean, and prints its options under headings."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. Raises UsageError for guesses that cannot be meant."""
+        words = guesses.arguments(self, args)
+        try:
+            return super().parse_args(ctx, words)
+        except click.UsageError as error:
+            if "unexpected extra argument" not in error.message:
+                raise
+            hint = "CKPT is one path: a folder, a file, or a quoted glob of rank files."
+            raise UsageError(error.message, hint=hint) from error
+
+    def headed(self, ctx: click.Context) -> dict[str, list[click.Option]]:
+        """The options under their headings; a command of few options has one heading."""
+        taken = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        if len(taken) < _GROUPED_FROM:
+            return {"Options": taken}
+        groups: dict[str, list[click.Option]] = {name: [] for name in ("Options", *_HEADINGS)}
+        for option in taken:
+            groups[_HEADING.get(option.name or "", "Options")].append(option)
+        return {heading: options for heading, options in groups.items() if options}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options in the help."""
+        for heading, taken in self.headed(ctx).items():
+            records = [record for option in taken if (record := option.get_help_record(ctx))]
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +169,31 @@ def checkpoint() -> click.Parameter:
 def output() -> click.Parameter:
     """-o OUT, as ``out``."""
     return click.Option(
-        ["-o", "--output", "out"], metavar="OUT", required=True, help="Where the result goes."
+        ["-o", "--output", "out"],
+        metavar="OUT",
+        required=True,
+        callback=_out,
+        help="Where the result goes.",
+    )
+
+
+def _out(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa: ARG001 (click's signature)
+    """The output. Raises UsageError for the name of a file that this command does not write."""
+    is_export = ctx.command.name == "export"
+    name = value.lower()
+    if not name.endswith(_FOREIGN) and (is_export or not name.endswith(_SINGLE)):
+        return value
+    suffix = name[name.rindex(".") :]
+    hint = "Name a folder, or a file that ends in .safetensors or .pt."
+    if suffix == ".gguf":
+        hint += (
+            "\nllama.cpp's convert_hf_to_gguf.py makes GGUF of a folder exported with --hf-assets."
+        )
+    if not is_export:
+        hint = "Name a folder. `ckpt-tools export` writes whole tensors into one file."
+    raise UsageError(
+        f"{value}: {ctx.command.name} does not write {suffix} files.",
+        hint=f"{hint}\nA / at the end makes a folder of this name.",
     )
 
 
@@ -172,6 +248,10 @@ def size(name: str, *, default: str, text: str) -> click.Parameter:
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    if value.strip().isdigit() and 0 < int(value) < _SMALLEST_BARE:
+        raise click.BadParameter(
+            f"{value} of what? Write {value}GB, {value}GiB or {value}MB.", ctx, param
+        )
     try:
         return parse_size(value)
     except UsageError as error:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.options import Filters
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.names import select
+from ckpt_tools.core.names import near_names, select
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats import ReadOptions, open_objects, read_index
 from ckpt_tools.storage.reader import Files
 
 _MAX_SHOWN = 5
-# difflib is slow: of more names than these, only those with the same last part are compared.
-_MAX_COMPARED = 5_000
 
 
 def read(ckpt: str, options: ReadOptions) -> CheckpointIndex:
@@ -54,20 +52,6 @@ def no_such_name(index: CheckpointIndex, fqn: str) -> AnswerNo:
     names = near_names(index, fqn)
     hint = _did_you_mean(names) if names else "`ckpt-tools ls` lists all names."
     return AnswerNo(f"{index.root} has no entry {fqn!r}.", hint=hint)
-
-
-def near_names(index: CheckpointIndex, fqn: str) -> list[str]:
-    """A few names that a person may have meant: those that contain it, else those spelled alike."""
-    from difflib import get_close_matches  # late: it is for errors only
-
-    names = [entry.fqn for entry in index.tensors] + [entry.fqn for entry in index.objects]
-    within = [name for name in names if fqn and fqn in name]
-    if within:
-        return sorted(within, key=lambda name: (len(name), name))[:_MAX_SHOWN]
-    if len(names) > _MAX_COMPARED:
-        last = fqn.rpartition(".")[2]
-        names = [name for name in names if name.endswith(last)][:_MAX_COMPARED]
-    return get_close_matches(fqn, names, n=_MAX_SHOWN, cutoff=0.6)
 
 
 def _did_you_mean(names: list[str]) -> str:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from time import gmtime, strftime
+
+import click
 
 from ckpt_tools.analysis import summary
-from ckpt_tools.analysis.summary import FileLoad, FoundMesh, SectionSum
+from ckpt_tools.analysis.inspection import Inspection, Part, inspect
+from ckpt_tools.analysis.summary import FileLoad, SectionSum
 from ckpt_tools.cli import entries, render
 from ckpt_tools.cli.scalars import read_step
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, first_of, format_size, some
+from ckpt_tools.storage.age import last_written
 from ckpt_tools.storage.paths import is_address
 
 _FORMATS = {
@@ -19,14 +24,30 @@ _FORMATS = {
     "safetensors": "safetensors",
     "torch": "one torch.save state dict",
 }
-_BAR = 20
+_BAR = 12
+_COLOURS = {"good": "green", "bad": "red", "doubtful": "yellow"}
 SECTION_HEADER = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES")
 
 
-def as_json(whole: CheckpointIndex, index: CheckpointIndex) -> render.Json:
-    """The object of schema ckpt-tools/inspect/1; the filters chose ``index`` out of ``whole``."""
-    found = summary.mesh_of(whole)
-    sums = summary.sections_of(index)
+def look(whole: CheckpointIndex, index: CheckpointIndex) -> Inspection:
+    """What is known of a checkpoint; the filters chose ``index`` out of ``whole``."""
+    # In a store that would be more requests, for bytes beyond the headers: `show --raw` makes them.
+    step = None if is_address(whole.root) else read_step(whole)
+    there = (file.path for file in whole.files if file.length is not None)
+    return inspect(whole, index, step=step, saved=last_written(there))
+
+
+def as_json(
+    whole: CheckpointIndex, index: CheckpointIndex, *, every: bool, shards: bool
+) -> render.Json:
+    """The object of schema ckpt-tools/inspect/1: all that `lines` says."""
+    told = look(whole, index)
+    more: dict[str, render.Json] = {}
+    if shards:
+        more["shards"] = [_load_json(load) for load in summary.file_loads(whole)]
+    if every:
+        listed = entries.sorted_entries(index)
+        more["entries"] = [entries.entry_json(entry, told.mesh) for entry in listed]
     return {
         "schema": "ckpt-tools/inspect/1",
         "path": whole.root,
@@ -34,15 +55,24 @@ def as_json(whole: CheckpointIndex, index: CheckpointIndex) -> render.Json:
         "framework": whole.framework,
         "torch": whole.torch_version,
         "world_size": whole.world_size,
-        "mesh": None if found is None else entries.mesh_json(found.mesh, found.status),
-        "sections": {section: _section_json(one) for section, one in sums.items()},
+        "mesh": None if told.mesh is None else entries.mesh_json(told.mesh.mesh, told.mesh.status),
+        "placements": [{"tensors": count, "placements": text} for text, count in told.placements],
+        "sections": {section: _section_json(one) for section, one in told.sections.items()},
+        "optimizer": None
+        if told.optimizer is None
+        else {"kind": told.optimizer.kind, "states": list(told.optimizer.states)},
+        "step": None if told.step is None else told.step._asdict(),
+        "resume": {"possible": told.resume.yes, "reason": told.resume.reason},
+        "saved": None if told.saved is None else strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(told.saved)),
         "files": {
             "count": len(whole.files),
-            "nbytes": sum(file.length or 0 for file in whole.files),
+            "nbytes": told.nbytes,
             "missing": list(whole.missing),
         },
-        "complete": not whole.problems,
+        "complete": told.whole,
+        "ties": [list(group) for group in whole.ties],
         "notes": list(whole.notes),
+        **more,
     }
 
 
@@ -56,52 +86,57 @@ def _section_json(one: SectionSum) -> render.Json:
     }
 
 
+def _load_json(load: FileLoad) -> render.Json:
+    return {
+        "path": load.path,
+        "rank": load.rank,
+        "chunks": load.chunks,
+        "nbytes": load.nbytes,
+        "length": load.length,
+    }
+
+
 def lines(
     whole: CheckpointIndex, index: CheckpointIndex, *, every: bool, shards: bool
 ) -> Iterator[str]:
     """The report for a person, an empty line at its end."""
-    found = summary.mesh_of(whole)
+    told = look(whole, index)
     yield render.heading(render.printable(whole.root))
-    yield from render.facts(identity(whole, index, found))
+    yield f"  {', '.join(map(_coloured, told.verdict))}"
+    yield ""
+    yield from render.facts(identity(told))
     yield ""
     yield from _sections(index)
     yield ""
-    yield from render.facts(state(whole))
+    yield from render.facts(state(whole, told))
     if shards:
         yield ""
         yield from _shards(whole)
     if every:
         yield ""
-        yield from entries.lines(entries.sorted_entries(index), found, long=True)
+        yield from entries.lines(entries.sorted_entries(index), told.mesh, long=True)
     yield ""
 
 
-def identity(
-    whole: CheckpointIndex, index: CheckpointIndex, found: FoundMesh | None
-) -> Iterator[tuple[str, str]]:
+def _coloured(part: Part) -> str:
+    return click.style(part.text, fg=_COLOURS[part.kind]) if part.kind in _COLOURS else part.text
+
+
+def identity(told: Inspection) -> Iterator[tuple[str, str]]:
     """What it is: labels and texts."""
-    form = _FORMATS.get(whole.format, whole.format)
-    version = f", torch {whole.torch_version}" if whole.torch_version else ""
+    form = _FORMATS.get(told.format, told.format)
+    version = f", torch {told.torch_version}" if told.torch_version else ""
     yield "format", form + version
-    if whole.framework is not None:
-        yield "framework", whole.framework
-    if whole.world_size is not None:
-        yield "world size", counted(whole.world_size, "rank")
-    yield "mesh", _mesh_words(found)
-    placements = summary.placements_of(index, found)
-    if found is not None and placements:
+    if told.framework is not None:
+        yield "framework", told.framework
+    if told.world_size is not None:
+        yield "world size", counted(told.world_size, "rank")
+    yield "mesh", str(told.mesh or "none is stated, and nothing is cut")
+    if told.mesh is not None and told.placements:
         yield (
             "placements",
-            "\n".join(f"{counted(count, 'tensor')}: {words}" for words, count in placements),
+            "\n".join(f"{counted(count, 'tensor')}: {text}" for text, count in told.placements),
         )
-
-
-def _mesh_words(found: FoundMesh | None) -> str:
-    if found is None:
-        return "none is stated, and nothing is cut"
-    if found.status == "confirmed":
-        return f"{found.mesh}, confirmed by the files"
-    return f"{found.mesh}, inferred from the boxes that each rank saved"
 
 
 def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:
@@ -122,8 +157,7 @@ def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:
 
 def _sections(index: CheckpointIndex) -> Iterator[str]:
     # Not `table`: importing tabulate takes longer than all the rest of this report.
-    shown = render.columns(SECTION_HEADER, section_rows(index), align="lrrrrl", width=None)
-    return (f"  {line}" for line in shown)
+    return render.indented(SECTION_HEADER, section_rows(index), align="lrrrrw")
 
 
 def _dtype_words(one: SectionSum) -> str:
@@ -140,19 +174,14 @@ def _percent(part: int, whole: int) -> str:
     return ">99%" if 99 < share < 100 else f"{share:.0f}%"
 
 
-def state(whole: CheckpointIndex) -> Iterator[tuple[str, str]]:
+def state(whole: CheckpointIndex, told: Inspection) -> Iterator[tuple[str, str]]:
     """What can be done with it, and what is missing: labels and texts."""
-    optimizer = summary.optimizer_of(whole)
-    if optimizer is not None:
-        yield "optimizer", f"{optimizer.kind}: it keeps {', '.join(optimizer.states)}"
-    # In a store that would be more requests, for bytes beyond the headers: `show --raw` makes them.
-    step = None if is_address(whole.root) else read_step(whole)
-    if step is not None:
-        yield "step", f"{step.value:,} ({render.printable(step.fqn)})"
-    verdict = summary.resume_verdict(whole)
-    yield "resume", f"{'yes' if verdict.yes else 'no'}: {verdict.reason}"
-    nbytes = sum(file.length or 0 for file in whole.files)
-    yield "files", f"{len(whole.files):,}, {format_size(nbytes)}"
+    if told.optimizer is not None:
+        yield "optimizer", f"{told.optimizer.kind}: it keeps {', '.join(told.optimizer.states)}"
+    if told.step is not None:
+        yield "step", f"{told.step.value:,} ({render.printable(told.step.fqn)})"
+    yield "resume", f"{'yes' if told.resume.yes else 'no'}: {told.resume.reason}"
+    yield "files", f"{len(whole.files):,}, {format_size(told.nbytes)}"
     if whole.missing:
         yield "missing", _missing(whole)
     if whole.ties:
@@ -183,7 +212,7 @@ def _shards(whole: CheckpointIndex) -> Iterator[str]:
         for load in loads
     ]
     header = ("FILE", "RANK", "CHUNKS", "TENSOR BYTES", "FILE BYTES", "")
-    yield from render.table(header, rows, align="lrrrrl")
+    yield from render.indented(header, rows, align="lrrrrc")
     yield from _skew(loads)
 
 

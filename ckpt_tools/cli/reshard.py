@@ -41,10 +41,10 @@ from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
 
 _HELP = """Write a checkpoint as the shards of another mesh, for a training job to load.
 
---to-mesh 32 is one dimension that cuts; 4x8 is HSDP, 4 replicas of 8 shards. Names
-(dp_replicate=4,dp_shard=8) with --placements, --place or --like say anything else; what tensor
-parallelism cuts is never guessed. The number of processes has nothing to do with the mesh: one can
-write 4x8, and the bytes are always the same.
+--to-mesh 32 is one mesh dimension that shards; 4x8 is HSDP, 4 replicas of 8 shards. For anything
+else name the dimensions (dp_replicate=4,dp_shard=8) and use --placements, --place or --like: how
+tensor parallelism shards a tensor is never guessed. The number of processes has nothing to do with
+the mesh: one can write 4x8, and the bytes are always the same.
 
 Engines: copy moves byte ranges and needs no torch. dcp loads and saves with torch's own DCP, under
 torchrun with one rank for each of the mesh. gather is for rank files on the nodes' own disks, under
@@ -111,7 +111,7 @@ _PARAMS = [
         type=click.Choice(ENGINES),
         default="copy",
         show_default=True,
-        help="Who moves the tensors.",
+        help="What moves the tensors.",
     ),
     options.dtype(),
     *shaping.for_reshard(),
@@ -123,7 +123,7 @@ _PARAMS = [
 ]
 
 
-@click.command("reshard", help=_HELP, params=_PARAMS)
+@click.command("reshard", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,

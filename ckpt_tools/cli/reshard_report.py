@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.cli import render
@@ -16,6 +16,7 @@ from ckpt_tools.distributed.engines import Request
 from ckpt_tools.distributed.job import Job, made_at
 
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
+_MOST_FILES = 16
 
 
 class Report(NamedTuple):
@@ -43,7 +44,7 @@ class Report(NamedTuple):
         yield f"{self._what(plan)}; not written (--dry-run)"
         yield from render.facts(
             (
-                ("Mesh", f"{plan.mesh} ({plan.mesh.size} ranks): {self._placements()}"),
+                ("Mesh", f"{plan.mesh} ({counted(plan.mesh.size, 'rank')}): {self._placements()}"),
                 ("Engine", f"{self.request.engine}, {self._processes()}"),
                 ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
                 ("Writes", format_size(plan.nbytes)),
@@ -51,22 +52,7 @@ class Report(NamedTuple):
                 ("Free", f"{format_size(free)} where OUT will be made"),
             )
         )
-        yield ""
-        yield from render.columns(
-            _HEADER,
-            [
-                (
-                    render.printable(file.path),
-                    format_size(file.nbytes),
-                    f"{file.boxes:,}",
-                    format_size(file.read),
-                    counted(file.sources, "file"),
-                )
-                for file in files
-            ],
-            align="lrrrr",
-            width=render.terminal_width(),
-        )
+        yield from _files(files)
 
     def _placements(self) -> str:
         options = self.job.options
@@ -117,3 +103,28 @@ class Report(NamedTuple):
             ],
             "notes": list(plan.notes),
         }
+
+
+def _files(files: Sequence[forecast.FileForecast]) -> Iterator[str]:
+    """A line for each file, or for many the least, the middle and the most of them."""
+    yield ""
+    shown = list(files)
+    if len(files) > _MOST_FILES:
+        by_size = sorted(files, key=lambda file: (file.nbytes, file.path))
+        shown = [by_size[0], by_size[len(files) // 2], by_size[-1]]
+        yield f"The smallest, the middle and the largest of {len(files):,} files (--json has all):"
+    yield from render.columns(
+        _HEADER,
+        [
+            (
+                render.printable(file.path),
+                format_size(file.nbytes),
+                f"{file.boxes:,}",
+                format_size(file.read),
+                counted(file.sources, "file"),
+            )
+            for file in shown
+        ],
+        align="lrrrr",
+        width=render.terminal_width(),
+    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
-from ckpt_tools.analysis.summary import step_entries
+from ckpt_tools.analysis.summary import Step, step_entries
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import locate, open_object
@@ -13,13 +12,6 @@ from ckpt_tools.storage.reader import Files
 
 # The types that steps have, for struct: numpy would cost a looking command its start.
 _STRUCT = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
-
-
-class Step(NamedTuple):
-    """How many steps were done, and the name of the entry that says so."""
-
-    value: int
-    fqn: str
 
 
 def read_step(index: CheckpointIndex) -> Step | None:
@@ -45,9 +37,9 @@ def _number(index: CheckpointIndex, files: Files) -> int | None:
         value = open_object(index, index.objects[0], files).value
     else:
         value = read_single(locate(index, files).tensors[0], files)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return int(value) if value == int(value) else None
+    if type(value) is int or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    return None
 
 
 def read_single(entry: TensorEntry, files: Files) -> object:

@@ -28,7 +28,7 @@ def for_export() -> list[click.Parameter]:
                 ["--vocab-size"],
                 type=click.IntRange(min=1),
                 metavar="N",
-                help="Keep N rows of embeddings and output layers: takes Megatron's padding off.",
+                help="Keep N rows of embeddings and output layers: removes Megatron's padding.",
             )
         ),
         _kept(
@@ -43,7 +43,7 @@ def for_export() -> list[click.Parameter]:
             click.Option(
                 ["--allow-mismatch"],
                 is_flag=True,
-                help="With --hf-assets, write the folder whatever is missing or unexpected.",
+                help="With --hf-assets, write the folder even if tensors are missing or extra.",
             )
         ),
         *_adapters(),
@@ -71,7 +71,7 @@ def _adapters() -> list[click.Parameter]:
                 ["--lora-alpha"],
                 type=float,
                 metavar="ALPHA",
-                help="LoRA's alpha; the rank is seen from the tensors.",
+                help="LoRA's alpha; the rank is taken from the tensors.",
             )
         ),
         _kept(
@@ -86,7 +86,7 @@ def _adapters() -> list[click.Parameter]:
                 ["--lora-fan-in-fan-out"],
                 type=click.Choice(["yes", "no"]),
                 help="Whether square weights with LoRA are transformers' Conv1D (GPT-2), which are "
-                "(in, out). Asked for where nothing tells.",
+                "(in, out). Needed only where the checkpoint does not say.",
             )
         ),
         _kept(
@@ -145,14 +145,14 @@ def _names() -> list[click.Parameter]:
                 ["--map-value"],
                 multiple=True,
                 metavar="NAME=N",
-                help="A size that a map asks for, such as head_dim; else config.json tells it.",
+                help="A size that a map needs, such as head_dim, when config.json does not say it.",
             )
         ),
         _kept(
             click.Option(
                 ["--force-map"],
                 is_flag=True,
-                help="Take the map that --map names for a model that it is not for.",
+                help="Use the map even though it was made for another kind of model.",
             )
         ),
         _kept(

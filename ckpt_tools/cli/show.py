@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 import os
 from collections.abc import Sequence
 
@@ -45,7 +46,7 @@ _PARAMS = [
 ]
 
 
-@click.command("show", help=_HELP, params=_PARAMS)
+@click.command("show", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,
@@ -101,7 +102,7 @@ def _print_bare(values: corner.Corner) -> None:
 
 
 def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
-    if (raw or json) and not entry.opened:
+    if (raw or json) and not entry.opened and entry.value is None:
         raise UnsupportedError(
             f"{entry.fqn} is no plain value, and is not opened: {entry.type_name or 'too large'}."
         )
@@ -116,10 +117,18 @@ def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
                 [
                     ("kind", f"object of section {entry.section}"),
                     ("file", _file_words(entry.data.path, entry.data.offset, entry.data.length)),
-                    ("value", render.printable(entries.value_text(entry))),
+                    ("value", render.printable(_value_text(entry))),
+                    *([("not read", entry.flaw.message)] if entry.flaw is not None else ()),
                 ]
             )
         )
+
+
+def _value_text(entry: ObjectEntry) -> str:
+    """The value on one line; that of a config, which stays closed for all else, with its class."""
+    if entry.opened or entry.value is None:
+        return entries.value_text(entry)
+    return f"{entry.type_name} {jsonlib.dumps(entries.plain_json(entry.value))}"
 
 
 def _file_words(path: str, offset: int, length: int) -> str:

@@ -10,7 +10,7 @@ from ckpt_tools.cli import options, progress, proving, reading, render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import Anomaly
@@ -52,7 +52,7 @@ _PARAMS = [
 ]
 
 
-@click.command("stats", help=_HELP, params=_PARAMS)
+@click.command("stats", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,
@@ -84,17 +84,18 @@ def command(
 
 
 def _look(index: CheckpointIndex, *, threads: int) -> Statistics:
-    if not index.tensors:
-        index.require_whole()
-        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to look at.")
     total = sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
-        return stats(index, files, threads=threads, on_bytes=on_bytes)
+        found = stats(index, files, threads=threads, on_bytes=on_bytes)
+    if not index.tensors:
+        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to look at.")
+    return found
 
 
 def _nonfinite(root: str, found: Statistics) -> str:
     hurt = [tensor.fqn for tensor in found.tensors if tensor.nan or tensor.inf]
-    return f"{root}: {found.nonfinite:,} values are NaN or infinite, in {some(hurt)}."
+    verb = "is" if found.nonfinite == 1 else "are"
+    return f"{root}: {counted(found.nonfinite, 'value')} {verb} NaN or infinite, in {some(hurt)}."
 
 
 def _lines(found: Statistics) -> Iterator[str]:

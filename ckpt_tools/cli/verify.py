@@ -61,7 +61,7 @@ _PARAMS = [
 ]
 
 
-@click.command("verify", help=_HELP, params=_PARAMS)
+@click.command("verify", cls=options.Command, help=_HELP, params=_PARAMS)
 def command(
     *,
     ckpt: str,

@@ -29,7 +29,7 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
@@ -139,15 +139,14 @@ def plan_export(
     from ckpt_tools.formats.torch_file import write as torch_write
 
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    if not chosen.tensors and not _keeps_nesting(options):
-        chosen.require_whole()
-        raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
     of_ranks: list[str] = []
     if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
+        if not chosen.tensors:
+            raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
         if _keeps_nesting(options):
             located = loadable(formats.open_objects(located, files))
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
@@ -325,7 +324,9 @@ def rename(
         notes.append(f"Took off the container {names.join(prefix)!r} that the names stood in.")
     changed = sum(cleaned[fqn] != name for fqn, name in bare.items())
     if changed:
-        notes.append(f"Removed wrapper components from {changed} names; --keep-names keeps them.")
+        notes.append(
+            f"Removed wrapper components from {counted(changed, 'name')}; --keep-names keeps them."
+        )
     return cleaned, notes
 
 
@@ -351,7 +352,8 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
     notes += casts.master_weights_note(index, chosen.tensors)
     if chosen.objects:
         shown = some([entry.fqn for entry in chosen.objects])
-        notes.append(f"Skipped {len(chosen.objects)} objects that are no tensors: {shown}.")
+        skipped = counted(len(chosen.objects), "object")
+        notes.append(f"Left out {skipped}, since only tensors are written: {shown}.")
     return notes
 
 

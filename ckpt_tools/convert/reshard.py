@@ -40,7 +40,7 @@ from ckpt_tools.core.mesh_spec import (
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target, total_length
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage.reader import Files
@@ -399,7 +399,9 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
     notes = []
     whole = sum(layout is None for layout in layouts.values())
     if whole:
-        notes.append(f"{whole} tensors (scalars, buffers, other state) stay whole on each rank.")
+        notes.append(
+            f"{counted(whole, 'tensor')} (scalars, buffers, other state) kept whole on each rank."
+        )
     if options.placements is None and options.mesh.dim_names is not None:
         placed = default_placements(options.mesh)
         idle = [
@@ -433,7 +435,7 @@ def _without_unopened(
     if not lost:
         return index, []
     shown = some([f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost])
-    note = f"Left out {len(lost)} objects that are no plain values: {shown}."
+    note = f"Left out {counted(len(lost), 'object')} without a plain value: {shown}."
     kept = tuple(entry for entry in index.objects if entry not in lost)
     return replace(index, objects=kept), [note]
 

@@ -156,7 +156,9 @@ class ObjectEntry:
     ``value`` holds numbers, text, bytes, bools and small containers of them, each of its own kind
     (an OrderedDict, a `Size`); ``opened`` says if it was read at all, since None is a value too.
     ``type_name`` names what is not opened, ``codec`` what the bytes are: None when they have no
-    meaning of their own and ``value`` is all there is.
+    meaning of their own and ``value`` is all there is. A config that is not opened may have a
+    ``value`` to be shown. ``flaw`` says why the entry cannot be used, without its name:
+    `formats.locate` makes a problem of it.
     """
 
     fqn: str
@@ -167,6 +169,7 @@ class ObjectEntry:
     opened: bool = False
     type_name: str | None = None
     codec: str | None = None
+    flaw: CheckpointError | None = None
 
 
 Entry: TypeAlias = TensorEntry | ObjectEntry

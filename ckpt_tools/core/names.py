@@ -41,6 +41,10 @@ _OTHER = frozenset(
     | {"timestamp", "train_dataloader", "algorithms", "integrations", "metadata", "meta"}
 )
 
+_MAX_NEAR = 5
+# difflib is slow: of more names than these, only those with the same last part are compared.
+_MAX_COMPARED = 5_000
+
 
 def join(path: Path) -> str:
     """The fqn of a path."""
@@ -181,3 +185,17 @@ def select(
             hint="`ckpt-tools ls` lists the names; --only chooses a section.",
         )
     return index.select(fqns | lost)
+
+
+def near_names(index: CheckpointIndex, fqn: str) -> list[str]:
+    """A few names that a person may have meant: those that contain it, else those spelled alike."""
+    from difflib import get_close_matches  # late: it is for errors only
+
+    names = [entry.fqn for entry in index.tensors] + [entry.fqn for entry in index.objects]
+    within = [name for name in names if fqn and fqn in name]
+    if within:
+        return sorted(within, key=lambda name: (len(name), name))[:_MAX_NEAR]
+    if len(names) > _MAX_COMPARED:
+        last = fqn.rpartition(".")[2]
+        names = [name for name in names if name.endswith(last)][:_MAX_COMPARED]
+    return get_close_matches(fqn, names, n=_MAX_NEAR, cutoff=0.6)

@@ -51,6 +51,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def ago(seconds: float) -> str:
+    """How long ago something was: ``just now``, ``5 minutes ago``, ``2 days ago``."""
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= length:
+            return f"{counted(int(seconds // length), unit)} ago"
+    return "just now"
+
+
 def some(words: Sequence[str], most: int = 5) -> str:
     """The first few of them in one line, and how many more there are: ``a, b and 3 more``."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""

@@ -1,6 +1,6 @@
 """Where this process stands in a torchrun job, told by its environment alone. It needs no torch.
 
-Rank 0 speaks for all ranks. The others are silent, since ten thousand ranks would say the same.
+Only rank 0 prints: ten thousand ranks would print the same.
 """
 
 from __future__ import annotations

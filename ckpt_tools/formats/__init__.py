@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckpt_tools.core.index import CheckpointIndex, FileState, ObjectEntry
 from ckpt_tools.core.text import first_of
 from ckpt_tools.errors import IncompleteError, UnreadableError
-from ckpt_tools.formats import frameworks
+from ckpt_tools.formats import foreign, frameworks
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
@@ -122,7 +122,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         return _read_glob(path, options)
     refuse_special([path])
     place = frameworks.member(path)
-    frameworks.refuse_foreign(place)
+    foreign.refuse_foreign(place)
     form = detect(place)
     if form is None:
         place = _only_one_inside(place)
@@ -188,10 +188,16 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
 
 def _only_one_inside(folder: str) -> str:
     """The only checkpoint below a folder; raises when there is none or more than one."""
-    found = frameworks.inside(folder, lambda path: detect(path) is not None)
+    everything = frameworks.inside(
+        folder, lambda path: foreign.is_foreign(path) or detect(path) is not None
+    )
+    found = [path for path in everything if not foreign.is_foreign(path)]
     if len(found) == 1:
         return found[0]
     if not found:
+        for path in everything:
+            foreign.refuse_foreign(path)
+        foreign.refuse_inside(folder)
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
     shown = first_of([f"ckpt-tools inspect {frameworks.quote(path)}" for path in found], 20)
     raise UnreadableError(

@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Callable, Collection
 
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.storage import paths
 
 SUPPORTED = (
@@ -123,42 +122,6 @@ def _candidates(parent: str) -> list[str]:
         for name in names
         if name not in _SIDE_FOLDER and not _SIDE_FILE.fullmatch(name)
     ]
-
-
-_FOREIGN = (
-    (
-        "DeepSpeed ZeRO",
-        re.compile(r"(bf16_)?zero_pp_rank_\d+.*optim_states\.pt|.*_model_states\.pt"),
-        "zero_to_fp32.py, which DeepSpeed puts beside the checkpoint",
-    ),
-    ("Orbax", re.compile(r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+"), "orbax-checkpoint"),
-)
-
-
-def refuse_foreign(path: str) -> None:
-    """Raise UnsupportedError, naming the tool, for folders in another tool's own format."""
-    if not paths.is_dir(path):
-        return
-    names = paths.listdir(path)
-    if "metadata.json" in names and _megatron_backend(os.path.join(path, "metadata.json")):
-        raise UnsupportedError(
-            f"{path} is a Megatron checkpoint (its metadata.json names a sharded_backend): its "
-            "tensors are flattened and renamed by Megatron's own rules.",
-            hint="Use Megatron-LM's or Megatron-Bridge's own converter.",
-        )
-    for tool, pattern, reader in _FOREIGN:
-        seen = next((name for name in names if pattern.fullmatch(name)), None)
-        if seen is not None:
-            raise UnsupportedError(
-                f"{path} is a {tool} checkpoint (it holds {seen}), which is not read here.",
-                hint=f"Use {reader}.",
-            )
-
-
-def _megatron_backend(path: str) -> bool:
-    """Whether this JSON file is one of Megatron's dist_checkpointing."""
-    text = paths.head(path, _MAX_LINK)
-    return re.search(rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"', text) is not None
 
 
 # Frameworks that keep a checkpoint beside other parts of the same save.

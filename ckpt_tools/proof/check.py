@@ -15,7 +15,7 @@ from ckpt_tools import formats
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import compare_containers
 from ckpt_tools.proof.fingerprint import digest_of
@@ -107,7 +107,7 @@ def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files)
         raise WriteError(
             f"{result.root}, read back, is not what was to be written: {some(faults)}."
         )
-    parts = [f"{len(source.objects):,} objects"] if source.objects else []
+    parts = [counted(len(source.objects), "object")] if source.objects else []
     parts += [f"{containers.count:,} containers"] if containers is not None else []
     return f" So are its {' and '.join(parts)}, by value." if parts else ""
 

@@ -180,6 +180,7 @@ def _told_once(
     told = {
         fqn for damage in bad_items for fqn in damage.error.about if not spans.meeting(damage.data)
     }
+    told |= {entry.fqn for entry in index.objects if entry.flaw is not None}
     return [
         problem
         for problem in located.problems

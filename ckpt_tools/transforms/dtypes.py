@@ -113,7 +113,8 @@ def _kept_notes(kept: Sequence[Made], known: Quantized) -> list[str]:
 def _ruled_notes(ruled: Sequence[str]) -> list[str]:
     if not ruled:
         return []
-    return [f"--dtype-for casts {len(ruled)} tensors of quantized weights: {some(sorted(ruled))}."]
+    tensors = counted(len(ruled), "tensor")
+    return [f"--dtype-for casts {tensors} of quantized weights: {some(sorted(ruled))}."]
 
 
 def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -> list[str]:

@@ -48,9 +48,15 @@ def test_inspect_json_has_exactly_the_fields_of_its_schema() -> None:
             "torch",
             "world_size",
             "mesh",
+            "placements",
             "sections",
+            "optimizer",
+            "step",
+            "resume",
+            "saved",
             "files",
             "complete",
+            "ties",
             "notes",
         ]
     )
@@ -63,6 +69,31 @@ def test_inspect_json_has_exactly_the_fields_of_its_schema() -> None:
     assert model["dtypes"] == {"float32": 353, "int64": 1}
     assert set(told["files"]) == {"count", "nbytes", "missing"}
     assert told["complete"] is True
+    assert told["step"] == {"value": 2, "fqn": "step"}
+    assert told["resume"]["possible"] is True
+    assert told["optimizer"]["states"] == ["exp_avg", "exp_avg_sq", "step"]
+    assert sum(one["tensors"] for one in told["placements"]) == 48
+
+
+def test_what_inspect_adds_to_its_text_it_adds_to_its_json() -> None:
+    told = json.loads(run("inspect", "--json", "--all", "--shards", DCP).stdout)
+    assert len(told["entries"]) == 93
+    assert len(told["shards"]) == told["files"]["count"]
+
+
+def test_the_verdict_comes_first() -> None:
+    lines = run("inspect", DCP).stdout.splitlines()
+    assert lines[1].startswith("  whole by its headers, training can resume, step 2, saved ")
+
+
+def test_the_verdict_on_a_hurt_checkpoint_is_no(hurt: Path) -> None:
+    verdict = run("inspect", str(hurt)).stdout.splitlines()[1]
+    assert verdict.startswith("  NOT WHOLE, training cannot resume, ")
+
+
+def test_a_verdict_has_its_colour_on_a_terminal() -> None:
+    shown = CliRunner().invoke(cli, ["inspect", DCP], color=True).stdout
+    assert "\x1b[32mwhole by its headers\x1b[0m" in shown
 
 
 def test_inspect_infers_hsdp_from_boxes_and_says_so() -> None:
@@ -140,6 +171,21 @@ def test_ls_prints_one_line_for_each_entry() -> None:
     result = run("ls", "--only", "model", DCP)
     lines = [line for line in result.stdout.splitlines() if line.startswith("app.model.")]
     assert len(lines) == 13
+
+
+def test_a_long_value_is_cut_in_ls_and_whole_in_show_and_json(tmp_path: Path) -> None:
+    import torch
+
+    value = list(range(1000))
+    torch.save({"w": torch.zeros(2), "seen": value}, tmp_path / "c.pt")
+    path = str(tmp_path / "c.pt")
+    line = next(line for line in run("ls", path).stdout.splitlines() if line.startswith("seen"))
+    assert len(line) < 160
+    assert line.endswith("…")
+    assert json.loads(run("show", "--raw", path, "seen").stdout) == value
+    assert "998, 999]" in run("show", path, "seen").stdout
+    listed = json.loads(run("ls", "--json", path).stdout)["entries"]
+    assert next(entry["value"] for entry in listed if entry["fqn"] == "seen") == value
 
 
 def test_a_filter_that_fits_nothing_is_no_success() -> None:

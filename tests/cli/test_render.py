@@ -38,6 +38,40 @@ def test_a_terminal_is_not_overrun_and_names_stay_whole(width: int) -> None:
     assert any(line.startswith("a.much.longer.name") for line in shown)
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_row_that_is_too_wide_goes_on_in_the_next_line(width: int) -> None:
+    header = ("NAME", "A", "B", "C", "LAST")
+    rows = [("n" * 30, "a" * 18, "b" * 18, "c" * 18, "x" * 40)]
+    shown = list(render.columns(header, rows, align="lllrc", width=width))
+    assert all(len(line) <= width for line in shown)
+    text = " ".join(shown)
+    assert all(cell in text for cell in rows[0][:-1])
+
+
+def test_words_of_a_last_column_wrap_below_it() -> None:
+    rows = [("model", "12", "float32 50%, bfloat16 25%, int64 25%")]
+    _, first, *more = render.columns(("S", "N", "DTYPES"), rows, align="lrw", width=30)
+    assert first == "model  12  float32 50%,"
+    assert [line.strip() for line in more] == ["bfloat16 25%, int64", "25%"]
+    assert all(line.startswith(" " * 11) for line in more)
+
+
+def test_facts_wrap_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "terminal_width", lambda: 40)
+    shown = list(render.facts([("resume", "yes: model and optimizer state are there")]))
+    assert shown == ["  resume      yes: model and optimizer", "              state are there"]
+
+
+def test_a_small_table_folds_its_widest_column_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(render, "terminal_width", lambda: 40)
+    rows = [("0:1", "folder/of/a/file/with/a/very/long/name.distcp", "308")]
+    shown = list(render.table(("CHUNK", "FILE", "BYTES"), rows, align="llr"))
+    assert all(len(line) <= 40 for line in shown)
+    assert len(shown) > 2
+
+
 def test_only_a_last_column_that_may_be_cut_is_cut() -> None:
     *_, last = render.columns(HEADER, ROWS, align="lrl", width=40)
     assert last.endswith("y" * 90)

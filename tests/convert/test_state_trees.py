@@ -106,7 +106,7 @@ def to_dcp(source: Path, out: Path, *, ranks: int = 1) -> Path:
 
 
 def to_torch(source: Path, out: Path) -> Path:
-    options = ExportOptions(format="torch", keep_names=True, only=None)
+    options = ExportOptions(format="torch", keep_names=True, only=None, keep_rank_states=True)
     api.export(open_checkpoint(str(source)), str(out), options=options, write=WriteOptions())
     return out
 
@@ -406,7 +406,7 @@ def test_check_refuses_an_output_with_another_object_or_container(
 ) -> None:
     torch.save({"w": T, "c": {0: T, 1: 1}, "pair": (T, 2)}, tmp_path / "a.pt")
     index = open_checkpoint(str(tmp_path / "a.pt"))
-    options = ExportOptions(format="torch", keep_names=True, only=None)
+    options = ExportOptions(format="torch", keep_names=True, only=None, keep_rank_states=True)
     write = WriteOptions(check=True)
     plan = api.export(index, str(tmp_path / "b.pt"), options=options, write=write)
     assert plan.notes[-1].endswith("So are its 2 objects and 3 containers, by value.")

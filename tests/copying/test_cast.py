@@ -46,12 +46,17 @@ def ours(raw: np.ndarray, source: str, target: str, *, block: int = 128 << 10) -
     return np.frombuffer(out, f"<u{BY_NAME[target].itemsize}")
 
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
 def as_torch(raw: np.ndarray, name: str) -> torch.Tensor:
     return torch.from_numpy(raw.copy().view("u1")).view(getattr(torch, name))
 
 
 @pytest.mark.parametrize(("source", "target"), list(permutations(FLOATS, 2)))
 def test_a_cast_gives_torchs_values(source: str, target: str) -> None:
+    if target == "float8_e4m3fn" and TORCH < (2, 13):
+        pytest.skip("torch saturates to the largest number only since 2.13")
     raw = patterns(source)
     found = ours(raw, source, target)
     by_torch = as_torch(raw, source).to(getattr(torch, target))

@@ -1,5 +1,6 @@
 """What several processes agree on, without any torchrun job: that is `test_torchrun`'s."""
 
+import json
 import os
 import re
 import shutil
@@ -648,6 +649,15 @@ def test_a_rehearsal_says_what_each_file_will_hold_and_writes_nothing(tmp_path: 
     assert "not written (--dry-run)" in done.stdout
     assert "__3_0.distcp" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_of_many_files_is_a_summary_and_its_json_has_them_all(tmp_path: Path) -> None:
+    arguments = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "64", "--dry-run"]
+    lines = CliRunner().invoke(cli, arguments).stdout.splitlines()
+    assert "The smallest, the middle and the largest of 65 files (--json has all):" in lines
+    assert len(lines) < 16
+    done = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert len(json.loads(done.stdout)["files"]) == 65
 
 
 def test_a_rehearsal_refuses_what_would_be_refused(tmp_path: Path) -> None:

@@ -84,6 +84,6 @@ def test_a_damaged_replica_is_found(saved: Path, tmp_path: Path) -> None:
         file.seek(offset + length // 2)
         file.write(os.urandom(8))
     with Files() as files:
-        report = proof.verify(index, files)
+        report = proof.verify(index.index, files)
     assert not report.whole
     assert [hurt.fqn for hurt in report.hurt] == ["model.large"]

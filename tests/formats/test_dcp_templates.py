@@ -139,3 +139,15 @@ def test_a_damaged_item_is_a_problem_as_when_each_is_opened(
         path.write_bytes(content)
     assert located(folder, alike=True) == located(folder, alike=False)
     shutil.rmtree(folder)
+
+
+def test_a_damaged_record_that_holds_no_data_is_no_problem(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    shutil.copytree(MANY_ITEMS, folder)
+    path = folder / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[content.index(b".data/serialization_id")] ^= 1
+    path.write_bytes(content)
+    found = located(folder, alike=False)
+    assert found == located(folder, alike=True)
+    assert not found[1]

@@ -145,3 +145,69 @@ def test_what_belongs_to_a_checkpoint_does_not_stand_beside_it() -> None:
     for name in ("hf_sharded_safetensors", "lightning_fsdp_sharded_4r", "dcp_hf_consolidated_4r"):
         index = formats.read_index(str(REAL / name / "ckpt"))
         assert not [note for note in index.notes if "Beside" in note]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "what"),
+    [
+        ("m.gguf", b"GGUF\x03", "GGUF"),
+        ("m.bin", b"GGUF\x03", "GGUF"),
+        ("m.npz", b"PK\x03\x04", "npz"),
+        ("m.pt", b"\x93NUMPY\x01", "npy"),
+        ("flax_model.msgpack", b"\x81", "msgpack"),
+        ("model.ckpt.data-00000-of-00001", b"x", "TensorFlow"),
+        ("m.h5", b"\x89HDF\r\n\x1a\n", "HDF5"),
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", b"PK", "DeepSpeed"),
+        ("__0_0.distcp.txt", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
+        ("m.safetensors", b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
+    ],
+)
+def test_the_files_of_other_tools_are_named(
+    name: str, head: bytes, what: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(head + b" " * 100)
+    with pytest.raises(CheckpointError) as caught:
+        formats.read_index(str(tmp_path / name))
+    assert what in f"{caught.value.message} {caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("inside", "what"),
+    [
+        ("global_step5/zero_pp_rank_0_mp_rank_00_model_states.pt", "DeepSpeed"),
+        ("100/_CHECKPOINT_METADATA", "Orbax"),
+        ("step/.snapshot_metadata", "torchsnapshot"),
+        ("iter_0000005/mp_rank_01/model_optim_rng.pt", "Megatron"),
+        ("flax_model.msgpack", "msgpack"),
+        ("saved_model.pb", "TensorFlow"),
+    ],
+)
+def test_the_parents_of_other_tools_are_named(inside: str, what: str, tmp_path: Path) -> None:
+    path = tmp_path / inside
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(UnsupportedError, match=what):
+        formats.read_index(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_pointer_in_the_place_of_a_file_of_dcp_is_named(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(DCP, tmp_path / "c")
+    (folder / name).chmod(0o600)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UnreadableError, match="is a Git LFS pointer"):
+        formats.read_index(str(folder)).require_whole()
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("scripted.pt", "TorchScript"),
+        ("traced.pth", "TorchScript"),
+        ("exported.pt2", "torch.export"),
+    ],
+)
+def test_programs_are_named_with_the_call_that_makes_a_state_dict(name: str, what: str) -> None:
+    with pytest.raises(UnsupportedError, match=what) as caught:
+        formats.read_index(str(DATA / "cases" / "D09_program_archive" / name))
+    assert "load(path).state_dict" in str(caught.value.hint)

@@ -335,12 +335,17 @@ def test_a_tar_archive_of_the_first_torch_is_refused(tmp_path: Path) -> None:
         torch_file.read_index(str(path))
 
 
-def test_an_unknown_global_is_opaque_only_when_it_is_allowed(tmp_path: Path) -> None:
+def test_an_unknown_global_is_a_problem_of_its_entry_unless_it_is_allowed(tmp_path: Path) -> None:
     path = saved(tmp_path, {"t": BASE, "odd": OrderedDict(a=torch.nn.Identity)})
-    with pytest.raises(UnsafePickleError, match=r"torch\.nn\.modules\.linear\.Identity"):
-        torch_file.read_index(path)
-    allowed = ReadOptions(allow_globals=("torch.nn.modules.linear.Identity",))
-    assert torch_file.read_index(path, options=allowed).object("odd.a").opened is False
+    with Files() as files:
+        located = formats.locate(torch_file.read_index(path), files)
+        with pytest.raises(UnsafePickleError, match=r"odd\.a: asks for torch\.nn\.modules"):
+            located.require_whole()
+        located.select({"t"}).require_whole()
+        allowed = ReadOptions(allow_globals=("torch.nn.modules.linear.Identity",))
+        index = formats.locate(torch_file.read_index(path, options=allowed), files)
+    index.require_whole()
+    assert index.object("odd.a").opened is False
 
 
 def test_data_files_of_dcp_are_not_taken_for_torch_files(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import Rect, rects
 from ckpt_tools.cli.render import cut_to, printable
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.text import format_size, rank_spans
+from ckpt_tools.core.text import counted, format_size, rank_spans
 
 _WIDTH, _MARGIN = 1080, 24
 _ROW, _BAR_HEIGHT, _BAR_LEFT = 24, 16, 640
@@ -97,7 +97,7 @@ def _head(side: Holdings, *, left: int, width: int) -> Iterator[tuple[int, str]]
 def _mesh(mesh: Mesh, *, left: int, top: int, width: int) -> Iterator[tuple[int, str]]:
     """The ranks of a mesh as squares in rows of its last dimension."""
     if mesh.size > _MAX_CELLS:
-        yield top + 16, _text(left, top + 14, f"{mesh.size:,} ranks", style="q")
+        yield top + 16, _text(left, top + 14, counted(mesh.size, "rank"), style="q")
         return
     across = min(mesh.shape[-1] if mesh.shape else 1, width // _CELL)
     for rank in range(mesh.size):
@@ -206,7 +206,7 @@ def _middle_out(text: str, size: int) -> str:
 def _bar(held: Held, side: Holdings, *, left: int, top: int, width: int) -> Iterator[str]:
     found = rects(held.pieces, held.shape)
     if len(found) > width:
-        words = f"{len(held.pieces):,} pieces"
+        words = counted(len(held.pieces), "piece")
         yield _text(left, top + 13, words, style="q")
         return
     for rect in found:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_tools.analysis.ownership import holdings_of
-from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import entries, proving, report
 from ckpt_tools.cli.pictures.page import LIST, SCRIPTS, heads, layout_data
 from ckpt_tools.cli.pictures.shell import page, text
@@ -22,11 +21,12 @@ _STATS_HEADER = ("NAME", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "INF", "ZEROS
 
 def report_page(whole: CheckpointIndex, index: CheckpointIndex, *, seen: Seen | None) -> str:
     """The page of a checkpoint; the filters chose ``index`` out of ``whole``."""
-    found = mesh_of(whole)
     parts = ["<main>", f"<h1>{text(whole.root)}</h1>"]
-    parts += _facts(report.identity(whole, index, found))
+    told = report.look(whole, index)
+    parts.append(f"<p><b>{text(', '.join(part.text for part in told.verdict))}</b></p>")
+    parts += _facts(report.identity(told))
     parts += _table(report.SECTION_HEADER, report.section_rows(index), numbers=range(1, 5))
-    parts += _facts(report.state(whole))
+    parts += _facts(report.state(whole, told))
     parts += _problems(whole)
     if seen is not None:
         parts += _anomalies(seen.statistics.anomalies)
@@ -34,7 +34,7 @@ def report_page(whole: CheckpointIndex, index: CheckpointIndex, *, seen: Seen | 
     parts += ["<h2>Who holds what</h2>", '<div id="sides" class="sides"></div>']
     parts += [LIST.format(heads=heads(None)), *_objects(index.objects), "</main>"]
     parts += ['<div id="tip" role="tooltip"></div>', '<aside id="detail"></aside>']
-    data = layout_data(holdings_of(index, found))
+    data = layout_data(holdings_of(index, told.mesh))
     return page(f"Report of {whole.root}", parts, scripts=SCRIPTS, data=data)
 
 

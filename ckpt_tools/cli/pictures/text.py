@@ -20,7 +20,7 @@ from ckpt_tools.cli.pictures import colors
 from ckpt_tools.cli.pictures.fold import Row
 from ckpt_tools.cli.pictures.shapes import cut_dims
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.text import format_size, rank_spans
+from ckpt_tools.core.text import counted, format_size, rank_spans
 
 _LOAD = 32
 _BAR = 40
@@ -44,7 +44,7 @@ def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
     words = " × ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
     yield f"  {words}: {names[-1]} from left to right" + _downwards(names)
     if mesh.size > 512:
-        yield f"  {mesh.size:,} ranks, not drawn"
+        yield f"  {counted(mesh.size, 'rank')}, not drawn"
         return
     per_line = min(across, max(1, (min(width or 100, 100) - 4) // cell))
     deep = mesh.shape[-2] if len(mesh.shape) > 2 else 0
@@ -149,7 +149,8 @@ def _crowded(pieces: Sequence[Piece], paint: Paint, *, size: int) -> str:
     """More pieces than fit: a stripe of colours, or only a count."""
     holders = sorted({holder for piece in pieces for holder in piece.holders})
     spans = rank_spans(holders)
-    words = f"{len(pieces):,} pieces of {spans if len(spans) < 24 else f'{len(holders):,} holders'}"
+    who = spans if len(spans) < 24 else counted(len(holders), "holder")
+    words = f"{counted(len(pieces), 'piece')} of {who}"
     if paint is plain:
         return f"│{words.center(size - 2)}│"
     picked = [pieces[place * len(pieces) // size] for place in range(size)]

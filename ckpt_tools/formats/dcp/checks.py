@@ -19,6 +19,8 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
+from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
+from ckpt_tools.storage import paths
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
 
@@ -76,7 +78,9 @@ def _file_problems(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Che
             )
         )
     for path, size in sorted(bad.items()):
-        if size is not None:
+        if size is not None and is_lfs_pointer(paths.head(path, 64)):
+            problems.append(lfs_pointer(path).concerning(sorted(hurt[path])))
+        elif size is not None:
             problems.append(
                 UnreadableError(
                     f"{path} is cut short: {size:,} bytes, the index needs {needs[path]:,}.",

@@ -135,6 +135,25 @@ class StoredItems:
         data = ByteRange(place.path, info.offset, info.length)
         return ObjectEntry(fqn, path, section, data, codec=place.codec)
 
+    def unread(self, fqn: str, path: Path, section: Section, *, dtype: str) -> ObjectEntry | None:
+        """The entry of a tensor whose element type is not read; None when no file holds it."""
+        info = next(iter(self._storage.get(fqn, {}).values()), None)
+        if info is None:
+            return None
+        place = self._place(info.relative_path, info.transforms)
+        flaw = UnsupportedError(
+            f"a tensor of element type {dtype}, which is not read.",
+            hint="Load it where it was saved, make plain tensors of it (.dequantize()), and save "
+            "it again; -x leaves the entry out.",
+        )
+        data = ByteRange(place.path, info.offset, info.length)
+        return ObjectEntry(
+            *(fqn, path, section, data),
+            type_name=f"tensor of {dtype}",
+            codec=place.codec,
+            flaw=flaw,
+        )
+
     def _place(self, relative_path: str, transforms: tuple[str, ...]) -> _Place:
         key = relative_path, transforms
         place = self._places.get(key)

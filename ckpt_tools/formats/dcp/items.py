@@ -24,12 +24,8 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.errors import (
-    CheckpointError,
-    UnreadableError,
-    UnsafePickleError,
-    UnsupportedError,
-)
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.dcp.templates import Found, Templates
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.state_dict import flatten_at
@@ -37,6 +33,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     StoredDTensor,
     StoredTensor,
+    shown,
 )
 from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
 from ckpt_tools.formats.zip import read as torch_zip
@@ -75,7 +72,20 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
         except CheckpointError as error:
             problems.append(error.concerning((entry.fqn,)))
             tensors.append(entry)
+    problems += _flaws(index.objects)
     return replace(index, tensors=tuple(tensors), problems=tuple(problems))
+
+
+def _flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
+    """Problems of entries that are there and cannot be used, one for all with the same flaw."""
+    alike: dict[tuple[str, str], list[ObjectEntry]] = {}
+    for entry in objects:
+        if entry.flaw is not None:
+            alike.setdefault((entry.data.path, entry.flaw.message), []).append(entry)
+    for (path, _), entries in alike.items():
+        flaw, fqns = entries[0].flaw, [entry.fqn for entry in entries]
+        if flaw is not None:
+            yield flaw.at(f"{path}: {some(fqns)}").concerning(fqns)
 
 
 class _Opener:
@@ -161,7 +171,7 @@ class _Opener:
         if stored is None:
             value = pickles.load_tensors(data, where=where)
             if not isinstance(value, StoredTensor):
-                raise UnreadableError(f"{where} holds no tensor but {type(value).__name__}.")
+                raise UnreadableError(f"{where} holds no tensor but {shown(value)}.")
             if len(self._seen) >= _CACHED_PICKLES:
                 self._seen.clear()
             stored = self._seen[data] = value
@@ -294,7 +304,7 @@ class _Opened(NamedTuple):
 
 def opened(entry: ObjectEntry, files: Files) -> ObjectEntry | _Opened:
     """The same object with its value when that is plain, or what the item holds as a container."""
-    if entry.opened or entry.codec is None:
+    if entry.opened or entry.codec is None or entry.flaw is not None:
         return entry
     if entry.codec != TORCH_SAVE and entry.data.length > _MAX_PLAIN:
         return entry  # it would be inflated to be looked at
@@ -307,20 +317,25 @@ def opened(entry: ObjectEntry, files: Files) -> ObjectEntry | _Opened:
     if not isinstance(value, Opaque):
         return replace(entry, value=value, opened=True)
     found = None
-    with suppress(UnsafePickleError):  # not for what could run code: that was refused above
+    # Not for what could run code: that was refused above.
+    with suppress(UnsafePickleError, UnsupportedError):
         if any(name.startswith("data/") for name in archive.names):
             found = _container(entry, archive, item.path, files)
-    return found or replace(entry, type_name=value.qualname)
+    return found or replace(entry, type_name=value.qualname, value=value.fields)
 
 
 def _container(
     entry: ObjectEntry, archive: torch_zip.Archive, path: str, files: Files
 ) -> _Opened | None:
-    """What is in an item with tensors; None where it is no container, or has one rank's shards."""
+    """What is in an item with tensors.
+
+    None where it is no container, has one rank's shards, or what cannot be read.
+    """
     where = f"{path}, item of {entry.fqn}"
     value = pickles.load_tensors(archive.read("data.pkl"), where=where)
     state = flatten_at(value, where=where, fqn=entry.fqn, path=entry.path)
-    if not state.tensors or not isinstance(state.tree, Branch):
+    flawed = any(leaf.flaw is not None for leaf in state.objects)
+    if flawed or not state.tensors or not isinstance(state.tree, Branch):
         return None
     data = archive.record("data.pkl")
     pickle = ByteRange(path, data.offset, data.length)
@@ -359,12 +374,23 @@ def as_archives(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     return replace(index, objects=tuple(objects))
 
 
-def holds_shards(entry: ObjectEntry, files: Files) -> bool:
-    """Whether an object is a whole state dict with one rank's shards (flatten_state_dict=False)."""
+def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDTensor]:
+    """The tensors in a pickled object: a whole state dict, saved with flatten_state_dict=False.
+
+    None are said to be in an object that cannot be opened: whoever chooses it gets the error.
+    """
     item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
     where = f"{item.path}, item of {entry.fqn}"
-    value = pickles.load_tensors(_archive(files, item, where).read("data.pkl"), where=where)
-    return any(isinstance(leaf, StoredDTensor) for leaf in _leaves(value))
+    try:
+        archive = _archive(files, item, where)
+        if not any(name.startswith("data/") for name in archive.names):
+            return []
+        value = pickles.load_tensors(archive.read("data.pkl"), where=where)
+    except CheckpointError:
+        return []
+    if not isinstance(value, dict):
+        return []  # torch packs a tuple of tensors always
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, StoredTensor | StoredDTensor)]
 
 
 def _leaves(value: object) -> Iterator[object]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
-from ckpt_tools.formats.pickle.allowed_globals import DTYPES
+from ckpt_tools.formats.pickle.allowed_globals import DTYPES, is_torch_dtype
 from ckpt_tools.formats.pickle.containers import as_name
 from ckpt_tools.formats.pickle.torch_stubs import (
     Function,
@@ -242,6 +242,8 @@ def load_metadata(data: bytes, *, where: str) -> Metadata:
 
 def _resolved(name: str) -> object:
     found = METADATA_GLOBALS.get(name)
+    if found is None and is_torch_dtype(name):
+        return TorchDType(name)
     if found is None:
         raise UnsafePickleError(
             f"asks for {name}, which DCP metadata of torch 2.1 to 2.13 does not have; "

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.core import names
-from ckpt_tools.core.dtypes import dtype_named
+from ckpt_tools.core.dtypes import BY_NAME, dtype_named
 from ckpt_tools.core.index import (
     CheckpointIndex,
     FileEntry,
@@ -22,7 +22,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import of_paths
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import (
     IncompleteError,
     UnreadableError,
@@ -42,7 +42,9 @@ from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
 from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
 from ckpt_tools.formats.dcp.per_rank import RANK_METADATA, Union
+from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
 from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor
 from ckpt_tools.formats.pickle.unpickler import collector_paused
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
@@ -92,9 +94,13 @@ def _read_index(path: str) -> CheckpointIndex:
             chunks=stored.chunks(fqn, meta.boxes),
         )
         for fqn, meta in sorted(metadata.tensors.items())
+        if meta.dtype in BY_NAME
     )
     objects = tuple(
-        stored.object(fqn, path_of[fqn], sections[fqn]) for fqn in sorted(metadata.objects)
+        stored.object(fqn, path_of[fqn], sections[fqn])
+        if fqn in metadata.objects
+        else stored.unread(fqn, path_of[fqn], sections[fqn], dtype=metadata.tensors[fqn].dtype)
+        for fqn in sorted({*metadata.objects, *_unread(metadata)})
     )
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
     index = CheckpointIndex(
@@ -116,8 +122,14 @@ def _read_index(path: str) -> CheckpointIndex:
         index = dcp_safetensors.resolve(index, files)
         if union.twins:
             index = per_rank.compared(index, union.twins, files)
-        _refuse_one_ranks_dict(index, files)
+        if not metadata.planner_data:
+            index = _with_packed(index, files)
     return replace(index, problems=(*index.problems, *problems_of(index, sizes)))
+
+
+def _unread(metadata: Metadata) -> Iterable[str]:
+    """The tensors whose element types are not read: quantized ones."""
+    return (fqn for fqn, meta in metadata.tensors.items() if meta.dtype not in BY_NAME)
 
 
 def _file_sizes(path: str) -> dict[str, int]:
@@ -135,7 +147,10 @@ def _read_metadata(path: str, sizes: Mapping[str, int]) -> Union:
             where = os.path.join(path, name)
             if sizes[name] == 0:
                 raise UnreadableError(f"{where} is empty.", hint="The save was interrupted.")
-            return load_metadata(files.read(where, 0, sizes[name]), where=where)
+            data = files.read(where, 0, sizes[name])
+            if is_lfs_pointer(data):
+                raise lfs_pointer(where)
+            return load_metadata(data, where=where)
 
         if ".metadata" in sizes:
             metadata = load(".metadata")
@@ -204,17 +219,41 @@ def _notes(
         yield f"Ignored {len(stray)} data files that .metadata does not name: {some(stray)}."
     lost = sum(entry is None for entry in objects)
     if lost:
-        yield f"{lost} objects are named in .metadata without a place in any file."
+        yield f"{counted(lost, 'object')} named in .metadata without a place in any file."
 
 
-def _refuse_one_ranks_dict(index: CheckpointIndex, files: Files) -> None:
-    """Refuse directories of a save without flattening, which hold the shards of rank 0 alone."""
-    if index.tensors:
-        return
-    for entry in index.objects:
-        if dcp_items.holds_shards(entry, files):
+def _with_packed(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """The index with a problem when flatten_state_dict=False left objects with tensors inside.
+
+    Such an object is of the section that it is the container of.
+
+    Raises what is wrong when nothing but such objects is there, or when one holds the shards of
+    the rank that wrote it alone.
+    """
+    held = [(e.fqn, tensors) for e in index.objects if (tensors := dcp_items.tensors_in(e, files))]
+    for fqn, tensors in held:
+        if any(isinstance(tensor, StoredDTensor) for tensor in tensors):
             raise IncompleteError(
-                f"{index.root} was saved with flatten_state_dict=False: {entry.fqn!r} is one "
+                f"{index.root} was saved with flatten_state_dict=False: {fqn!r} is one "
                 "pickle with one rank's shards, and those of the other ranks were never written.",
                 hint="Save again with the default planner (flatten_state_dict=True).",
             )
+    if not held:
+        return index
+    counts = some([f"{fqn!r} ({len(tensors)} tensors inside)" for fqn, tensors in held])
+    error = UnsupportedError(
+        f"{index.root} was saved with flatten_state_dict=False: {counts} is one pickle, not an "
+        "entry for each tensor.",
+        hint="Load it with DefaultLoadPlanner(flatten_state_dict=False) of "
+        "torch.distributed.checkpoint, and save it again with the default planner or torch.save.",
+        about=[fqn for fqn, _ in held],
+    )
+    if not index.tensors:
+        raise error
+    objects = [
+        replace(entry, section=names.container_of([(*entry.path, "")]).get(entry.path, "other"))
+        if entry.fqn in error.about
+        else entry
+        for entry in index.objects
+    ]
+    return replace(index, objects=tuple(objects), problems=(*index.problems, error))

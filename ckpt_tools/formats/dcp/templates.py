@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckpt_tools.core.index import ByteRange
+from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.pickle.torch_stubs import StoredTensor
 from ckpt_tools.formats.zip.read import Archive
 from ckpt_tools.storage.reader import Files
@@ -86,7 +87,10 @@ class Templates:
         templates = self._known.setdefault(item.length, [])
         if max(start, item.length - tail_at) > _MAX_FRAME or len(templates) >= _MAX_OF_ONE_LENGTH:
             return
-        holes = archive.loose_ranges((record, ".data/serialization_id"))
+        try:
+            holes = archive.loose_ranges((record, ".data/serialization_id"))
+        except UnreadableError:
+            return  # damaged where nothing is read from: good for itself, but no example for others
         if any(hole[0] < start for hole in holes):
             return  # its sums stand before the elements, which torch does not do
         head = self._take(item.path, item.offset, start)

@@ -6,9 +6,15 @@ written ``module.name`` with the module of Python 3 (``builtins``, not ``__built
 
 from __future__ import annotations
 
+import builtins
 import re
+import shlex
+from collections.abc import Collection
 
 from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import UnsafePickleError, UnsupportedError
+from ckpt_tools.formats.pickle.configs import is_config
 from ckpt_tools.formats.pickle.rebuild import (
     DTENSOR,
     PARAMETER,
@@ -131,10 +137,13 @@ TENSOR_GLOBALS: dict[str, object] = {
 _OPAQUE_MODULES = frozenset(
     {
         "argparse",
+        "array",
         "collections",
         "datetime",
         "decimal",
+        "enum",
         "fractions",
+        "ipaddress",
         "numpy",
         "numpy._core.multiarray",
         "numpy._core.numeric",
@@ -150,9 +159,14 @@ _OPAQUE_MODULES = frozenset(
         "numpy.random._sfc64",
         "numpy.random.bit_generator",
         "numpy.random.mtrand",
+        "omegaconf.base",
+        "omegaconf.dictconfig",
+        "omegaconf.listconfig",
+        "omegaconf.nodes",
         "pathlib",
         "pathlib._local",
         "random",
+        "re",
         "uuid",
         "zoneinfo",
     }
@@ -161,16 +175,24 @@ _OPAQUE_NAMES = frozenset(
     {
         "_codecs.encode",
         "_io.BytesIO",
-        "copyreg._reconstructor",
+        "copyreg.__newobj__",
+        "copyreg.__newobj_ex__",
         "torch.Generator",
         "torch._C.Generator",
         "torch._C._distributed_c10d.RedOpType",
         "torch._C._distributed_c10d.ReduceOp",
+        "torch._dynamo.decorators._DimRange",
         "torch.device",
         "torch.serialization._get_layout",
         "torch.torch_version.TorchVersion",
         "torch.utils._get_qscheme",
         "types.SimpleNamespace",
+        "typing.Any",
+        "typing.Dict",
+        "typing.List",
+        "typing.Optional",
+        "typing.Tuple",
+        "typing.Union",
     }
 )
 _TORCH_CONSTANTS = frozenset(
@@ -182,10 +204,27 @@ _TORCH_CONSTANTS = frozenset(
         "strided",
         "sparse_coo",
         "sparse_csr",
+        "sparse_csc",
+        "sparse_bsr",
+        "sparse_bsc",
+        "jagged",
+        "per_channel_affine",
+        "per_channel_affine_float_qparams",
+        "per_channel_symmetric",
+        "per_tensor_affine",
+        "per_tensor_symmetric",
     }
 )
-_BUILTIN_TYPES = frozenset(
+_EXCEPTIONS = frozenset(
+    name
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, BaseException)
+)
+_BUILTIN_TYPES = _EXCEPTIONS | frozenset(
     {
+        "Ellipsis",
+        "NoneType",
+        "NotImplemented",
         "NotImplementedType",
         "bool",
         "bytearray",
@@ -247,9 +286,15 @@ _MADE_BY = {
     "numpy._core.multiarray.scalar": "numpy.generic",
     "numpy.core.multiarray._reconstruct": "numpy.ndarray",
     "numpy.core.multiarray.scalar": "numpy.generic",
+    "numpy.random._pickle.__bit_generator_ctor": "numpy.random.BitGenerator",
+    "numpy.random._pickle.__generator_ctor": "numpy.random.Generator",
+    "numpy.random._pickle.__randomstate_ctor": "numpy.random.RandomState",
     "torch._tensor._rebuild_from_type": "torch.Tensor",
     "torch._tensor._rebuild_from_type_v2": "torch.Tensor",
 }
+
+
+_MAX_NAMED = 20
 
 
 def made_by(name: str) -> str:
@@ -264,7 +309,7 @@ def is_harmless(name: str) -> bool:
     module, _, last = name.rpartition(".")
     if module == "builtins":
         return last in _BUILTIN_TYPES
-    if module == "torch" and last in _TORCH_CONSTANTS:
+    if is_config(name) or (module == "torch" and last in _TORCH_CONSTANTS):
         return True
     return name in _OPAQUE_NAMES or (module in _OPAQUE_MODULES and not is_runner(name))
 
@@ -272,7 +317,7 @@ def is_harmless(name: str) -> bool:
 def is_runner(name: str) -> bool:
     """Whether a global is known to run code or reach the system; it can never be allowed."""
     module, _, last = name.rpartition(".")
-    if name in _OPAQUE_NAMES or module in _OPAQUE_MODULES:
+    if name in _OPAQUE_NAMES or is_config(name) or module in _OPAQUE_MODULES:
         return name.startswith(_NUMPY_RUNNERS)
     if module == "builtins":
         return last not in _BUILTIN_TYPES
@@ -282,3 +327,33 @@ def is_runner(name: str) -> bool:
 def is_torch_dtype(name: str) -> bool:
     """Whether a global is an element type of torch, those included that we cannot read."""
     return _DTYPE_NAME.fullmatch(name) is not None
+
+
+def runner_error(name: str) -> UnsafePickleError:
+    """What to raise for a global that can run code."""
+    return UnsafePickleError(
+        f"asks for {name}, which can run code; it was not run, and it cannot be allowed.",
+        hint="Do not open this file with torch.load(weights_only=False) or pickle.load.",
+    )
+
+
+def unknown_error(asked: Collection[str]) -> UnsafePickleError:
+    """What is wrong with a value of an unknown global: all that its pickle asks for."""
+    names = sorted(asked)
+    known = "is" if len(names) == 1 else "are"
+    options = " ".join(f"--allow-global {shlex.quote(name)}" for name in names)
+    return UnsafePickleError(
+        f"asks for {some(names, _MAX_NAMED)}, which {known} not on the list of what is read; it "
+        "was not run.",
+        hint=f"{options} keeps such values closed, and never runs them; -x leaves them out.",
+    )
+
+
+def module_error(name: str) -> UnsupportedError:
+    """What is wrong with a model that was pickled as an object."""
+    return UnsupportedError(
+        f"a whole module of class {name}, pickled with its code (torch.save(model)); only state "
+        "dicts are read.",
+        hint="Load it where its code is, with torch.load(…, weights_only=False), and save "
+        "model.state_dict() instead; -x leaves the entry out.",
+    )

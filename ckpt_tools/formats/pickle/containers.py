@@ -12,6 +12,8 @@ from typing import TypeGuard
 from ckpt_tools.core.index import PlainValue, Size
 from ckpt_tools.core.state_tree import MAX_DEPTH, Key
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
+from ckpt_tools.formats.pickle.configs import ConfigObject, Configs
 from ckpt_tools.formats.pickle.torch_stubs import (
     Function,
     Marker,
@@ -20,6 +22,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     StoredDTensor,
     StoredTensor,
     as_counts,
+    opaque_class,
     shown,
 )
 
@@ -62,9 +65,11 @@ class Containers:
             "builtins.complex": Function(self._complex, "builtins.complex"),
             "builtins.frozenset": Function(self._frozenset, "builtins.frozenset"),
             "builtins.set": Function(self._set, "builtins.set"),
+            "builtins.type": Function(self._type, "builtins.type"),
             "collections.Counter": Function(self._counter, "collections.Counter"),
             "collections.OrderedDict": Function(self._dict, "collections.OrderedDict"),
             "collections.defaultdict": Function(self._empty, "collections.defaultdict"),
+            "copyreg._reconstructor": Function(self._reconstructed, "copyreg._reconstructor"),
             "torch.Size": Function(self._size, "torch.Size"),
         }
 
@@ -101,6 +106,19 @@ class Containers:
         self._copy(_BYTES_OF_ITEM * len(items))
         return set(items) if all(type(item) in _ATOMS for item in items) else Opaque("builtins.set")
 
+    def _type(self, args: tuple[object, ...]) -> object:
+        """``(None,)``: how pickle writes the class of a constant. With more, it makes a class."""
+        if len(args) != 1:
+            raise runner_error("builtins.type")
+        return Opaque("builtins.NoneType" if args[0] is None else "builtins.type")
+
+    def _reconstructed(self, args: tuple[object, ...]) -> object:
+        """``(class, base, state of the base)``: how protocol 0 and 1 make an object."""
+        kind = args[0] if args else None
+        if isinstance(kind, type) and issubclass(kind, OpaqueObject):
+            return kind()
+        return opaque_class(getattr(kind, "qualname", "builtins.object"))()
+
     def _frozenset(self, args: tuple[object, ...]) -> object:
         made = self._set(args)
         return frozenset(made) if isinstance(made, set) else Opaque("builtins.frozenset")
@@ -133,7 +151,7 @@ def settled(value: object, *, max_nodes: int) -> object:
 
     What is shared stays shared. Raises UnreadableError for a value that contains itself, that is
     nested more than 200 deep, or that has more than ``max_nodes`` nodes when each is counted as
-    often as it is met, and UnsupportedError for a dict with an opaque object as a key.
+    often as it is met. A dict with an opaque object as a key is an opaque value with a flaw.
     """
     return _Settler(max_nodes).settle(value, 0)
 
@@ -146,10 +164,13 @@ class _Settler:
         self._done: dict[int, tuple[object, int] | None] = {}
         self._nodes = 0
         self._max_nodes = max_nodes
+        self._configs = Configs()
 
     def settle(self, value: object, depth: int) -> object:
         """The settled value."""
         self._count(1)
+        if isinstance(value, ConfigObject) and value.unknown is None:
+            return self._configs.opaque(value)
         if type(value) not in _CONTAINERS:
             return _leaf(value)
         if depth > _MAX_DEPTH:
@@ -158,7 +179,11 @@ class _Settler:
             return self._again(self._done[id(value)])
         self._done[id(value)] = None
         before = self._nodes
-        made = self._container(value, depth + 1)
+        try:
+            made = self._container(value, depth + 1)
+        except UnsupportedError as error:  # a key of its own; those of what is inside are caught
+            hint = "Save it again with names for keys; -x leaves the entry out."
+            made = Opaque("builtins.dict", flaw=UnsupportedError(error.message, hint=hint))
         self._done[id(value)] = (made, self._nodes - before)
         return made
 
@@ -214,10 +239,22 @@ def _leaf(value: object) -> object:
         return Opaque("builtins.str")
     if kind in _ATOMS:
         return value
-    known = isinstance(value, OpaqueObject | Marker | Function)
-    if known or (isinstance(value, type) and issubclass(value, OpaqueObject)):
-        return Opaque(str(getattr(value, "qualname", "")))
+    if isinstance(value, OpaqueObject) or (
+        isinstance(value, type) and issubclass(value, OpaqueObject)
+    ):
+        return _opaque(value)
+    if isinstance(value, Marker | Function):
+        return Opaque(value.qualname)
     return Opaque(kind.__name__)
+
+
+def _opaque(value: OpaqueObject | type[OpaqueObject]) -> Opaque:
+    """The object or class as a value that is not opened, and why it cannot be used."""
+    if isinstance(value, OpaqueObject) and value.is_module:
+        return Opaque(value.qualname, flaw=module_error(value.qualname))
+    if value.unknown is None:
+        return Opaque(value.qualname)
+    return Opaque(value.qualname, flaw=unknown_error(value.unknown))
 
 
 def _is_text(value: str) -> bool:
@@ -241,11 +278,12 @@ def as_name(value: object) -> str:
 def plain_value(value: object, *, asked: frozenset[str], max_nodes: int) -> PlainValue | Opaque:
     """The value when it is plain, else Opaque with the name of what is not; see `settled`."""
     try:
-        return _plain(settled(value, max_nodes=max_nodes))
+        made = settled(value, max_nodes=max_nodes)
+        if isinstance(made, Opaque):
+            return Opaque(made.qualname, asked, fields=made.fields)
+        return _plain(made)
     except _NotPlainError as error:
         return Opaque(error.qualname, asked)
-    except UnsupportedError:
-        return Opaque("builtins.dict", asked)
 
 
 class _NotPlainError(Exception):

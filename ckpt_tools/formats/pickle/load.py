@@ -19,9 +19,17 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     is_runner,
     is_torch_dtype,
     made_by,
+    runner_error,
 )
+from ckpt_tools.formats.pickle.configs import ConfigObject, is_config
 from ckpt_tools.formats.pickle.containers import Containers, plain_value, settled
-from ckpt_tools.formats.pickle.rebuild import refused_function, storage_from_id
+from ckpt_tools.formats.pickle.rebuild import (
+    REBUILD_FROM_TYPE_NAMES,
+    REBUILD_NAMED,
+    module_class,
+    refused_function,
+    storage_from_id,
+)
 from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     OpaqueObject,
@@ -43,10 +51,11 @@ def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> obj
     """The state dict that a ``data.pkl`` of torch.save holds: nested dicts, lists and tuples.
 
     Leaves are plain Python values, StoredTensor, StoredDTensor, and Opaque for what is not opened.
-    ``allow`` holds further globals ("module.name" or "module.*") that may become Opaque.
+    A tensor that cannot be read right and a value of a class that nobody knows are Opaque with a
+    flaw. ``allow`` holds further globals ("module.name" or "module.*") that have none.
 
-    Raises UnsupportedError for ShardedTensor and for tensors that cannot be read right,
-    UnsafePickleError for a global that is not known, UnreadableError for damaged bytes.
+    Raises UnsupportedError for ShardedTensor, UnsafePickleError for a global that can run code,
+    UnreadableError for damaged bytes, and the flaw when nothing but one such value was saved.
     """
     with placed(where), collector_paused():
         return _tensors(data, allow, {})
@@ -70,17 +79,24 @@ def load_stream(
 def _tensors(data: bytes, allow: Collection[str], storages: dict[str, StoredStorage]) -> object:
     """The state dict of a pickle; ``storages`` is filled with all that it names."""
 
-    def storage(pid: object) -> StoredStorage:
+    def storage(pid: object) -> StoredStorage | type[OpaqueObject]:
+        kind = module_class(pid)
+        if kind is not None:
+            return kind
         found = storage_from_id(pid)
         storages[found.key] = found
         return found
 
     try:
         value = unpickle(data, resolve=_Tensors(allow), storage=storage)
-    except UnsafePickleError:
+    except UnsafePickleError as error:
         _refuse_sharded_tensor(data)
+        error.hint = _whole_model(data) or error.hint
         raise
-    return settled(value, max_nodes=_max_nodes(len(data)))
+    made = settled(value, max_nodes=_max_nodes(len(data)))
+    if isinstance(made, Opaque) and made.flaw is not None:
+        raise made.flaw
+    return made
 
 
 def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
@@ -112,6 +128,7 @@ class _Tensors:
 
     def __init__(self, allow: Collection[str]) -> None:
         self._allow = frozenset(allow)
+        self._unknown: dict[str, None] = {}
         self._opaque: dict[str, type[OpaqueObject]] = {}
         self._containers = Containers()
 
@@ -127,13 +144,11 @@ class _Tensors:
         if is_torch_dtype(name):
             return TorchDType(name)
         if is_runner(name):
-            raise _runner_error(name)
+            raise runner_error(name)
         if is_harmless(name) or self._is_allowed(name):
             return _opaque(name, self._opaque)
-        raise UnsafePickleError(
-            f"asks for {name}, which is not on the list of what is read; it was not run.",
-            hint=f"--allow-global {name} keeps it as an opaque value, which is never run.",
-        )
+        self._unknown[name] = None
+        return _opaque(name, self._opaque, self._unknown)
 
     def _is_allowed(self, name: str) -> bool:
         parts = name.split(".")
@@ -161,7 +176,9 @@ class _Names:
         if name.startswith(SHARDED_TENSOR_MODULES):
             raise _sharded_tensor_error()
         if is_runner(name) and name not in TENSOR_GLOBALS:
-            raise _runner_error(name)
+            raise runner_error(name)
+        if name in REBUILD_FROM_TYPE_NAMES:
+            return REBUILD_NAMED
         return _opaque(name, self._opaque)
 
     def storage(self, _pid: object) -> object:
@@ -169,20 +186,18 @@ class _Names:
         return _opaque("torch.Tensor", self._opaque)()
 
 
-def _opaque(name: str, made: dict[str, type[OpaqueObject]]) -> type[OpaqueObject]:
+def _opaque(
+    name: str,
+    made: dict[str, type[OpaqueObject]],
+    unknown: Collection[str] | None = None,
+) -> type[OpaqueObject]:
     """The class for an opaque global; a pickle cannot make more than a thousand of them."""
     if name not in made:
         if len(made) >= _MAX_OPAQUE_CLASSES:
             raise UnreadableError(f"asks for more than {_MAX_OPAQUE_CLASSES:,} classes.")
-        made[name] = opaque_class(made_by(name))
+        base = ConfigObject if is_config(name) else OpaqueObject
+        made[name] = opaque_class(made_by(name), unknown, base)
     return made[name]
-
-
-def _runner_error(name: str) -> UnsafePickleError:
-    return UnsafePickleError(
-        f"asks for {name}, which can run code; it was not run, and it cannot be allowed.",
-        hint="Do not open this file with torch.load(weights_only=False) or pickle.load.",
-    )
 
 
 def _sharded_tensor_error() -> UnsupportedError:
@@ -197,3 +212,13 @@ def _refuse_sharded_tensor(data: bytes) -> None:
     """Raise that the pickle holds a ShardedTensor, if it does: it says more than what it needs."""
     if b"torch.distributed._shard.sharded_tensor" in data and b"ShardedTensor" in data:
         raise _sharded_tensor_error()
+
+
+def _whole_model(data: bytes) -> str | None:
+    """What to try with a pickled model, whose layers ask for more than is read."""
+    if b"torch.nn.modules." not in data or b"_parameters" not in data:
+        return None
+    return (
+        "It looks like a whole model, pickled with its code (torch.save(model)). If you trust it, "
+        "load it where its code is, and save model.state_dict() instead."
+    )

@@ -1,11 +1,13 @@
 """How stored tensors, DTensors and their meshes are put together from what a pickle hands over.
 
 These are the functions that a pickle of tensors calls in place of torch's. They check everything
-that they are given and read no storage. What torch can pickle and we cannot read right is refused.
+that they are given and read no storage. What torch can pickle and we cannot read right becomes an
+opaque value with a flaw: it is one entry's trouble, and the rest of the file is read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
@@ -16,6 +18,8 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     Function,
     Marker,
     MeshLayoutRecord,
+    Opaque,
+    OpaqueObject,
     PartialRecord,
     ReplicateRecord,
     ShardOrderRecord,
@@ -40,7 +44,16 @@ TENSOR = Marker("torch.Tensor")
 PARAMETER = Marker("torch.nn.parameter.Parameter")
 DTENSOR = Marker("torch.distributed.tensor.DTensor")
 
-_RESAVE = "Load it where it was saved, make plain dense tensors of it, and save it again."
+_RESAVE = (
+    "Load it where it was saved, make plain dense tensors of it, and save it again; -x leaves the "
+    "entry out."
+)
+
+
+def module_class(pid: object) -> type[OpaqueObject] | None:
+    """The class of a module, which the older format names by an id with its source, or None."""
+    kind = pid[1] if type(pid) is tuple and len(pid) == 4 and pid[0] == "module" else None
+    return kind if isinstance(kind, type) and issubclass(kind, OpaqueObject) else None
 
 
 def storage_from_id(pid: object) -> StoredStorage:
@@ -119,8 +132,10 @@ def _sign(metadata: object) -> Sign | None:
     return None if not bits else "negated" if bits == ["neg"] else "conjugated"
 
 
-def _rebuild_parameter(args: tuple[object, ...]) -> StoredTensor | StoredDTensor:
+def _rebuild_parameter(args: tuple[object, ...]) -> StoredTensor | StoredDTensor | Opaque:
     """``(data, requires_grad, hooks[, state])``."""
+    if 3 <= len(args) <= 4 and isinstance(args[0], Opaque) and args[0].is_tensor:
+        return args[0]
     if not 3 <= len(args) <= 4 or not isinstance(args[0], StoredTensor | StoredDTensor):
         raise UnreadableError("a parameter without a tensor.")
     if isinstance(args[0], StoredTensor):
@@ -133,9 +148,28 @@ def _rebuild_wrapper_subclass(_args: tuple[object, ...]) -> object:
     raise UnreadableError("a distributed tensor without its state.")
 
 
-REBUILD_TENSOR = Function(_rebuild_tensor)
-REBUILD_TENSOR_V3 = Function(_rebuild_tensor_v3)
-REBUILD_PARAMETER = Function(_rebuild_parameter)
+def _unless_flawed(run: Callable[[tuple[object, ...]], object]) -> Function:
+    """The function; a tensor that it refuses becomes an opaque value with that flaw."""
+
+    def guarded(args: tuple[object, ...]) -> object:
+        try:
+            return run(args)
+        except UnsupportedError as error:
+            return Opaque(_class_of(args), flaw=error)
+
+    return Function(guarded)
+
+
+def _class_of(args: tuple[object, ...]) -> str:
+    """The class of a tensor, of whose making these are the arguments."""
+    kind = args[1] if len(args) == 4 else None
+    named = isinstance(kind, Marker) or (isinstance(kind, type) and issubclass(kind, OpaqueObject))
+    return str(getattr(kind, "qualname", "")) if named else "torch.Tensor"
+
+
+REBUILD_TENSOR = _unless_flawed(_rebuild_tensor)
+REBUILD_TENSOR_V3 = _unless_flawed(_rebuild_tensor_v3)
+REBUILD_PARAMETER = _unless_flawed(_rebuild_parameter)
 REBUILD_WRAPPER = Function(_rebuild_wrapper_subclass)
 _REBUILDS = (REBUILD_TENSOR, REBUILD_TENSOR_V3, REBUILD_PARAMETER)
 
@@ -148,12 +182,19 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
     if function is REBUILD_WRAPPER and kind is DTENSOR:
         return _dtensor(inner, state)
     if kind not in {TENSOR, PARAMETER} or not isinstance(function, Function):
-        raise UnsupportedError(f"a tensor of class {shown(kind)}.", hint=_RESAVE)
+        name = getattr(kind, "qualname", None) or shown(kind)
+        raise UnsupportedError(f"a tensor of class {name}, which is not read.", hint=_RESAVE)
     # Attributes that a program hung on a tensor are in the state; no value depends on them.
-    return function(*inner) if function in _REBUILDS else _refuse_function(function)
+    known = function in _REBUILDS or isinstance(function, _Refused)
+    return function(*inner) if known else _refuse_function(function)
 
 
-REBUILD_FROM_TYPE = Function(_rebuild_from_type)
+REBUILD_FROM_TYPE = _unless_flawed(_rebuild_from_type)
+REBUILD_FROM_TYPE_NAMES = frozenset(
+    {"torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2"}
+)
+# Where tensors are not read, and only what they are is wanted.
+REBUILD_NAMED = Function(lambda args: Opaque(_class_of(args)), "torch.Tensor")
 
 
 def _refuse_function(function: Function) -> object:
@@ -162,14 +203,40 @@ def _refuse_function(function: Function) -> object:
 
 def refused_function(qualname: str) -> Function:
     """A function that stands for one of torch's that makes tensors we cannot read."""
+    what, way = _REFUSED.get(qualname.rpartition(".")[2], ("tensor", "make plain dense tensors"))
+    flaw = UnsupportedError(
+        f"a {what} (made by {qualname}), which is not read.",
+        hint=f"Load it where it was saved, {way} of it, and save it again; -x leaves the entry "
+        "out.",
+    )
+    return _Refused(lambda _args: Opaque(what, flaw=flaw), qualname)
 
-    def refuse(_args: tuple[object, ...]) -> object:
-        raise UnsupportedError(f"a tensor made by {qualname}, which is not read.", hint=_RESAVE)
 
-    return Function(refuse, qualname)
+class _Refused(Function):
+    """One of torch's functions that make tensors we cannot read."""
+
+    __slots__ = ()
 
 
-def _dtensor(args: tuple[object, ...], state: object) -> StoredDTensor:
+_SPARSE = ("sparse tensor", "make plain tensors (.to_dense())")
+_NESTED = ("nested tensor", "make plain tensors (.unbind())")
+_ELSEWHERE = ("tensor of another device (XLA, MAIA, MTIA)", "make CPU tensors (.cpu())")
+_REFUSED = {
+    "_rebuild_device_tensor_from_cpu_tensor": _ELSEWHERE,
+    "_rebuild_device_tensor_from_numpy": _ELSEWHERE,
+    "_rebuild_meta_tensor_no_storage": (
+        "meta tensor without values",
+        "make real tensors (.to_empty(), then their values)",
+    ),
+    "_rebuild_nested_tensor": _NESTED,
+    "_rebuild_qtensor": ("quantized tensor", "make plain tensors (.dequantize())"),
+    "_rebuild_sparse_csr_tensor": _SPARSE,
+    "_rebuild_sparse_tensor": _SPARSE,
+    "_rebuild_xla_tensor": _ELSEWHERE,
+}
+
+
+def _dtensor(args: tuple[object, ...], state: object) -> StoredDTensor | Opaque:
     """A DTensor: (class, dtype, global size, stride, …) and its local tensor and spec."""
     if type(state) is tuple and len(state) == 2:
         state = state[1]
@@ -177,6 +244,8 @@ def _dtensor(args: tuple[object, ...], state: object) -> StoredDTensor:
     if type(state) is not dict or type(spec) is not SpecRecord or len(args) != 8:
         raise UnreadableError("a DTensor without its spec.")
     local = state.get("_local_tensor")
+    if isinstance(local, Opaque) and local.is_tensor:
+        return local
     if type(local) is not StoredTensor or not isinstance(args[1], TorchDType):
         raise UnreadableError(f"a DTensor whose local part is {shown(local)}.")
     shape = as_counts(args[2], "the shape of a DTensor")
@@ -231,7 +300,7 @@ def _placement(record: object) -> StoredPlacement:
 
 def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
     """The mesh dimensions that cut each tensor dimension, in order, or None."""
-    if type(value) is not tuple or len(value) > 64:
+    if not isinstance(value, tuple) or len(value) > 64:
         return None
     order = []
     for record in value:
@@ -272,7 +341,7 @@ def _read_mesh(state: dict[object, object]) -> StoredMesh:
         coordinate=None if coordinate is None else _coordinate(coordinate, shape),
         rank=rank if type(rank) is int else None,
         device_type=device if type(device) is str else "cpu",
-        rank_map=rank_map if type(rank_map) is tuple else None,
+        rank_map=rank_map if isinstance(rank_map, tuple) else None,
         strides=strides,
     )
 
@@ -298,7 +367,7 @@ def _layout_grid(layout: MeshLayoutRecord) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _items(value: object) -> tuple[object, ...]:
-    if type(value) is not tuple or len(value) > 64:
+    if not isinstance(value, tuple) or len(value) > 64:
         raise UnreadableError(f"a mesh layout of {shown(value)}.")
     return value
 

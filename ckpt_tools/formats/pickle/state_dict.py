@@ -18,9 +18,9 @@ from typing import NamedTuple, TypeGuard
 from ckpt_tools.core import names
 from ckpt_tools.core.index import PlainValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
-from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.containers import is_key
-from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredTensor
+from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor
 
 Stored = StoredTensor | StoredDTensor
 
@@ -44,12 +44,22 @@ class TensorLeaf(NamedTuple):
 
 
 class ObjectLeaf(NamedTuple):
-    """Something that is not a tensor: its value when it is plain, else the name of its type."""
+    """Something that is not a tensor: its value when it is plain, else the name of its type.
+
+    ``flaw`` says why it cannot be used: it is a tensor of a kind that is not read, or of a class
+    that nobody knows. What is not plain may still have a value, to be shown.
+    """
 
     fqn: str
     path: Path
     value: PlainValue
     type_name: str | None
+    flaw: CheckpointError | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether tensors are in it, which cannot be read."""
+        return isinstance(self.flaw, UnsupportedError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +118,7 @@ class _Walk:
         self._repeated = 0
         self._known: dict[tuple[int, bool], bool] = {}
         self._opened: dict[int, tuple[PlainValue, str | None]] = {}
+        self._flaws: dict[int, CheckpointError | None] = {}
         self._left = _MAX_PLAIN_IN_ALL
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
 
@@ -129,7 +140,8 @@ class _Walk:
                 for place, item in enumerate(value)
             )
             return Branch("tuple" if isinstance(value, tuple) else "list", None, items)
-        self.objects.append(ObjectLeaf(fqn, path, *self.plain(value, len(path))))
+        plain, type_name = self.plain(value, len(path))
+        self.objects.append(ObjectLeaf(fqn, path, plain, type_name, self._flaws[id(value)]))
         return fqn
 
     def _dict(self, value: dict[Key, object], fqn: str, path: Path) -> Branch[str]:
@@ -180,7 +192,8 @@ class _Walk:
             look = _Look(min(self._left, _MAX_PLAIN))
             name = look.odd_type(value, depth)
             self._left -= min(self._left, _MAX_PLAIN) - look.left
-            plain = value if name is None else None
+            plain = value if name is None else getattr(value, "fields", None)
+            self._flaws[id(value)] = look.flaw
             self._opened[id(value)] = plain, name  # type: ignore[assignment]  # looked through
         return self._opened[id(value)]
 
@@ -191,6 +204,8 @@ class _Walk:
     def _holds(self, value: object, depth: int, *, tensors_only: bool) -> bool:
         if isinstance(value, StoredTensor | StoredDTensor):
             return True
+        if isinstance(value, Opaque):
+            return value.is_tensor
         if isinstance(value, dict):
             if not tensors_only:
                 return True
@@ -236,6 +251,7 @@ class _Look:
 
     def __init__(self, left: int) -> None:
         self.left = left
+        self.flaw: CheckpointError | None = None
 
     def odd_type(self, value: object, depth: int) -> str | None:
         """The name of the first type that is not plain, or of a container that is too large."""
@@ -244,6 +260,8 @@ class _Look:
             return _type_name(value)
         if _is_plain_scalar(value):
             return None
+        if isinstance(value, Opaque):
+            self.flaw = value.flaw
         if not isinstance(value, _PLAIN_CONTAINERS) or len(value) > self.left:
             return _type_name(value)
         if not isinstance(value, dict):

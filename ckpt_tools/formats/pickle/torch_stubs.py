@@ -9,11 +9,15 @@ reach refuse to be changed (`__setstate__`), and everything is checked when a te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.core.index import PlainValue
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # torch itself allows 64 dimensions. Checked first, so that a long tuple used a million times
 # is looked through only once.
@@ -80,31 +84,54 @@ class StorageClass(Marker):
 class Opaque(StandIn):
     """A value that is not opened: ``qualname`` names its class or what would have made it.
 
-    ``asked`` are all globals that the pickle asked for, where the loader collects them.
+    ``asked`` are all globals that the pickle asked for, where the loader collects them. ``fields``
+    is what a config holds, to be shown. ``flaw`` says why the value cannot be used: an
+    UnsupportedError when tensors are in it, else an UnsafePickleError.
     """
 
-    __slots__ = ("asked", "qualname")
+    __slots__ = ("asked", "fields", "flaw", "qualname")
 
-    def __init__(self, qualname: str, asked: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        qualname: str,
+        asked: frozenset[str] = frozenset(),
+        *,
+        flaw: CheckpointError | None = None,
+        fields: PlainValue = None,
+    ) -> None:
         self.qualname = qualname
         self.asked = asked
+        self.flaw = flaw
+        self.fields = fields
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether this stands for tensors that cannot be read."""
+        return isinstance(self.flaw, UnsupportedError)
 
     def __repr__(self) -> str:
         return f"Opaque({self.qualname!r})"
 
 
 class OpaqueObject(StandIn):
-    """The base of the classes made for opaque globals: takes any arguments, state and items."""
+    """The base of the classes made for opaque globals: takes any arguments, state and items.
 
-    __slots__ = ()
+    ``unknown`` are all globals of the pickle that nobody knows, where this is one of them.
+    """
+
+    __slots__ = ("is_module",)
     qualname = ""
+    unknown: Collection[str] | None = None
 
-    def __new__(cls, *_args: object, **_kwargs: object) -> OpaqueObject:
+    def __new__(cls, *_args: object, **_kwargs: object) -> Self:
         """An empty object, whatever it is called with."""
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.is_module = False
+        return made
 
     def __setstate__(self, state: object) -> None:
-        """Drop the state."""
+        """Drop the state; that of a torch.nn.Module has tensors in it."""
+        self.is_module = type(state) is dict and "_parameters" in state and "_modules" in state
 
     def __setitem__(self, key: object, value: object) -> None:
         """Drop the item."""
@@ -119,9 +146,12 @@ class OpaqueObject(StandIn):
         """Drop the item."""
 
 
-def opaque_class(qualname: str) -> type[OpaqueObject]:
+def opaque_class(
+    qualname: str, unknown: Collection[str] | None = None, base: type[OpaqueObject] = OpaqueObject
+) -> type[OpaqueObject]:
     """A new class that stands for one opaque global."""
-    return type("OpaqueObject", (OpaqueObject,), {"__slots__": (), "qualname": qualname})
+    facts = {"__slots__": (), "qualname": qualname, "unknown": unknown}
+    return type("OpaqueObject", (base,), facts)
 
 
 Sign = Literal["negated", "conjugated"]

@@ -6,6 +6,7 @@ that it costs what its length says, and that every damage is an error of ours.
 
 from __future__ import annotations
 
+import _compat_pickle
 import gc
 import pickle
 from collections.abc import Callable, Iterator
@@ -46,16 +47,19 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> object:
         """The stand-in for a global."""
-        name = f"{_PYTHON_2.get(module_name, module_name)}.{global_name}"
-        return self._resolve(printable(_PYTHON_2.get(name, name)))
+        module, last = _PYTHON_2_NAMES.get((module_name, global_name), (module_name, global_name))
+        module = _PYTHON_2_MODULES.get(module, module)
+        return self._resolve(printable(f"{module}.{last}"))
 
     def persistent_load(self, pid: object) -> object:
         """The stand-in for a storage."""
         return self._storage(pid)
 
 
-# Protocol 2 has the names of Python 2, also when Python 3 writes it.
-_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg", "builtins.long": "builtins.int"}
+# Protocol 2 has the names of Python 2, also when Python 3 writes it: ``__builtin__.xrange`` is
+# ``builtins.range``. These are the tables that Python itself reads such pickles with.
+_PYTHON_2_NAMES = _compat_pickle.NAME_MAPPING
+_PYTHON_2_MODULES = _compat_pickle.IMPORT_MAPPING
 
 
 def unpickle(data: bytes, *, resolve: Resolve, storage: Callable[[object], object]) -> object:

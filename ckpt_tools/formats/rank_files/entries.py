@@ -7,7 +7,7 @@ there should be is the business of `rank_checks`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckpt_tools.core import names
@@ -80,7 +80,7 @@ def entries_of(gathered: Gathered, files: Files) -> Entries:
     report = _Report()
     tensors: list[TensorEntry] = []
     for path, parts in gathered.tensors.items():
-        joined = join(parts, comparison)
+        joined = _beside_unread(join(parts, comparison), parts, gathered.objects.get(path))
         section = sections[path]
         if joined.differing and joined.complaint is None and section == "other":
             own = [_own_tensor(path, part, section) for part in parts]
@@ -92,7 +92,9 @@ def entries_of(gathered: Gathered, files: Files) -> Entries:
         report.see(entry, joined)
     objects: list[ObjectEntry] = []
     for path, held in gathered.objects.items():
-        if len(held) > 1 and not _all_equal(held):
+        if held[0].is_tensor and path in gathered.tensors:
+            continue  # said of the tensor
+        if len(held) > 1 and not held[0].is_tensor and not _all_equal(held):
             values = [_object((*path, f"rank_{p.rank}"), p, sections[path]) for p in held]
             apart[names.join(path)] = _of_ranks(values, held)
             objects += values
@@ -108,6 +110,18 @@ def entries_of(gathered: Gathered, files: Files) -> Entries:
     )
 
 
+def _beside_unread(
+    joined: Joined, parts: Sequence[Part], others: Sequence[ObjectPart] | None
+) -> Joined:
+    """The tensor, with a complaint when it cannot be read on some ranks."""
+    other = others[0] if others else None
+    if other is None or not other.is_tensor or joined.complaint is not None:
+        return joined
+    first = parts[0].rank
+    complaint = f"it is read on rank {first}, and on rank {other.rank} it is a {other.type_name}"
+    return replace(joined, complaint=complaint)
+
+
 def _of_ranks(
     entries: Sequence[TensorEntry | ObjectEntry], parts: Sequence[Part | ObjectPart]
 ) -> Branch[str]:
@@ -117,8 +131,9 @@ def _of_ranks(
 
 
 def _sections(gathered: Gathered) -> dict[Path, Section]:
-    paths = [*gathered.tensors, *gathered.objects]
-    classified = names.classify(paths, objects=gathered.objects.keys())
+    paths = list(gathered.tensors | gathered.objects)
+    objects = {path for path, held in gathered.objects.items() if not held[0].is_tensor}
+    classified = names.classify(paths, objects=objects)
     return {path: section for path, (section, _) in zip(paths, classified, strict=True)}
 
 
@@ -150,6 +165,7 @@ def _object(path: Path, part: ObjectPart, section: Section) -> ObjectEntry:
         value=part.value,
         opened=part.type_name is None,
         type_name=part.type_name,
+        flaw=part.flaw,
     )
 
 

@@ -16,7 +16,7 @@ from ckpt_tools.core.dtypes import DType, dtype_named
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, PlainValue
 from ckpt_tools.core.layout import Layout
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import CheckpointError, UnsupportedError
 from ckpt_tools.formats.pickle.state_dict import Stored
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredTensor
 from ckpt_tools.formats.torch_file.dtensor_read import held_box, layout_of
@@ -53,12 +53,18 @@ class Part(NamedTuple):
 
 
 class ObjectPart(NamedTuple):
-    """What one rank holds that is not a tensor."""
+    """What one rank holds that is not a tensor, or one that cannot be read, as ``flaw`` says."""
 
     rank: int
     data: ByteRange
     value: PlainValue
     type_name: str | None
+    flaw: CheckpointError | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether tensors are in it, which cannot be read."""
+        return isinstance(self.flaw, UnsupportedError)
 
 
 class Parts:

@@ -131,6 +131,10 @@ class Reading:
         if contained and not rank_names.has_container(tops, file.family):
             container = (file.family or "model",)
         state = flatten(saved.value, where=file.path, under=container)
+        if rank_names.holds_other_state(file.family):
+            for other in state.objects:
+                if other.flaw is not None:
+                    raise other.flaw.at(f"{file.path}: {other.fqn}")
         parts = [self.parts.part(leaf.stored, saved, file.rank) for leaf in state.tensors]
         for leaf, part in zip(state.tensors, parts, strict=True):
             self.gathered.tensors.setdefault(leaf.path, []).append(part)
@@ -139,7 +143,7 @@ class Reading:
     def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange) -> None:
         self.gathered.add_tree(state.tree, file.path)
         for leaf in state.objects:
-            part = ObjectPart(file.rank, pickle, leaf.value, leaf.type_name)
+            part = ObjectPart(file.rank, pickle, leaf.value, leaf.type_name, leaf.flaw)
             self.gathered.objects.setdefault(leaf.path, []).append(part)
         self.ranks.see(file, [leaf.stored for leaf in state.tensors])
         held = self.held.setdefault(file.pattern, set())

@@ -51,6 +51,8 @@ from ckpt_tools.storage.reader import Files
 
 FORMAT = "torch"
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
+# Programs of torch.jit and torch.export: reading them says what they are.
+_PROGRAMS = (".pt2", ".ptl", ".ts", ".torchscript", ".jit")
 # Many archives one after the other, each of a part of one tensor.
 _DCP_DATA = ".distcp"
 # The magic number that every older file begins with, as a pickle of protocol 2.
@@ -69,6 +71,8 @@ def matches(path: str) -> bool:
     kind = torch_zip.sniff(head)
     if head.startswith(_LEGACY_HEAD) or (kind == "zip" and b"data.pkl" in head):
         return True
+    if suffix in _PROGRAMS:
+        return kind == "zip"
     if suffix not in _SUFFIXES or kind == "safetensors":
         return False
     return kind != "unknown" or suffix != ".bin"
@@ -117,7 +121,7 @@ def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointI
 
 def _sections(state: StateDict) -> dict[Path, Section]:
     """The section of each entry, by its path."""
-    objects = frozenset(leaf.path for leaf in state.objects)
+    objects = frozenset(leaf.path for leaf in state.objects if not leaf.is_tensor)
     leaf_paths = [*(leaf.path for leaf in state.tensors), *(leaf.path for leaf in state.objects)]
     classified = names.classify(leaf_paths, objects=objects)
     return {path: section for path, (section, _) in zip(leaf_paths, classified, strict=True)}
@@ -178,6 +182,7 @@ def _objects(
             value=leaf.value,
             opened=leaf.type_name is None,
             type_name=leaf.type_name,
+            flaw=leaf.flaw,
         )
         for leaf in leaves
     ]

@@ -182,7 +182,9 @@ def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Ar
         raise UnreadableError(f"{where}: its central directory of {size:,} bytes is too large.")
     entries: dict[str, _Entry] = {}
     folders: set[bytes] = set()
-    for entry in _directory(source.take(start, size), where, start=start):
+    directory = source.take(start, size)
+    _refuse_program(directory, where)
+    for entry in _directory(directory, where, start=start):
         folder, _, name = entry.name.partition(b"/")
         text = name.decode("utf-8", "backslashreplace")
         if text in entries:
@@ -198,6 +200,43 @@ def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Ar
             f"{where} is a zip archive, but none of torch.save: it has more than one top folder."
         )
     return Archive(source, entries, end=start)
+
+
+# Records that only programs have, what such an archive is, and what to call.
+_PROGRAMS = (
+    (
+        b"/code/__torch__",
+        "a TorchScript program",
+        "torch.save(torch.jit.load(path).state_dict(), …) makes a state dict of it.",
+    ),
+    (
+        b"/constants.pkl",
+        "a TorchScript program",
+        "torch.save(torch.jit.load(path).state_dict(), …) makes a state dict of it.",
+    ),
+    (
+        b"archive_format",
+        "a program of torch.export (.pt2)",
+        "torch.save(torch.export.load(path).state_dict, …) makes a state dict of it.",
+    ),
+    (
+        b"serialized_exported_program.json",
+        "a program of torch.export (.pt2)",
+        "torch.save(torch.export.load(path).state_dict, …) makes a state dict of it.",
+    ),
+    (
+        b"/.data/extern_modules",
+        "a package of torch.package",
+        "Load it with torch.package.PackageImporter, and save the state dict of its model.",
+    ),
+)
+
+
+def _refuse_program(directory: bytes, where: str) -> None:
+    """Raise UnsupportedError for an archive that holds a program, which is no state dict."""
+    for record, what, way in _PROGRAMS:
+        if record in directory:
+            raise UnsupportedError(f"{where} is {what}, not a state dict.", hint=way)
 
 
 def is_little_endian(archive: Archive) -> bool:

@@ -33,7 +33,8 @@ class AdapterStep:
         what = f"{counted(len(parts.factors), 'module')} of rank {', '.join(map(str, ranks))}"
         notes = [f"{who}: {what}, alpha {self.config.alpha:g}."]
         if parts.saved:
-            notes.append(f"With {len(parts.saved)} tensors of modules that were trained whole.")
+            whole = counted(len(parts.saved), "tensor")
+            notes.append(f"With {whole} of modules that were trained whole.")
         notes.append(f"Left out {len(made) - len(out)} other tensors: those of the base model.")
         return Outcome(out, tuple(notes), (FilePlan(_CONFIG, len(data), ((0, data),), ()),))
 

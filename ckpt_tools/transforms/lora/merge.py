@@ -171,7 +171,8 @@ class MergeStep:
             f"{self.config.alpha:g}: W + scale · B·A in float32, then cast."
         )
         if parts.saved:
-            yield f"Takes {len(parts.saved)} tensors from modules that were trained whole."
+            taken = counted(len(parts.saved), "tensor")
+            yield f"Takes {taken} from modules that were trained whole."
 
 
 def _is_quantized(name: str, what: str) -> UnsupportedError:

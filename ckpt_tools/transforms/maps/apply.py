@@ -62,7 +62,7 @@ def apply(
     if not out:
         raise UsageError(f"The map {tensor_map.name} has a rule for none of these names.")
     before = sum(len(group.found) for group in sorted_out.groups)
-    notes = [f"Map {tensor_map.name}: {before} tensors became {len(out)}."]
+    notes = [f"Map {tensor_map.name}: {counted(before, 'tensor')} became {len(out)}."]
     turned = [group for group in sorted_out.groups if any(group.rule.rotary)]
     if turned:
         sizes = sorted({evaluate(group.rule.head_dim, values) for group in turned})

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import Made, Outcome
@@ -43,7 +44,7 @@ class RenameStep:
                     hint="It is a regular expression, searched for in the names that the "
                     "output has so far; --dry-run --json lists them.",
                 )
-            notes.append(f"--rename '{text}={by}' changed {count} names.")
+            notes.append(f"--rename '{text}={by}' changed {counted(count, 'name')}.")
             made = changed
         return Outcome(made, tuple(notes))
 

@@ -1,0 +1,111 @@
+"""All that `inspect` says of a checkpoint, as one object.
+
+It opens no file: the step and the time of the save are handed in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ckpt_tools.analysis import summary
+from ckpt_tools.analysis.summary import FoundMesh, Optimizer, SectionSum, Step, Verdict
+from ckpt_tools.core.index import CheckpointIndex, Section
+from ckpt_tools.core.text import ago, counted, format_size
+
+
+class Part(NamedTuple):
+    """A part of the verdict, and whether it is good news."""
+
+    text: str
+    kind: Literal["good", "bad", "doubtful", "plain"] = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a checkpoint is: ``nbytes`` of all files, ``saved`` in seconds since 1970.
+
+    ``whole`` is what headers tell; only `verify` reads every byte. ``placements`` are texts with
+    how many tensors lie so.
+    """
+
+    root: str
+    format: str
+    whole: bool
+    resume: Verdict
+    step: Step | None
+    saved: float | None
+    framework: str | None
+    torch_version: str | None
+    world_size: int | None
+    mesh: FoundMesh | None
+    placements: tuple[tuple[str, int], ...]
+    sections: Mapping[Section, SectionSum]
+    optimizer: Optimizer | None
+    nbytes: int
+    missing: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> tuple[Part, ...]:
+        """The answer to what most people ask: whole, resumable, which step, how old."""
+        parts = [
+            Part("whole by its headers", "good") if self.whole else Part("NOT WHOLE", "bad"),
+            Part("training can resume", "good")
+            if self.resume.yes
+            else Part("training cannot resume", "doubtful"),
+        ]
+        if self.step is not None:
+            parts.append(Part(f"step {self.step.value:,}"))
+        if self.saved is not None:
+            parts.append(Part(f"saved {ago(time.time() - self.saved)}"))
+        return tuple(parts)
+
+    def __str__(self) -> str:
+        """A few lines for a person."""
+        lines = [self.root, f"  {', '.join(part.text for part in self.verdict)}"]
+        ranks = "" if self.world_size is None else f", {counted(self.world_size, 'rank')}"
+        lines.append(f"  {self.format}{ranks}, mesh {self.mesh or 'not stated'}")
+        lines += [
+            f"  {name}: {counted(one.tensors, 'tensor')}, {counted(one.objects, 'object')}, "
+            f"{format_size(one.nbytes)}"
+            for name, one in self.sections.items()
+            if one.tensors or one.objects
+        ]
+        if not self.resume.yes:
+            lines.append(f"  {self.resume.reason}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def inspect(
+    whole: CheckpointIndex,
+    chosen: CheckpointIndex | None = None,
+    *,
+    step: Step | None,
+    saved: float | None,
+) -> Inspection:
+    """What is known of a checkpoint; sections and placements are those of the chosen entries."""
+    found = summary.mesh_of(whole)
+    index = whole if chosen is None else chosen
+    return Inspection(
+        root=whole.root,
+        format=whole.format,
+        whole=not whole.problems,
+        resume=summary.resume_verdict(whole),
+        step=step,
+        saved=saved,
+        framework=whole.framework,
+        torch_version=whole.torch_version,
+        world_size=whole.world_size,
+        mesh=found,
+        placements=tuple(summary.placements_of(index, found)),
+        sections=summary.sections_of(index),
+        optimizer=summary.optimizer_of(whole),
+        nbytes=sum(file.length or 0 for file in whole.files),
+        missing=whole.missing,
+        notes=whole.notes,
+    )

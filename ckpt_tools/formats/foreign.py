@@ -1,0 +1,184 @@
+"""Files and folders in the formats of other tools: what they are, and what to use for them.
+
+They are known by their names and first bytes alone; nothing of them is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+from ckpt_tools.storage import paths
+
+_HEAD = 512
+_MAX_LOOKED_AT = 200
+
+
+class _Tool(NamedTuple):
+    """What something is, and what to use for it."""
+
+    what: str
+    way: str
+
+
+_DEEPSPEED = _Tool(
+    "a DeepSpeed ZeRO checkpoint",
+    "Use zero_to_fp32.py, which DeepSpeed puts beside the checkpoint, or "
+    "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint; what that writes is "
+    "read here.",
+)
+_MEGATRON = _Tool(
+    "a Megatron checkpoint, whose tensors are cut, flattened and renamed by Megatron's own rules",
+    "Use Megatron-LM's or Megatron-Bridge's own converter.",
+)
+_ORBAX = _Tool("an Orbax checkpoint", "Use orbax-checkpoint (ocp.PyTreeCheckpointer().restore).")
+_TORCHSNAPSHOT = _Tool(
+    "a torchsnapshot checkpoint",
+    "Use torchsnapshot.Snapshot(path).get_state_dict_for_key, and save what it gives with "
+    "torch.save.",
+)
+_TENSORFLOW = _Tool(
+    "a TensorFlow checkpoint", "Use tf.train.load_checkpoint, or transformers' from_tf=True."
+)
+_MSGPACK = _Tool(
+    "a msgpack file of Flax",
+    "Use flax.serialization.msgpack_restore, or transformers' from_flax=True.",
+)
+_GGUF = _Tool("a GGUF file of llama.cpp", "Use the gguf package (gguf.GGUFReader).")
+_NPZ = _Tool("an npz archive of numpy", "Use numpy.load, and save its arrays as tensors.")
+_NPY = _Tool("an npy array of numpy", "Use numpy.load, and save it as a tensor.")
+_HDF5 = _Tool("an HDF5 file (Keras, TensorFlow)", "Use h5py.File, or Keras' load_weights.")
+_ONNX = _Tool("an ONNX model", "Use onnx.load and onnx.numpy_helper.to_array.")
+_KERAS = _Tool("a Keras model", "Use keras.saving.load_model.")
+_PADDLE = _Tool("a PaddlePaddle checkpoint", "Use paddle.load.")
+
+# A folder that has one of these names is the tool's, whatever else is in it. Patterns are compiled
+# when they are first needed: every command imports this.
+_FOLDERS = (
+    (
+        _DEEPSPEED,
+        r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt|.*_model_states\.pt",
+    ),
+    (_ORBAX, r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt"),
+    (_TORCHSNAPSHOT, r"\.snapshot_metadata"),
+    # One rank alone has whole tensors, which are read.
+    (_MEGATRON, r"mp_rank_(?!00$)\d+(_\d+)*"),
+)
+_FILES = (
+    (_DEEPSPEED, r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt"),
+    (_ORBAX, r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
+    (_TORCHSNAPSHOT, r"\.snapshot_metadata"),
+    (_MSGPACK, r".*\.msgpack(\.index\.json)?"),
+    (
+        _TENSORFLOW,
+        r"saved_model\.pbtxt|saved_model\.pb|.*\.data-\d{5}-of-\d{5}|.*\.ckpt.*\.index",
+    ),
+    (_GGUF, r".*\.gguf"),
+    (_NPZ, r".*\.npz"),
+    (_NPY, r".*\.npy"),
+    (_HDF5, r".*\.(h5|hdf5)"),
+    (_ONNX, r".*\.onnx"),
+    (_KERAS, r".*\.keras"),
+    (_PADDLE, r".*\.(pdparams|pdopt)"),
+)
+_MAGICS = (
+    (b"GGUF", _GGUF),
+    (b"\x93NUMPY", _NPY),
+    (b"\x89HDF\r\n\x1a\n", _HDF5),
+)
+_LFS = b"version https://git-lfs"
+
+
+def refuse_foreign(path: str) -> None:
+    """Raise UnsupportedError, naming the tool, for a file or folder in another tool's format.
+
+    Raises UnreadableError for a pointer of Git LFS, in whose place the file never came.
+    """
+    if paths.is_dir(path):
+        found = _of_folder(path)
+        if found is not None:
+            raise _refusal(path, found[0], f" (it holds {found[1]})")
+    elif paths.is_file(path):
+        head = paths.head(path, _HEAD)
+        if head.startswith(_LFS):
+            raise lfs_pointer(path)
+        tool = _of_name(os.path.basename(path)) or _of_bytes(head)
+        if tool is not None:
+            raise _refusal(path, tool, "")
+
+
+def refuse_inside(folder: str) -> None:
+    """Raise UnsupportedError for a folder without a checkpoint that has a file of another tool."""
+    for name in _names(folder):
+        tool = _of_name(name)
+        if tool is not None:
+            raise _refusal(folder, tool, f" (it holds {name})")
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a file or folder found beside others is of another tool, by its names alone."""
+    if paths.is_dir(path):
+        return _of_folder(path) is not None
+    return _of_name(os.path.basename(path)) is _DEEPSPEED
+
+
+def lfs_pointer(path: str) -> UnreadableError:
+    """The error for a pointer of Git LFS."""
+    return UnreadableError(
+        f"{path} is a Git LFS pointer: a few lines of text, and the file itself was never fetched.",
+        hint="Fetch it in its repository: git lfs pull.",
+    )
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Whether a file that begins with these bytes is a pointer of Git LFS."""
+    return head.startswith(_LFS)
+
+
+def _refusal(path: str, tool: _Tool, seen: str) -> CheckpointError:
+    return UnsupportedError(f"{path} is {tool.what}{seen}; it is not read here.", hint=tool.way)
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(paths.listdir(folder))[:_MAX_LOOKED_AT]
+    except OSError:
+        return []
+
+
+def _of_folder(folder: str) -> tuple[_Tool, str] | None:
+    """The tool that wrote a folder, and the name that says so."""
+    names = _names(folder)
+    metadata = os.path.join(folder, "metadata.json")
+    if "metadata.json" in names and _has_megatron_backend(metadata):
+        return _MEGATRON, "a sharded_backend in its metadata.json"
+    for tool, pattern in _FOLDERS:
+        seen = _first(names, pattern)
+        if seen is not None:
+            return tool, seen
+    return None
+
+
+def _first(names: Iterable[str], pattern: str) -> str | None:
+    return next((name for name in names if re.fullmatch(pattern, name)), None)
+
+
+def _has_megatron_backend(path: str) -> bool:
+    """Whether this JSON file is one of Megatron's dist_checkpointing."""
+    text = paths.head(path, 1024)
+    return re.search(rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"', text) is not None
+
+
+def _of_name(name: str) -> _Tool | None:
+    return next((tool for tool, pattern in _FILES if re.fullmatch(pattern, name)), None)
+
+
+def _of_bytes(head: bytes) -> _Tool | None:
+    """The tool that wrote a file which begins so; an npz is a zip whose first record is an npy."""
+    if head.startswith(b"PK\x03\x04"):
+        name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+        return _NPZ if name.endswith(b".npy") and b"/" not in name else None
+    return next((tool for magic, tool in _MAGICS if head.startswith(magic)), None)

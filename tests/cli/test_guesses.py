@@ -1,0 +1,214 @@
+"""What people type before they have read the help does what they mean, or says what to type."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckpt_tools import __version__
+from ckpt_tools.cli import cli, guesses
+
+REAL = Path(__file__).parents[1] / "data" / "checkpoints"
+DCP = str(REAL / "fsdp2_dcp_1d_4r" / "ckpt")
+RANKS = REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt"
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+@pytest.mark.parametrize(
+    ("guess", "meant"),
+    [
+        (("list", DCP), ("ls", DCP)),
+        (("tree", DCP), ("ls", "--tree", DCP)),
+        (("check", "--quick", DCP), ("verify", "--quick", DCP)),
+        (("validate", "--quick", DCP), ("verify", "--quick", DCP)),
+        (("compare", DCP, DCP), ("diff", DCP, DCP)),
+        (("cat", DCP, "step"), ("show", DCP, "step")),
+        (("checksum", DCP), ("fingerprint", DCP)),
+        (("help",), ("--help",)),
+        (("help", "export"), ("export", "--help")),
+        (("help", "info"), ("inspect", "--help")),
+        (("version",), ("--version",)),
+    ],
+    ids=lambda words: " ".join(words).replace(DCP, "CKPT"),
+)
+def test_a_guessed_command_that_only_looks_is_run(
+    guess: tuple[str, ...], meant: tuple[str, ...]
+) -> None:
+    done = run(*guess)
+    assert done.exit_code == 0
+    assert done.stdout == run(*meant).stdout
+
+
+def test_info_is_inspect_and_version_is_the_version() -> None:
+    assert "training can resume" in run("info", DCP).stdout
+    assert run("version").stdout.strip().endswith(__version__)
+
+
+@pytest.mark.parametrize("word", ["convert", "merge", "consolidate", "split", "unshard"])
+def test_a_guessed_command_that_would_write_is_answered_with_the_right_one(word: str) -> None:
+    done = run(word, DCP, "-o", "out")
+    assert done.exit_code == 2
+    assert f"There is no command '{word}'." in done.stderr
+    assert "`ckpt-tools export" in done.stderr or "`ckpt-tools reshard" in done.stderr
+
+
+def test_a_misspelled_command_is_answered_with_the_one_that_is_near() -> None:
+    assert "Did you mean `ckpt-tools inspect`?" in run("inpsect", DCP).stderr
+    assert "The commands are inspect, ls," in run("zzzzzz").stderr
+
+
+def test_every_guess_means_a_command_that_is_there() -> None:
+    names = cli.list_commands(None)
+    assert all(
+        guesses.command_line([word])[0] in [*names, "--version"] for word in guesses._COMMANDS
+    )
+    assert not set(names) & {*guesses._COMMANDS, *guesses._WRITERS, "help"}
+
+
+@pytest.mark.parametrize("name", ["--out", "--output-dir", "--output-path"])
+def test_the_output_has_the_names_that_other_tools_give_it(name: str, tmp_path: Path) -> None:
+    assert run("export", DCP, name, tmp_path / "out").exit_code == 0
+    assert run("export", DCP, f"{name}={tmp_path / 'two'}").exit_code == 0
+    assert (tmp_path / "two" / "model.safetensors").exists()
+
+
+def test_overwrite_is_force(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("export", DCP, "-o", out).exit_code == 0
+    assert run("export", DCP, "-o", out).exit_code == 2
+    assert run("export", DCP, "-o", out, "--overwrite").exit_code == 0
+
+
+def test_world_size_is_a_mesh_of_one_dimension(tmp_path: Path) -> None:
+    done = run("reshard", DCP, "-o", tmp_path / "out", "--world-size", "8", "--dry-run", "--json")
+    assert json.loads(done.stdout)["mesh"]["shape"] == [8]
+
+
+def test_an_option_and_a_guess_for_it_are_not_both_taken(tmp_path: Path) -> None:
+    words = ["-o", tmp_path / "out", "--world-size", "8", "--to-mesh", "2x4"]
+    done = run("reshard", DCP, *words)
+    assert done.exit_code == 2
+    assert "--world-size means --to-mesh here, and --to-mesh is given, too." in done.stderr
+
+
+def test_what_a_layout_and_a_format_are_called_elsewhere_is_understood(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("export", DCP, "-o", out, "--format", "hf", "--dtype", "float16").exit_code == 0
+    assert (out / "model.safetensors").exists()
+    words = ["--to-mesh", "2", "--layout", "torchtitan", "--dry-run"]
+    assert run("reshard", DCP, "-o", tmp_path / "titan", *words).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["export", "--format", "dcp"], "`ckpt-tools reshard"),
+        (["export", "--format=gguf"], "convert_hf_to_gguf.py"),
+        (["reshard", "--to-mesh", "2", "--format", "hf"], "`ckpt-tools export"),
+    ],
+)
+def test_a_format_of_another_command_names_that_command(words: list[str], answer: str) -> None:
+    done = run(*words, DCP, "-o", "out")
+    assert done.exit_code == 2
+    assert answer in done.stderr
+
+
+def test_a_value_that_begins_like_an_option_is_left_alone() -> None:
+    ls = cli.get_command(None, "ls")  # type: ignore[arg-type]
+    assert ls is not None
+    assert guesses.arguments(ls, ["--", "--out"]) == ["--", "--out"]
+
+
+@pytest.mark.parametrize("name", ["x.gguf", "x.onnx"])
+def test_the_name_of_a_file_that_is_not_written_asks(name: str, tmp_path: Path) -> None:
+    done = run("export", DCP, "-o", tmp_path / name)
+    assert done.exit_code == 2
+    assert f"does not write .{name.partition('.')[2]} files" in done.stderr
+    assert not list(tmp_path.iterdir())
+    assert run("export", DCP, "-o", f"{tmp_path / name}/").exit_code == 0
+
+
+def test_reshard_does_not_make_a_folder_with_the_name_of_a_file(tmp_path: Path) -> None:
+    done = run("reshard", DCP, "-o", tmp_path / "model.safetensors", "--to-mesh", "2")
+    assert done.exit_code == 2
+    assert "`ckpt-tools export`" in done.stderr
+
+
+def test_a_size_without_a_unit_asks_for_one(tmp_path: Path) -> None:
+    done = run("export", DCP, "-o", tmp_path / "out", "--max-shard-size", "5")
+    assert done.exit_code == 2
+    assert "5 of what? Write 5GB, 5GiB or 5MB." in done.stderr
+    assert run("export", DCP, "-o", tmp_path / "out", "--max-shard-size", "5000").exit_code == 0
+
+
+# ----------------------------------------------------------------------------------- unquoted globs
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model_*rank_*.pt")) or sorted(folder.glob("*rank*"))
+
+
+@pytest.mark.parametrize("command", ["inspect", "ls", "layout"])
+def test_an_unquoted_glob_of_rank_files_is_the_checkpoint_that_the_quoted_one_is(
+    command: str,
+) -> None:
+    files = _files(RANKS)
+    assert len(files) == 8
+    done = run(command, "--json", *files)
+    quoted = guesses.arguments(cli.get_command(None, command), list(map(str, files)))  # type: ignore[arg-type]
+    assert len(quoted) == 1
+    assert "*" in quoted[0]
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == run(command, "--json", *quoted).stdout
+
+
+def test_an_unquoted_glob_leaves_the_other_arguments_where_they_are() -> None:
+    files = _files(RANKS)
+    name = json.loads(run("ls", "--json", *files).stdout)["entries"][0]["fqn"]
+    assert run("show", *files, name, "--json").exit_code == 0
+
+
+def test_some_of_the_files_are_not_taken_for_all(tmp_path: Path) -> None:
+    folder = shutil.copytree(RANKS, tmp_path / "ranks")
+    files = _files(folder)
+    done = run("ls", files[0], files[1], files[3])
+    assert done.exit_code == 2
+    assert "quote the glob" in done.stderr
+
+
+def test_several_paths_where_one_is_expected_say_quote_it(tmp_path: Path) -> None:
+    done = run("ls", DCP, tmp_path)
+    assert done.exit_code == 2
+    assert "a quoted glob of rank files" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------ help
+
+
+def test_options_stand_under_headings_where_there_are_many() -> None:
+    shown = run("export", "--help").stdout
+    for heading in ("Output:", "Which entries:", "Names:", "Hugging Face folder:", "LoRA:"):
+        assert f"\n{heading}\n" in shown
+    assert "\nOptions:\n" in run("show", "--help").stdout
+
+
+@pytest.mark.parametrize("name", cli.list_commands(None))
+def test_every_option_stands_in_the_help_once(name: str) -> None:
+    command = cli.get_command(None, name)  # type: ignore[arg-type]
+    assert command is not None
+    shown = run(name, "--help").stdout.partition("Examples:")[2]
+    for option in command.params:
+        if option.param_type_name == "option":
+            assert sum(f"{option.opts[-1]} " in f"{line} " for line in _heads(shown)) == 1
+
+
+def _heads(shown: str) -> list[str]:
+    """The lines of the help that begin an option."""
+    return [
+        line.strip().partition("  ")[0] for line in shown.splitlines() if line.startswith("  -")
+    ]

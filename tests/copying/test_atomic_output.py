@@ -14,7 +14,8 @@ from reader_contract import DATA
 
 from ckpt_tools import api, formats
 from ckpt_tools.convert import export as convert
-from ckpt_tools.convert.export import ExportOptions, WriteOptions
+from ckpt_tools.convert.export import ExportOptions
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, resume
 from ckpt_tools.copying import write as copy
 from ckpt_tools.core.plan import FilePlan

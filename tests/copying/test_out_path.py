@@ -12,8 +12,8 @@ from reader_contract import DATA
 
 from ckpt_tools import api, formats
 from ckpt_tools.cli import cli
-from ckpt_tools.convert.export import WriteOptions
 from ckpt_tools.convert.reshard import ReshardOptions
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import out_path
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.errors import OutputExistsError, UsageError

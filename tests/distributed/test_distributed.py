@@ -23,8 +23,9 @@ from launching import contents
 
 from ckpt_tools.cli import cli
 from ckpt_tools.convert import check as checking
-from ckpt_tools.convert.export import ExportOptions, WriteOptions
-from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+from ckpt_tools.convert.export import Export, ExportOptions
+from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, plan_reshard
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.resume import Place as OutPlace
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
@@ -42,10 +43,9 @@ from ckpt_tools.core.plan import FilePlan, WriteItem
 from ckpt_tools.distributed import agreement, dcp_engine, environment, messages
 from ckpt_tools.distributed import group as group_module
 from ckpt_tools.distributed.agreement import digest, identity
-from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.environment import Place
-from ckpt_tools.distributed.export_engine import ExportJob, export_here
+from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.heartbeat import Heartbeat
 from ckpt_tools.distributed.job import Job
@@ -83,6 +83,10 @@ def nothing(_: int) -> None:
 
 def job(out: Path, *, mesh: str = "4x8") -> Job:
     return Job(str(out), ReshardOptions(parse_mesh(mesh)), WriteOptions(), nothing)
+
+
+def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPlan:
+    return Here(job.write, workers, Listener(job.on_bytes)).write(job.of(index))
 
 
 # --------------------------------------------------------------------------------- environment
@@ -459,8 +463,9 @@ def test_workers_tell_how_many_bytes_they_wrote(alone: dict[str, bytes], tmp_pat
 def test_an_export_tells_how_many_bytes_there_will_be(tmp_path: Path, workers: int) -> None:
     told: list[int] = []
     totals: list[int] = []
-    job = ExportJob(str(tmp_path / "out"), WriteOptions(), told.append, totals.append)
-    export_here(read_index(str(DCP)), ExportOptions(), job, workers=workers)
+    write = WriteOptions()
+    conversion = Export(read_index(str(DCP)), str(tmp_path / "out"), write, ExportOptions())
+    Here(write, workers, Listener(told.append, totals.append)).write(conversion)
     written = sum(map(len, contents(tmp_path / "out").values()))
     assert totals == [written]
     assert sum(told) == written

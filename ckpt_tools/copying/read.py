@@ -23,7 +23,6 @@ from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.plan import Finder, Nearby, ReadItem
 from ckpt_tools.errors import CheckpointError, unreadable
-from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 SLAB_BYTES = 2 << 20
@@ -62,7 +61,7 @@ class Gatherer:
 
     def run(self, move: Move, out: memoryview) -> None:
         """Carry out one move. Raises UnreadableError."""
-        if is_address(move.path):
+        if not self._files.has_descriptor(move.path):
             self._run_blocks(None, move, out)
             return
         try:

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
 from ckpt_tools.convert.write import Plan, WriteOptions
 from ckpt_tools.copying.resume import Place
+from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, WriteItem
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
 from ckpt_tools.distributed.executors import ignore, lead_or_follow
-from ckpt_tools.distributed.gathering import Gathering, Source
+from ckpt_tools.distributed.gathering import Gathering, Source, Write
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
-from ckpt_tools.distributed.pieces import PieceWriter
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
@@ -72,23 +73,17 @@ class _Gatherer:
         _create(group, plans, folder)
         mine = _uncut(plans, cut, headers=self.headers, rank=group.rank)
         progress = Progress(group, self.job.on_bytes)
-        with group.collective():  # a rank that fails must not be missed in a collective
-            _write(mine, folder, write=self.job.write, on_bytes=progress.add)
-        self._gather(plans, cut, folder, on_bytes=progress.add)
+        write = partial(_write, folder=folder, options=self.job.write, on_bytes=progress.add)
+        with group.collective(), Files() as files:  # no rank that fails is missed in a collective
+            write(mine, files)
+        self._gather(plans, cut, write)
         filled = [one._replace(literals=()) for one in plans]
         require_all_written(group, filled, folder, nbytes=progress.nbytes)
         if self.job.write.check:
             own = self.headers[group.rank].sizes
             self.proven.append(_check(group, self.index, self.job, folder, own=own))
 
-    def _gather(
-        self,
-        plans: Sequence[FilePlan],
-        cut: frozenset[str],
-        folder: str,
-        *,
-        on_bytes: Callable[[int], None],
-    ) -> None:
+    def _gather(self, plans: Sequence[FilePlan], cut: frozenset[str], write: Write) -> None:
         parts = [one.parts() for one in self.headers]
         uncompared = frozenset(
             fqn
@@ -99,7 +94,7 @@ class _Gatherer:
         with Files() as files:
             source = Source(self.index, parts[self.group.rank], files, uncompared)
             gathering = Gathering(self.group, source, self.device_type)
-            gathering.run(plans, cut, PieceWriter(folder, on_bytes=on_bytes))
+            gathering.run(plans, cut, write)
 
 
 def _check(
@@ -159,23 +154,30 @@ def _own_headers(
 
 
 def _write(
-    plans: Sequence[FilePlan], folder: str, *, write: WriteOptions, on_bytes: Callable[[int], None]
+    plans: Sequence[FilePlan],
+    files: Files,
+    *,
+    folder: str,
+    options: WriteOptions,
+    on_bytes: Callable[[int], None],
 ) -> None:
     """Write parts of files; none is noted as finished."""
-    from ckpt_tools.copying.write import write_files
-
-    threads, memory = write.threads, write.max_memory
-    with Files() as files:
-        write_files(
-            plans, root=folder, files=files, threads=threads, max_memory=memory, on_bytes=on_bytes
-        )
+    write_files(
+        plans,
+        root=folder,
+        files=files,
+        threads=options.threads,
+        max_memory=options.max_memory,
+        on_bytes=on_bytes,
+    )
 
 
 def _create(group: Group, plans: Sequence[FilePlan], folder: str) -> None:
     """Rank 0 makes every file with its length, and all that is known of it already."""
     if group.rank == 0:
         bare = tuple(plan._replace(items=()) for plan in plans)
-        _write(bare, folder, write=WriteOptions(), on_bytes=ignore)
+        with Files() as files:
+            _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=ignore)
     group.barrier()
 
 

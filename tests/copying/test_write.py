@@ -282,7 +282,7 @@ def test_an_error_stops_the_other_threads(tmp_path: Path) -> None:
 
     def fail(nbytes: int) -> None:
         told.append(nbytes)
-        if len(told) == 2:
+        if len(told) >= 2:
             raise UnreadableError("cut short")
 
     with Files() as files, pytest.raises(UnreadableError), small_steps(1024):
@@ -294,7 +294,7 @@ def test_an_error_stops_the_other_threads(tmp_path: Path) -> None:
             max_memory=4 << 20,
             on_bytes=fail,
         )
-    assert sum(told) < 20 << 10
+    assert len(told) <= 5
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("copy")]
 
 

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
         verify,
         verify_quick,
     )
-    from ckpt_tools.convert.export import ExportOptions, ExportPlan, WriteOptions
+    from ckpt_tools.convert.export import ExportOptions, ExportPlan
     from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
+    from ckpt_tools.convert.write import WriteOptions
     from ckpt_tools.core.dtypes import DType, dtype_named
     from ckpt_tools.core.geometry import Box
     from ckpt_tools.core.index import (
@@ -129,7 +130,8 @@ __all__ = [
 
 # Which module has which of the names above.
 _HOMES = {
-    "convert.export": "ExportOptions ExportPlan WriteOptions",
+    "convert.export": "ExportOptions ExportPlan",
+    "convert.write": "WriteOptions",
     "core.dtypes": "DType dtype_named",
     "errors": "AnswerNo CheckpointError CkptError IncompleteError OutputExistsError"
     " SourceChangedError UnreadableError UnsafePickleError UnsupportedError UsageError WriteError",

@@ -19,7 +19,8 @@ from ckpt_tools import formats, proof
 from ckpt_tools.analysis import inspection, summary
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.summary import FoundMesh, Step
-from ckpt_tools.convert.export import ExportOptions, ExportPlan, WriteOptions, format_of
+from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_of
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, PlainValue, Section, TensorEntry
@@ -473,7 +474,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
     UsageError for what cannot be meant, WriteError when it cannot be written; then ``out`` is as it
     was.
     """
-    from ckpt_tools.distributed import export_engine  # late: few of those who look also write
+    from ckpt_tools.distributed.executors import Here, Listener  # late: few also write
 
     path = os.fspath(out)
     if options is None:
@@ -483,8 +484,8 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
     if only is not None:
         options = replace(options, only=None if only == "all" else only)
     write = replace(write, force=force or write.force, check=check or write.check)
-    job = export_engine.ExportJob(path, write, on_bytes)
-    return export_engine.export_here(_index(source), options, job, workers=1)
+    conversion = Export(_index(source), path, write, options)
+    return Here(write, listener=Listener(on_bytes)).write(conversion)
 
 
 def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
@@ -504,9 +505,8 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     The mesh is ``to_mesh`` or that of the options. One process writes a mesh of any size. Raises
     what `export` raises.
     """
-    from ckpt_tools.convert.reshard import ReshardOptions  # late: few of those who look also write
-    from ckpt_tools.distributed import copy_engine
-    from ckpt_tools.distributed.job import Job
+    from ckpt_tools.convert.reshard import Reshard, ReshardOptions  # late: few also write
+    from ckpt_tools.distributed.executors import Here, Listener
 
     if to_mesh is not None and options is None:
         options = ReshardOptions(parse_mesh(to_mesh) if isinstance(to_mesh, str) else to_mesh)
@@ -515,8 +515,8 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     if dtype is not None:
         options = replace(options, dtype=_dtype(dtype))
     write = replace(write, force=force or write.force, check=check or write.check)
-    job = Job(os.fspath(out), options, write, on_bytes)
-    return copy_engine.reshard_here(_index(source), job, workers=1)
+    conversion = Reshard(_index(source), os.fspath(out), write, options)
+    return Here(write, listener=Listener(on_bytes)).write(conversion)
 
 
 def verify(

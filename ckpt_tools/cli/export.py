@@ -15,9 +15,10 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.export_engine import ExportJob, export_by, rehearse
-from ckpt_tools.distributed.job import check_room, ignore
+from ckpt_tools.distributed.executors import Listener, available
+from ckpt_tools.distributed.job import check_room, rehearse_output
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats import read_index
 
 _HELP = """Write whole tensors out of a sharded checkpoint, for loading elsewhere.
 
@@ -100,13 +101,23 @@ def command(
             basename="adapter_model" if shaping.is_adapter() else "model",
         )
 
-    read = options.reading_given()
+    read, write = options.reading_given(), writing.given()
     if dry_run:
-        plan = rehearse(ckpt, asked, ExportJob(out, writing.given(), ignore), read=read)
+        rehearse_output(out, write, write.sources)
+        index = read_index(ckpt, options=read)
+        conversion = convert.Export(index, out, write, asked(index))
+        rehearse_output(out, write, conversion.sources)
+        plan = conversion.plan()
     else:
-        with progress.byte_bar(label="export") as bar:
-            job = ExportJob(out, writing.given(), bar, bar.expect)
-            plan = export_by(ckpt, asked, job, read=read, workers=jobs)
+        with (
+            progress.byte_bar(label="export") as bar,
+            available(write, workers=jobs, listener=Listener(bar, bar.expect)) as executor,
+        ):
+            with executor.together():
+                executor.admit(out)
+                index = read_index(ckpt, options=read)
+                conversion = convert.Export(index, out, write, asked(index))
+            plan = executor.write(conversion)
     for note in plan.notes:
         say(note)
     if json:

@@ -267,7 +267,8 @@ def writing() -> list[click.Parameter]:
         click.Option(
             ["--resume"],
             is_flag=True,
-            help="Go on where the same command was stopped; begin when it never ran.",
+            help="Keep the files that the same command had finished when it stopped, and write the "
+            "others; an output of one file begins again.",
         ),
         click.Option(
             ["--check"],

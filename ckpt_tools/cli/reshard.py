@@ -34,7 +34,8 @@ from ckpt_tools.distributed.engines import (
     rehearse,
     reshard_by,
 )
-from ckpt_tools.distributed.job import Job, check_room, ignore
+from ckpt_tools.distributed.executors import ignore
+from ckpt_tools.distributed.job import Job, check_room
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
 

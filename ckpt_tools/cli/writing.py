@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import click
 
 from ckpt_tools.cli import shaping
-from ckpt_tools.convert.export import WriteOptions
+from ckpt_tools.convert.write import WriteOptions
 
 
 def _others(params: Mapping[str, object]) -> list[str]:

@@ -1,22 +1,16 @@
-"""One function a verb: `export` writes whole tensors for loading elsewhere.
-
-A conversion is planned first, from the index alone, and refused there when it must be; then its
-plan is carried out into an output that appears whole or not at all.
-"""
+"""`export`: whole tensors, for loading elsewhere; planned from the index alone."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
-from ckpt_tools.copying import atomic_output, out_path
-from ckpt_tools.copying.journal import Place
-from ckpt_tools.copying.lock import Origin, digest_of_reads, in_words
-from ckpt_tools.copying.tasks import check_memory
+from ckpt_tools.convert.write import Conversion, Plan
+from ckpt_tools.copying.origin import digest_of_reads, in_words
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
@@ -28,17 +22,14 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.names import select
-from ckpt_tools.core.plan import FilePlan, Target
-from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.core.plan import Target
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
-from ckpt_tools.formats.frameworks import sources_of
-from ckpt_tools.storage import upload
-from ckpt_tools.storage.paths import is_address, normal
+from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
-from ckpt_tools.transforms.base import Made, Outcome, Step, Work
+from ckpt_tools.transforms.base import Made, Outcome, Step
 from ckpt_tools.transforms.param_names import loadable
 from ckpt_tools.transforms.rank_states import ONE_FILE, without_old_ranks
 
@@ -66,44 +57,11 @@ class ExportOptions:
     max_shard_size: int = 5_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlan(Plan):
+    """``origins`` are the names in the source that each target comes from."""
 
-    Without a number of threads, the cores and the work choose it (`copying.parallel`).
-    ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
-    are never written over. Raises UsageError for no thread, or less than 1 MiB of memory.
-    """
-
-    force: bool = False
-    threads: int | None = None
-    max_memory: int = 64 << 20
-    resume: bool = False
-    check: bool = False
-    sources: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_memory(self.threads, self.max_memory)
-
-
-@dataclass(frozen=True, slots=True)
-class ExportPlan:
-    """Files to write, the tensors in them and where each comes from, and what a person should know.
-
-    A target's entry is what is written, under its new name, as boxes over the source's bytes;
-    ``origins`` are the names in the source that it comes from. ``works`` must be done once before
-    the files are written. ``tree`` has the containers of the names, where the format keeps them.
-    """
-
-    files: tuple[FilePlan, ...]
-    targets: tuple[Target, ...]
     origins: Mapping[str, tuple[str, ...]]
-    notes: tuple[str, ...]
-    nbytes: int
-    single_file: str | None = None
-    works: tuple[Work, ...] = ()
-    objects: tuple[ObjectEntry, ...] = ()
-    tree: Branch[str] = NO_TREE
 
     @property
     def tensors(self) -> int:
@@ -121,8 +79,30 @@ class ExportPlan:
         }
 
 
-# Does the works of a plan and writes its files in this place.
-CarryOut = Callable[[ExportPlan, Place], None]
+@dataclass(frozen=True, slots=True)
+class Export(Conversion[ExportPlan]):
+    """The chosen tensors whole, in the asked format, to the folder or file ``out``."""
+
+    options: ExportOptions
+
+    def plan(self) -> ExportPlan:
+        """What `plan_export` gives for this output."""
+        single_file = single_file_of(self.out, self.options.format)
+        check = self.write.check
+        return plan_export(self.index, self.options, single_file=single_file, check=check)
+
+    def words(self, plan: ExportPlan) -> dict[str, str]:
+        """The options; of functions among them only what they gave can be compared."""
+        words = in_words(self.options)
+        if self.options.steps:
+            words["what the names map does"] = digest_of_reads(plan.files)
+        return words
+
+    def record(self, plan: ExportPlan, folder: str, words: str) -> None:
+        """Write the proof into the headers of safetensors files."""
+        from ckpt_tools.convert import check as checking
+
+        checking.record_in_headers(folder, plan.files, words)
 
 
 def plan_export(
@@ -235,67 +215,6 @@ def _targets(
     entries = [one.entry for one in outcome.made]
     chosen, notes = casts.chosen_dtypes(outcome.made, options.dtype, options.dtypes, source=index)
     return tuple(Target(e.fqn, e.path, e, chosen[e.fqn]) for e in entries), notes
-
-
-def export(
-    index: CheckpointIndex,
-    out: str,
-    *,
-    options: ExportOptions,
-    write: WriteOptions,
-    carry_out: CarryOut,
-) -> ExportPlan:
-    """Write the chosen tensors whole, in the asked format, to the folder or file ``out``.
-
-    An address gets what was made whole here first. ``carry_out(plan, place)`` writes: no files,
-    when a run that is gone on with had written all. Raises what `plan_export`, `output.appearing`
-    and `uploads.staged` raise; in every case ``out`` is as it was.
-    """
-    out = out_path.real(out)
-    if is_address(out):
-        out_path.refuse_source(out, [*write.sources, *sources_of(index)])
-        with upload.staged(out, force=write.force, resume=write.resume) as here:
-            return export(index, here, options=options, write=write, carry_out=carry_out)
-    sources = [*write.sources, *sources_of(index)]
-    out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
-    single_file = single_file_of(out, options.format)
-    plan = plan_export(index, options, single_file=single_file, check=write.check)
-    words = in_words(options)
-    if options.steps:  # functions, of which only what they gave can be compared
-        words["what the names map does"] = digest_of_reads(plan.files)
-    order = atomic_output.Order(
-        out,
-        plan.files,
-        Origin.of(index, plan.files, words),
-        source=index.files,
-        single_file=single_file,
-        resume=write.resume,
-        replaceable=formats.checkpoint_files(),
-    )
-    with atomic_output.appearing(order) as started:
-        todo = replace(plan, files=(), works=()) if started.is_written else plan
-        carry_out(todo, started.place)
-        proven = _check(plan, started.place.folder, index, write) if write.check else ()
-    return replace(plan, notes=(*plan.notes, *started.notes, *proven))
-
-
-def _check(
-    plan: ExportPlan, folder: str, index: CheckpointIndex, write: WriteOptions
-) -> tuple[str, ...]:
-    """Read the output back, and record the proof in it where it has room."""
-    from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
-
-    written = os.path.join(folder, plan.single_file) if plan.single_file else folder
-    wanted = checking.Written(plan.targets, plan.objects, plan.tree)
-    words = checking.check(written, wanted, source=index, threads=write.threads)
-    checking.record_in_headers(folder, plan.files, words)
-    return (words,)
-
-
-def do_works(works: Sequence[Work], files: Files) -> None:
-    """Make the bytes that a plan reads and no checkpoint holds."""
-    for work in works:
-        work(files)
 
 
 def is_single_file(out: str, form: str) -> bool:

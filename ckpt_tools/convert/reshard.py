@@ -8,20 +8,19 @@ torchrun job) is not known here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import infer_mesh as inference
-from ckpt_tools.convert.export import WriteOptions, made_of, rename
-from ckpt_tools.copying import atomic_output
-from ckpt_tools.copying import lock as claim
+from ckpt_tools.convert.export import made_of, rename
+from ckpt_tools.convert.write import Conversion, Plan, WriteOptions
+from ckpt_tools.copying.origin import in_words as as_words
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
-    NO_TREE,
     CheckpointIndex,
     Entry,
     LocatedIndex,
@@ -45,10 +44,8 @@ from ckpt_tools.core.mesh_spec import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target, total_length
-from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import param_names
@@ -57,8 +54,6 @@ from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.optimizer import Digest, ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
-
-CarryOut = Callable[[Sequence[FilePlan], str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +85,38 @@ class ReshardOptions:
     keep_rank_states: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReshardPlan:
-    """Files to write, the tensors in them with their layouts, and what a person should know.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardPlan(Plan):
+    """A plan whose targets have layouts on a ``mesh``."""
 
-    ``tree`` has the containers of the names in the output, ``objects`` among them.
-    """
-
-    files: Sequence[FilePlan]
-    targets: tuple[Target, ...]
     mesh: Mesh
-    notes: tuple[str, ...]
-    nbytes: int
-    objects: tuple[ObjectEntry, ...] = ()
-    tree: Branch[str] = NO_TREE
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard(Conversion[ReshardPlan]):
+    """The chosen tensors and objects as shards of the target mesh, to the folder ``out``."""
+
+    options: ReshardOptions
+
+    @property
+    def others(self) -> tuple[CheckpointIndex, ...]:
+        """That whose layouts are taken."""
+        return () if self.options.like is None else (self.options.like,)
+
+    def plan(self) -> ReshardPlan:
+        """What `plan_reshard` gives, unless that cannot be checked and is to be."""
+        refuse_check(self.options, self.write)
+        return plan_reshard(self.index, self.options)
+
+    def words(self, plan: ReshardPlan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
+        """The options."""
+        return as_words(self.options)
+
+    def record(self, plan: ReshardPlan, folder: str, words: str) -> None:  # noqa: ARG002 (beside them)
+        """Write the proof beside the shards."""
+        from ckpt_tools.convert import check as checking
+
+        checking.record_beside(folder, words, source=self.index)
 
 
 def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan:
@@ -241,42 +254,6 @@ def _stepped(
     return outcome._replace(made=ordered), [*notes, *outcome.notes]
 
 
-def reshard(
-    index: CheckpointIndex,
-    out: str,
-    *,
-    options: ReshardOptions,
-    write: WriteOptions,
-    carry_out: CarryOut,
-) -> ReshardPlan:
-    """Write the chosen tensors and objects as shards of the target mesh to the folder ``out``.
-
-    ``carry_out(plans, folder)`` writes the files of the plan: none, when a run that is gone on with
-    had written all. Raises what `plan_reshard` and `output.appearing` raise; in every case ``out``
-    is as it was.
-    """
-    sources = [*write.sources, *sources_of(index)]
-    if options.like is not None:
-        sources += sources_of(options.like)
-    out = atomic_output.admit(out, sources=sources, force=write.force, resume=write.resume)
-    refuse_check(options, write)
-    plan = plan_reshard(index, options)
-    origin = claim.Origin.of(index, plan.files, claim.in_words(options))
-    with atomic_output.appearing(
-        atomic_output.Order(
-            out,
-            plan.files,
-            origin,
-            source=index.files,
-            resume=write.resume,
-            replaceable=formats.checkpoint_files(),
-        )
-    ) as started:
-        carry_out(() if started.is_written else plan.files, started.place.folder)
-        proven = _check(plan, started.place.folder, index, write) if write.check else ()
-    return replace(plan, notes=(*plan.notes, *started.notes, *proven))
-
-
 def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:
     """Raise UsageError when the output cannot be read back as one checkpoint, and is to be."""
     if write.check and options.layout not in (None, "plain"):
@@ -284,18 +261,6 @@ def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:
             f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
             hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
         )
-
-
-def _check(
-    plan: ReshardPlan, folder: str, index: CheckpointIndex, write: WriteOptions
-) -> tuple[str, ...]:
-    """Read the output back, and record the proof beside it."""
-    from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
-
-    wanted = checking.Written(plan.targets, plan.objects, plan.tree)
-    words = checking.check(folder, wanted, source=index, threads=write.threads)
-    checking.record_beside(folder, words, source=index)
-    return (words,)
 
 
 def _layouts(

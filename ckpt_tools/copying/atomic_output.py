@@ -11,25 +11,14 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from ckpt_tools.copying import journal
-from ckpt_tools.copying.journal import Place
-from ckpt_tools.copying.lock import (
-    Claim,
-    Origin,
-    claimed,
-    folder_in,
-    refuse_foreign,
-    require_unchanged,
-    with_states,
-)
+from ckpt_tools.copying.origin import Origin, require_unchanged, with_states
 from ckpt_tools.copying.out_path import (
     existing_parent,
     partial_of,
@@ -37,10 +26,19 @@ from ckpt_tools.copying.out_path import (
     refuse_source,
     replaced_of,
 )
-from ckpt_tools.copying.tasks import TASK_BYTES
+from ckpt_tools.copying.resume import (
+    Manifest,
+    Place,
+    finished_files,
+    held,
+    keep_finished,
+    noted_files,
+    refuse_foreign,
+    sync_files,
+)
 from ckpt_tools.core.index import FileEntry
-from ckpt_tools.core.plan import FilePlan, files_of
-from ckpt_tools.core.text import format_size
+from ckpt_tools.core.plan import FilePlan, files_of, without
+from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import (
     CheckpointError,
     CkptError,
@@ -81,25 +79,25 @@ class Order:
 
     @property
     def place(self) -> Place:
-        """Where its files and its journals are."""
+        """Where it is made."""
         return place_of(self.out)
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An output that is being made in ``place``; ``notes`` say what an earlier run has done of it.
+    """An output that is being made in ``place``, and the ``plans`` of the files that are left.
 
-    With ``is_written`` nothing is left to write.
+    ``notes`` say what an earlier run has done.
     """
 
     place: Place
+    plans: Sequence[FilePlan]
     notes: tuple[str, ...] = ()
-    is_written: bool = False
 
 
 def place_of(out: str) -> Place:
-    """Where the files of an output, and its journals, are before it appears."""
-    return Place(folder_in(partial_of(out)), partial_of(out))
+    """Where an output is made before it appears."""
+    return Place(partial_of(out))
 
 
 def admit(out: str, *, sources: Iterable[str], force: bool, resume: bool = False) -> str:
@@ -151,24 +149,24 @@ def _settle(out: str, *, resume: bool) -> bool:
     Gives whether the new OUT is in place and the rest is left to the run that resumes.
     """
     replaced = replaced_of(out)
-    with claimed(partial_of(out)) as claim:
-        is_placed = claim.has("complete") and not os.path.lexists(claim.result)
+    with held(partial_of(out)) as manifest:
+        is_placed = manifest.has("complete") and not os.path.lexists(manifest.result)
         if is_placed and os.path.lexists(out):
             if not resume:
-                _tidy(claim, out)
+                _tidy(manifest, out)
             return resume
-        if claim.has("replacing") and os.path.lexists(replaced) and not os.path.lexists(out):
+        if manifest.has("replacing") and os.path.lexists(replaced) and not os.path.lexists(out):
             os.rename(replaced, out)
-        if is_placed or claim.origin is None:
-            claim.remove()
+        if is_placed or manifest.origin is None:
+            manifest.remove()
         return False
 
 
-def _tidy(claim: Claim, out: str) -> None:
+def _tidy(manifest: Manifest, out: str) -> None:
     """Remove all but the new OUT."""
-    if claim.has("replacing"):
+    if manifest.has("replacing"):
         _remove(replaced_of(out))
-    claim.remove()
+    manifest.remove()
 
 
 def check_room(out: str, plans: Sequence[FilePlan], *, single_file: str | None = None) -> None:
@@ -227,18 +225,18 @@ def appearing(order: Order) -> Iterator[Started]:
 
     Raises WriteError for what the system does not allow, and UsageError when another process writes
     there, when ``order.resume`` cannot go on, or when something is in the way. After a failure the
-    finished tasks are kept, if there are any and the checkpoint is not at fault, and the error says
+    finished files are kept, if there are any and the checkpoint is not at fault, and the error says
     so; what was at ``out`` before is as it was.
     """
     _refuse_obstacles(order.out, order.single_file)
-    with claimed(order.partial) as claim:
-        with _beginning(claim, order):
-            started = _start(claim, order)
-        with _kept_on_failure(claim, order):
+    with held(order.partial) as manifest:
+        with _beginning(manifest, order):
+            started = _start(manifest, order)
+        with _kept_on_failure(manifest, order):
             _check_space(order.out, order.plans)
             with _one_source(order):
                 yield started
-            _appear(claim, order)
+            _appear(manifest, order)
 
 
 @contextmanager
@@ -258,46 +256,46 @@ def _one_source(order: Order) -> Iterator[None]:
 
 
 @contextmanager
-def _beginning(claim: Claim, order: Order) -> Iterator[None]:
+def _beginning(manifest: Manifest, order: Order) -> Iterator[None]:
     """Leave all as it is when nothing is begun."""
     try:
         yield
     except BaseException as error:
-        if claim.origin is None:
-            claim.remove()
+        if manifest.origin is None:
+            manifest.remove()
         if isinstance(error, OSError):
             raise unwritable(order.out, error) from error
         raise
 
 
 @contextmanager
-def _kept_on_failure(claim: Claim, order: Order) -> Iterator[None]:
+def _kept_on_failure(manifest: Manifest, order: Order) -> Iterator[None]:
     """Keep or remove what a failed run has written, and let its error say so."""
     try:
         yield
     except OSError as error:
         told = unwritable(order.out, error)
-        told.hint = " ".join(filter(None, [told.hint, _kept(claim, order)])) or None
+        told.hint = " ".join(filter(None, [told.hint, _kept(manifest, order)])) or None
         raise told from error
     except KeyboardInterrupt as error:
-        kept = _kept(claim, order)
+        kept = _kept(manifest, order)
         raise KeyboardInterrupt(*filter(None, [kept])) from error
     except CkptError as error:
         if _is_about_source(error):
-            claim.remove()
+            manifest.remove()
         else:
-            error.hint = " ".join(filter(None, [error.hint, _kept(claim, order)])) or None
+            error.hint = " ".join(filter(None, [error.hint, _kept(manifest, order)])) or None
         raise
     except BaseException:
-        _kept(claim, order)
+        _kept(manifest, order)
         raise
 
 
-def _start(claim: Claim, order: Order) -> Started:
+def _start(manifest: Manifest, order: Order) -> Started:
     """Go on with what is there, or begin anew."""
     notes: tuple[str, ...] = ()
     if order.resume:
-        going_on = _resumed(claim, order)
+        going_on = _resumed(manifest, order)
         if going_on is not None:
             return going_on
         notes = ("Nothing to resume: began anew.",)
@@ -305,18 +303,18 @@ def _start(claim: Claim, order: Order) -> Started:
         raise OutputExistsError(
             f"{replaced_of(order.out)} is there; nothing may be lost in it.", hint="Move it away."
         )
-    claim.begin(order.origin, single_file=order.single_file)
-    return Started(order.place, notes)
+    manifest.begin(order.origin, single_file=order.single_file)
+    return Started(order.place, order.plans, notes)
 
 
-def _resumed(claim: Claim, order: Order) -> Started | None:
+def _resumed(manifest: Manifest, order: Order) -> Started | None:
     """What an earlier run has done of this order; None when it has done nothing."""
-    if claim.origin is None:
+    if manifest.origin is None:
         return None
-    is_written = claim.has("complete")
-    if not is_written and not order.place.shares():
+    is_written = manifest.has("complete")
+    if not is_written and not noted_files(order.place):
         return None
-    different = claim.origin.differences(order.origin)
+    different = manifest.origin.differences(order.origin)
     if different:
         raise UsageError(
             f"{order.partial} was begun otherwise, so it cannot be gone on with. "
@@ -324,21 +322,21 @@ def _resumed(claim: Claim, order: Order) -> Started | None:
             hint="Without --resume it is removed, and the output is made anew.",
         )
     if is_written:
-        return Started(order.place, ("An earlier run had written everything.",), is_written=True)
-    tasks = journal.gather_up(order.place, order.plans)
-    if not tasks:
+        return Started(order.place, (), ("An earlier run had written everything.",))
+    finished = keep_finished(order.place, order.plans)
+    if not finished:
         return None
-    return Started(order.place, (f"Going on: {_progress(tasks, order)} were finished before.",))
+    note = f"Going on: {_progress(finished, order)} were finished before."
+    return Started(order.place, without(order.plans, finished), (note,))
 
 
-def _progress(tasks: dict[journal.TaskId, int], order: Order) -> str:
-    """About how much of an order these tasks are."""
-    finished = Counter(path for path, _ in tasks)
-    done = total = 0
-    for file in files_of(order.plans):
-        total += file.length
-        done += min(file.length, finished[file.path] * TASK_BYTES)
-    return f"{format_size(done)} of {format_size(total)}"
+def _progress(finished: Collection[str], order: Order) -> str:
+    """How much of an order these files are."""
+    files = files_of(order.plans)
+    done = sum(file.length for file in files if file.path in finished)
+    total = sum(file.length for file in files)
+    sizes = f"{format_size(done)} of {format_size(total)}"
+    return f"{len(finished)} of {counted(len(files), 'file')} ({sizes})"
 
 
 def _is_about_source(error: BaseException) -> bool:
@@ -348,37 +346,33 @@ def _is_about_source(error: BaseException) -> bool:
     return isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError)
 
 
-def _kept(claim: Claim, order: Order) -> str | None:
+def _kept(manifest: Manifest, order: Order) -> str | None:
     """How to go on with what is finished; None when nothing is, and it is removed."""
-    tasks = journal.finished_tasks(order.place, order.plans)
-    if not tasks and not claim.has("complete"):
-        claim.remove()
+    finished = finished_files(order.place, order.plans)
+    if not finished and not manifest.has("complete"):
+        manifest.remove()
         return None
-    if claim.has("complete"):
+    if manifest.has("complete"):
         return f"All is written in {order.partial}: the same command with --resume ends it."
     return (
-        f"{_progress(tasks, order)} are finished and kept in {order.partial}: the same command "
+        f"{_progress(finished, order)} are finished and kept in {order.partial}: the same command "
         "with --resume goes on; delete that folder to give it up."
     )
 
 
-def _appear(claim: Claim, order: Order) -> None:
+def _appear(manifest: Manifest, order: Order) -> None:
     """Make all durable, and put it in place."""
-    if not claim.has("complete"):
-        try:
-            _sync_tree(claim.folder)
-        except OSError:
-            journal.distrust(order.place)
-            raise
-        claim.mark("complete")
-    if os.path.lexists(claim.result):
+    if not manifest.has("complete"):
+        _sync_tree(manifest.place.folder)
+        manifest.mark("complete")
+    if os.path.lexists(manifest.result):
         if order.single_file is None:
-            _put_folder(claim, order)
+            _put_folder(manifest, order)
         else:
-            _keep_mode(order.out, claim.result)
-            os.replace(claim.result, order.out)
-        journal.sync_files([order.out])
-    _tidy(claim, order.out)
+            _keep_mode(order.out, manifest.result)
+            os.replace(manifest.result, order.out)
+        sync_files([order.out])
+    _tidy(manifest, order.out)
 
 
 def _remove(path: str) -> None:
@@ -388,19 +382,19 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _put_folder(claim: Claim, order: Order) -> None:
+def _put_folder(manifest: Manifest, order: Order) -> None:
     """Rename the new folder into place, taking along what is the user's in the old one."""
     out = order.out
     if not os.path.lexists(out):
-        os.rename(claim.folder, out)
+        os.rename(manifest.place.folder, out)
         return
-    _link_survivors(out, claim.folder, planned=_Planned.of(order))
+    _link_survivors(out, manifest.place.folder, planned=_Planned.of(order))
     mode = stat.S_IMODE(os.stat(out).st_mode)
-    os.chmod(claim.folder, mode | stat.S_IRWXU)  # its own right to be renamed goes last
-    claim.mark("replacing")
+    os.chmod(manifest.place.folder, mode | stat.S_IRWXU)  # its own right to be renamed goes last
+    manifest.mark("replacing")
     os.rename(out, replaced_of(out))
     try:
-        os.rename(claim.folder, out)
+        os.rename(manifest.place.folder, out)
     except BaseException:
         os.rename(replaced_of(out), out)
         raise
@@ -460,4 +454,4 @@ def _keep_mode(old: str, new: str) -> None:
 def _sync_tree(folder: str) -> None:
     """Make every file below the folder durable, one fsync a file, after all is written."""
     for parent, _, names in os.walk(folder):
-        journal.sync_files([os.path.join(parent, name) for name in names] or [parent])
+        sync_files([os.path.join(parent, name) for name in names] or [parent])

@@ -64,7 +64,7 @@ class Gatherer:
 
     def run(self, move: Move, out: memoryview) -> None:
         """Carry out one move. Raises UnreadableError."""
-        if is_address(move.path):
+        if not self._files.has_descriptor(move.path):
             self._run_blocks(None, move, out)
             return
         try:

@@ -43,7 +43,8 @@ class Piece(NamedTuple):
 class Task(NamedTuple):
     """The literals and pieces of a contiguous range of one file.
 
-    ``nbytes`` counts the bytes to write. ``checked`` is the item when the task is one of several
+    It is task ``number`` ``of`` those that write the file, and ``nbytes`` are to be written.
+    ``checked`` is the item when the task is one of several
     that write an item whose CRC-32 is wanted: no single task can know that number.
     """
 
@@ -53,6 +54,7 @@ class Task(NamedTuple):
     literals: tuple[Literal, ...]
     pieces: tuple[Piece, ...]
     checked: WriteItem | None
+    of: int
 
     @property
     def is_part(self) -> bool:
@@ -118,7 +120,8 @@ def cut(plan: FilePlan) -> Iterator[Task]:
         if slots:
             literals = [left for literal in literals for left in _without_slots(literal, slots)]
         checked = part.checked if part.checked is not None and part.checked.crc_at else None
-        yield Task(plan, number, part.nbytes, tuple(literals), tuple(part.pieces), checked)
+        pieces = tuple(part.pieces)
+        yield Task(plan, number, part.nbytes, tuple(literals), pieces, checked, len(ranges))
 
 
 def _contents(plan: FilePlan) -> list[Literal | Piece]:

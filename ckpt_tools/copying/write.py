@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Protocol
+from itertools import groupby
 
 from ckpt_tools.copying import crc
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.copying.read import read_array, read_box
+from ckpt_tools.copying.resume import Part
 from ckpt_tools.copying.task_writer import (
     BLOCK,
     SLOT,
@@ -30,36 +31,15 @@ from ckpt_tools.core.plan import FilePlan, WriteItem
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.reader import Files
 
-__all__ = ["ALL", "NO_JOURNAL", "Journal", "Share", "read_array", "read_box", "write_files"]
+__all__ = ["ALL", "Share", "read_array", "read_box", "write_files"]
 
 _MIN_MEMORY_PER_THREAD = 256 << 10
 # Shorter files are written through the page cache, from which they may well be read next.
 DIRECT_FROM = 64 << 20
 
 
-class Journal(Protocol):
-    """Remembers which tasks are finished, so that a later run can leave them out.
-
-    A task is known by its file's path in the plan and its number there. Its CRC-32 counts only for
-    tasks that are part of a larger item with one; it is 0 for any other.
-    """
-
-    def done(self, path: str, number: int) -> int | None:
-        """The CRC-32 of a task that an earlier run finished, or None when it did not."""
-
-    def finished(self, path: str, number: int, crc: int) -> None:
-        """Take note of a task whose bytes are all written; called by one thread at a time."""
-
-
-class _NoJournal:
-    def done(self, path: str, number: int) -> int | None:  # noqa: ARG002 - the protocol's
-        return None
-
-    def finished(self, path: str, number: int, crc: int) -> None:
-        pass
-
-
-NO_JOURNAL: Journal = _NoJournal()
+def _ignore(_part: Part) -> None:
+    """No log is kept."""
 
 
 def write_files(
@@ -71,19 +51,20 @@ def write_files(
     max_memory: int,
     on_bytes: Callable[[int], None],
     share: Share = ALL,
-    journal: Journal = NO_JOURNAL,
+    on_file: Callable[[Part], None] = _ignore,
 ) -> None:
     """Write every file of the plans below the folder ``root``.
 
     Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together; without a number
-    of ``threads`` it is chosen for the cores and the files. ``on_bytes`` is
-    told how many bytes were written, or found done, since it was last called. A file that is there
-    with the right length is written into, not begun anew. With a ``share``, one of several workers
-    does its part: together they write every byte once, in any order.
+    of ``threads`` it is chosen for the cores and the files. ``on_bytes`` is told how many bytes
+    were written since it was last called, ``on_file`` that all of a file is written that is this
+    worker's. A file that is there with the right length is written into, not begun anew. With a
+    ``share``, one of several workers does its part: together they write every byte once, in any
+    order.
 
     Raises UsageError for too little memory, WriteError when an output cannot be written,
     UnreadableError when a source cannot be read, and KeyboardInterrupt as it comes; what was
-    written so far stays, and the journal knows it.
+    written so far stays.
     """
     check_memory(threads, max_memory)
     outputs = _Outputs(root)
@@ -91,8 +72,7 @@ def write_files(
         for group, tasks in groups_of(plans, share):
             if share.index == 0:
                 outputs.create(plan for plan in group if not plan.literals and not plan.items)
-            work = _Work(tasks, outputs=outputs, journal=journal, on_bytes=on_bytes)
-            work.begin()
+            work = _Work(tasks, outputs=outputs, on_bytes=on_bytes, on_file=on_file)
             count = min(
                 threads or work.threads(processes=share.count),
                 max_memory // _MIN_MEMORY_PER_THREAD,
@@ -110,10 +90,15 @@ class _Outputs:
         self._root = root
         self._open: dict[str, Output] = {}
         self._left: Counter[str] = Counter()
+        self._parts: dict[str, Part] = {}
 
     def expect(self, tasks: Sequence[Task]) -> None:
-        """Say which tasks will be opened and closed."""
+        """Say which tasks will be opened and closed: neighbours in each file, in order."""
         self._left.update(task.file.path for task in tasks)
+        for path, mine in groupby(tasks, key=lambda task: task.file.path):
+            first, *more = mine
+            last = more[-1] if more else first
+            self._parts[path] = Part(path, first.number, last.number + 1, first.of)
 
     def open(self, plan: FilePlan) -> Output:
         """The file of a plan, made and set to its length if need be. Raises WriteError."""
@@ -122,15 +107,13 @@ class _Outputs:
             output = self._open[plan.path] = self._make(plan)
         return output
 
-    def done_with(self, plan: FilePlan) -> None:
-        """Close the file of a plan when this was its last task."""
+    def done_with(self, plan: FilePlan) -> Part | None:
+        """Close the file of a plan when this was its last task; gives what is written of it."""
         self._left[plan.path] -= 1
-        self.close_idle(plan)
-
-    def close_idle(self, plan: FilePlan) -> None:
-        """Close the file of a plan when it is open and no task of it is left."""
-        if self._left[plan.path] == 0 and plan.path in self._open:
-            self._open.pop(plan.path).close()
+        if self._left[plan.path]:
+            return None
+        self._open.pop(plan.path).close()
+        return self._parts.pop(plan.path)
 
     def create(self, plans: Iterator[FilePlan]) -> None:
         """Make files that no task writes to. Raises WriteError."""
@@ -212,13 +195,13 @@ class _Work:
         tasks: Sequence[Task],
         *,
         outputs: _Outputs,
-        journal: Journal,
         on_bytes: Callable[[int], None],
+        on_file: Callable[[Part], None],
     ) -> None:
-        self._tasks = tasks
-        self._outputs, self._journal, self._on_bytes = outputs, journal, on_bytes
+        self._outputs, self._on_bytes, self._on_file = outputs, on_bytes, on_file
         self._checksums = _Checksums(tasks)
-        self._left: list[list[Task]] = [[]]
+        self._left: list[list[Task]] = [list(tasks)]
+        outputs.expect(tasks)
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -233,17 +216,6 @@ class _Work:
         files = {task.file.path for task in left}
         nbytes = sum(task.nbytes for task in left)
         return choose_threads(nbytes, lanes=len(files), processes=processes)
-
-    def begin(self) -> None:
-        """Leave out what the journal knows."""
-        known = [(task, self._journal.done(task.file.path, task.number)) for task in self._tasks]
-        self._left = [[task for task, value in known if value is None]]
-        self._outputs.expect(self._left[0])
-        for task, value in known:
-            if value is not None:
-                self._on_bytes(task.nbytes)
-                self._check(task, value)
-                self._outputs.close_idle(task.file)
 
     def run(self, files: Files, *, threads: int, memory: int) -> None:
         """Do all that is left; the first error of any thread stops the others and is raised."""
@@ -273,8 +245,9 @@ class _Work:
                 output.send(*task.span)
                 with self._lock:
                     self._check(task, value)
-                    self._journal.finished(task.file.path, task.number, value)
-                    self._outputs.done_with(task.file)
+                    written = self._outputs.done_with(task.file)
+                if written is not None:
+                    self._on_file(written)
         except Stopped:
             return
 

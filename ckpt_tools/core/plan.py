@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
@@ -95,6 +95,13 @@ class LazyPlans(Sequence[FilePlan]):
 def files_of(plans: Sequence[FilePlan]) -> Sequence[FilePlan | PlannedFile]:
     """The same files, as far as their paths and lengths are wanted: no plan is made for them."""
     return plans.files if isinstance(plans, LazyPlans) else plans
+
+
+def without(plans: Sequence[FilePlan], paths: Collection[str]) -> Sequence[FilePlan]:
+    """The same files but those at ``paths``, lazy ones as lazy as they were."""
+    if isinstance(plans, LazyPlans):
+        return LazyPlans(file for file in plans.files if file.path not in paths)
+    return [plan for plan in plans if plan.path not in paths]
 
 
 def total_length(plans: Sequence[FilePlan]) -> int:

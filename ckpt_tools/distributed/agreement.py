@@ -4,6 +4,7 @@ the same folder, all go on, and in the end all of it is there.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
@@ -12,10 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 
-from ckpt_tools.copying.journal import Place
+from ckpt_tools.copying.resume import Place
 from ckpt_tools.copying.tasks import cut
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan, PlannedFile, files_of
+from ckpt_tools.core.plan import FilePlan, PlannedFile, files_of, without
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError, WriteError
 from ckpt_tools.storage.paths import is_address
@@ -35,18 +36,21 @@ def begin(
     place: Place,
     *,
     source: CheckpointIndex | None = None,
-) -> bool:
+) -> Sequence[FilePlan]:
     """Prove that all ranks are about to write the same files of the same source to one folder.
 
-    ``source`` is None where each rank reads files of its own. Gives False when nothing is left to
-    write: rank 0 goes on with a run that had written all.
-    Raises UnreadableError or UsageError on all ranks when they are not.
+    Gives the plans that are left to write, which rank 0 alone knows before: it may go on with an
+    earlier run. ``source`` is None where each rank reads files of its own. Raises UnreadableError
+    or UsageError on all ranks when they are not about to write the same.
     """
-    if group.broadcast(str(len(plans))) == "0":
-        return False
-    require_same_plan(group, plans, source=source)
-    require_same_folder(group, place)
-    return True
+    count = int(group.broadcast(str(len(plans))))
+    if group.total(len(plans) - count):
+        left = set(json.loads(group.broadcast(json.dumps([file.path for file in files_of(plans)]))))
+        plans = without(plans, {file.path for file in files_of(plans)} - left)
+    if plans:
+        require_same_plan(group, plans, source=source)
+        require_same_folder(group, place)
+    return plans
 
 
 def require_same_plan(
@@ -77,7 +81,7 @@ def require_same_folder(group: Group, place: Place) -> None:
 
     A left-over folder of the same name on a node's own disk does not hold rank 0's random token.
     """
-    path = os.path.join(place.journals, ".token-")
+    path = os.path.join(place.partial, ".token-")
     token = secrets.token_hex(16)
     if group.rank == 0:
         with open(path + token, "w", encoding="ascii") as file:
@@ -86,7 +90,7 @@ def require_same_folder(group: Group, place: Place) -> None:
     error = None
     if not _appears(path):
         error = UsageError(
-            f"{os.path.abspath(place.journals)} on {os.uname().nodename} is not the folder that "
+            f"{os.path.abspath(place.partial)} on {os.uname().nodename} is not the folder that "
             "rank 0 made under this name; nothing was written.",
             hint="All ranks write one output: name an OUT on a file system that all nodes share.",
         )

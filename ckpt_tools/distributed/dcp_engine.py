@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.convert.reshard import ReshardPlan
+from ckpt_tools.convert.write import Plan
+from ckpt_tools.copying.resume import Place
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import Target
 from ckpt_tools.core.text import some
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import begin
-from ckpt_tools.distributed.copy_engine import lead_or_follow
+from ckpt_tools.distributed.executors import lead_or_follow
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import (
@@ -43,25 +46,35 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
     Raises what `reshard` raises; UsageError when the job has not one rank for each of the target
     mesh, UnsupportedError when torch cannot load the source or would place a shard wrong.
     """
-    mesh = job.options.mesh
     with group.collective():
         refuse(index, job, world_size=group.size)
-        plan = plan_reshard(index, job.options)
         with devices.process_group(group) as device_type:
-
-            def load_and_save(plans: Sequence[FilePlan], folder: str) -> None:
-                begin(group, plans, job.place, source=index)
-                placed = _Placed(mesh, device_type, group)
-                with group.collective():  # a rank that refuses must not be missed in a collective
-                    state = placed.empty(plan.targets)
-                _load_and_save(state, index, plan, folder)
-                job.on_bytes(sum(p.length for p in plans[group.rank :: group.size]))
-                with group.collective():
-                    if group.rank == 0:
-                        _require_saved(plan, folder)
-
-            done = lead_or_follow(group, index, job.without_resume(), share=load_and_save)
+            conversion = job.without_resume().of(index)
+            done = lead_or_follow(group, conversion, _LoadAndSave(group, index, job, device_type))
             return job.noting_resume(done, engine="dcp")
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadAndSave:
+    """Carries out a plan on every rank by torch's own functions."""
+
+    group: Group
+    index: CheckpointIndex
+    job: Job
+    device_type: str
+
+    def run(self, plan: Plan, place: Place) -> None:
+        """Load into empty tensors in their new placement, save them, see that all is there."""
+        group, folder = self.group, place.folder
+        begin(group, plan.files, place, source=self.index)
+        placed = _Placed(self.job.options.mesh, self.device_type, group)
+        with group.collective():  # a rank that refuses must not be missed in a collective
+            state = placed.empty(plan.targets)
+        _load_and_save(state, self.index, plan, folder)
+        self.job.on_bytes(sum(p.length for p in plan.files[group.rank :: group.size]))
+        with group.collective():
+            if group.rank == 0:
+                _require_saved(plan, folder)
 
 
 def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
@@ -134,7 +147,7 @@ class _Placed:
         return self._mesh
 
 
-def _require_saved(plan: ReshardPlan, folder: str) -> None:
+def _require_saved(plan: Plan, folder: str) -> None:
     """Raise WriteError unless every file that the new .metadata names is there, and every tensor.
 
     `dcp.save` chooses its own file names and lengths, so the plan's are not compared.
@@ -157,7 +170,7 @@ def _require_saved(plan: ReshardPlan, folder: str) -> None:
 
 
 def _load_and_save(
-    state: dict[str, torch.Tensor], index: CheckpointIndex, plan: ReshardPlan, folder: str
+    state: dict[str, torch.Tensor], index: CheckpointIndex, plan: Plan, folder: str
 ) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load

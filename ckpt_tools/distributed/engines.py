@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard, refuse_check
-from ckpt_tools.copying import atomic_output, out_path
+from ckpt_tools.copying import out_path
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.distributed import copy_engine, environment
+from ckpt_tools.distributed import environment
+from ckpt_tools.distributed.executors import Listener, Ranks, available
 from ckpt_tools.distributed.group import Group, join
 from ckpt_tools.distributed.job import Job, rehearse_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, read_index
 from ckpt_tools.formats.frameworks import sources_of
-from ckpt_tools.storage.paths import is_address
 
 Engine = Literal["copy", "dcp", "gather"]
 ENGINES: tuple[Engine, ...] = ("copy", "dcp", "gather")
@@ -37,23 +37,18 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
     every rank of a job the same error is raised.
     """
     _refuse_unfit(request, job)
-    place = environment.place()
-    if place is None:
+    if environment.place() is None:
         _refuse_alone(request, job)
-        if not is_address(job.out):
-            _admit(job)
-        index = read_index(request.ckpt, options=request.read)
-        return copy_engine.reshard_here(index, job, workers=request.workers)
-    with join(place, workers=request.workers) as group:
-        if request.engine == "gather":
-            return group.guarded(lambda: _by_gather(group, request, job))
-        with group.collective():
-            if group.rank == 0:
-                _admit(job)
+    listener = Listener(job.on_bytes, job.on_total)
+    with available(job.write, workers=request.workers, listener=listener) as executor:
+        if request.engine == "gather" and isinstance(executor, Ranks):
+            return _by_gather(executor.group, request, job)
+        with executor.together():
+            executor.admit(job.out)
             index = read_index(request.ckpt, options=request.read)
-        if request.engine == "copy":
-            return copy_engine.reshard_as_group(group, index, job)
-        return group.guarded(lambda: _by_dcp(group, index, job))
+        if request.engine == "dcp" and isinstance(executor, Ranks):
+            return _by_dcp(executor.group, index, job)
+        return executor.write(job.of(index))
 
 
 def _by_gather(group: Group, request: Request, job: Job) -> ReshardPlan:
@@ -61,13 +56,14 @@ def _by_gather(group: Group, request: Request, job: Job) -> ReshardPlan:
 
     with group.collective():  # each rank knows its own files only
         out_path.refuse_source(out_path.real(job.out), job.write.sources)
-    return gather_engine.reshard_by_gather(group, request.ckpt, job, read=request.read)
+    ckpt, read = request.ckpt, request.read
+    return group.guarded(lambda: gather_engine.reshard_by_gather(group, ckpt, job, read=read))
 
 
 def _by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPlan:
     from ckpt_tools.distributed import dcp_engine  # torch comes with it
 
-    return dcp_engine.reshard_by_dcp(group, index, job)
+    return group.guarded(lambda: dcp_engine.reshard_by_dcp(group, index, job))
 
 
 def rehearse(request: Request, job: Job) -> ReshardPlan:
@@ -97,12 +93,6 @@ def rehearse(request: Request, job: Job) -> ReshardPlan:
         rehearse_output(job.out, job.write, [*job.write.sources, *sources_of(index)])
         plan = plan_reshard(index, job.options)
     return plan
-
-
-def _admit(job: Job) -> None:
-    """Refuse an output before a large index is read for it; whoever makes it looks again."""
-    write = job.write
-    atomic_output.admit(job.out, sources=write.sources, force=write.force, resume=write.resume)
 
 
 def _refuse_unfit(request: Request, job: Job) -> None:

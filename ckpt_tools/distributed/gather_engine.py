@@ -9,22 +9,24 @@ What torch puts together is checked: each rank finds its own shard, bit for bit,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.convert.write import Plan, WriteOptions
+from ckpt_tools.copying.resume import Place
+from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, WriteItem
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
-from ckpt_tools.distributed.copy_engine import lead_or_follow
-from ckpt_tools.distributed.gathering import Gathering, Source
+from ckpt_tools.distributed.executors import ignore, lead_or_follow
+from ckpt_tools.distributed.gathering import Gathering, Source, Write
 from ckpt_tools.distributed.group import Group
-from ckpt_tools.distributed.job import Job, ignore
-from ckpt_tools.distributed.pieces import PieceWriter
-from ckpt_tools.distributed.workers import Order, write_share
+from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
@@ -43,37 +45,56 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
     """
     with group.collective(), devices.process_group(group) as device_type:
         index, headers = _exchange(group, ckpt, read)
-        proven: list[str] = []
+        # Rank 0 may not see what it would have to compare, so that all ranks do it themselves.
+        alone = job._replace(write=replace(job.write, check=False, resume=False))
+        gatherer = _Gatherer(group, index, headers, device_type, job)
+        plan = lead_or_follow(group, alone.of(index), gatherer)
+        return job.noting_resume(
+            replace(plan, notes=(*plan.notes, *gatherer.proven)), engine="gather"
+        )
 
-        def carry_out(plans: Sequence[FilePlan], folder: str) -> None:
-            begin(group, plans, job.place)
-            cut = frozenset(entry.fqn for entry in index.tensors if entry.layout is not None)
-            _create(group, plans, folder)
-            mine = _uncut(plans, cut, headers=headers, rank=group.rank)
-            order = Order(mine, folder, 1, job.write.threads, job.write.max_memory)
-            progress = Progress(group, job.on_bytes)
-            with group.collective():  # a rank that fails must not be missed in a collective
-                write_share(order, 0, on_bytes=progress.add)
-            with Files() as files:
-                parts = [one.parts() for one in headers]
-                uncompared = frozenset(
-                    fqn
-                    for part_of in parts
-                    for fqn, part in part_of.items()
-                    if part.crc is None or not part.fills_record
-                )
-                source = Source(index, parts[group.rank], files, uncompared)
-                gathering = Gathering(group, source, device_type)
-                gathering.run(plans, cut, PieceWriter(folder, on_bytes=progress.add))
-            filled = [plan._replace(literals=()) for plan in plans]
-            require_all_written(group, filled, folder, nbytes=progress.nbytes)
-            if job.write.check:
-                proven.append(_check(group, index, job, folder, own=headers[group.rank].sizes))
 
-        # Rank 0 may not see what it would have to compare, so that all ranks do it above.
-        alone = job._replace(write=replace(job.write, check=False)).without_resume()
-        plan = lead_or_follow(group, index, alone, share=carry_out)
-        return job.noting_resume(replace(plan, notes=(*plan.notes, *proven)), engine="gather")
+@dataclass(frozen=True, slots=True)
+class _Gatherer:
+    """Carries out a plan on every rank; ``proven`` says what --check has found."""
+
+    group: Group
+    index: CheckpointIndex
+    headers: Sequence[RankHeaders]
+    device_type: str
+    job: Job
+    proven: list[str] = field(default_factory=list)
+
+    def run(self, plan: Plan, place: Place) -> None:
+        """Write what was found whole, then put the rest together, and see that all is there."""
+        group, plans, folder = self.group, plan.files, place.folder
+        begin(group, plans, place)
+        cut = frozenset(entry.fqn for entry in self.index.tensors if entry.layout is not None)
+        _create(group, plans, folder)
+        mine = _uncut(plans, cut, headers=self.headers, rank=group.rank)
+        progress = Progress(group, self.job.on_bytes)
+        write = partial(_write, folder=folder, options=self.job.write, on_bytes=progress.add)
+        with group.collective(), Files() as files:  # no rank that fails is missed in a collective
+            write(mine, files)
+        self._gather(plans, cut, write)
+        filled = [one._replace(literals=()) for one in plans]
+        require_all_written(group, filled, folder, nbytes=progress.nbytes)
+        if self.job.write.check:
+            own = self.headers[group.rank].sizes
+            self.proven.append(_check(group, self.index, self.job, folder, own=own))
+
+    def _gather(self, plans: Sequence[FilePlan], cut: frozenset[str], write: Write) -> None:
+        parts = [one.parts() for one in self.headers]
+        uncompared = frozenset(
+            fqn
+            for part_of in parts
+            for fqn, part in part_of.items()
+            if part.crc is None or not part.fills_record
+        )
+        with Files() as files:
+            source = Source(self.index, parts[self.group.rank], files, uncompared)
+            gathering = Gathering(self.group, source, self.device_type)
+            gathering.run(plans, cut, write)
 
 
 def _check(
@@ -132,11 +153,31 @@ def _own_headers(
     return headers
 
 
+def _write(
+    plans: Sequence[FilePlan],
+    files: Files,
+    *,
+    folder: str,
+    options: WriteOptions,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Write parts of files; none is noted as finished."""
+    write_files(
+        plans,
+        root=folder,
+        files=files,
+        threads=options.threads,
+        max_memory=options.max_memory,
+        on_bytes=on_bytes,
+    )
+
+
 def _create(group: Group, plans: Sequence[FilePlan], folder: str) -> None:
     """Rank 0 makes every file with its length, and all that is known of it already."""
     if group.rank == 0:
         bare = tuple(plan._replace(items=()) for plan in plans)
-        write_share(Order(bare, folder, 1, 1, 1 << 20), 0, on_bytes=ignore)
+        with Files() as files:
+            _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=ignore)
     group.barrier()
 
 

@@ -7,7 +7,7 @@ does, to the bit. What torch gives is compared with the rank's own shard before 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,11 @@ import numpy as np  # noqa: TID253 - only the engine `gather` comes here
 from ckpt_tools import formats
 from ckpt_tools.copying.read import read_array
 from ckpt_tools.core.geometry import Box, row_major_strides
-from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, on_mesh
-from ckpt_tools.core.plan import FilePlan, WriteItem
+from ckpt_tools.core.plan import FilePlan, ReadItem
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.group import Group
-from ckpt_tools.distributed.pieces import PieceWriter, packed
 from ckpt_tools.errors import (
     CheckpointError,
     CkptError,
@@ -35,7 +34,10 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ckpt_tools.distributed.pieces import Bytes
+    Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+# Writes parts of files, with the bytes that are read from these.
+Write = Callable[[Sequence[FilePlan], Files], None]
 
 # Ranks ask each other for errors after so many bytes: a rank that fails goes on until then, so that
 # no other waits for it in a collective.
@@ -94,24 +96,25 @@ class Gathering:
         self._device_type = device_type
         self._mesh: DeviceMesh | None = None
 
-    def run(self, plans: Sequence[FilePlan], cut: frozenset[str], writer: PieceWriter) -> None:
+    def run(self, plans: Sequence[FilePlan], cut: frozenset[str], write: Write) -> None:
         """Write every item of the tensors in ``cut``: rank r those of files r, r + size, ….
 
         Raises the error of the first rank that has one.
         """
-        wanted: dict[str, list[WriteItem]] = {}
+        wanted: dict[str, list[FilePlan]] = {}
         for number, plan in enumerate(plans):
             for item in plan.items:
                 if item.fqn in cut:
                     mine = wanted.setdefault(item.fqn, [])
-                    mine += [item] if number % self._group.size == self._group.rank else []
+                    if number % self._group.size == self._group.rank:
+                        mine.append(plan._replace(literals=(), items=(item,)))
         error: CkptError | None = None
         untold = 0
         for fqn in sorted(wanted):
             entry = self._source.index.tensor(fqn)
             if entry is None:
                 continue
-            error = self._do(entry, wanted[fqn], writer, error)
+            error = self._do(entry, wanted[fqn], write, error)
             untold += entry.nbytes
             if untold >= _MEET_EVERY:
                 self._group.barrier(error)
@@ -121,11 +124,11 @@ class Gathering:
     def _do(
         self,
         entry: TensorEntry,
-        items: Sequence[WriteItem],
-        writer: PieceWriter,
+        parts: Sequence[FilePlan],
+        write: Write,
         error: CkptError | None,
     ) -> CkptError | None:
-        """Put one tensor together and write items of it; gives the first error so far."""
+        """Put one tensor together and write parts of it; gives the first error so far."""
         layout = self._source.layout(entry)  # all ranks find the same, so all raise or none does
         box = layout.box(entry.shape, layout.mesh.coordinate(self._group.rank))
         shard = bytearray(box.numel * entry.dtype.itemsize)
@@ -144,8 +147,7 @@ class Gathering:
                     "right."
                 )
             _check(entry, whole, box, shard)
-            for item in items:
-                writer.write(item, whole)
+            write_from_memory(parts, whole, write)
         except CkptError as failure:
             return failure
         return None
@@ -193,9 +195,24 @@ class Gathering:
         return self._mesh
 
 
+def write_from_memory(parts: Sequence[FilePlan], whole: Bytes, write: Write) -> None:
+    """Write boxes of a tensor that is in memory, of shape (…, itemsize)."""
+    name = "a gathered tensor"
+    chunk = Chunk(Box.whole(whole.shape[:-1]), ByteRange(name, 0, whole.nbytes))
+    with Files() as files:
+        files.lend(name, np.ascontiguousarray(whole).reshape(-1).data)
+        write([_read_from(chunk, part) for part in parts], files)
+
+
+def _read_from(chunk: Chunk, part: FilePlan) -> FilePlan:
+    items = (item._replace(reads=(ReadItem(chunk, item.box),)) for item in part.items)
+    return part._replace(items=tuple(items))
+
+
 def _check(entry: TensorEntry, whole: Bytes, box: Box, shard: bytearray) -> None:
     """Raise CheckpointError unless the whole tensor holds this rank's shard where it belongs."""
-    if whole.shape[:-1] != entry.shape or packed(whole, box) != shard:
+    mine = whole[tuple(map(slice, box.offsets, box.ends))]
+    if whole.shape[:-1] != entry.shape or np.ascontiguousarray(mine).reshape(-1).data != shard:
         raise CheckpointError(
             f"{entry.fqn}: torch's full_tensor does not hold this rank's shard at {box}.",
             hint="Bring all rank files into one folder, and use --engine copy.",

@@ -6,22 +6,17 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from ckpt_tools.convert.export import WriteOptions
+from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, out_path
-from ckpt_tools.copying.journal import Place
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.distributed import environment
+from ckpt_tools.distributed.executors import ignore
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
-
-if TYPE_CHECKING:
-    from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
-
-
-def ignore(nbytes: int) -> None:
-    """Take the news and do nothing."""
 
 
 def rehearse_output(out: str, write: WriteOptions, sources: Iterable[str]) -> None:
@@ -56,17 +51,16 @@ class Job(NamedTuple):
     on_total: Callable[[int], None] = ignore
 
     def without_resume(self) -> Job:
-        """The same for an engine that keeps no journal: it cannot go on with what is there."""
+        """The same for an engine that notes no finished files: it begins anew."""
         return self._replace(write=replace(self.write, resume=False))
 
     def noting_resume(self, plan: ReshardPlan, *, engine: str) -> ReshardPlan:
         """The plan, with a note when --resume was asked of such an engine."""
         if not self.write.resume:
             return plan
-        note = f"--engine {engine} keeps no journal, so --resume began anew."
+        note = f"--engine {engine} notes no finished files, so --resume began anew."
         return replace(plan, notes=(*plan.notes, note))
 
-    @property
-    def place(self) -> Place:
-        """The folder that one process makes, in which all write, and which becomes ``out``."""
-        return atomic_output.place_of(self.out)
+    def of(self, index: CheckpointIndex) -> Reshard:
+        """The conversion of a checkpoint that is read."""
+        return Reshard(index, self.out, self.write, self.options)

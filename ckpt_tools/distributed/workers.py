@@ -12,19 +12,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from ckpt_tools.copying.journal import Place, opened
+from ckpt_tools.copying.resume import Place, logged
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import CkptError, WriteError
 from ckpt_tools.storage.reader import Files
-
-if TYPE_CHECKING:
-    from ckpt_tools.copying import write as copy
 
 _MODULE = "ckpt_tools.distributed.worker"
 _LEAST_MEMORY = 1 << 20
@@ -33,14 +29,13 @@ DONE = "done"
 
 
 class Order(NamedTuple):
-    """What all workers are told: the plan, what each may use, and where journals are, if any."""
+    """What all workers are told: the plan, where they write, and what each may use."""
 
     plans: Sequence[FilePlan]
-    root: str
+    place: Place
     workers: int
     threads: int | None
     max_memory: int
-    journals: str | None = None
 
 
 def write_with_workers(order: Order, *, on_bytes: Callable[[int], None]) -> None:
@@ -70,30 +65,18 @@ def write_share(order: Order, index: int, *, on_bytes: Callable[[int], None]) ->
         write as copy,  # numpy comes with it: only those who write pay for it
     )
 
-    with Files() as files, _journal(order, index) as kept:
+    with Files() as files, logged(order.place, index) as log:
         on_bytes(0)
         copy.write_files(
             order.plans,
-            root=order.root,
+            root=order.place.folder,
             files=files,
             threads=order.threads,
             max_memory=order.max_memory,
             on_bytes=on_bytes,
             share=copy.Share(index, order.workers),
-            journal=kept,
+            on_file=log.written,
         )
-
-
-@contextmanager
-def _journal(order: Order, index: int) -> Iterator[copy.Journal]:
-    from ckpt_tools.copying import write as copy
-
-    if order.journals is None:
-        yield copy.NO_JOURNAL
-        return
-    place = Place(order.root, order.journals)
-    with opened(place, order.plans, index=index) as kept:
-        yield kept
 
 
 class _Workers:

@@ -41,6 +41,7 @@ class Files:
         self._open: OrderedDict[str, _Handle] = OrderedDict()
         self._lock = threading.Lock()
         self._max_open = max_open
+        self._lent: dict[str, memoryview] = {}
         self._spill_lock = threading.Lock()
         self._spilled: dict[tuple[tuple[str, int, int], Unpack], tuple[str, int, int]] = {}
 
@@ -61,6 +62,14 @@ class Files:
             for handle in self._open.values():
                 os.close(handle.fd)
             self._open.clear()
+
+    def lend(self, path: str, data: memoryview) -> None:
+        """Have `read_into` take these bytes for the file of this name, which need not be there."""
+        self._lent[path] = data
+
+    def has_descriptor(self, path: str) -> bool:
+        """Whether this is a file of this machine, neither in a store nor in memory."""
+        return path not in self._lent and not paths.is_address(path)
 
     @contextmanager
     def descriptor(self, path: str) -> Iterator[int]:
@@ -167,6 +176,9 @@ class Files:
 
         Raises UnreadableError when the file ends before the buffer is full.
         """
+        if path in self._lent:
+            buffer[:] = self._lent[path][offset : offset + len(buffer)]
+            return
         if paths.is_address(path):
             buffer[:] = self._fetch(path, offset, len(buffer))
             return

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ckpt_tools.convert.export import ExportOptions, WriteOptions, export
+from ckpt_tools import api
+from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.convert.reshard import ReshardOptions
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.mesh_spec import parse_mesh, parse_rule
-from ckpt_tools.distributed.copy_engine import reshard_here
-from ckpt_tools.distributed.job import Job
 from ckpt_tools.formats import read_index
 from ckpt_tools.transforms.optimizer import ParamNames
 from ckpt_tools.transforms.param_names import parse_names
@@ -25,7 +25,7 @@ def main() -> None:
     write = WriteOptions(force=True)
     if asked.verb == "export":
         options = ExportOptions(format="torch", keep_names=True, only=None)
-        export(index, asked.out, options=options, write=write, on_bytes=_ignore)
+        api.export(index, asked.out, options=options, write=write)
         return
     mesh = parse_mesh(asked.to_mesh)
     resharding = ReshardOptions(
@@ -36,7 +36,7 @@ def main() -> None:
         layout=asked.layout,
         param_names=_names(asked.param_names),
     )
-    reshard_here(index, Job(asked.out, resharding, write, _ignore), workers=1)
+    api.reshard(index, asked.out, options=resharding, write=write)
 
 
 def _arguments() -> argparse.Namespace:
@@ -58,10 +58,6 @@ def _names(path: str | None) -> ParamNames | None:
         return None
     with open(path) as file:
         return ParamNames(parse_names(file.read(), where=path))
-
-
-def _ignore(nbytes: int) -> None:
-    """Take the news and do nothing."""
 
 
 if __name__ == "__main__":

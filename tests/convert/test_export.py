@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from ckpt_tools import api, formats
 from ckpt_tools.convert import export as convert
-from ckpt_tools.convert.export import ExportOptions, WriteOptions
+from ckpt_tools.convert.export import ExportOptions
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying import write as copy
 from ckpt_tools.core.dtypes import dtype_named

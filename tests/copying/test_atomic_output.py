@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,11 @@ from reader_contract import DATA
 
 from ckpt_tools import api, formats
 from ckpt_tools.convert import export as convert
-from ckpt_tools.convert.export import ExportOptions, WriteOptions
-from ckpt_tools.copying import atomic_output, journal
+from ckpt_tools.convert.export import ExportOptions
+from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.copying import atomic_output, resume
 from ckpt_tools.copying import write as copy
+from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.errors import (
     OutputExistsError,
     UnreadableError,
@@ -30,12 +34,16 @@ STEPS = (
 )
 
 
+# Several files, and the small one of their index.
+OPTIONS = ExportOptions(max_shard_size=500)
+
+
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tasks in a small checkpoint, each told of at once, and none waits for a disk."""
+    """Many tasks in a small checkpoint, each file noted at once, and none waits for a disk."""
     monkeypatch.setattr(os, "fsync", _nothing)
     monkeypatch.setattr("ckpt_tools.copying.tasks.TASK_BYTES", 512)
-    monkeypatch.setattr(journal, "BATCH_SECONDS", 0.0)
+    monkeypatch.setattr(resume, "SYNC_PAUSE", 0.0)
 
 
 def export(out: Path, *, source: str = FSDP2, told: list[int] | None = None, **write: bool) -> None:
@@ -43,7 +51,7 @@ def export(out: Path, *, source: str = FSDP2, told: list[int] | None = None, **w
     api.export(
         index,
         str(out),
-        options=ExportOptions(),
+        options=OPTIONS,
         write=WriteOptions(threads=1, **write),
         on_bytes=(told if told is not None else []).append,
     )
@@ -168,8 +176,9 @@ def test_without_force_the_old_output_comes_back(tmp_path: Path) -> None:
     assert content(out) == {"mine.txt": b"mine"}
 
 
-def failing(tmp_path: Path, error: OSError, *, after: int) -> WriteError:
-    """The error of an export whose disk fails after this many writes of tensor bytes."""
+@contextmanager
+def failing_disk(error: OSError, *, after: int) -> Iterator[None]:
+    """A disk that fails after this many writes of tensor bytes."""
     real, left = os.pwrite, iter(range(after))
 
     def pwrite(fd: int, data: bytes, offset: int) -> int:
@@ -179,16 +188,23 @@ def failing(tmp_path: Path, error: OSError, *, after: int) -> WriteError:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", pwrite)
-        with pytest.raises(WriteError) as caught:
-            export(tmp_path / "out")
+        yield
+
+
+def failing(tmp_path: Path, error: OSError, *, after: int) -> WriteError:
+    """The error of an export whose disk fails after this many writes."""
+    with pytest.raises(WriteError) as caught, failing_disk(error, after=after):
+        export(tmp_path / "out")
     return caught.value
 
 
+# Writes after which some files are finished, and not all.
+SOME = 4
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_full_disk_keeps_what_is_finished_and_says_how_to_go_on(tmp_path: Path) -> None:
-    error = failing(tmp_path, FULL, after=4)
+    error = failing(tmp_path, FULL, after=SOME)
     assert error.exit_code == 4
     assert "No space left" in error.message
     assert "--resume goes on" in (error.hint or "")
@@ -204,39 +220,66 @@ def test_a_full_disk_with_nothing_finished_leaves_nothing(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_finished_tasks_are_not_written_again(
+def test_finished_files_are_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(tmp_path, FULL, after=4)
-    written: list[int] = []
+    failing(tmp_path, FULL, after=SOME)
+    finished = resume.finished_files(atomic_output.place_of(str(tmp_path / "out")), plans_of())
+    written: set[str] = set()
     real = os.pwrite
 
     def pwrite(fd: int, data: bytes, offset: int) -> int:
-        written.append(offset)
+        written.add(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     export(tmp_path / "out", resume=True)
-    resumed = len(written)
+    assert finished
+    assert written == {plan.path for plan in plans_of()} - finished
     export(tmp_path / "whole")
-    assert len(written) - resumed == resumed + 4
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("after", [4, 1000])
-def test_another_boot_believes_only_what_was_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+def test_a_single_file_begins_again(tmp_path: Path) -> None:
+    with pytest.raises(WriteError) as caught, failing_disk(FULL, after=SOME):
+        export(tmp_path / "model.safetensors")
+    assert "--resume" not in (caught.value.hint or "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> None:
+    place = resume.Place(str(tmp_path))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "file").write_bytes(b"data")
+    plans = [FilePlan("file", 4, (), ())]
+    for index, (first, end) in enumerate([(0, 2), (3, 5), (1, 3)]):
+        assert not resume.finished_files(place, plans)
+        with resume.logged(place, index) as log:
+            log.written(resume.Part("file", first, end, 5))
+    assert resume.finished_files(place, plans) == {"file"}
+    assert resume.keep_finished(place, plans) == {"file"}
+    assert resume.finished_files(place, plans) == {"file"}
+    assert len(place.logs()) == 1
+
+
+def test_a_file_is_synced_before_it_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "SYNC_SECONDS", 0.0 if after == 1000 else 1000.0)
-    stop_before_the_end(tmp_path / "out")
-    place = atomic_output.place_of(str(tmp_path / "out"))
-    plans = plans_of()
-    here = journal.finished_tasks(place, plans)
-    assert here
-    monkeypatch.setattr(journal, "boot_id", lambda: "another")
-    elsewhere = journal.finished_tasks(place, plans)
-    assert elsewhere.items() <= here.items()
-    assert bool(elsewhere) == (after == 1000)
+    place = resume.Place(str(tmp_path))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "file").write_bytes(b"data")
+    plans = [FilePlan("file", 4, (), ())]
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        assert not resume.finished_files(place, plans)
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with resume.logged(place, 0) as log:
+        log.written(resume.Part("file", 0, 1, 1))
+    assert synced == [str(tmp_path / "new" / "file"), str(tmp_path / "new")]
+    assert resume.finished_files(place, plans) == {"file"}
 
 
 def test_what_the_disk_did_not_take_is_written_again(tmp_path: Path) -> None:
@@ -251,20 +294,20 @@ def test_what_the_disk_did_not_take_is_written_again(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def plans_of() -> tuple[atomic_output.FilePlan, ...]:
-    return convert.plan_export(formats.read_index(FSDP2), ExportOptions()).files
+def plans_of() -> tuple[FilePlan, ...]:
+    return convert.plan_export(formats.read_index(FSDP2), OPTIONS).files
 
 
 def stop_before_the_end(out: Path, source: str = FSDP2) -> str:
-    """What Ctrl-C says after all but the last task is finished."""
-    real = journal.ShareJournal.close
+    """What Ctrl-C says when all files are finished, but for the end."""
+    real = resume.FileLog.close
 
-    def interrupted(kept: journal.ShareJournal) -> None:
-        real(kept)
+    def interrupted(log: resume.FileLog) -> None:
+        real(log)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal.ShareJournal, "close", interrupted)
+        patch.setattr(resume.FileLog, "close", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
             export(out, source=source)
     return str(caught.value)
@@ -299,7 +342,7 @@ def test_other_options_are_refused_by_name(tmp_path: Path) -> None:
         api.export(
             formats.read_index(FSDP2),
             str(tmp_path / "out"),
-            options=ExportOptions(keep_names=True),
+            options=replace(OPTIONS, keep_names=True),
             write=WriteOptions(resume=True),
             on_bytes=lambda _: None,
         )
@@ -309,7 +352,7 @@ def test_nothing_to_resume_is_a_fresh_start_with_a_note(tmp_path: Path) -> None:
     plan = api.export(
         formats.read_index(FSDP2),
         str(tmp_path / "out"),
-        options=ExportOptions(),
+        options=OPTIONS,
         write=WriteOptions(resume=True),
         on_bytes=lambda _: None,
     )
@@ -319,9 +362,9 @@ def test_nothing_to_resume_is_a_fresh_start_with_a_note(tmp_path: Path) -> None:
 def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.tex").write_text("all of it")
-    for resume in (True, False):
+    for going_on in (True, False):
         with pytest.raises(OutputExistsError, match="no unfinished output"):
-            export(tmp_path / "out", resume=resume)
+            export(tmp_path / "out", resume=going_on)
     assert (tmp_path / "out.partial" / "thesis.tex").read_text() == "all of it"
 
 
@@ -336,7 +379,7 @@ def test_a_second_writer_of_the_same_output_is_refused(
         real(*args, **options)
 
     monkeypatch.setattr(copy, "write_files", meanwhile)
-    monkeypatch.setattr("ckpt_tools.copying.lock._PATIENCE", 0.0)
+    monkeypatch.setattr("ckpt_tools.copying.resume._PATIENCE", 0.0)
     export(tmp_path / "out")
     assert (tmp_path / "out").exists()
 
@@ -362,15 +405,14 @@ def test_a_read_that_the_system_refuses_names_the_file(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(UnreadableError, match=r"_0\.distcp cannot be read: Input/output") as caught:
+    with pytest.raises(UnreadableError, match=r"_0\.distcp cannot be read: Input/output"):
         api.export(
             index,
             str(tmp_path / "out"),
-            options=ExportOptions(),
+            options=OPTIONS,
             write=WriteOptions(),
             on_bytes=lambda _: None,
         )
-    assert "--resume goes on" in (caught.value.hint or "")
 
 
 def test_what_is_written_already_counts_for_the_free_space(
@@ -386,17 +428,18 @@ def test_what_is_written_already_counts_for_the_free_space(
 def test_a_torn_line_says_nothing(tmp_path: Path) -> None:
     stop_before_the_end(tmp_path / "out")
     place, plans = atomic_output.place_of(str(tmp_path / "out")), plans_of()
-    path = Path(place.share(0))
-    whole, tasks = path.read_bytes(), journal.finished_tasks(place, plans)
+    path = Path(place.log(0))
+    whole, finished = path.read_bytes(), resume.finished_files(place, plans)
+    assert len(finished) == len(plans)
     path.write_bytes(whole[:-3])
-    assert len(journal.finished_tasks(place, plans)) == len(tasks) - 1
+    assert len(resume.finished_files(place, plans)) == len(finished) - 1
     path.write_bytes(whole + b"\0" * 40)
-    assert journal.finished_tasks(place, plans) == tasks
+    assert resume.finished_files(place, plans) == finished
 
 
 def test_a_file_that_was_cut_meanwhile_is_written_again(tmp_path: Path) -> None:
     stop_before_the_end(tmp_path / "out")
-    os.truncate(tmp_path / "out.partial" / "new" / "model.safetensors", 100)
+    os.truncate(tmp_path / "out.partial" / "new" / plans_of()[0].path, 100)
     export(tmp_path / "out", resume=True)
     export(tmp_path / "whole")
     assert content(tmp_path / "out") == content(tmp_path / "whole")

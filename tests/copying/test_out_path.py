@@ -12,8 +12,8 @@ from reader_contract import DATA
 
 from ckpt_tools import api, formats
 from ckpt_tools.cli import cli
-from ckpt_tools.convert.export import WriteOptions
 from ckpt_tools.convert.reshard import ReshardOptions
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import out_path
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.errors import OutputExistsError, UsageError
@@ -339,7 +339,7 @@ def test_a_dry_run_changes_nothing_that_a_killed_run_left(tmp_path: Path) -> Non
     assert run("export", FSDP2, "-o", out).exit_code == 0
     out.rename(tmp_path / "out.replaced")
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / ".journal").write_text("")
+    (tmp_path / "out.partial" / ".manifest").write_text("")
     before = content(tmp_path)
     for flags in ((), ("--force",), ("--resume",)):
         run("export", FSDP2, "-o", out, "--dry-run", *flags)

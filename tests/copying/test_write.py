@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import DTYPES, Source, layouts, region, values
 
-from ckpt_tools.copying.write import ALL, NO_JOURNAL, Journal, Share, write_files
+from ckpt_tools.copying.resume import Part
+from ckpt_tools.copying.write import ALL, Share, write_files
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
@@ -89,9 +90,10 @@ def write(
     threads: int = 2,
     slab: int = 1 << 20,
     share: Share = ALL,
-    journal: Journal = NO_JOURNAL,
+    parts: list[Part] | None = None,
 ) -> int:
     """Write with slabs and tasks of this size; gives the number of bytes that were reported."""
+    parts = [] if parts is None else parts
     told: list[int] = []
     with small_steps(slab):
         write_files(
@@ -102,27 +104,9 @@ def write(
             max_memory=threads << 20,
             on_bytes=told.append,
             share=share,
-            journal=journal,
+            on_file=parts.append,
         )
     return sum(told)
-
-
-class Notes:
-    """A journal in memory; `KeyboardInterrupt` comes after ``last`` tasks, if that is given."""
-
-    def __init__(self, known: dict[tuple[str, int], int], *, last: int | None = None) -> None:
-        self.known = known
-        self.written: list[tuple[str, int]] = []
-        self._last = last
-
-    def done(self, path: str, number: int) -> int | None:
-        return self.known.get((path, number))
-
-    def finished(self, path: str, number: int, crc: int) -> None:
-        self.known[path, number] = crc
-        self.written.append((path, number))
-        if self._last is not None and len(self.written) >= self._last:
-            raise KeyboardInterrupt
 
 
 def checked_plan(folder: Path, *, sizes: tuple[int, ...] = (5000, 0, 3, 700, 40)) -> FilePlan:
@@ -170,38 +154,31 @@ def test_shares_together_write_every_byte(tmp_path: Path, count: int) -> None:
     assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
 
 
-@pytest.mark.parametrize("last", [1, 5, 19, 22])
-def test_an_interrupted_run_goes_on_from_its_journal(tmp_path: Path, last: int) -> None:
-    plan, known = checked_plan(tmp_path), {}
+@pytest.mark.parametrize("count", [1, 2, 3, 20])
+def test_each_worker_says_which_tasks_of_a_file_it_has_written(tmp_path: Path, count: int) -> None:
+    plan = checked_plan(tmp_path)
+    parts: list[Part] = []
     with Files() as files:
-        with pytest.raises(KeyboardInterrupt):
-            write([plan], str(tmp_path), files, slab=64, journal=Notes(known, last=last))
-        before = set(known)
-        rest = Notes(known)
-        write([plan], str(tmp_path), files, slab=64, threads=1, journal=rest)
-    assert before.isdisjoint(rest.written)
+        for index in range(count):
+            write([plan], str(tmp_path), files, slab=64, share=Share(index, count), parts=parts)
+    assert {part.path for part in parts} == {"out"}
+    tasks = [task for part in parts for task in range(part.first, part.end)]
+    assert tasks == list(range(parts[0].of))
+
+
+def test_what_one_writer_leaves_another_may_write_again(tmp_path: Path) -> None:
+    plan = checked_plan(tmp_path)
+    with Files() as files:
+        write([plan], str(tmp_path), files, slab=64, share=Share(1, 3))
+        write([plan], str(tmp_path), files, slab=64)
     assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
 
 
-def test_a_run_with_nothing_left_still_puts_the_crcs(tmp_path: Path) -> None:
-    plan, known = checked_plan(tmp_path), {}
-    with Files() as files:
-        write([plan], str(tmp_path), files, slab=64, journal=Notes(known))
-        with open(tmp_path / "out", "r+b") as file:
-            file.seek(4)
-            file.write(b"????")
-        write([plan], str(tmp_path), files, slab=64, journal=Notes(known))
-    assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
-
-
-def test_every_byte_is_reported_even_when_it_was_done_before(tmp_path: Path) -> None:
-    plan, known = checked_plan(tmp_path), {}
+def test_every_byte_is_reported(tmp_path: Path) -> None:
+    plan = checked_plan(tmp_path)
     plan = plan._replace(items=tuple(item._replace(crc_at=()) for item in plan.items))
-    with Files() as files, pytest.raises(KeyboardInterrupt):
-        write([plan], str(tmp_path), files, slab=64, journal=Notes(known, last=7))
     with Files() as files:
-        told = write([plan], str(tmp_path), files, slab=64, journal=Notes(known))
-    assert told == plan.length
+        assert write([plan], str(tmp_path), files, slab=64) == plan.length
 
 
 @pytest.mark.parametrize("slab", [64, 1 << 20])
@@ -358,10 +335,23 @@ def test_a_source_cut_short_under_a_long_run_is_an_error(tmp_path: Path) -> None
 
 def test_an_error_stops_the_other_threads(tmp_path: Path) -> None:
     plan = checked_plan(tmp_path, sizes=(1 << 20,))
-    notes = Notes({}, last=1)
-    with Files() as files, pytest.raises(KeyboardInterrupt):
-        write([plan], str(tmp_path), files, threads=4, slab=1024, journal=notes)
-    assert len(notes.written) <= 4
+    told: list[int] = []
+
+    def fail(nbytes: int) -> None:
+        told.append(nbytes)
+        if len(told) >= 2:
+            raise UnreadableError("cut short")
+
+    with Files() as files, pytest.raises(UnreadableError), small_steps(1024):
+        write_files(
+            [plan],
+            root=str(tmp_path),
+            files=files,
+            threads=4,
+            max_memory=4 << 20,
+            on_bytes=fail,
+        )
+    assert len(told) <= 5
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("copy")]
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +23,11 @@ from launching import contents
 
 from ckpt_tools.cli import cli
 from ckpt_tools.convert import check as checking
-from ckpt_tools.convert.export import ExportOptions, WriteOptions
-from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
-from ckpt_tools.copying.journal import Place as OutPlace
+from ckpt_tools.convert.export import Export, ExportOptions
+from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, plan_reshard
+from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.copying.resume import Place as OutPlace
+from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
@@ -39,17 +41,15 @@ from ckpt_tools.core.layout import (
 )
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.plan import FilePlan, WriteItem
-from ckpt_tools.distributed import agreement, dcp_engine, environment, messages
+from ckpt_tools.distributed import agreement, dcp_engine, environment, gathering, messages
 from ckpt_tools.distributed import group as group_module
 from ckpt_tools.distributed.agreement import digest, identity
-from ckpt_tools.distributed.copy_engine import reshard_here
 from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.environment import Place
-from ckpt_tools.distributed.export_engine import ExportJob, export_here
+from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.heartbeat import Heartbeat
 from ckpt_tools.distributed.job import Job
-from ckpt_tools.distributed.pieces import PieceWriter
 from ckpt_tools.distributed.workers import Order, write_with_workers
 from ckpt_tools.errors import (
     AnswerNo,
@@ -83,6 +83,10 @@ def nothing(_: int) -> None:
 
 def job(out: Path, *, mesh: str = "4x8") -> Job:
     return Job(str(out), ReshardOptions(parse_mesh(mesh)), WriteOptions(), nothing)
+
+
+def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPlan:
+    return Here(job.write, workers, Listener(job.on_bytes)).write(job.of(index))
 
 
 # --------------------------------------------------------------------------------- environment
@@ -348,7 +352,7 @@ def test_an_output_folder_on_a_nodes_own_disk_is_refused(
 
     def work(group: Group) -> None:
         folder = str(folders[group.rank])
-        agreement.require_same_folder(group, OutPlace(f"{folder}/new", folder))
+        agreement.require_same_folder(group, OutPlace(folder))
 
     for error in run_ranks(2, work):
         assert isinstance(error, UsageError)
@@ -459,8 +463,9 @@ def test_workers_tell_how_many_bytes_they_wrote(alone: dict[str, bytes], tmp_pat
 def test_an_export_tells_how_many_bytes_there_will_be(tmp_path: Path, workers: int) -> None:
     told: list[int] = []
     totals: list[int] = []
-    job = ExportJob(str(tmp_path / "out"), WriteOptions(), told.append, totals.append)
-    export_here(read_index(str(DCP)), ExportOptions(), job, workers=workers)
+    write = WriteOptions()
+    conversion = Export(read_index(str(DCP)), str(tmp_path / "out"), write, ExportOptions())
+    Here(write, workers, Listener(told.append, totals.append)).write(conversion)
     written = sum(map(len, contents(tmp_path / "out").values()))
     assert totals == [written]
     assert sum(told) == written
@@ -483,7 +488,7 @@ def order(tmp_path: Path) -> Order:
     shutil.copytree(DCP, source)
     out.mkdir()
     plan = plan_reshard(read_index(str(source)), ReshardOptions(parse_mesh("4x8")))
-    return Order(plan.files, str(out), 2, 1, 4 << 20)
+    return Order(plan.files, OutPlace(str(out)), 2, 1, 4 << 20)
 
 
 def test_what_one_worker_raises_is_raised(order: Order, tmp_path: Path) -> None:
@@ -615,28 +620,38 @@ def test_headers_of_each_rank_alone_give_the_index_of_all_files(name: str) -> No
     )
 
 
-def test_pieces_of_a_tensor_in_memory_are_written_with_their_crc(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(64))
+def in_memory(folder: Path, item: WriteItem, values: np.ndarray, *, length: int) -> bytes:
+    """What is in a file of this length when an item of these values is written into it."""
+
+    def write(plans: Sequence[FilePlan], files: Files) -> None:
+        write_files(
+            plans, root=str(folder), files=files, threads=2, max_memory=1 << 20, on_bytes=nothing
+        )
+
+    whole = values.view(np.uint8).reshape(*values.shape, values.itemsize)
+    gathering.write_from_memory([FilePlan("file", length, (), (item,))], whole, write)
+    return (folder / "file").read_bytes()
+
+
+@pytest.mark.parametrize("task", [16, 1 << 24])
+def test_a_box_of_a_tensor_in_memory_is_written_with_its_crc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: int
+) -> None:
+    monkeypatch.setattr("ckpt_tools.copying.tasks.TASK_BYTES", task)
     values = np.arange(24, dtype=np.float32).reshape(4, 6)
     float32 = dtype_named("float32")
-    box = Box((1, 2), (2, 3))
-    item = WriteItem("w", "file", 8, box, float32, float32, (), crc_at=(40,))
-    whole = values.view(np.uint8).reshape(4, 6, 4)
-    PieceWriter(str(tmp_path), on_bytes=nothing).write(item, whole)
+    item = WriteItem("w", "file", 8, Box((1, 2), (2, 3)), float32, float32, (), crc_at=(40,))
+    written = in_memory(tmp_path, item, values, length=64)
     expected = values[1:3, 2:5].tobytes()
-    written = (tmp_path / "file").read_bytes()
     assert written[8:32] == expected
     assert int.from_bytes(written[40:44], "little") == zlib.crc32(expected)
 
 
-def test_pieces_are_cast_as_the_plan_says(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(8))
+def test_a_tensor_in_memory_is_cast_as_the_plan_says(tmp_path: Path) -> None:
     values = np.array([1.0, -2.5], dtype=np.float32)
-    item = WriteItem(
-        "w", "file", 0, Box((0,), (2,)), dtype_named("float32"), dtype_named("float16"), ()
-    )
-    PieceWriter(str(tmp_path), on_bytes=nothing).write(item, values.view(np.uint8).reshape(2, 4))
-    assert (tmp_path / "file").read_bytes()[:4] == values.astype(np.float16).tobytes()
+    types = dtype_named("float32"), dtype_named("float16")
+    item = WriteItem("w", "file", 0, Box((0,), (2,)), *types, ())
+    assert in_memory(tmp_path, item, values, length=4) == values.astype(np.float16).tobytes()
 
 
 # ------------------------------------------------------------------------------------- command

@@ -276,7 +276,7 @@ def test_a_rank_killed_under_a_static_rendezvous_ends_the_job_and_resume_goes_on
     marker = tmp_path / "stalled"
     env = {
         "CKPT_TOOLS_PEER_TIMEOUT": "5",
-        "STALL": f"{killed}:copy_engine:write_share:{marker}",
+        "STALL": f"{killed}:executors:write_share:{marker}",
     }
     agents = nodes(JOBS / "stall.py", *arguments, env=env)
     end = time.monotonic() + 60

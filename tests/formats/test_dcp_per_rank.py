@@ -10,7 +10,8 @@ from launching import job
 
 import ckpt_tools
 from ckpt_tools import proof
-from ckpt_tools.convert.export import ExportOptions, WriteOptions
+from ckpt_tools.convert.export import ExportOptions
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 from ckpt_tools.storage.reader import Files
 

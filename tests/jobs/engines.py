@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from ckpt_tools.convert.export import WriteOptions
 from ckpt_tools.convert.reshard import ReshardOptions
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.mesh_spec import parse_mesh, parse_rule
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import Request, reshard_by

@@ -7,7 +7,8 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tools import api, formats
 from ckpt_tools.convert import export as convert
-from ckpt_tools.convert.export import ExportOptions, WriteOptions
+from ckpt_tools.convert.export import ExportOptions
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.transforms import hf_architecture, hf_folder
 from ckpt_tools.transforms.hf_folder import AssetsStep, read_assets, values_of

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tools.cli import cli
 from ckpt_tools.convert.export import ExportOptions
-from ckpt_tools.copying.lock import in_words
+from ckpt_tools.copying.origin import in_words
 from ckpt_tools.transforms.lora import LoraConfig, MergeStep
 
 REAL = DATA / "checkpoints"

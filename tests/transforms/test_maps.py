@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from ckpt_tools import api, formats
 from ckpt_tools.cli import cli
 from ckpt_tools.convert import export as convert
-from ckpt_tools.convert.export import ExportOptions, WriteOptions
+from ckpt_tools.convert.export import ExportOptions
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.read import read_array
 from ckpt_tools.core.dtypes import BY_NAME, dtype_named
 from ckpt_tools.core.geometry import Box

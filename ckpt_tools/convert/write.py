@@ -1,0 +1,150 @@
+"""The one way to an output, for `export` and `reshard` alike.
+
+What must be refused is refused, the files are planned from the index alone, an executor fills them
+in a folder beside their place, they are compared with the source, and get their name. Who fills
+them (threads, workers, the ranks of a job) is handed in, and not known here.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from ckpt_tools.copying import atomic_output, out_path
+from ckpt_tools.copying.origin import Origin
+from ckpt_tools.copying.resume import Place
+from ckpt_tools.copying.tasks import check_memory
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.formats.frameworks import sources_of
+from ckpt_tools.storage import upload
+from ckpt_tools.storage.paths import is_address
+from ckpt_tools.transforms.base import Work
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes.
+
+    Without a number of threads, the cores and the work choose it (`copying.parallel`).
+    ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
+    are never written over. Raises UsageError for no thread, or less than 1 MiB of memory.
+    """
+
+    force: bool = False
+    threads: int | None = None
+    max_memory: int = 64 << 20
+    resume: bool = False
+    check: bool = False
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_memory(self.threads, self.max_memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Files to write, the tensors and objects in them, and what a person should know.
+
+    A target's entry is what is written, under its new name, as boxes over the source's bytes.
+    ``tree`` has the containers of the names in the output. ``works`` must be done once before the
+    files are written. ``single_file`` is the name of the one file that is all of the output.
+    """
+
+    files: Sequence[FilePlan]
+    targets: tuple[Target, ...]
+    notes: tuple[str, ...]
+    nbytes: int
+    objects: tuple[ObjectEntry, ...] = ()
+    tree: Branch[str] = NO_TREE
+    works: tuple[Work, ...] = ()
+    single_file: str | None = None
+
+
+P = TypeVar("P", bound=Plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion(ABC, Generic[P]):
+    """What is to be made of a checkpoint, and where."""
+
+    index: CheckpointIndex
+    out: str
+    write: WriteOptions
+
+    @property
+    def sources(self) -> list[str]:
+        """Every file and folder that is read."""
+        read = [source for index in (self.index, *self.others) for source in sources_of(index)]
+        return [*self.write.sources, *read]
+
+    @property
+    def others(self) -> tuple[CheckpointIndex, ...]:
+        """Other checkpoints that the options take something from."""
+        return ()
+
+    @abstractmethod
+    def plan(self) -> P:
+        """Plan it from headers alone; nothing is written. Raises what cannot be done."""
+
+    @abstractmethod
+    def words(self, plan: P) -> dict[str, str]:
+        """What was asked for, as words that a person can compare."""
+
+    @abstractmethod
+    def record(self, plan: P, folder: str, words: str) -> None:
+        """Write down in the output what was proven of it."""
+
+
+class Executor(Protocol):
+    """Carries plans out."""
+
+    def run(self, plan: Plan, place: Place) -> None:
+        """Do the works of a plan and write its files: none, when all was written before."""
+
+
+def write(conversion: Conversion[P], executor: Executor) -> P:
+    """Make the output of a conversion; an address gets what was made whole here first.
+
+    Raises what its `plan`, the executor, `atomic_output.appearing` and `upload.staged` raise; in
+    every case what was at ``out`` before is as it was.
+    """
+    from ckpt_tools import formats  # the readers: not needed to name the options
+
+    index, options, sources = conversion.index, conversion.write, conversion.sources
+    out = out_path.real(conversion.out)
+    if is_address(out):
+        out_path.refuse_source(out, sources)
+        with upload.staged(out, force=options.force, resume=options.resume) as here:
+            return write(replace(conversion, out=here), executor)
+    out = atomic_output.admit(out, sources=sources, force=options.force, resume=options.resume)
+    plan = conversion.plan()
+    order = atomic_output.Order(
+        out,
+        plan.files,
+        Origin.of(index, plan.files, conversion.words(plan)),
+        source=index.files,
+        single_file=plan.single_file,
+        resume=options.resume,
+        replaceable=formats.checkpoint_files(),
+    )
+    with atomic_output.appearing(order) as started:
+        executor.run(replace(plan, files=started.plans), started.place)
+        proven = _check(conversion, plan, started.place.folder) if options.check else ()
+    return replace(plan, notes=(*plan.notes, *started.notes, *proven))
+
+
+def _check(conversion: Conversion[P], plan: P, folder: str) -> tuple[str, ...]:
+    """Read the output back, and record the proof in it where it has room."""
+    from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
+
+    written = os.path.join(folder, plan.single_file) if plan.single_file else folder
+    wanted = checking.Written(plan.targets, plan.objects, plan.tree)
+    threads = conversion.write.threads
+    words = checking.check(written, wanted, source=conversion.index, threads=threads)
+    conversion.record(plan, folder, words)
+    return (words,)

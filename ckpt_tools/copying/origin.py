@@ -1,0 +1,125 @@
+"""What an output is made from: the source's files, the options, and the layout of the output."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from ckpt_tools._version import __version__
+from ckpt_tools.copying.tasks import TASK_BYTES
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.index import CheckpointIndex, FileEntry
+from ckpt_tools.core.plan import FilePlan, PlannedFile, files_of, plan_digest
+from ckpt_tools.errors import SourceChangedError
+from ckpt_tools.storage import paths
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What an output is made from; with equal origins every byte of two outputs is equal.
+
+    ``sources`` are the source's files, by names that do not tell where it is, with their states
+    before they were first read; ``options`` what was asked for, in words; ``layout`` a digest of
+    the plan.
+    """
+
+    version: str
+    sources: Mapping[str, str]
+    options: Mapping[str, str]
+    layout: str
+
+    @classmethod
+    def of(
+        cls, index: CheckpointIndex, plans: Sequence[FilePlan], options: Mapping[str, str]
+    ) -> Origin:
+        """The origin of these plans, made with these options for this checkpoint."""
+        top = index.root if paths.is_dir(index.root) else os.path.dirname(index.root)
+        sources = {
+            os.path.relpath(file.path, top or "."): str(file.state or "not there")
+            for file in sorted(with_states(index.files))
+        }
+        return cls(__version__, sources, dict(options), _layout(plans))
+
+    def differences(self, now: Origin) -> list[str]:
+        """What is different now, a line each; nothing when the origins are equal."""
+        found = []
+        if self.version != now.version:
+            found.append(f"ckpt-tools was {self.version} and is {now.version}.")
+        for name in sorted(self.options.keys() | now.options.keys()):
+            was, new = self.options.get(name, "not there"), now.options.get(name, "not there")
+            if was != new:
+                found.append(f"{name} was {was} and is {new}.")
+        for name in sorted(self.sources.keys() | now.sources.keys()):
+            was, new = self.sources.get(name, "not there"), now.sources.get(name, "not there")
+            if was != new:
+                found.append(f"{name} of the source has changed: was {was}, is {new}.")
+        if not found and self.layout != now.layout:
+            found.append("The files to write would be other ones.")
+        return found
+
+
+def with_states(files: Sequence[FileEntry]) -> list[FileEntry]:
+    """The same files; those that nobody has looked at, with the states that they have now."""
+    now = paths.states_now(file.path for file in files if file.state is None)
+    return [file._replace(state=file.state or now.get(file.path)) for file in files]
+
+
+def require_unchanged(files: Sequence[FileEntry]) -> None:
+    """Raise SourceChangedError when a file is not as it was before its first byte was read."""
+    now = paths.states_now(file.path for file in files)
+    changed = [file for file in files if file.state != now.get(file.path)]
+    if changed:
+        first = changed[0]
+        was, new = first.state or "not there", now.get(first.path) or "not there"
+        more = f" {len(changed) - 1} more files have changed, too." if len(changed) > 1 else ""
+        raise SourceChangedError(
+            f"{first.path} has changed since it was first read: was {was}, is {new}.{more}",
+            hint="The output would be of two sources, so it was not given its name. Run the "
+            "command again when nothing writes there any more.",
+        )
+
+
+def _layout(plans: Sequence[FilePlan]) -> str:
+    """Differs when files, lengths, places or known bytes do, or how they are cut into tasks."""
+    digest = blake2b(str(TASK_BYTES).encode(), digest_size=16)
+    for file in files_of(plans):
+        known = file.digest if isinstance(file, PlannedFile) else plan_digest(file)
+        digest.update(repr((file.path, file.length, known)).encode())
+    return digest.hexdigest()
+
+
+def digest_of_reads(plans: Sequence[FilePlan]) -> str:
+    """Differs when other bytes of the source go to the same places."""
+    digest = blake2b(digest_size=16)
+    for plan in plans:
+        for item in plan.items:
+            reads = [(r.box, r.chunk.box, r.chunk.strides, r.chunk.data[1:]) for r in item.reads]
+            digest.update(repr((item.offset, item.box, reads)).encode())
+    return digest.hexdigest()
+
+
+def in_words(options: DataclassInstance) -> dict[str, str]:
+    """Options as words that a person can compare, field by field.
+
+    Of another checkpoint only its place is told: what it changes is seen in the plan. A step is
+    told by its own fields, and no address of a function gets into the words.
+    """
+    return {field.name: _in_words(getattr(options, field.name)) for field in fields(options)}
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, CheckpointIndex):
+        return value.root
+    if isinstance(value, DType):
+        return value.name
+    if value is None or value == ():
+        return "not given"
+    if isinstance(value, tuple) and any(callable(one) for one in value):
+        return ", ".join(str(one) if is_dataclass(one) else "a function" for one in value)
+    return str(value)

@@ -1,0 +1,173 @@
+"""Who carries out a plan: this process, workers on this machine, or the ranks of a torchrun job.
+
+Several fill one file, and the bytes are the same however many take part: the plan alone says what
+they are. The ranks of a job need a file system that all of them see, and talk only to start and to
+end together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+from ckpt_tools.convert.write import Conversion, Executor, P, Plan, WriteOptions, write
+from ckpt_tools.copying import atomic_output
+from ckpt_tools.copying.resume import Place
+from ckpt_tools.copying.tasks import Share, cut, share_of
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.plan import FilePlan, total_length
+from ckpt_tools.distributed import environment
+from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
+from ckpt_tools.distributed.group import Group, join
+from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
+from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.base import Work
+
+
+def ignore(_nbytes: int) -> None:
+    """No-op progress callback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """``on_bytes`` is told how many bytes this process wrote, ``on_total`` before that about how
+    many there will be.
+    """
+
+    on_bytes: Callable[[int], None] = ignore
+    on_total: Callable[[int], None] = ignore
+
+
+SILENT = Listener()
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The threads of this process, or several ``workers`` on this machine."""
+
+    options: WriteOptions
+    workers: int = 1
+    listener: Listener = SILENT
+
+    def together(self) -> AbstractContextManager[None]:
+        """There is nobody to agree with."""
+        return nullcontext()
+
+    def admit(self, out: str) -> None:
+        """Refuse an output before a large index is read for it; `write` looks again."""
+        if not is_address(out):
+            _admit(out, self.options)
+
+    def write(self, conversion: Conversion[P]) -> P:
+        """`convert.write`. Raises what it raises, and WriteError when a worker dies."""
+        return write(conversion, self)
+
+    def run(self, plan: Plan, place: Place) -> None:
+        """Do the works of a plan and write its files."""
+        if not plan.files:
+            return
+        with Files() as files:
+            _do(plan.works, files)
+        self.listener.on_total(total_length(plan.files))
+        order = _order(self.options, plan, place, count=self.workers)
+        if self.workers == 1:
+            write_share(order, 0, on_bytes=self.listener.on_bytes)
+        else:
+            write_with_workers(order, on_bytes=self.listener.on_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks of a job: rank 0 makes and renames the output, all fill it."""
+
+    group: Group
+    options: WriteOptions
+    listener: Listener = SILENT
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block that ends well on all ranks or on none."""
+        return self.group.collective()
+
+    def admit(self, out: str) -> None:
+        """Rank 0 refuses an output before a large index is read for it."""
+        if self.group.rank == 0:
+            _admit(out, self.options)
+
+    def write(self, conversion: Conversion[P]) -> P:
+        """`convert.write`. Raises what it raises, on all ranks the same."""
+        with self.group.collective():
+            return lead_or_follow(self.group, conversion, _Sharing(self, conversion.index))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """Each rank writes its share of a plan made from ``source``."""
+
+    ranks: Ranks
+    source: CheckpointIndex
+
+    def run(self, plan: Plan, place: Place) -> None:
+        """Write this rank's share of the files that are left."""
+        group, listener = self.ranks.group, self.ranks.listener
+        left = begin(group, plan.files, place, source=self.source)
+        if not left:
+            return
+        listener.on_total(total_length(left) // group.size)
+        progress = Progress(group, listener.on_bytes)
+        with group.collective():  # nobody writes any more when rank 0 tidies up
+            with Files() as files:
+                _do(_needed(plan.works, left, Share(group.rank, group.size)), files)
+            order = _order(self.ranks.options, replace(plan, files=left), place, count=group.size)
+            write_share(order, group.rank, on_bytes=progress.add)
+        require_all_written(group, left, place.folder, nbytes=progress.nbytes)
+
+
+@contextmanager
+def available(options: WriteOptions, *, workers: int, listener: Listener) -> Iterator[Here | Ranks]:
+    """All ranks when this process is one of a torchrun job's, else this machine.
+
+    Raises UsageError for workers beside ranks.
+    """
+    place = environment.place()
+    if place is None:
+        yield Here(options, workers, listener)
+        return
+    with join(place, workers=workers) as group:
+        yield Ranks(group, options, listener)
+
+
+def lead_or_follow(group: Group, conversion: Conversion[P], executor: Executor) -> P:
+    """Plan on every rank, and write in the folder that rank 0 makes and renames."""
+    if group.rank == 0:
+        return write(conversion, executor)
+    plan = conversion.plan()
+    executor.run(plan, atomic_output.place_of(conversion.out))
+    return plan
+
+
+def _admit(out: str, options: WriteOptions) -> None:
+    sources, force, resume = options.sources, options.force, options.resume
+    atomic_output.admit(out, sources=sources, force=force, resume=resume)
+
+
+def _order(options: WriteOptions, plan: Plan, place: Place, *, count: int) -> Order:
+    return Order(plan.files, place, count, options.threads, options.max_memory)
+
+
+def _do(works: Sequence[Work], files: Files) -> None:
+    """Make the bytes that a plan reads and no checkpoint holds."""
+    for work in works:
+        work(files)
+
+
+def _needed(works: Sequence[Work], plans: Sequence[FilePlan], share: Share) -> list[Work]:
+    """The works whose bytes this share reads: each rank makes them on its own disk."""
+    if not works:
+        return []
+    tasks = share_of([task for plan in plans for task in cut(plan)], share)
+    read = {
+        read.chunk.data.path for task in tasks for piece in task.pieces for read in piece.item.reads
+    }
+    return [work for work in works if work.path in read]

@@ -228,8 +228,8 @@ def has_twins(state: object) -> bool:
 
 
 def has_wrapped_twins(state: object) -> bool:
-    """Whether two tensors may have one name without the components of wrappers."""
-    names = list(tensors(state))
+    """Whether two entries have one name without the components of wrappers."""
+    names = [one.name for one in leaves(state)]  # objects count, too, where tensors are compared
     bare = {".".join(part for part in name.split(".") if part != "_orig_mod") for name in names}
     return len(bare) < len(names)
 

@@ -15,6 +15,7 @@ from ckpt_tools import formats
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers
@@ -114,7 +115,11 @@ def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files)
 
 
 def _has(source: CheckpointIndex, entry: ObjectEntry) -> bool:
-    return source.object(entry.fqn) is not None
+    """Whether the source has the object, or an empty place of a list where None was written."""
+    if source.object(entry.fqn) is not None:
+        return True
+    holder = source.nesting.get(*entry.path[:-1]) if entry.opened and entry.value is None else None
+    return isinstance(holder, Branch) and (entry.path[-1], None) in holder.pairs()
 
 
 def _nbytes(pair: _Pair) -> int:

@@ -32,8 +32,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPES |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 _DTYPES |= {"fp64": torch.float64}
 # Beside codes of these types a float may be their scale, and --dtype then refuses to cast it.
-_CODES = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.uint16, torch.uint32)
-_CODES += (*states.SMALL_FLOATS, *states.PACKED)
+_CODES = (*states.WHOLES, *states.SMALL_FLOATS, *states.PACKED)
 
 
 @dataclass(frozen=True, slots=True)

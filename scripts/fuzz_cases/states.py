@@ -17,8 +17,8 @@ SMALL_FLOATS = tuple(
     getattr(torch, f"float8_{kind}")
     for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
 )
-_WHOLES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_WHOLES += (torch.uint16, torch.uint32, torch.uint64, torch.bool)
+WHOLES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+WHOLES += (torch.uint16, torch.uint32, torch.uint64, torch.bool)
 _COMPLEX = (torch.complex64, torch.complex128, torch.complex32)
 # torch copies these only where they are contiguous.
 PACKED = (torch.float4_e2m1fn_x2,)
@@ -99,7 +99,7 @@ def dtype(rng: random.Random) -> torch.dtype:
     """A type of elements, float32 and bfloat16 more often than others."""
     if rng.random() < 0.4:
         return rng.choice((torch.float32, torch.bfloat16))
-    return rng.choice((*FLOATS, *SMALL_FLOATS, *_WHOLES, *_COMPLEX, *PACKED))
+    return rng.choice((*FLOATS, *SMALL_FLOATS, *WHOLES, *_COMPLEX, *PACKED))
 
 
 def tensor(rng: random.Random, made: list[torch.Tensor]) -> torch.Tensor:
@@ -228,8 +228,8 @@ def has_twins(state: object) -> bool:
 
 
 def has_wrapped_twins(state: object) -> bool:
-    """Whether two tensors may have one name without the components of wrappers."""
-    names = list(tensors(state))
+    """Whether two entries have one name without the components of wrappers."""
+    names = [one.name for one in leaves(state)]  # objects count, too, where tensors are compared
     bare = {".".join(part for part in name.split(".") if part != "_orig_mod") for name in names}
     return len(bare) < len(names)
 

@@ -499,15 +499,16 @@ def test_a_file_of_a_list_under_a_family_keeps_it(tmp_path: Path) -> None:
 def test_check_takes_a_list_that_lost_its_tensors_for_the_one_value_that_it_is(
     form: str, tmp_path: Path
 ) -> None:
-    state = {"w": T, "c": [T, 5], "t": ({"a": 1}, [2, T]), "e": [{}, 1]}
+    state = {"w": T, "c": [T, 5], "t": ({"a": 1}, [2, T]), "e": [{}, 1], "h": [T, {"a": T}]}
     torch.save(state, tmp_path / "a.pt")
     index, write = open_checkpoint(str(tmp_path / "a.pt")), WriteOptions(check=True)
-    gone = ("c.0", "t.1.1")
+    gone = ("c.0", "t.1.1", "h.0")
     if form == "pt":
         options = ExportOptions(format="torch", keep_names=True, only=None, exclude=gone)
         plan = api.export(index, str(tmp_path / "b.pt"), options=options, write=write)
         found = torch.load(tmp_path / "b.pt", weights_only=True)
         left = {"w": T, "c": [None, 5], "t": ({"a": 1}, [2, None]), "e": [{}, 1]}
+        left["h"] = [None, {"a": T}]
         assert spelled(found) == spelled(left)
     else:
         target = ReshardOptions(Mesh((2,)), format=form, device_type="cpu", exclude=gone)  # type: ignore[arg-type]

@@ -9,9 +9,9 @@ from reader_contract import DATA, truth_of, whole
 
 from ckpt_tools import api, formats, proof
 from ckpt_tools.analysis import summary
-from ckpt_tools.convert.export import ExportOptions
-from ckpt_tools.convert.write import WriteOptions, plan_export
+from ckpt_tools.convert.export import ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.errors import CkptError
 from ckpt_tools.storage.reader import Files

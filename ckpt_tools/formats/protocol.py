@@ -38,7 +38,7 @@ class Checksummed(NamedTuple):
     data: ByteRange
     crc: int | None = None
     name: str = ""
-    kept: bytes | None = None
+    kept: bytes | memoryview | None = None
     stored: ByteRange | None = None
     record: ByteRange | None = None
 

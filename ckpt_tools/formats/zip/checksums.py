@@ -86,13 +86,13 @@ def records(
         )
 
 
-def _opened(files: Files, data: ByteRange) -> tuple[Archive, bytes]:
+def _opened(files: Files, data: ByteRange) -> tuple[Archive, memoryview]:
     """The archive, and its bytes when it is small."""
-    kept = files.read(*data) if data.length <= _SMALL else b""
+    kept = memoryview(files.read(*data) if data.length <= _SMALL else b"")
 
     def read(offset: int, length: int) -> bytes:
         if not kept:
             return files.read(data.path, offset, length)
-        return kept[offset - data.offset : offset - data.offset + length]
+        return bytes(kept[offset - data.offset : offset - data.offset + length])
 
     return read_archive(read, offset=data.offset, length=data.length, where=data.path), kept

@@ -19,9 +19,10 @@ from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
 from ckpt_tools.formats.protocol import Checksummed, Part
 from ckpt_tools.proof.threads import Tally, in_threads
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
-_BLOCK = 1 << 20
+_BLOCK = 2 << 20
 
 
 class Damage(NamedTuple):
@@ -67,8 +68,8 @@ def read_everything(
     """
     checker = _Checker(files, Tally(on_bytes))
     parts = list(formats.checksummed(index, files))
-    total = Reading()
-    for found in in_threads(checker.check, parts, threads=threads, nbytes=_nbytes):
+    total, far = Reading(), is_address(index.root)
+    for found in in_threads(checker.check, parts, threads=threads, nbytes=_nbytes, far=far):
         total.add(found)
     _combine(total)
     return total

@@ -31,6 +31,7 @@ from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section, TensorEntr
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.inside import Inside, names_inside
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 
@@ -95,7 +96,8 @@ def fingerprint(
         told = digest_of(entry, files, on_bytes=tally.add)
         return TensorDigest(entry.fqn, inside[entry.fqn], entry.dtype.name, entry.shape, told)
 
-    found = in_threads(digest, located.tensors, threads=threads, nbytes=_nbytes)
+    far = is_address(index.root)
+    found = in_threads(digest, located.tensors, threads=threads, nbytes=_nbytes, far=far)
     return of_tensors(found)
 
 

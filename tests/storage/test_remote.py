@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 from threading import Thread
 from typing import ClassVar, NamedTuple
@@ -223,6 +224,36 @@ def test_a_folder_of_a_web_server_is_looked_at(site: str) -> None:
     near = read_index(str(REAL / "fsdp2_dcp_1d_4r" / "ckpt"))
     assert [entry.fqn for entry in far.entries] == [entry.fqn for entry in near.entries]
     assert not far.problems
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    """A server that lists no name that begins with a dot, as nginx and Apache do."""
+
+    asked: ClassVar[list[str]] = []
+
+    def log_request(self, *_: object) -> None:
+        self.asked.append(self.path)
+
+    def list_directory(self, path: str) -> BytesIO:  # type: ignore[override]
+        shown = (name for name in os.listdir(path) if not name.startswith("."))
+        page = "".join(f"<a href='{name}'>{name}</a>" for name in shown).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        return BytesIO(page)
+
+
+def test_a_web_server_that_hides_metadata_is_asked_for_it_and_not_often() -> None:
+    pytest.importorskip("aiohttp")
+    folder = "fsdp2_dcp_1d_4r/ckpt"
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(REAL))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        far = read_index(f"http://127.0.0.1:{server.server_port}/{folder}")
+        server.shutdown()
+    assert [entry.fqn for entry in far.tensors] == [
+        entry.fqn for entry in read_index(str(REAL / folder)).tensors
+    ]
+    assert _Quiet.asked.count(f"/{folder}/__0_0.distcp") == 1
 
 
 def test_a_web_server_without_ranges_is_an_error_that_says_so(site: str) -> None:

@@ -130,10 +130,12 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         index = _with_names(index, options.param_names, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     chosen, of_ranks = without_old_ranks(chosen, _target_ranks(options))
+    if _keeps_items(options):
+        chosen = chosen.closed()
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
-        foreign = any(e.codec != form.object_codec for e in located.objects)
+        foreign = any(not e.opened and e.codec != form.object_codec for e in located.objects)
         if options.layout is not None or foreign:
             located = formats.open_objects(located, files)
         if form.nested:
@@ -170,6 +172,13 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         objects=held.objects,
         tree=held.nesting,
     )
+
+
+def _keeps_items(options: ReshardOptions) -> bool:
+    """Whether objects that hold tensors are copied as they are, byte for byte."""
+    casts = options.dtype is not None or options.dtypes
+    copied = formats.named(options.format).object_codec is not None
+    return copied and not (casts or options.steps or options.layout)
 
 
 def _target_ranks(options: ReshardOptions) -> TargetRanks:

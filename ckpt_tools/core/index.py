@@ -175,6 +175,16 @@ class ObjectEntry:
 Entry: TypeAlias = TensorEntry | ObjectEntry
 
 
+class Packed(NamedTuple):
+    """An object of the format that was opened as a container: the names ``held`` came of ``item``.
+
+    ``held`` is empty when they have other names now.
+    """
+
+    item: ObjectEntry
+    held: frozenset[str]
+
+
 class FileState(NamedTuple):
     """What tells a file from another one in its place, without a look into it.
 
@@ -220,6 +230,7 @@ class CheckpointIndex:
     the order and in the containers of the state dict; entries that it lacks stand behind, at their
     paths, and names without an entry are not there: `nesting` is the tree of the entries.
     ``problems`` are what keeps it from being whole, ``ties`` groups of names that share a storage.
+    ``packed`` are objects in whose place there are entries for what they hold.
     """
 
     root: str
@@ -235,6 +246,7 @@ class CheckpointIndex:
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
     tree: Branch[str] = NO_TREE
+    packed: tuple[Packed, ...] = ()
     _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -268,6 +280,24 @@ class CheckpointIndex:
             tensors=tuple(entry for entry in placed if isinstance(entry, TensorEntry)),
             objects=tuple(entry for entry in placed if isinstance(entry, ObjectEntry)),
             tree=tree.map_places(lambda path, _: ".".join(map(str, path))),
+            packed=tuple(one._replace(held=frozenset()) for one in self.packed),
+        )
+
+    def closed(self: _Index) -> _Index:
+        """The same checkpoint with each packed object of which all is there as the one it was."""
+        held = {entry.fqn for entry in self.entries}
+        whole = [one for one in self.packed if one.held and one.held <= held]
+        if not whole:
+            return self
+        gone = frozenset().union(*(one.held for one in whole))
+        objects = [entry for entry in self.objects if entry.fqn not in gone]
+        objects += [one.item for one in whole]
+        return replace(
+            self,
+            tensors=tuple(entry for entry in self.tensors if entry.fqn not in gone),
+            objects=tuple(sorted(objects, key=_fqn)),
+            tree=self.nesting.with_leaves({one.item.path: one.item.fqn for one in whole}),
+            packed=tuple(one for one in self.packed if one not in whole),
         )
 
     @property

@@ -47,7 +47,7 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
     mesh, UnsupportedError when torch cannot load the source or would place a shard wrong.
     """
     with group.collective():
-        refuse(index, job, world_size=group.size)
+        refuse(index.closed(), job, world_size=group.size)
         with devices.process_group(group) as device_type:
             conversion = job.without_resume().of(index)
             done = lead_or_follow(group, conversion, _LoadAndSave(group, index, job, device_type))
@@ -69,8 +69,9 @@ class _LoadAndSave:
         begin(group, plan.files, place, source=self.index)
         placed = _Placed(self.job.options.mesh, self.device_type, group)
         with group.collective():  # a rank that refuses must not be missed in a collective
+            _refuse_parts(self.index, plan)
             state = placed.empty(plan.targets)
-        _load_and_save(state, self.index, plan, folder)
+        _load_and_save(state, self.index.closed(), plan, folder)
         self.job.on_bytes(sum(p.length for p in plan.files[group.rank :: group.size]))
         with group.collective():
             if group.rank == 0:
@@ -100,6 +101,17 @@ def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
     if foreign:
         raise UnsupportedError(
             f"{index.root} holds {', '.join(foreign)} items, which dcp.load may not read.",
+            hint=_COPY_DOES_IT,
+        )
+
+
+def _refuse_parts(index: CheckpointIndex, plan: Plan) -> None:
+    """Raise UnsupportedError where a tensor inside of an item is to be loaded without the rest."""
+    inside = frozenset().union(*(one.held for one in index.packed))
+    parts = [target.fqn for target in plan.targets if target.fqn in inside]
+    if parts:
+        raise UnsupportedError(
+            f"{some(parts)}: inside of an item of {index.root}, which dcp.load loads as a whole.",
             hint=_COPY_DOES_IT,
         )
 

@@ -215,6 +215,7 @@ class _Joining:
             ties=tuple(tie for part in every for tie in part.ties),
             notes=(*self._notes(), *dict.fromkeys(note for part in every for note in part.notes)),
             problems=(*self.problems, *(p for part in every for p in part.problems)),
+            packed=tuple(one for part in every for one in part.packed),
             tree=reduce(merge, (part.tree for part in every)),
         )
         return _of(whole, entries)

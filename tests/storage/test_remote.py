@@ -456,7 +456,7 @@ def test_one_value_of_s3_costs_few_bytes(s3: Server) -> None:
     done = s3.run("show", "--raw", "s3://bucket/run7", "step")
     assert done.stdout == "2\n", done.stderr
     parts = {path: n for path, n in s3.sent().items() if not path.endswith(".metadata")}
-    assert sum(parts.values()) < 2_000
+    assert sum(parts.values()) < 32_000  # the ends of all objects, and one of them
 
 
 @needs_s3

@@ -40,19 +40,19 @@ class Dcp(Format):
         return items.locate(index, files)
 
     def open_objects(self, index: Index, files: Files) -> Index:  # noqa: D102
-        from ckpt_tools.formats.dcp import items
+        from ckpt_tools.formats.dcp import objects
 
-        return items.open_objects(index, files)
+        return objects.open_objects(index, files)
 
     def copyable_objects(self, index: Index, files: Files) -> Index:  # noqa: D102
-        from ckpt_tools.formats.dcp import items
+        from ckpt_tools.formats.dcp import objects
 
-        return items.copyable_objects(index, files)
+        return objects.copyable_objects(index, files)
 
     def object_bytes(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:  # noqa: D102
-        from ckpt_tools.formats.dcp import items
+        from ckpt_tools.formats.dcp import objects
 
-        return items.object_bytes(entry, files)
+        return objects.object_bytes(entry, files)
 
     def rank_of(self, path: str) -> int | None:  # noqa: D102
         from ckpt_tools.formats.dcp import checks

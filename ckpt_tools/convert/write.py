@@ -51,12 +51,14 @@ class Plan:
     """Files to write, the tensors and objects in them, and what a person should know.
 
     A target's entry is what is written, under its new name, as boxes over the source's bytes.
-    ``tree`` has the containers of the names in the output. ``works`` must be done once before the
-    files are written. ``single_file`` is the name of the one file that is all of the output.
+    ``chosen`` is the part of the source that they come from, as its reader gave it. ``tree`` has
+    the containers of the names in the output. ``works`` must be done once before the files are
+    written. ``single_file`` is the name of the one file that is all of the output.
     """
 
     files: Sequence[FilePlan]
     targets: tuple[Target, ...]
+    chosen: CheckpointIndex
     notes: tuple[str, ...]
     nbytes: int
     objects: tuple[ObjectEntry, ...] = ()
@@ -145,6 +147,6 @@ def _check(conversion: Conversion[P], plan: P, folder: str) -> tuple[str, ...]:
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
     wanted = checking.Written(plan.targets, plan.objects, plan.tree)
     threads = conversion.write.threads
-    words = checking.check(written, wanted, source=conversion.index, threads=threads)
+    words = checking.check(written, wanted, source=plan.chosen, threads=threads)
     conversion.record(plan, folder, words)
     return (words,)

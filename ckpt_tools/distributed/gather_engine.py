@@ -106,7 +106,11 @@ def _check(
     with group.collective():
         plan = plan_reshard(index, job.options)
         words = checking.check(
-            folder, checking.Written(plan.targets), source=index, threads=job.write.threads, own=own
+            folder,
+            checking.Written(plan.targets),
+            source=plan.chosen,
+            threads=job.write.threads,
+            own=own,
         )
     if group.rank == 0:
         checking.record_beside(folder, words, source=index)

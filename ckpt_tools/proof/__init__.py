@@ -13,6 +13,7 @@ from ckpt_tools.proof.anomalies import Anomaly
 from ckpt_tools.proof.check import same_objects, same_tensors
 from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
 from ckpt_tools.proof.condition import HurtTensor, Rescue
+from ckpt_tools.proof.damage import Seen, require_undamaged
 from ckpt_tools.proof.diff import Diff, DiffOptions, EntryDiff, diff, diff_headers
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, fingerprint
 from ckpt_tools.proof.pairs import Naming, Rename, parse_rename
@@ -40,6 +41,7 @@ __all__ = [
     "Rename",
     "Report",
     "Rescue",
+    "Seen",
     "TensorDigest",
     "Tolerance",
     "are_equal",
@@ -49,6 +51,7 @@ __all__ = [
     "diff_headers",
     "fingerprint",
     "parse_rename",
+    "require_undamaged",
     "same_objects",
     "same_tensors",
     "verify",

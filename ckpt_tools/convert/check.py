@@ -48,7 +48,8 @@ def check(
     ``source`` is the part of the source that it comes from, as its reader gave it. ``own`` are the
     source's files that this process can read, when that is not all of them: then only tensors are
     compared, and the rest is for others. Raises WriteError when a tensor, an object or a container
-    differs, and UnreadableError when the source's own checksums say that what was read is damaged.
+    differs, UnreadableError when the source's own checksums say that what was read is damaged, and
+    UnsupportedError when its replicas differ.
     """
     targets = written.targets
     entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in targets]
@@ -76,6 +77,7 @@ def check(
         )
         if own is None:
             words += proof.same_objects(wanted, result, files)
+            words += proof.require_equal_replicas(source, files, threads=threads)
         else:
             source = _held_in(source, own)
         return words + proof.require_undamaged(source, files, seen=seen, threads=threads)

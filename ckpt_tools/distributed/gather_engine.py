@@ -84,15 +84,9 @@ class _Gatherer:
             self.proven.append(_check(group, self.index, self.job, folder, own=own))
 
     def _gather(self, plans: Sequence[FilePlan], cut: frozenset[str], write: Write) -> None:
-        parts = [one.parts() for one in self.headers]
-        uncompared = frozenset(
-            fqn
-            for part_of in parts
-            for fqn, part in part_of.items()
-            if part.crc is None or not part.fills_record
-        )
+        parts = self.headers[self.group.rank].parts()
         with Files() as files:
-            source = Source(self.index, parts[self.group.rank], files, uncompared)
+            source = Source(self.index, parts, files)
             gathering = Gathering(self.group, source, self.device_type)
             gathering.run(plans, cut, write)
 

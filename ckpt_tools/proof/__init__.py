@@ -17,6 +17,7 @@ from ckpt_tools.proof.damage import Seen, require_undamaged
 from ckpt_tools.proof.diff import Diff, DiffOptions, EntryDiff, diff, diff_headers
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, fingerprint
 from ckpt_tools.proof.pairs import Naming, Rename, parse_rename
+from ckpt_tools.proof.replicas import require_equal_replicas
 from ckpt_tools.proof.ties import are_equal
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.proof.verify import (
@@ -51,6 +52,7 @@ __all__ = [
     "diff_headers",
     "fingerprint",
     "parse_rename",
+    "require_equal_replicas",
     "require_undamaged",
     "same_objects",
     "same_tensors",

@@ -192,10 +192,14 @@ def _boxes_differ(pair: _Pair, own: Collection[str], files: Files) -> bool:
 
     source, result = pair.source, pair.result
     caster = None if source.dtype == pair.dtype else Caster(source.dtype, pair.dtype)
-    for chunk in source.chunks:
-        if chunk.data.path not in own or not chunk.box.numel:
-            continue
-        alone = replace(source, chunks=(chunk._replace(replicas=()),))
+    held = [
+        chunk._replace(data=data, replicas=())
+        for chunk in source.chunks
+        for data in (chunk.data, *chunk.replicas)
+        if data.path in own and chunk.box.numel
+    ]
+    for chunk in held:
+        alone = replace(source, chunks=(chunk,))
         sides = (
             read_box(entry, chunk.box, files=files, slab_bytes=_BLOCK_NUMEL * entry.dtype.itemsize)
             for entry in (alone, result)

@@ -1,7 +1,9 @@
 """--check reads the output back before it gets its name, and the proof stands in the output."""
 
+import dataclasses
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from zlib import crc32
 
@@ -10,17 +12,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from damages import Victim
+from dtensor_files import ROWS, drifted, dtensor, mesh_of, shard
 from reader_contract import DATA
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ckpt_tools import formats
+from ckpt_tools import api, formats
 from ckpt_tools.cli import cli
+from ckpt_tools.convert import check as checking
+from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.copying import write as copy
 from ckpt_tools.core.index import ByteRange
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.errors import UnreadableError, WriteError
 from ckpt_tools.proof import Seen, damage
 from ckpt_tools.storage.reader import Files
 
+WHOLE = torch.arange(24, dtype=torch.float32).view(6, 4)
 DCP = str(DATA / "checkpoints" / "fsdp2_dcp_hsdp_2x4" / "ckpt")
 
 
@@ -188,3 +196,69 @@ def test_a_record_that_was_seen_in_parts_is_known_only_when_all_of_it_was_seen()
     assert seen.crc_of(ByteRange("f", 1000, 119)) is None
     assert seen.crc_of(ByteRange("f", 1000, 200)) is None
     assert seen.crc_of(ByteRange("g", 1000, 50)) is None
+
+
+# ---------------------------------------------------------------------------------------- replicas
+
+
+@pytest.mark.parametrize("command", [["export"], ["reshard", "--to-mesh", "2"]])
+def test_large_replicas_that_differ_are_never_proven(command: list[str], tmp_path: Path) -> None:
+    words = [*command, str(drifted(tmp_path / "source")), "-o", str(tmp_path / "out")]
+    result = run(*words, "--check")
+    assert result.exit_code == 3
+    assert "different ones, so that none is known to be right: w [4:8, 0:100000]" in result.stderr
+    assert "(rank 1 and rank 3, after " in result.stderr
+    assert not (tmp_path / "out").exists()
+    unchecked = run(*words)
+    assert unchecked.exit_code == 0
+    assert "Replicas too large to be compared in passing: w. verify and --check" in unchecked.stderr
+
+
+def test_the_proof_says_that_large_replicas_were_compared(tmp_path: Path) -> None:
+    source = drifted(tmp_path / "source", by=0.0)
+    result = run("export", str(source), "-o", str(tmp_path / "out"), "--check")
+    assert "The replicas of 1 tensor, compared byte by byte, are equal." in result.stderr
+
+
+def test_each_rank_that_gathers_compares_its_own_replicas(tmp_path: Path) -> None:
+    """A plain tensor is taken from one rank; the others find that theirs is another one."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for rank in range(2):
+        mesh = mesh_of((2,), rank)
+        plain = torch.zeros(600_000)[:300_000]
+        plain[5] += rank
+        state = {"w": dtensor(shard(WHOLE, ROWS, mesh), WHOLE.shape, ROWS, mesh), "p": plain}
+        torch.save(state, source / f"rank{rank}.pt")
+    index = formats.read_index(str(source))
+    plan = plan_reshard(index, ReshardOptions(Mesh((1,))))
+    api.reshard(index, tmp_path / "out", Mesh((1,)))
+    for rank, refused in enumerate([False, True]):
+        with nullcontext() if not refused else pytest.raises(WriteError, match="are not what"):
+            checking.check(
+                str(tmp_path / "out"),
+                checking.Written(plan.targets),
+                source=plan.chosen,
+                threads=1,
+                own={str(source / f"rank{rank}.pt")},
+            )
+
+
+def test_each_rank_that_gathers_checks_the_checksums_of_its_own_files(tmp_path: Path) -> None:
+    hurt = victim("ranks", tmp_path / "source")
+    index = formats.read_index(str(hurt.path))
+    hurt.flip(max(hurt.index().tensors, key=lambda entry: entry.nbytes).chunks[1].data)
+    plan = plan_reshard(index, ReshardOptions(Mesh((2,))))
+    copied = dataclasses.replace(
+        index, files=tuple(file._replace(state=None) for file in index.files)
+    )
+    api.reshard(copied, tmp_path / "out", Mesh((2,)))
+    for rank, path in enumerate(hurt.data_files()):
+        with nullcontext() if rank != 1 else pytest.raises(UnreadableError, match="is damaged"):
+            checking.check(
+                str(tmp_path / "out"),
+                checking.Written(plan.targets),
+                source=plan.chosen,
+                threads=1,
+                own={str(path)},
+            )

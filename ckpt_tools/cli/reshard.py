@@ -147,6 +147,7 @@ def command(
     """Plan and write the output, then say on stdout what it is."""
     mesh = parse_mesh(to_mesh)
     read, chosen = options.reading_given(), options.Filters.given()
+    write = writing.given()
     asked = ReshardOptions(
         mesh=mesh,
         placements=None if placements is None else parse_placements(placements, mesh),
@@ -174,7 +175,7 @@ def command(
         return  # rank 0 plans alone; to gather, each knows its own file only
     words = f"{to_mesh} = {in_words(mesh, asked.placements or default_placements(mesh))}"
     say(words)
-    request, job = Request(ckpt, engine, jobs, read), Job(out, asked, writing.given(), ignore)
+    request, job = Request(ckpt, engine, jobs, read), Job(out, asked, write, ignore)
     (_rehearse if dry_run else _carry_out)(request, job, told=words, as_json=json)
 
 

@@ -5,7 +5,9 @@ Their values are kept with click's context, so that a command takes none of them
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import click
@@ -260,6 +262,16 @@ def sources() -> tuple[str, ...]:
     maps_given = [text.removeprefix("back:") for text in _texts("map")]
     one = (_text("hf_assets"), _text("adapter_config"), *maps_given)
     return tuple(text for text in one if text)
+
+
+def files_read(ckpt: str) -> list[str]:
+    """The files that these options have read beside the checkpoint."""
+    assets = _text("hf_assets")
+    if assets == "auto":
+        with suppress(UsageError):  # it is raised again, where the checkpoint is read
+            assets = hf_folder.assets_beside(ckpt)
+    taken = [] if assets is None else hf_folder.files_read(assets)
+    return [*taken, *filter(os.path.isfile, sources())]
 
 
 def is_adapter() -> bool:

@@ -45,9 +45,11 @@ def check(
 ) -> str:
     """Compare what lies in ``folder`` with what was to be written; says in one line what is proven.
 
-    ``own`` are the source's files that this process can read, when that is not all of them: then
-    only tensors are compared, and the rest is for others. Raises WriteError when a tensor, an
-    object or a container differs.
+    ``source`` is the part of the source that it comes from, as its reader gave it. ``own`` are the
+    source's files that this process can read, when that is not all of them: then only tensors are
+    compared, and the rest is for others. Raises WriteError when a tensor, an object or a container
+    differs, UnreadableError when the source's own checksums say that what was read is damaged, and
+    UnsupportedError when its replicas differ.
     """
     targets = written.targets
     entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in targets]
@@ -64,10 +66,39 @@ def check(
         )
         wanted = formats.open_objects(wanted, files)
         names = {entry.fqn: entry.fqn for entry in wanted.tensors}
+        seen = proof.Seen()
         words = proof.same_tensors(
-            wanted, result, files, renamed=names, dtypes=dtypes, threads=threads, own=own
+            *(wanted, result, files),
+            renamed=names,
+            dtypes=dtypes,
+            threads=threads,
+            own=own,
+            seen=seen,
         )
-        return words if own is not None else words + proof.same_objects(wanted, result, files)
+        if own is None:
+            words += proof.same_objects(wanted, result, files)
+            words += proof.require_equal_replicas(source, files, threads=threads)
+        else:
+            source = _held_in(source, own)
+        return words + proof.require_undamaged(source, files, seen=seen, threads=threads)
+
+
+def _held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:
+    """What of a checkpoint is in these files, each replica as a chunk of its own."""
+    tensors = [
+        replace(
+            entry,
+            chunks=tuple(
+                chunk._replace(data=data, replicas=())
+                for chunk in entry.chunks
+                for data in (chunk.data, *chunk.replicas)
+                if data.path in own
+            ),
+        )
+        for entry in source.tensors
+    ]
+    objects = tuple(entry for entry in source.objects if entry.data.path in own)
+    return replace(source, tensors=tuple(tensors), objects=objects)
 
 
 def record_in_headers(folder: str, plans: Iterable[FilePlan], words: str) -> None:

@@ -122,6 +122,7 @@ def plan_export(
     of_ranks: list[str] = []
     if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
+    read = chosen if _keeps_nesting(options) else replace(chosen, objects=())
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_whole()
@@ -153,6 +154,7 @@ def plan_export(
     return ExportPlan(
         files=(*plans, *outcome.files),
         targets=targets,
+        chosen=read,
         origins={one.entry.fqn: one.origins for one in outcome.made},
         notes=(*index.notes, *notes, *outcome.notes, *kept, *of_ranks, *_left_out(index, chosen)),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),

@@ -166,6 +166,7 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     return ReshardPlan(
         files=plans,
         targets=targets,
+        chosen=chosen,
         mesh=options.mesh,
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
         nbytes=total_length(plans),

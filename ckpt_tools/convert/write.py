@@ -17,7 +17,7 @@ from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
 from ckpt_tools.copying.resume import Place
 from ckpt_tools.copying.tasks import check_memory
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.frameworks import sources_of
@@ -32,7 +32,8 @@ class WriteOptions:
 
     Without a number of threads, the cores and the work choose it (`copying.parallel`).
     ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
-    are never written over. Raises UsageError for no thread, or less than 1 MiB of memory.
+    are never written over. ``watched`` are those of them that must stay as they were before they
+    were read. Raises UsageError for no thread, or less than 1 MiB of memory.
     """
 
     force: bool = False
@@ -41,6 +42,7 @@ class WriteOptions:
     resume: bool = False
     check: bool = False
     sources: tuple[str, ...] = ()
+    watched: tuple[FileEntry, ...] = ()
 
     def __post_init__(self) -> None:
         check_memory(self.threads, self.max_memory)
@@ -51,12 +53,14 @@ class Plan:
     """Files to write, the tensors and objects in them, and what a person should know.
 
     A target's entry is what is written, under its new name, as boxes over the source's bytes.
-    ``tree`` has the containers of the names in the output. ``works`` must be done once before the
-    files are written. ``single_file`` is the name of the one file that is all of the output.
+    ``chosen`` is the part of the source that they come from, as its reader gave it. ``tree`` has
+    the containers of the names in the output. ``works`` must be done once before the files are
+    written. ``single_file`` is the name of the one file that is all of the output.
     """
 
     files: Sequence[FilePlan]
     targets: tuple[Target, ...]
+    chosen: CheckpointIndex
     notes: tuple[str, ...]
     nbytes: int
     objects: tuple[ObjectEntry, ...] = ()
@@ -81,6 +85,12 @@ class Conversion(ABC, Generic[P]):
         """Every file and folder that is read."""
         read = [source for index in (self.index, *self.others) for source in sources_of(index)]
         return [*self.write.sources, *read]
+
+    @property
+    def read(self) -> list[FileEntry]:
+        """Every file that the output is made from, as it was before it was read."""
+        indexes = (self.index, *self.others)
+        return [*self.write.watched, *(f for one in indexes for f in (*one.files, *one.beside))]
 
     @property
     def others(self) -> tuple[CheckpointIndex, ...]:
@@ -127,7 +137,7 @@ def write(conversion: Conversion[P], executor: Executor) -> P:
         out,
         plan.files,
         Origin.of(index, plan.files, conversion.words(plan)),
-        source=index.files,
+        source=conversion.read,
         single_file=plan.single_file,
         resume=options.resume,
         replaceable=formats.checkpoint_files(),
@@ -145,6 +155,6 @@ def _check(conversion: Conversion[P], plan: P, folder: str) -> tuple[str, ...]:
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
     wanted = checking.Written(plan.targets, plan.objects, plan.tree)
     threads = conversion.write.threads
-    words = checking.check(written, wanted, source=conversion.index, threads=threads)
+    words = checking.check(written, wanted, source=plan.chosen, threads=threads)
     conversion.record(plan, folder, words)
     return (words,)

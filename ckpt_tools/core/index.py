@@ -116,7 +116,8 @@ class TensorEntry:
 
     ``path`` is where it sits in the tree of the state dict: a str is the text of a dict's key, an
     int a place in a list or tuple. ``fqn`` is the same joined by dots. ``layout`` is what the
-    format states, None when it states none.
+    format states, None when it states none. ``compared`` says whether the replicas of its chunks
+    are known to be equal, where the format keeps any; the reader leaves large ones to proofs.
     """
 
     fqn: str
@@ -126,6 +127,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     chunks: Sequence[Chunk]
     layout: Layout | None = None
+    compared: bool = True
 
     @property
     def grid(self) -> Grid | None:
@@ -231,6 +233,7 @@ class CheckpointIndex:
     paths, and names without an entry are not there: `nesting` is the tree of the entries.
     ``problems`` are what keeps it from being whole, ``ties`` groups of names that share a storage.
     ``packed`` are objects in whose place there are entries for what they hold.
+    ``beside`` are small files that say what the others mean: an index JSON, a config.
     """
 
     root: str
@@ -247,6 +250,7 @@ class CheckpointIndex:
     problems: tuple[CheckpointError, ...] = ()
     tree: Branch[str] = NO_TREE
     packed: tuple[Packed, ...] = ()
+    beside: tuple[FileEntry, ...] = ()
     _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -421,6 +425,21 @@ def check_coverage(entry: TensorEntry) -> None:
         )
     raise CheckpointError(
         f"{entry.fqn}: {flaw.times} chunks overlap in {where}.", about=(entry.fqn,)
+    )
+
+
+def replicas_differ(where: Mapping[str, str]) -> UnsupportedError:
+    """What to raise for tensors of which ranks disagree: by name, the rows and the ranks.
+
+    It is the same wherever it is found: none of them is known to be right, so none is taken.
+    """
+    shown = text.some([f"{fqn} {place}" for fqn, place in where.items()])
+    return UnsupportedError(
+        "Ranks that should hold the same rows hold different ones, so that none is known to be "
+        f"right: {shown}.",
+        hint="A file is of another save or step, or replicas drifted apart in training. Bring the "
+        "file of this save, or leave them out with -x.",
+        about=where,
     )
 
 

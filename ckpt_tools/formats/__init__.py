@@ -6,10 +6,17 @@ knows all the rest, and is imported when it is first asked.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ckpt_tools.core.index import CheckpointIndex, FileState, LocatedIndex, ObjectEntry
+from ckpt_tools.core.index import (
+    CheckpointIndex,
+    FileEntry,
+    FileState,
+    LocatedIndex,
+    ObjectEntry,
+)
 from ckpt_tools.errors import IncompleteError, SeveralError, UnreadableError, UsageError
 from ckpt_tools.formats import (
     dcp,
@@ -62,6 +69,9 @@ FORMATS: list[Format] = [
     torch_file.FORMAT,
     torch_file.FOLDER,
 ]
+
+# Ends of the names of files that say which names and sizes there are.
+_BESIDE = (".index.json", "config.json")
 
 
 def named(name: str) -> Format:
@@ -194,7 +204,7 @@ def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str 
     """The index of what is a checkpoint, with its framework, and what told the framework."""
     found = parts.find(place)
     # A file that changes while headers are read has changed, too.
-    before = _states(place)
+    before = _states(place) | _states_beside(place)
     if found is not None:
         before |= {path: state for part in found.paths for path, state in _states(part).items()}
         index = parts.joined(found, lambda path: _read_format(path, options), options)
@@ -227,6 +237,19 @@ def _states(place: str) -> dict[str, FileState]:
         return {}  # reading it will say what is wrong
 
 
+def _states_beside(place: str) -> dict[str, FileState]:
+    """The states of files that commands may read to know what this file or folder means."""
+    if paths.is_address(place):
+        return {}  # the listing of the folder has them
+    folder = place if paths.is_dir(place) else os.path.dirname(place)
+    return {
+        path: state
+        for one in {folder or ".", os.path.join(folder, "huggingface")}
+        for path, state in _states(one).items()
+        if path.endswith(_BESIDE)
+    }
+
+
 def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> CheckpointIndex:
     """The same index, its files with the states that they had before they were read.
 
@@ -237,7 +260,16 @@ def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> Che
     known |= paths.states_now(
         path for path in where.values() if path not in known and not paths.is_address(path)
     )
-    return replace(index, files=tuple(f._replace(state=known.get(at)) for f, at in where.items()))
+    beside = known.keys() - where.values()
+    return replace(
+        index,
+        files=tuple(file._replace(state=known.get(at)) for file, at in where.items()),
+        beside=tuple(
+            FileEntry(path, known[path].size, known[path])
+            for path in sorted(beside)
+            if path.endswith(_BESIDE)
+        ),
+    )
 
 
 def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:

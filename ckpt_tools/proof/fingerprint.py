@@ -27,7 +27,13 @@ from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section, TensorEntry
+from ckpt_tools.core.index import (
+    SECTIONS,
+    ByteRange,
+    CheckpointIndex,
+    Section,
+    TensorEntry,
+)
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.inside import Inside, names_inside
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
@@ -102,15 +108,22 @@ def fingerprint(
 
 
 def digest_of(
-    entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None] = ignore_bytes
+    entry: TensorEntry,
+    files: Files,
+    *,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+    on_run: Callable[[ByteRange, int], None] | None = None,
 ) -> str:
-    """The SHA-256 of one tensor's elements, as hexadecimal digits; its chunks must be located."""
+    """The SHA-256 of one tensor's elements, as hexadecimal digits; its chunks must be located.
+
+    ``on_run`` is that of `stream_box`.
+    """
     from ckpt_tools.copying.read import (
         stream_box,  # late: looking commands go without
     )
 
     state = sha256()
-    for piece in stream_box(entry, Box.whole(entry.shape), files=files):
+    for piece in stream_box(entry, Box.whole(entry.shape), files=files, on_run=on_run):
         state.update(piece)
         on_bytes(len(piece))
     return state.hexdigest()

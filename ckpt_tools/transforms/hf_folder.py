@@ -77,13 +77,26 @@ def read_assets(folder: str) -> Assets:
             hint="--hf-assets takes the folder of a model on the hub, with or without its weights.",
         )
     wanted = _ASSETS + (_CODE if "auto_map" in config else ())
-    names = [
+    return Assets(folder, config, tuple(_files_in(folder, wanted)))
+
+
+def files_read(folder: str) -> list[str]:
+    """Paths of all files in a folder that may be taken, or say which tensors the model has."""
+    wanted = (*_ASSETS, *_CODE)
+    indexes = [name for name in _names_in(folder) if name.endswith(".index.json")]
+    return [os.path.join(folder, name) for name in (*_files_in(folder, wanted), *indexes)]
+
+
+def _files_in(folder: str, wanted: Sequence[str]) -> list[str]:
+    return [name for name in _names_in(folder) if _is_asset(name, wanted)]
+
+
+def _names_in(folder: str) -> list[str]:
+    return sorted(
         os.path.relpath(os.path.join(parent, name), folder)
         for parent, _, found in os.walk(folder)
         for name in found
-    ]
-    chosen = [name for name in sorted(names) if _is_asset(name, wanted)]
-    return Assets(folder, config, tuple(chosen))
+    )
 
 
 def read_config(folder: str) -> Mapping[str, object] | None:

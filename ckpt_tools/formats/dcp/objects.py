@@ -276,7 +276,7 @@ def object_bytes(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:
         return None
     item = unpacked(files, entry.data, str(entry.codec))
     try:
-        archive = archive_of(files, item, item.path)
+        archive = archive_of(files, item, f"{item.path}, item of {entry.fqn}")
         names = [name for name in archive.names if name == "data.pkl" or name.startswith("data/")]
         return {name: archive.read(name) for name in names}
     except CheckpointError as error:

@@ -107,7 +107,7 @@ def command(
         index = read_index(ckpt, options=read)
         conversion = convert.Export(index, out, write, asked(index))
         rehearse_output(out, write, conversion.sources)
-        plan = conversion.plan()
+        plan = conversion.plan(formats.locate)
     else:
         with (
             progress.byte_bar(label="export") as bar,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tools import formats, proof
 from ckpt_tools._version import __version__
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.storage.reader import Files
@@ -56,10 +56,13 @@ def check(
     dtypes = {target.fqn: target.dtype for target in targets}
     with Files() as files:
         result = formats.open_objects(formats.read_index(folder), files)
+        here = replace(formats.to_locate_in(source), tensors=tuple(sorted(entries, key=_fqn)))
+        located = formats.locate(here, files)
+        located.require_whole()
         wanted = replace(
             source,
             format=result.format,
-            tensors=tuple(sorted(entries, key=lambda e: e.fqn)),
+            tensors=located.tensors,
             objects=tuple(sorted(written.objects, key=lambda e: e.fqn)),
             tree=written.tree,
             problems=(),
@@ -99,6 +102,10 @@ def _held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:
     ]
     objects = tuple(entry for entry in source.objects if entry.data.path in own)
     return replace(source, tensors=tuple(tensors), objects=objects)
+
+
+def _fqn(entry: TensorEntry) -> str:
+    return entry.fqn
 
 
 def record_in_headers(folder: str, plans: Iterable[FilePlan], words: str) -> None:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
-from ckpt_tools.convert.write import Conversion, Plan
+from ckpt_tools.convert.write import Conversion, Locate, Plan
 from ckpt_tools.copying.origin import digest_of_reads, in_words
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
     NO_TREE,
     CheckpointIndex,
-    LocatedIndex,
     ObjectEntry,
     Section,
     TensorEntry,
@@ -85,11 +84,13 @@ class Export(Conversion[ExportPlan]):
 
     options: ExportOptions
 
-    def plan(self) -> ExportPlan:
+    def plan(self, locate: Locate) -> ExportPlan:
         """What `plan_export` gives for this output."""
         single_file = single_file_of(self.out, self.options.format)
         check = self.write.check
-        return plan_export(self.index, self.options, single_file=single_file, check=check)
+        return plan_export(
+            self.index, self.options, single_file=single_file, check=check, locate=locate
+        )
 
     def words(self, plan: ExportPlan) -> dict[str, str]:
         """The options; of functions among them only what they gave can be compared."""
@@ -111,8 +112,11 @@ def plan_export(
     *,
     single_file: str | None = None,
     check: bool = False,
+    locate: Locate = formats.locate,
 ) -> ExportPlan:
     """Plan an export from headers alone; nothing is written. ``check`` leaves room for the proof.
+
+    Steps get all chunks located, whatever ``locate`` does.
 
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     names and element types that the output cannot hold.
@@ -124,7 +128,7 @@ def plan_export(
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
     read = chosen if _keeps_nesting(options) else replace(chosen, objects=())
     with Files() as files:
-        located = formats.locate(chosen, files)
+        located = (formats.locate if options.steps else locate)(chosen, files)
         located.require_whole()
         if not chosen.tensors and not _keeps_nesting(options):
             raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
@@ -158,6 +162,7 @@ def plan_export(
         origins={one.entry.fqn: one.origins for one in outcome.made},
         notes=(*index.notes, *notes, *outcome.notes, *kept, *of_ranks, *_left_out(index, chosen)),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
+        source=formats.to_locate_in(index),
         single_file=single_file,
         works=outcome.works,
         objects=objects,
@@ -202,7 +207,7 @@ def _in_containers(
     return tuple(placed)
 
 
-def made_of(located: LocatedIndex, renamed: Mapping[str, str]) -> tuple[Made, ...]:
+def made_of(located: CheckpointIndex, renamed: Mapping[str, str]) -> tuple[Made, ...]:
     """The entries under their output names, as the steps begin with them."""
     return tuple(
         Made(replace(entry, fqn=renamed[entry.fqn], path=(renamed[entry.fqn],)), (entry.fqn,))

@@ -16,14 +16,13 @@ from itertools import chain
 from ckpt_tools import formats
 from ckpt_tools.analysis import infer_mesh as inference
 from ckpt_tools.convert.export import made_of, rename
-from ckpt_tools.convert.write import Conversion, Plan, WriteOptions
+from ckpt_tools.convert.write import Conversion, Locate, Plan, WriteOptions
 from ckpt_tools.copying.origin import in_words as as_words
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
     CheckpointIndex,
     Entry,
-    LocatedIndex,
     ObjectEntry,
     Section,
     TensorEntry,
@@ -103,10 +102,10 @@ class Reshard(Conversion[ReshardPlan]):
         """That whose layouts are taken."""
         return () if self.options.like is None else (self.options.like,)
 
-    def plan(self) -> ReshardPlan:
+    def plan(self, locate: Locate) -> ReshardPlan:
         """What `plan_reshard` gives, unless that cannot be checked and is to be."""
         refuse_check(self.options, self.write)
-        return plan_reshard(self.index, self.options)
+        return plan_reshard(self.index, self.options, locate=locate)
 
     def words(self, plan: ReshardPlan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
         """The options."""
@@ -119,8 +118,12 @@ class Reshard(Conversion[ReshardPlan]):
         checking.record_beside(folder, words, source=self.index)
 
 
-def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan:
+def plan_reshard(
+    index: CheckpointIndex, options: ReshardOptions, *, locate: Locate = formats.locate
+) -> ReshardPlan:
     """Plan a reshard from headers alone; nothing is written.
+
+    Steps and frameworks' layouts get all chunks located, whatever ``locate`` does.
 
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     layouts that the tensors or torch's own loader cannot have.
@@ -133,7 +136,8 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     if _keeps_items(options):
         chosen = chosen.closed()
     with Files() as files:
-        located = formats.locate(chosen, files)
+        is_moved = options.steps or options.layout is not None
+        located = (formats.locate if is_moved else locate)(chosen, files)
         located.require_whole()
         foreign = any(not e.opened and e.codec != form.object_codec for e in located.objects)
         if options.layout is not None or foreign:
@@ -170,6 +174,7 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         mesh=options.mesh,
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
         nbytes=total_length(plans),
+        source=formats.to_locate_in(index),
         objects=held.objects,
         tree=held.nesting,
     )
@@ -201,8 +206,8 @@ def _with_names(
 
 
 def _plan_layout(
-    targets: tuple[Target, ...], located: LocatedIndex, options: ReshardOptions
-) -> tuple[Sequence[FilePlan], tuple[Target, ...], LocatedIndex, tuple[str, ...]]:
+    targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
+) -> tuple[Sequence[FilePlan], tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
     """The files of the output as its framework wants them, what the targets are called in them,
     what goes into the last folder, and what is to be told of it.
     """
@@ -222,7 +227,7 @@ def _plan_layout(
         )
         arranged = framework_layouts.arrange(located, options.layout, wanted)
 
-    def plan_folder(part: Sequence[Target], moved: LocatedIndex) -> Sequence[FilePlan]:
+    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> Sequence[FilePlan]:
         folders.append(moved)
         return _plan_files(part, moved, options)
 
@@ -253,7 +258,7 @@ def _digest_of(entry: Entry, files: Files) -> str:
 
 
 def _stepped(
-    index: CheckpointIndex, located: LocatedIndex, options: ReshardOptions
+    index: CheckpointIndex, located: CheckpointIndex, options: ReshardOptions
 ) -> tuple[Outcome, list[str]]:
     """What the steps make of the tensors, in the order of their new names, and what to tell."""
     renamed, notes = rename(index, located.tensors, keep_names=False)
@@ -398,8 +403,8 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
 
 
 def _without_unopened(
-    index: LocatedIndex, options: ReshardOptions
-) -> tuple[LocatedIndex, list[str]]:
+    index: CheckpointIndex, options: ReshardOptions
+) -> tuple[CheckpointIndex, list[str]]:
     """The index without objects that the target cannot take, and a note that names them.
 
     DCP takes an item of another DCP directory byte for byte. Everything else is written from its
@@ -420,7 +425,7 @@ def _without_unopened(
 
 
 def _plan_files(
-    targets: Sequence[Target], located: LocatedIndex, options: ReshardOptions
+    targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
 ) -> Sequence[FilePlan]:
     told = formats.PlanOptions(
         tree=located.nesting, mesh=options.mesh, device_type=options.device_type

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import Work
 
 
@@ -55,7 +56,8 @@ class Plan:
     A target's entry is what is written, under its new name, as boxes over the source's bytes.
     ``chosen`` is the part of the source that they come from, as its reader gave it. ``tree`` has
     the containers of the names in the output. ``works`` must be done once before the files are
-    written. ``single_file`` is the name of the one file that is all of the output.
+    written. ``single_file`` is the name of the one file that is all of the output. What is read of
+    chunks that are not located yet, `formats.located_reads` locates with ``source``.
     """
 
     files: Sequence[FilePlan]
@@ -63,6 +65,7 @@ class Plan:
     chosen: CheckpointIndex
     notes: tuple[str, ...]
     nbytes: int
+    source: CheckpointIndex
     objects: tuple[ObjectEntry, ...] = ()
     tree: Branch[str] = NO_TREE
     works: tuple[Work, ...] = ()
@@ -70,6 +73,8 @@ class Plan:
 
 
 P = TypeVar("P", bound=Plan)
+# Gives an index as a plan needs it: with all chunks located, or to be located by who reads them.
+Locate = Callable[[CheckpointIndex, Files], CheckpointIndex]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class Conversion(ABC, Generic[P]):
         return ()
 
     @abstractmethod
-    def plan(self) -> P:
+    def plan(self, locate: Locate) -> P:
         """Plan it from headers alone; nothing is written. Raises what cannot be done."""
 
     @abstractmethod
@@ -111,7 +116,10 @@ class Conversion(ABC, Generic[P]):
 
 
 class Executor(Protocol):
-    """Carries plans out."""
+    """Carries plans out; ``locate`` is how it wants them made."""
+
+    @property
+    def locate(self) -> Locate: ...  # noqa: D102 (said above)
 
     def run(self, plan: Plan, place: Place) -> None:
         """Do the works of a plan and write its files: none, when all was written before."""
@@ -132,7 +140,7 @@ def write(conversion: Conversion[P], executor: Executor) -> P:
         with upload.staged(out, force=options.force, resume=options.resume) as here:
             return write(replace(conversion, out=here), executor)
     out = atomic_output.admit(out, sources=sources, force=options.force, resume=options.resume)
-    plan = conversion.plan()
+    plan = conversion.plan(executor.locate)
     order = atomic_output.Order(
         out,
         plan.files,

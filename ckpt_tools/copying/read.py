@@ -21,9 +21,9 @@ from ckpt_tools.copying.strided import (
     span_of,
     steps,
 )
-from ckpt_tools.core.geometry import Box, slabs
+from ckpt_tools.core.geometry import Box, Nearby, slabs
 from ckpt_tools.core.index import ByteRange, TensorEntry
-from ckpt_tools.core.plan import Finder, Nearby, ReadItem
+from ckpt_tools.core.plan import Finder, ReadItem
 from ckpt_tools.errors import CheckpointError, unreadable
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files

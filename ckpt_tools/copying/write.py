@@ -71,9 +71,8 @@ def write_files(
     outputs = _Outputs(root)
     try:
         for group, tasks in groups_of(plans, share):
-            if share.index == 0:
-                outputs.create(plan for plan in group if not plan.literals and not plan.items)
-            work = _Work(tasks, outputs=outputs, on_bytes=on_bytes, on_file=on_file)
+            work = _Work(share.locate(tasks), outputs=outputs, on_bytes=on_bytes, on_file=on_file)
+            outputs.create(plan for plan in group if not plan.literals and not plan.items)
             count = min(
                 threads or work.threads(processes=share.count),
                 max_memory // _MIN_MEMORY_PER_THREAD,

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, NewType, Protocol, TypeAlias, TypeVar
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.geometry import Box, SolidBoxes
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.state_tree import Branch, Key, merge, of_paths
 from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
@@ -75,7 +75,7 @@ class Grid:
     saved alike; told from others by identity, so that what was found out of one is known of all.
     """
 
-    __slots__ = ("boxes", "paths", "ranks")
+    __slots__ = ("_solid", "boxes", "paths", "ranks")
 
     def __init__(
         self, boxes: tuple[Box, ...], paths: tuple[str, ...], ranks: tuple[int | None, ...]
@@ -83,6 +83,14 @@ class Grid:
         self.boxes = boxes
         self.paths = paths
         self.ranks = ranks
+        self._solid: SolidBoxes | None = None
+
+    @property
+    def solid(self) -> SolidBoxes:
+        """What finds boxes in this grid; made once."""
+        if self._solid is None:
+            self._solid = SolidBoxes(self.boxes)
+        return self._solid
 
 
 class GridChunks(Sequence[Chunk]):

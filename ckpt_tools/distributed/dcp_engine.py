@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpt_tools import formats
 from ckpt_tools.convert.reshard import ReshardPlan
-from ckpt_tools.convert.write import Plan
+from ckpt_tools.convert.write import Locate, Plan
 from ckpt_tools.copying.resume import Place
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
@@ -62,6 +63,7 @@ class _LoadAndSave:
     index: CheckpointIndex
     job: Job
     device_type: str
+    locate: Locate = formats.locate
 
     def run(self, plan: Plan, place: Place) -> None:
         """Load into empty tensors in their new placement, save them, see that all is there."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+from ckpt_tools import formats
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
-from ckpt_tools.convert.write import Plan, WriteOptions
+from ckpt_tools.convert.write import Locate, Plan, WriteOptions
 from ckpt_tools.copying.resume import Place
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
@@ -64,6 +65,7 @@ class _Gatherer:
     device_type: str
     job: Job
     proven: list[str] = field(default_factory=list)
+    locate: Locate = formats.locate
 
     def run(self, plan: Plan, place: Place) -> None:
         """Write what was found whole, then put the rest together, and see that all is there."""

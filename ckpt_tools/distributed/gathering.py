@@ -24,7 +24,7 @@ from ckpt_tools.core.index import (
     replicas_differ,
 )
 from ckpt_tools.core.layout import Layout, Mesh, on_mesh
-from ckpt_tools.core.plan import FilePlan, ReadItem
+from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import (
@@ -211,7 +211,7 @@ def write_from_memory(parts: Sequence[FilePlan], whole: Bytes, write: Write) -> 
 
 
 def _read_from(chunk: Chunk, part: FilePlan) -> FilePlan:
-    items = (item._replace(reads=(ReadItem(chunk, item.box),)) for item in part.items)
+    items = (item._replace(finder=KnownReads((ReadItem(chunk, item.box),))) for item in part.items)
     return part._replace(items=tuple(items))
 
 

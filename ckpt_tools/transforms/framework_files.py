@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import ByteRange, Entry, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
@@ -25,12 +25,12 @@ from ckpt_tools.formats.torch_file import write as torch_write
 from ckpt_tools.storage import paths
 from ckpt_tools.transforms.frameworks import Arranged
 
-PlanFolder = Callable[[Sequence[Target], LocatedIndex], Sequence[FilePlan]]
+PlanFolder = Callable[[Sequence[Target], CheckpointIndex], Sequence[FilePlan]]
 
 
 def plan_files(
     arranged: Arranged,
-    located: LocatedIndex,
+    located: CheckpointIndex,
     targets: Sequence[Target],
     plan_folder: PlanFolder,
 ) -> Sequence[FilePlan]:
@@ -78,6 +78,6 @@ def _copy(name: str, path: str) -> FilePlan:
     source = ObjectEntry(name, (name,), "other", ByteRange(path, 0, length))
     entry = object_entry_as_tensor(source)
     box = entry.chunks[0].box
-    reads = Finder(entry).reads(box)
-    items = (WriteItem(name, name, 0, box, entry.dtype, entry.dtype, reads),) if length else ()
+    finder = Finder(entry)
+    items = (WriteItem(name, name, 0, box, entry.dtype, entry.dtype, finder),) if length else ()
     return FilePlan(name, length, (), items)

@@ -308,6 +308,4 @@ def _copied(folder: str, name: str) -> FilePlan:
     entry = object_entry_as_tensor(ObjectEntry(name, (name,), "other", data))
     box = Box.whole(entry.shape)
     byte = BY_NAME["uint8"]
-    return FilePlan(
-        name, length, (), (WriteItem(name, name, 0, box, byte, byte, Finder(entry).reads(box)),)
-    )
+    return FilePlan(name, length, (), (WriteItem(name, name, 0, box, byte, byte, Finder(entry)),))

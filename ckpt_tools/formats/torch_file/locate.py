@@ -57,11 +57,11 @@ def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
         except CheckpointError as error:
             problems.append(error.concerning((entry.fqn,)))
             tensors.append(entry)
-    problems += _flaws(index.objects)
+    problems += flaws(index.objects)
     return replace(index, tensors=tuple(tensors), problems=tuple(problems))
 
 
-def _flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
+def flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
     """Problems of entries that are there and cannot be used, one for all with the same flaw."""
     alike: dict[tuple[str, str], list[ObjectEntry]] = {}
     for entry in objects:

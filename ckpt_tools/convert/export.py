@@ -124,7 +124,7 @@ def plan_export(
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
     with Files() as files:
         located = formats.locate(chosen, files)
-        located.require_whole()
+        located.require_chosen()
         if not chosen.tensors and not _keeps_nesting(options):
             raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
         if _keeps_nesting(options):

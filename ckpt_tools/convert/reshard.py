@@ -132,7 +132,7 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     chosen, of_ranks = without_old_ranks(chosen, _target_ranks(options))
     with Files() as files:
         located = formats.locate(chosen, files)
-        located.require_whole()
+        located.require_chosen()
         foreign = any(e.codec != form.object_codec for e in located.objects)
         if options.layout is not None or foreign:
             located = formats.open_objects(located, files)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.index import CheckpointIndex, FileState, LocatedIndex, ObjectEntry
-from ckpt_tools.errors import IncompleteError, SeveralError, UnreadableError, UsageError
+from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError, paths_instead
 from ckpt_tools.formats import (
     dcp,
     foreign,
@@ -262,11 +262,16 @@ def _only_one_inside(folder: str) -> str:
         for path in frameworks.inside(folder, foreign.is_foreign):
             foreign.refuse_foreign(path)
         foreign.refuse_inside(folder)
+        around = frameworks.folder_of(folder)
+        if is_checkpoint(around):  # verl's huggingface/, a config.json's folder
+            raise UnreadableError(
+                f"{folder} holds no checkpoint, but lies in one.",
+                instead=paths_instead(folder, [around]),
+            )
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
-    raise SeveralError(
+    raise UnreadableError(
         f"{folder} is no checkpoint itself; {len(found)} are inside.",
-        path=folder,
-        found=[one.path for one in reversed(found)],
+        instead=paths_instead(folder, [one.path for one in reversed(found)]),
     )
 
 
@@ -287,7 +292,7 @@ def run_of(path: str) -> list[Saved]:
 def of_step(path: str, step: int | None) -> str:
     """The checkpoint of a step in a run, of the last one for None; a lone checkpoint is itself.
 
-    Raises AnswerNo when the step is not there, SeveralError when several checkpoints are of it.
+    Raises AnswerNo when the step is not there, UnreadableError when several checkpoints are of it.
     """
     if not paths.is_dir(path):
         return path  # reading it will say what it is

@@ -262,7 +262,7 @@ def _only_one_inside(folder: str) -> str:
         for path in frameworks.inside(folder, foreign.is_foreign):
             foreign.refuse_foreign(path)
         foreign.refuse_inside(folder)
-        around = frameworks.folder_of(folder)
+        around = paths.folder_of(folder)
         if is_checkpoint(around):  # verl's huggingface/, a config.json's folder
             raise UnreadableError(
                 f"{folder} holds no checkpoint, but lies in one.",

@@ -159,18 +159,13 @@ def folder_of_save(index: CheckpointIndex) -> str | None:
 def whole_of(index: CheckpointIndex) -> str | None:
     """The folder of a save of which a checkpoint is but one part, spelled as its path is."""
     is_spread = index.framework in _SPREAD
-    return folder_of(index.root) if is_spread and _is_part(paths.absolute(index.root)) else None
+    return (
+        paths.folder_of(index.root) if is_spread and _is_part(paths.absolute(index.root)) else None
+    )
 
 
 def _is_part(root: str) -> bool:
     return _PART.fullmatch(os.path.basename(root)) is not None
-
-
-def folder_of(path: str) -> str:
-    """The folder that a path lies in, spelled as the path is."""
-    if paths.is_address(path):
-        return path.rstrip("/").rpartition("/")[0]
-    return os.path.normpath(os.path.join(path, os.pardir))
 
 
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:

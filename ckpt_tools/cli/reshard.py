@@ -213,6 +213,6 @@ def _format(form: str, layout: FrameworkLayout | None) -> str:
     """The format that a framework's loader reads. Raises UsageError where that is not ``form``."""
     if layout == "verl":
         return "ranks"
-    if form == "ranks" and layout not in (None, "plain"):
+    if form == "ranks" and layout not in (None, "plain", "accelerate"):
         raise UsageError(f"--layout {layout} is of DCP directories; it has no --format ranks.")
     return form

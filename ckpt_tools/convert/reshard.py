@@ -209,12 +209,16 @@ def _plan_layout(
             ranks=_target_ranks(options),
             order=order,
             digest=_digest_in(files),
+            by_ranks=options.format == "ranks",
         )
         arranged = framework_layouts.arrange(located, options.layout, wanted)
 
-    def plan_folder(part: Sequence[Target], moved: LocatedIndex) -> Sequence[FilePlan]:
+    def plan_folder(folder: str, part: Sequence[Target], moved: LocatedIndex) -> Sequence[FilePlan]:
         folders.append(moved)
-        return _plan_files(part, moved, options)
+        rank_name = arranged.rank_names.get(folder)
+        if arranged.rank_names and rank_name is None:
+            return _plan_files(part, moved, replace(options, format="dcp"))
+        return _plan_files(part, moved, options, rank_name=rank_name)
 
     plans = framework_files.plan_files(arranged, located, targets, plan_folder)
     placed = [framework_files.renamed(tree, targets) for tree in arranged.folders.values()]
@@ -410,9 +414,16 @@ def _without_unopened(
 
 
 def _plan_files(
-    targets: Sequence[Target], located: LocatedIndex, options: ReshardOptions
+    targets: Sequence[Target],
+    located: LocatedIndex,
+    options: ReshardOptions,
+    *,
+    rank_name: str | None = None,
 ) -> Sequence[FilePlan]:
     told = formats.PlanOptions(
-        tree=located.nesting, mesh=options.mesh, device_type=options.device_type
+        tree=located.nesting,
+        mesh=options.mesh,
+        device_type=options.device_type,
+        rank_name=rank_name,
     )
     return formats.named(options.format).plan_files(targets, located.objects, options=told)

@@ -74,10 +74,12 @@ def named(name: str) -> Format:
 
 
 def _formats_of(index: CheckpointIndex) -> list[Format]:
-    """The format of an index; where parts were joined, also those that have objects in it."""
+    """The format of an index; where parts were joined, also those that have entries in it."""
     main = named(index.format)
-    codecs = {entry.codec for entry in index.objects} - {None, main.object_codec}
-    return [main, *(form for form in FORMATS if form.object_codec in codecs)]
+    codecs = {entry.codec for entry in index.objects}
+    codecs |= {chunk.codec for entry in index.tensors for chunk in entry.chunks[:1]}
+    others = codecs - main.codecs
+    return [main, *(form for form in FORMATS if not form.codecs.isdisjoint(others))]
 
 
 def targets(writes: Writes) -> list[Format]:
@@ -103,7 +105,14 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
     """
     for form in _formats_of(index):
         index = form.locate(index, files)
-    return LocatedIndex(index)
+    hurt = {fqn for problem in index.problems for fqn in problem.about}
+    left = [
+        UnreadableError(f"{entry.fqn}: no reader here knows {chunk.codec!r}.", about=[entry.fqn])
+        for entry in index.tensors
+        for chunk in entry.chunks[:1]
+        if chunk.codec is not None and entry.fqn not in hurt
+    ]
+    return LocatedIndex(replace(index, problems=(*index.problems, *left)) if left else index)
 
 
 def open_objects(index: Index, files: Files) -> Index:
@@ -146,7 +155,7 @@ def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None
 
 def checksummed(index: CheckpointIndex, files: Files) -> Iterable[Part]:
     """Everything that is to be read to know that a checkpoint is whole, with its checksums."""
-    return named(index.format).checksummed(index, files)
+    return _formats_of(index)[-1].checksummed(index, files)
 
 
 def detect(path: str) -> Format | None:
@@ -197,11 +206,18 @@ def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str 
     before = _states(place)
     if found is not None:
         before |= {path: state for part in found.paths for path, state in _states(part).items()}
-        index = parts.joined(found, lambda path: _read_format(path, options), options)
+        index = parts.joined(found, lambda path: _read_part(path, options), options)
         return _with_states(index, before), found.told_by
     index = _with_states(_read_format(place, options), before)
     framework, told_by = frameworks.framework(index)
     return replace(index, framework=framework), told_by
+
+
+def _read_part(path: str, options: ReadOptions) -> CheckpointIndex:
+    """The index of a checkpoint, or of rank files that a glob chooses."""
+    if not paths.exists(path):
+        return _read_glob(path, options)
+    return _read_format(path, options)
 
 
 def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import click
 
@@ -146,7 +147,8 @@ def command(
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
     mesh = parse_mesh(to_mesh)
-    read, chosen = options.reading_given(), options.Filters.given()
+    chosen = options.Filters.given()
+    read = replace(options.reading_given(), cuts=shaping.cuts())
     asked = ReshardOptions(
         mesh=mesh,
         placements=None if placements is None else parse_placements(placements, mesh),

@@ -6,6 +6,7 @@ knows all the rest, and is imported when it is first asked.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -177,7 +178,10 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     refuse_special([path])
     place = frameworks.member(path)
     foreign.refuse_foreign(place)
-    tensor_parallel.refuse(place)
+    cut = tensor_parallel.parts_at(place)
+    if cut:
+        before = _states(os.path.dirname(cut[0]) or ".")
+        return _with_states(tensor_parallel.read_index(place, cut, options), before)
     if not is_checkpoint(place):
         place = _only_one_inside(place)
     index, told_by = _read_place(place, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import click
 
@@ -101,7 +102,7 @@ def command(
             basename="adapter_model" if shaping.is_adapter() else "model",
         )
 
-    read, write = options.reading_given(), writing.given()
+    read, write = replace(options.reading_given(), cuts=shaping.cuts()), writing.given()
     if dry_run:
         rehearse_output(out, write, write.sources)
         index = read_index(ckpt, options=read)

@@ -16,6 +16,7 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.options import Cut
 from ckpt_tools.transforms import hf_folder, lora, maps
 from ckpt_tools.transforms.base import Step
 
@@ -304,6 +305,12 @@ def _name_steps(config: Mapping[str, object]) -> Sequence[Step]:
         raise UsageError("--force-map takes a map that --map names; here none is named.")
     renames = tuple(map(maps.parse_rename, _texts("rename")))
     return [*steps, maps.RenameStep(renames)] if renames else steps
+
+
+def cuts() -> tuple[Cut, ...]:
+    """How tensor-parallel parts are cut, as the first map that is named says it."""
+    given = [text for text in _texts("map") if text != "auto"]
+    return maps.find(given[0]).cuts if given else ()
 
 
 def dtype_rules() -> tuple[tuple[str, DType | None], ...]:

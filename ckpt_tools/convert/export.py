@@ -129,7 +129,7 @@ def plan_export(
     read = chosen if _keeps_nesting(options) else replace(chosen, objects=())
     with Files() as files:
         located = (formats.locate if options.steps else locate)(chosen, files)
-        located.require_whole()
+        located.require_chosen()
         if not chosen.tensors and not _keeps_nesting(options):
             raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
         if _keeps_nesting(options):

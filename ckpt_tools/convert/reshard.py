@@ -138,7 +138,7 @@ def plan_reshard(
     with Files() as files:
         is_moved = options.steps or options.layout is not None
         located = (formats.locate if is_moved else locate)(chosen, files)
-        located.require_whole()
+        located.require_chosen()
         foreign = any(not e.opened and e.codec != form.object_codec for e in located.objects)
         if options.layout is not None or foreign:
             located = formats.open_objects(located, files)
@@ -224,12 +224,18 @@ def _plan_layout(
             ranks=_target_ranks(options),
             order=order,
             digest=_digest_in(files),
+            by_ranks=options.format == "ranks",
         )
         arranged = framework_layouts.arrange(located, options.layout, wanted)
 
-    def plan_folder(part: Sequence[Target], moved: CheckpointIndex) -> Sequence[FilePlan]:
+    def plan_folder(
+        folder: str, part: Sequence[Target], moved: CheckpointIndex
+    ) -> Sequence[FilePlan]:
         folders.append(moved)
-        return _plan_files(part, moved, options)
+        rank_name = arranged.rank_names.get(folder)
+        if arranged.rank_names and rank_name is None:
+            return _plan_files(part, moved, replace(options, format="dcp"))
+        return _plan_files(part, moved, options, rank_name=rank_name)
 
     plans = framework_files.plan_files(arranged, located, targets, plan_folder)
     placed = [framework_files.renamed(tree, targets) for tree in arranged.folders.values()]
@@ -425,9 +431,16 @@ def _without_unopened(
 
 
 def _plan_files(
-    targets: Sequence[Target], located: CheckpointIndex, options: ReshardOptions
+    targets: Sequence[Target],
+    located: CheckpointIndex,
+    options: ReshardOptions,
+    *,
+    rank_name: str | None = None,
 ) -> Sequence[FilePlan]:
     told = formats.PlanOptions(
-        tree=located.nesting, mesh=options.mesh, device_type=options.device_type
+        tree=located.nesting,
+        mesh=options.mesh,
+        device_type=options.device_type,
+        rank_name=rank_name,
     )
     return formats.named(options.format).plan_files(targets, located.objects, options=told)

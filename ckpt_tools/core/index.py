@@ -22,7 +22,13 @@ from ckpt_tools.core.geometry import Box, SolidBoxes
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.state_tree import Branch, Key, merge, of_paths
 from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    Instead,
+    UnsupportedError,
+    Way,
+)
 
 Section = Literal["model", "optim", "other"]
 SECTIONS: tuple[Section, ...] = ("model", "optim", "other")
@@ -364,6 +370,25 @@ class CheckpointIndex:
             raise first
         shown = text.first_of([problem.message for problem in self.problems])
         raise first.reworded("\n  ".join(shown)).concerning(())
+
+    def require_chosen(self) -> None:
+        """`require_whole` of what was chosen; the error says so where its model alone is whole."""
+        try:
+            self.require_whole()
+        except CheckpointError as error:
+            if error.instead is not None or not self._has_whole_model():
+                raise
+            told = error.reworded(error.message)
+            told.instead = Instead(self.root, (Way(options=("--only", "model")),))
+            raise told from error.__cause__
+
+    def _has_whole_model(self) -> bool:
+        """Whether all problems are of what is beside a model, so that this can be had alone."""
+        if self.lost or not all(problem.about for problem in self.problems):
+            return False
+        hurt = frozenset().union(*(problem.about for problem in self.problems))
+        model = [entry.fqn for entry in self.entries if entry.section == "model"]
+        return bool(model) and hurt.isdisjoint(model)
 
 
 # An index whose chunks are all raw elements, but for those of tensors that its problems name. Only

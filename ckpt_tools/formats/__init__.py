@@ -20,7 +20,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.plan import KnownReads, ReadItem, WriteItem
-from ckpt_tools.errors import IncompleteError, SeveralError, UnreadableError, UsageError
+from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError, paths_instead
 from ckpt_tools.formats import (
     dcp,
     foreign,
@@ -90,10 +90,12 @@ def named(name: str) -> Format:
 
 
 def _formats_of(index: CheckpointIndex) -> list[Format]:
-    """The format of an index; where parts were joined, also those that have objects in it."""
+    """The format of an index; where parts were joined, also those that have entries in it."""
     main = named(index.format)
-    codecs = {entry.codec for entry in index.objects} - {None, main.object_codec}
-    return [main, *(form for form in FORMATS if form.object_codec in codecs)]
+    codecs = {entry.codec for entry in index.objects}
+    codecs |= {chunk.codec for entry in index.tensors for chunk in entry.chunks[:1]}
+    others = codecs - main.codecs
+    return [main, *(form for form in FORMATS if not form.codecs.isdisjoint(others))]
 
 
 def targets(writes: Writes) -> list[Format]:
@@ -119,7 +121,14 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
     """
     for form in _formats_of(index):
         index = form.locate(index, files)
-    return LocatedIndex(index)
+    hurt = {fqn for problem in index.problems for fqn in problem.about}
+    left = [
+        UnreadableError(f"{entry.fqn}: no reader here knows {chunk.codec!r}.", about=[entry.fqn])
+        for entry in index.tensors
+        for chunk in entry.chunks[:1]
+        if chunk.codec is not None and entry.fqn not in hurt
+    ]
+    return LocatedIndex(replace(index, problems=(*index.problems, *left)) if left else index)
 
 
 def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:
@@ -201,7 +210,7 @@ def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None
 
 def checksummed(index: CheckpointIndex, files: Files) -> Iterable[Part]:
     """Everything that is to be read to know that a checkpoint is whole, with its checksums."""
-    return named(index.format).checksummed(index, files)
+    return _formats_of(index)[-1].checksummed(index, files)
 
 
 def detect(path: str) -> Format | None:
@@ -223,7 +232,10 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     refuse_special([path])
     place = frameworks.member(path)
     foreign.refuse_foreign(place)
-    tensor_parallel.refuse(place)
+    cut = tensor_parallel.parts_at(place)
+    if cut:
+        before = _states(os.path.dirname(cut[0]) or ".")
+        return _with_states(tensor_parallel.read_index(place, cut, options), before)
     if not is_checkpoint(place):
         place = _only_one_inside(place)
     index, told_by = _read_place(place, options)
@@ -252,11 +264,18 @@ def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str 
     before = _states(place) | _states_beside(place)
     if found is not None:
         before |= {path: state for part in found.paths for path, state in _states(part).items()}
-        index = parts.joined(found, lambda path: _read_format(path, options), options)
+        index = parts.joined(found, lambda path: _read_part(path, options), options)
         return _with_states(index, before), found.told_by
     index = _with_states(_read_format(place, options), before)
     framework, told_by = frameworks.framework(index)
     return replace(index, framework=framework), told_by
+
+
+def _read_part(path: str, options: ReadOptions) -> CheckpointIndex:
+    """The index of a checkpoint, or of rank files that a glob chooses."""
+    if not paths.exists(path):
+        return _read_glob(path, options)
+    return _read_format(path, options)
 
 
 def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
@@ -339,11 +358,16 @@ def _only_one_inside(folder: str) -> str:
         for path in frameworks.inside(folder, foreign.is_foreign):
             foreign.refuse_foreign(path)
         foreign.refuse_inside(folder)
+        around = paths.folder_of(folder)
+        if is_checkpoint(around):  # verl's huggingface/, a config.json's folder
+            raise UnreadableError(
+                f"{folder} holds no checkpoint, but lies in one.",
+                instead=paths_instead(folder, [around]),
+            )
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
-    raise SeveralError(
+    raise UnreadableError(
         f"{folder} is no checkpoint itself; {len(found)} are inside.",
-        path=folder,
-        found=[one.path for one in reversed(found)],
+        instead=paths_instead(folder, [one.path for one in reversed(found)]),
     )
 
 
@@ -364,7 +388,7 @@ def run_of(path: str) -> list[Saved]:
 def of_step(path: str, step: int | None) -> str:
     """The checkpoint of a step in a run, of the last one for None; a lone checkpoint is itself.
 
-    Raises AnswerNo when the step is not there, SeveralError when several checkpoints are of it.
+    Raises AnswerNo when the step is not there, UnreadableError when several checkpoints are of it.
     """
     if not paths.is_dir(path):
         return path  # reading it will say what it is

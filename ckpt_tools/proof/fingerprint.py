@@ -92,7 +92,7 @@ def fingerprint(
     from ckpt_tools import formats  # the readers: whoever loads a fingerprint does not need them
 
     located = formats.locate(index, files)
-    located.require_whole()
+    located.require_chosen()
     with suppress(CheckpointError):  # tensors of tuples; what else objects are is not asked here
         located = formats.open_objects(located, files)
     inside = names_inside(located)

@@ -25,7 +25,7 @@ from ckpt_tools.formats.torch_file import write as torch_write
 from ckpt_tools.storage import paths
 from ckpt_tools.transforms.frameworks import Arranged
 
-PlanFolder = Callable[[Sequence[Target], CheckpointIndex], Sequence[FilePlan]]
+PlanFolder = Callable[[str, Sequence[Target], CheckpointIndex], Sequence[FilePlan]]
 
 
 def plan_files(
@@ -37,13 +37,13 @@ def plan_files(
     """All files of the arrangement, folder by folder, then what lies beside them.
 
     ``targets`` are the source's tensors under their own names; ``plan_folder`` plans the files of
-    one folder from its targets and its part of the index, both under their new names.
+    a folder, by its name, from its targets and its part of the index, both under new names.
     """
     parts: list[Sequence[FilePlan]] = []
     for folder, tree in arranged.folders.items():
         moved = located.arranged(tree)
         if moved.entries:
-            parts.append(inside(folder, plan_folder(renamed(tree, targets), moved)))
+            parts.append(inside(folder, plan_folder(folder, renamed(tree, targets), moved)))
     plans: list[FilePlan] = []
     for name, tree in arranged.beside.items():
         moved = located.arranged(tree)

@@ -44,12 +44,15 @@ _RANK_FILES = r"random_states_\d+\.pkl|rng_state_\d+\.pth"
 class Arranged:
     """A checkpoint as a framework wants it.
 
-    ``folders`` are the trees of DCP directories or rank files by their folders. ``beside`` are
+    ``folders`` are the trees of DCP directories or rank files by their folders; where
+    ``rank_names`` has some of them, these are rank files of such names, and the others DCP
+    directories whatever the format that was asked for. ``beside`` are
     trees of objects, each one torch.save file of its own, ``texts`` whole small files, ``copied``
     files of the source by their new names. ``notes`` say what was left out, for a person.
     """
 
     folders: Mapping[str, Branch[Entry]]
+    rank_names: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, Branch[Entry]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     copied: Mapping[str, str] = field(default_factory=dict)
@@ -61,13 +64,14 @@ class LayoutTarget:
     """What an arrangement is for.
 
     ``order`` are the parameters' names in the order of the loading job's optimizer, which only verl
-    needs; ``digest`` compares hyper-parameters.
+    needs; ``digest`` compares hyper-parameters; ``by_ranks`` asks for the model in rank files.
     """
 
     world_size: int
     ranks: TargetRanks
     order: ParamNames | None
     digest: Digest
+    by_ranks: bool = False
 
 
 class _Parts(NamedTuple):
@@ -211,18 +215,29 @@ def _plain(job: _Job) -> Arranged:
 
 
 def _accelerate(job: _Job) -> Arranged:
-    """The folder of ``Accelerator.save_state``, also that of the transformers Trainer."""
+    """The folder of ``Accelerator.save_state``, also that of the transformers Trainer.
+
+    Its loader takes rank files of the model's bare state dict, with LOCAL_STATE_DICT; it has the
+    optimizer in a DCP directory all the same.
+    """
+    by_ranks = job.target.by_ranks
     folders = {
-        "pytorch_model_fsdp_0": _in(("model",), job.parts.model),
+        **({"": job.parts.model} if by_ranks else {}),
+        **({} if by_ranks else {"pytorch_model_fsdp_0": _in(("model",), job.parts.model)}),
         "optimizer_0": _in(("optimizer",), job.nested()),
     }
+    rank_names = {"": "pytorch_model_fsdp_rank{rank}.bin"} if by_ranks else {}
     side = ("scheduler.bin", "scheduler.pt", "trainer_state.json", "config.json")
     copied = _beside_source(job.source, side, r"sampler.*|scheduler_\d+.bin|custom_checkpoint.*")
     states = _beside_source(job.source, (), _RANK_FILES)
+    notes = job.left_out(*_COPIED)
+    if by_ranks:
+        notes.append("Accelerate reads these files with state_dict_type LOCAL_STATE_DICT alone.")
     if job.target.ranks.fit("ranks", len(states)):
-        return Arranged(folders, copied=copied | states, notes=tuple(job.left_out(*_COPIED)))
-    notes = [f"Left out, of the old ranks: {', '.join(sorted(states))}."] if states else []
-    return Arranged(folders, copied=copied, notes=(*job.left_out(*_COPIED), *notes))
+        copied |= states
+    elif states:
+        notes.append(f"Left out, of the old ranks: {', '.join(sorted(states))}.")
+    return Arranged(folders, rank_names, copied=copied, notes=tuple(notes))
 
 
 def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str) -> dict[str, str]:

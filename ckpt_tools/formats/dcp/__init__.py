@@ -21,6 +21,7 @@ class Dcp(Format):
     files: ClassVar[tuple[str, ...]] = ("*.distcp", ".metadata", "__*.metadata")
     writes: ClassVar[Writes | None] = "shards"
     object_codec: ClassVar[str | None] = "torch.save"
+    codecs: ClassVar[frozenset[str]] = frozenset({"torch.save", "zstd"})
 
     def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.dcp import read
@@ -89,6 +90,7 @@ class DcpSafetensors(Dcp):
     files = ()
     writes = None
     object_codec = None
+    codecs = frozenset()
 
     def matches(self, path: str) -> bool:  # noqa: D102
         return False

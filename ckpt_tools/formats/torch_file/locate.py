@@ -25,10 +25,13 @@ Raw = Callable[[TensorEntry, Chunk], Chunk]
 
 
 def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
-    """The index of a format whose chunks are raw elements, or such with other signs."""
+    """The index of a format whose chunks are raw elements, or such with other signs.
+
+    Others stay as they are: they came from a part of another format.
+    """
 
     def raw(entry: TensorEntry, chunk: Chunk) -> Chunk:
-        return chunk if chunk.codec is None else resolved(chunk, entry.dtype, files)
+        return resolved(chunk, entry.dtype, files) if chunk.codec in SIGNS else chunk
 
     return located(index, raw)
 

@@ -227,9 +227,8 @@ def export_steps(
     if size is not None:
         steps.append(maps.VocabularyStep(size))
     if assets is not None:
-        steps.append(
-            hf_folder.AssetsStep(assets, allow_mismatch=_flag("allow_mismatch"), dtype=dtype)
-        )
+        allowed = _flag("allow_mismatch")
+        steps.append(hf_folder.AssetsStep(assets, index, allowed, dtype, dtype_rules()))
     return tuple(steps)
 
 

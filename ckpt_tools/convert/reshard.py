@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from itertools import chain
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import infer_mesh as inference
+from ckpt_tools.convert import arranging
 from ckpt_tools.convert.export import made_of, rename
 from ckpt_tools.convert.write import Conversion, Locate, Plan, WriteOptions
 from ckpt_tools.copying.origin import in_words as as_words
@@ -22,8 +22,6 @@ from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
     CheckpointIndex,
-    Entry,
-    ObjectEntry,
     Section,
     TensorEntry,
 )
@@ -43,7 +41,7 @@ from ckpt_tools.core.mesh_spec import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target, total_length
-from ckpt_tools.core.text import counted, some
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
@@ -51,7 +49,7 @@ from ckpt_tools.transforms import param_names
 from ckpt_tools.transforms.base import Made, Outcome, Step
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
-from ckpt_tools.transforms.optimizer import Digest, ParamNames
+from ckpt_tools.transforms.optimizer import ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
 
 
@@ -146,7 +144,7 @@ def plan_reshard(
             located = param_names.loadable(located)
         else:
             located = formats.copyable_objects(located, files)
-    located, left_out = _without_unopened(located, options)
+    located, left_out = arranging.without_unopened(located, form.object_codec)
     sharded = _sharded(index)
     stepped: list[str] = []
     made = tuple(Made(entry, (entry.fqn,)) for entry in located.tensors)
@@ -223,7 +221,7 @@ def _plan_layout(
             world_size=options.mesh.size,
             ranks=_target_ranks(options),
             order=order,
-            digest=_digest_in(files),
+            digest=arranging.digest_in(files),
             by_ranks=options.format == "ranks",
         )
         arranged = framework_layouts.arrange(located, options.layout, wanted)
@@ -240,27 +238,6 @@ def _plan_layout(
     plans = framework_files.plan_files(arranged, located, targets, plan_folder)
     placed = [framework_files.renamed(tree, targets) for tree in arranged.folders.values()]
     return plans, tuple(chain.from_iterable(placed)), folders[-1], arranged.notes
-
-
-def _digest_in(files: Files) -> Digest:
-    """What compares hyper-parameters by their bytes; each is read once."""
-    known: dict[object, str] = {}
-
-    def digest(entry: Entry) -> str:
-        place = entry.data if isinstance(entry, ObjectEntry) else tuple(entry.chunks)
-        if place not in known:
-            known[place] = _digest_of(entry, files)
-        return known[place]
-
-    return digest
-
-
-def _digest_of(entry: Entry, files: Files) -> str:
-    if isinstance(entry, ObjectEntry):
-        return sha256(files.read(*entry.data)).hexdigest()
-    from ckpt_tools.proof.fingerprint import digest_of  # most plans compare nothing
-
-    return digest_of(entry, files)
 
 
 def _stepped(
@@ -406,28 +383,6 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
                 f"Nothing says what {', '.join(idle)} cuts, so it replicates; --place or --like do."
             )
     return notes
-
-
-def _without_unopened(
-    index: CheckpointIndex, options: ReshardOptions
-) -> tuple[CheckpointIndex, list[str]]:
-    """The index without objects that the target cannot take, and a note that names them.
-
-    DCP takes an item of another DCP directory byte for byte. Everything else is written from its
-    value, and what is not plain (random states of NumPy, say) has none that was read.
-    """
-    copied = formats.named(options.format).object_codec
-    lost = [
-        entry
-        for entry in index.objects
-        if not entry.opened and (entry.codec is None or entry.codec != copied)
-    ]
-    if not lost:
-        return index, []
-    shown = some([f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost])
-    note = f"Left out {counted(len(lost), 'object')} without a plain value: {shown}."
-    kept = tuple(entry for entry in index.objects if entry not in lost)
-    return replace(index, objects=kept), [note]
 
 
 def _plan_files(

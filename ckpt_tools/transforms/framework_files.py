@@ -47,7 +47,9 @@ def plan_files(
     plans: list[FilePlan] = []
     for name, tree in arranged.beside.items():
         moved = located.arranged(tree)
-        plans += torch_write.plan_files((), moved.objects, filename=name, tree=moved.tree)
+        if moved.entries:
+            part = renamed(tree, targets)
+            plans += torch_write.plan_files(part, moved.objects, filename=name, tree=moved.tree)
     plans += [_text(name, text) for name, text in arranged.texts.items()]
     plans += [_copy(name, path) for name, path in arranged.copied.items()]
     return joined([*parts, plans])

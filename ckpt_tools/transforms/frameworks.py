@@ -34,6 +34,10 @@ LAYOUTS: tuple[FrameworkLayout, ...] = (
     "composer",
 )
 
+# Those of `export`, with whole tensors.
+WholeLayout = Literal["accelerate"]
+WHOLE_LAYOUTS: tuple[WholeLayout, ...] = ("accelerate",)
+
 _STEP = re.compile(r"(?:global_step_|step[-_=]?|checkpoint-|ep\d+-ba)(\d+)(?:\D.*)?")
 # What entries of a joined folder are called whose files are copied, or named when they are not.
 _COPIED = ("scheduler", "trainer_state", "random_states", "rng_state")
@@ -47,8 +51,8 @@ class Arranged:
     ``folders`` are the trees of DCP directories or rank files by their folders; where
     ``rank_names`` has some of them, these are rank files of such names, and the others DCP
     directories whatever the format that was asked for. ``beside`` are
-    trees of objects, each one torch.save file of its own, ``texts`` whole small files, ``copied``
-    files of the source by their new names. ``notes`` say what was left out, for a person.
+    trees of which each is one torch.save file, ``texts`` whole small files, ``copied`` files of the
+    source by their new names. ``notes`` say what was left out, for a person.
     """
 
     folders: Mapping[str, Branch[Entry]]
@@ -98,7 +102,20 @@ def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: LayoutTarge
         "composer": _composer,
     }
     arranged = makers[layout](_Job(index, _parts(index), target))
-    if not any(next(tree.leaves(), None) for tree in arranged.folders.values()):
+    return _not_empty(arranged, index, layout)
+
+
+def arrange_whole(index: CheckpointIndex, layout: WholeLayout, target: LayoutTarget) -> Arranged:
+    """The same for a loader of whole tensors, which lie in torch.save files.
+
+    Raises what `arrange` raises.
+    """
+    return _not_empty(_accelerate_whole(_Job(index, _parts(index), target)), index, layout)
+
+
+def _not_empty(arranged: Arranged, index: CheckpointIndex, layout: str) -> Arranged:
+    trees = (*arranged.folders.values(), *arranged.beside.values())
+    if not any(next(tree.leaves(), None) for tree in trees):
         raise AnswerNo(
             f"{index.root}: nothing that is chosen has a place in --layout {layout}.",
             hint="Leave --layout out to keep it as it is.",
@@ -220,24 +237,39 @@ def _accelerate(job: _Job) -> Arranged:
     Its loader takes rank files of the model's bare state dict, with LOCAL_STATE_DICT; it has the
     optimizer in a DCP directory all the same.
     """
-    by_ranks = job.target.by_ranks
-    folders = {
-        **({"": job.parts.model} if by_ranks else {}),
-        **({} if by_ranks else {"pytorch_model_fsdp_0": _in(("model",), job.parts.model)}),
-        "optimizer_0": _in(("optimizer",), job.nested()),
-    }
+    by_ranks, optim = job.target.by_ranks, _in(("optimizer",), job.nested())
+    model = job.parts.model
+    folders = {"": model} if by_ranks else {"pytorch_model_fsdp_0": _in(("model",), model)}
     rank_names = {"": "pytorch_model_fsdp_rank{rank}.bin"} if by_ranks else {}
+    copied, notes = _side_files(job)
+    if by_ranks:
+        notes.append("Accelerate reads these files with state_dict_type LOCAL_STATE_DICT alone.")
+    elif next(optim.leaves(), None) is not None:
+        notes.append(
+            "With FSDP1, Accelerate's loader of SHARDED_STATE_DICT leaves a new optimizer empty, "
+            "whoever saved. For FSDP1: ckpt-tools export CKPT -o OUT --layout accelerate, and "
+            "state_dict_type FULL_STATE_DICT."
+        )
+    folders["optimizer_0"] = optim
+    return Arranged(folders, rank_names, copied=copied, notes=tuple(notes))
+
+
+def _accelerate_whole(job: _Job) -> Arranged:
+    """The same of FULL_STATE_DICT: two files, whose names stand in no container."""
+    files = {"pytorch_model_fsdp.bin": job.parts.model, "optimizer.bin": _in((), job.nested())}
+    copied, notes = _side_files(job)
+    return Arranged({}, beside=files, copied=copied, notes=tuple(notes))
+
+
+def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
+    """What Accelerate finds beside model and optimizer, and notes on what was left out."""
     side = ("scheduler.bin", "scheduler.pt", "trainer_state.json", "config.json")
     copied = _beside_source(job.source, side, r"sampler.*|scheduler_\d+.bin|custom_checkpoint.*")
     states = _beside_source(job.source, (), _RANK_FILES)
-    notes = job.left_out(*_COPIED)
-    if by_ranks:
-        notes.append("Accelerate reads these files with state_dict_type LOCAL_STATE_DICT alone.")
     if job.target.ranks.fit("ranks", len(states)):
-        copied |= states
-    elif states:
-        notes.append(f"Left out, of the old ranks: {', '.join(sorted(states))}.")
-    return Arranged(folders, rank_names, copied=copied, notes=tuple(notes))
+        return copied | states, job.left_out(*_COPIED)
+    notes = [f"Left out, of the old ranks: {', '.join(sorted(states))}."] if states else []
+    return copied, [*job.left_out(*_COPIED), *notes]
 
 
 def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str) -> dict[str, str]:

@@ -284,9 +284,7 @@ class Browser(App[None]):
         """Build the tree anew: as it is arranged, and of what is searched for."""
         worker = get_current_worker()
         try:
-            leaves = list(
-                self.sides.leaves(self._arrangement, self._text, differing=self._differing)
-            )
+            leaves = self.sides.leaves(self._arrangement, self._text, differing=self._differing)
         except CkptError as error:
             self.call_later(self.notify, error.message, severity="warning")
             return

@@ -38,6 +38,7 @@ class Sides:
         self._naming = naming
         self._found: dict[str, EntryDiff] = {}
         self._compared: set[str] = set()
+        self._placed: dict[Arrangement, list[Leaf]] = {}
         if self.two:
             told = diff_headers(*indexes, naming=naming).entries
             self._found = {one.name: one for one in told}
@@ -69,20 +70,28 @@ class Sides:
             None if fqn is None else index.tensor(fqn) or index.object(fqn) for index, fqn in found
         )
 
-    def leaves(self, arrangement: Arrangement, text: str, *, differing: bool) -> Iterator[Leaf]:
+    def leaves(self, arrangement: Arrangement, text: str, *, differing: bool) -> list[Leaf]:
         """Every entry whose name has the text in it, or matches it as --include does, in its place.
 
         By files, an entry stands below each file that holds a part of it. Raises UsageError for a
         regular expression that cannot be read.
         """
+        if arrangement not in self._placed:
+            names = (*self._pairs.both, *self._pairs.only_a, *self._pairs.only_b)
+            self._placed[arrangement] = [
+                p for name in names for p in self._place(name, arrangement)
+            ]
         pattern = text.startswith("re:") or any(sign in text for sign in "*?")
-        chosen = selector([text] if pattern else [], [])
-        for name in (*self._pairs.both, *self._pairs.only_a, *self._pairs.only_b):
-            wanted = chosen(name) and (pattern or text.lower() in name.lower())
-            if wanted and not (differing and self.status(name) in ("same", "")):
-                yield from self._placed(name, arrangement)
+        chosen = selector([text], []) if pattern else None
+        found = self._placed[arrangement]
+        if text:
+            low = text.lower()
+            found = [p for p in found if (chosen(p.name) if chosen else low in p.name.lower())]
+        if differing:
+            found = [leaf for leaf in found if self.status(leaf.name) not in ("", "same")]
+        return found
 
-    def _placed(self, name: str, arrangement: Arrangement) -> Iterator[Leaf]:
+    def _place(self, name: str, arrangement: Arrangement) -> Iterator[Leaf]:
         held = [entry for entry in self.entries(name) if entry is not None]
         entry = held[0]
         parts = parts_of(entry) if name == entry.fqn else tuple(name.split("."))

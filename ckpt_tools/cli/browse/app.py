@@ -160,9 +160,9 @@ class Side(VerticalScroll):
     def compose(self) -> ComposeResult:
         """The widgets, from top to bottom."""
         yield Static(classes="facts")
-        yield DataTable(classes="chunks", cursor_type="row", zebra_stripes=True)
         yield Static(classes="text")
         yield DataTable(classes="values")
+        yield DataTable(classes="chunks", cursor_type="row", zebra_stripes=True)
 
     def say(self, text: str) -> None:
         """Show only a text; it may have the colours of a terminal."""
@@ -213,7 +213,10 @@ class Browser(App[None]):
 
     TITLE = "ckpt-tools browse"
     CSS = """
+    * { scrollbar-size: 1 1; }
     Entries { width: 1fr; min-width: 40; }
+    .-two #details { width: 3fr; }
+    .-two Entries { width: 2fr; }
     #details { width: 1fr; border-left: solid $primary; }
     .-narrow #main { layout: vertical; }
     .-narrow Entries, .-narrow #details { width: 100%; height: 1fr; border-left: none; }
@@ -250,7 +253,7 @@ class Browser(App[None]):
     def compose(self) -> ComposeResult:
         """Header, tree and details, what is asked for, and the keys."""
         yield Header(icon=" ")
-        with Horizontal(id="main"):
+        with Horizontal(id="main", classes="-two" if self.sides.two else ""):
             yield Entries("everything", self.sides)
             with Vertical(id="details"):
                 yield Static(id="told")

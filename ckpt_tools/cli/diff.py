@@ -182,7 +182,7 @@ def _summary(found: Diff) -> str:
         compared += " and the containers they are in"
     by = "" if found.values_compared else " by headers only: VALUES WERE NOT COMPARED"
     counts = Counter(WORDS[e.status] for e in found.entries if e.status != "same")
-    told = ", ".join(f"{count:,} {word}" for word, count in counts.items())
+    told = ", ".join(f"{word} ({count:,})" for word, count in counts.items())
     if not told:
         return f"Compared {compared}{by}. All are the same."
     return f"Compared {compared}{by}. {found.same:,} are the same. Different: {told}."

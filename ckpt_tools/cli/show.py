@@ -16,7 +16,7 @@ from ckpt_tools.analysis.summary import (
 )
 from ckpt_tools.cli import completing, corner, entries, options, reading, render
 from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
-from ckpt_tools.core.text import format_size
+from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions, locate, open_object
 from ckpt_tools.storage.reader import Files
@@ -166,7 +166,7 @@ def _show_tensor(
 def tensor_facts(entry: TensorEntry, found: FoundMesh | None) -> Sequence[tuple[str, str]]:
     """What headers say of a tensor: labels and texts."""
     known = layout_of(entry, found)
-    size = f"{entry.numel:,} elements, {format_size(entry.nbytes)}"
+    size = f"{counted(entry.numel, 'element')}, {format_size(entry.nbytes)}"
     pairs = [
         ("kind", f"tensor of section {entry.section}"),
         ("dtype", entry.dtype.name),

@@ -169,7 +169,7 @@ class Sides:
         if self.two:
             unknown = "same by headers; c compares the values"
             lines += [
-                f"  {count:,} {told_as(status) or unknown}" for status, count in counts.items()
+                f"  {told_as(status) or unknown}: {count:,}" for status, count in counts.items()
             ]
         return "\n".join(lines)
 

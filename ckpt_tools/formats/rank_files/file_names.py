@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UnsupportedError, UsageError
 
 _RANK = re.compile(r"(?i)(?<![a-z])rank[-_.]?(\d+)(?:[-_]?of[-_]?(\d+))?(?=[-_.])")
@@ -122,7 +123,7 @@ def joined(found: Sequence[Family], *, where: str) -> tuple[Family, ...]:
     if len(found) == 1 or (None not in parts and len(set(parts)) == len(found) and len(sizes) < 2):
         order = sorted(zip(parts, found, strict=True), key=lambda pair: pair[0] or "")
         return tuple(family for _, family in order)
-    listing = "\n  ".join(f"{f.pattern}  ({len(f.files):,} files)" for f in found)
+    listing = "\n  ".join(f"{f.pattern}  ({counted(len(f.files), 'file')})" for f in found)
     globs = " or ".join(f"'{os.path.join(where, f.pattern)}'" for f in found[:4])
     hint = f"Choose one with a quoted glob: {globs}."
     if len(sizes) > 1:

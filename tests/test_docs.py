@@ -1,6 +1,7 @@
 """The generated pages are those of the commands as they are."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -37,3 +38,9 @@ def test_each_help_ends_in_examples(name: str) -> None:
     shown = CliRunner().invoke(cli, [name, "--help"]).stdout
     assert "Examples:" in shown
     assert max(map(len, shown.splitlines())) <= 110
+
+
+def test_the_site_has_every_page_of_docs() -> None:
+    listed = (ROOT / "scripts" / "mkdocs.yml").read_text()
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(pages) == sorted(re.findall(r": (\S+\.md)$", listed, re.MULTILINE))

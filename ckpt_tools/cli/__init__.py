@@ -19,6 +19,7 @@ GROUPS = {
         "inspect": "What it is, its sizes and mesh, and whether training can resume from it.",
         "ls": "One line for each tensor and object.",
         "show": "One entry: its chunks, placements and values.",
+        "browse": "Walk through it on the screen, or through two side by side.",
         "layout": "A picture of who holds what; also as SVG or as a page.",
     },
     "Prove": {

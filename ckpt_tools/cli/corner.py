@@ -113,7 +113,7 @@ def lines(corner: Corner) -> Iterator[str]:
     if not corner.values:
         yield "  no elements"
         return
-    texts = [_text(value) for value in corner.values]
+    texts = [value_text(value) for value in corner.values]
     width = max(map(len, texts))
     per_row = corner.box.sizes[-1] if corner.box.sizes else 1
     if corner.box.sizes:
@@ -125,7 +125,8 @@ def lines(corner: Corner) -> Iterator[str]:
         yield "  " + " ".join(text.rjust(width) for text in texts[start : start + per_row])
 
 
-def _text(value: Number) -> str:
+def value_text(value: Number) -> str:
+    """A value in at most seven digits."""
     if isinstance(value, (bool, int)):
         return str(value)
     if isinstance(value, complex):

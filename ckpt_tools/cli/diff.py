@@ -43,8 +43,8 @@ differs, or when an object could not be compared. --json prints schema ckpt-tool
     "ckpt-tools diff a b --rename 'a:^decoder[.]=model.' --rtol 1e-3 --ignore-dtypes",
 )
 
-_HEADER: tuple[str, ...] = ("NAME", "WHAT", "A", "B", "DIFFERING", "MAX |Δ|", "AT", "REL L2")
-_WORDS = {
+HEADER: tuple[str, ...] = ("NAME", "WHAT", "A", "B", "DIFFERING", "MAX |Δ|", "AT", "REL L2")
+WORDS = {
     "only a": "only in A",
     "only b": "only in B",
     "kind": "tensor or object",
@@ -134,18 +134,19 @@ def _values(
 def _lines(found: Diff) -> Iterator[str]:
     differing = [entry for entry in found.entries if entry.status != "same"]
     if differing:
-        rows = [_row(entry) for entry in differing]
-        header, align = _HEADER, "llllrrlr"
+        rows = [row(entry) for entry in differing]
+        header, align = HEADER, "llllrrlr"
         if not any(entry.delta for entry in differing):
-            header, align, rows = _HEADER[:4], align[:4], [row[:4] for row in rows]
+            header, align, rows = HEADER[:4], align[:4], [row[:4] for row in rows]
         yield from render.columns(header, rows, align=align, width=render.terminal_width())
         yield from _details(differing)
         yield ""
     yield _summary(found)
 
 
-def _row(entry: EntryDiff) -> tuple[str, ...]:
-    what = (render.printable(entry.name), _WORDS[entry.status])
+def row(entry: EntryDiff) -> tuple[str, ...]:
+    """The cells of `HEADER`."""
+    what = (render.printable(entry.name), WORDS[entry.status])
     sides = (_short(entry.a), _short(entry.b))
     if entry.delta is None:
         return (*what, *sides, "-", "-", "-", "-")
@@ -180,8 +181,8 @@ def _summary(found: Diff) -> str:
     if found.containers is not None:
         compared += " and the containers they are in"
     by = "" if found.values_compared else " by headers only: VALUES WERE NOT COMPARED"
-    counts = Counter(_WORDS[e.status] for e in found.entries if e.status != "same")
-    told = ", ".join(f"{count:,} {word}" for word, count in counts.items())
+    counts = Counter(WORDS[e.status] for e in found.entries if e.status != "same")
+    told = ", ".join(f"{word} ({count:,})" for word, count in counts.items())
     if not told:
         return f"Compared {compared}{by}. All are the same."
     return f"Compared {compared}{by}. {found.same:,} are the same. Different: {told}."

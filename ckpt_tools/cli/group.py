@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ _PIPE_CLOSED = 141
 _INTERRUPTED = 130
 _WRITE_FAILED = 4
 _UNREADABLE = 3
+_COMMAND = re.compile(r"(Error:)?\s*(For example: )?(ckpt-tools|pip|torchrun|python3?) ")
+_BETWEEN_TICKS = re.compile(r"`[^`]*`")
 _WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 
 
@@ -115,9 +118,11 @@ def say_error(error: CkptError) -> None:
         click.echo(traceback.format_exc(), err=True)
     first, *more = error.message.splitlines() or [""]
     hint = _hint(error) or ""
-    click.echo(f"{click.style('Error:', fg='red', bold=True)} {first}", err=True)
-    for line in (*map(str.strip, more), *hint.splitlines(), *_causes(error)):
-        click.echo(f"  {line}", err=True)
+    first, *rest = _wrapped(f"Error: {first}", indent="  ")
+    click.echo(first.replace("Error:", click.style("Error:", fg="red", bold=True), 1), err=True)
+    more = [*map(str.strip, more), *hint.splitlines(), *_causes(error)]
+    for line in (*rest, *(line for text in more for line in _wrapped(f"  {text}", indent="  "))):
+        click.echo(line, err=True)
 
 
 def _hint(error: CkptError) -> str | None:
@@ -143,7 +148,25 @@ def _causes(error: BaseException) -> list[str]:
 def say(text: str) -> None:
     """Print a note to stderr, unless --quiet was given."""
     if not is_quiet():
-        click.echo(text, err=True)
+        lines = [line for whole in text.split("\n") for line in _wrapped(whole, indent="  ")]
+        click.echo("\n".join(lines), err=True)
+
+
+def _wrapped(text: str, *, indent: str) -> list[str]:
+    """The text in lines that the terminal that stderr is has room for; in one where it is none.
+
+    A command to copy stays on its line: one between backticks, or a line that begins with one.
+    """
+    width = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0
+    if len(text) <= width or not width or _COMMAND.match(text):
+        return [text]
+    from textwrap import wrap  # late: few texts are that long
+
+    bound = _BETWEEN_TICKS.sub(lambda found: found[0].replace(" ", "\0"), text)
+    lines = wrap(
+        bound, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace("\0", " ") for line in lines]
 
 
 def is_quiet() -> bool:

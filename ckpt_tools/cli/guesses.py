@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import click
 
@@ -61,6 +62,7 @@ _OPTIONS = {
     "--filter": "--include",
     "--dryrun": "--dry-run",
 }
+_OUTPUT = ("-o", "--output", *(name for name, meant in _OPTIONS.items() if meant == "--output"))
 _VALUES = {
     "--format": {
         "hf": "safetensors",
@@ -95,6 +97,8 @@ def no_command(word: str, names: Sequence[str]) -> UsageError:
     from difflib import get_close_matches  # late: it is for errors only
 
     hint = _WRITERS.get(word)
+    if hint is None and os.path.exists(word):
+        hint = (f"A command comes first: `ckpt-tools inspect {shlex.quote(word)}`.",)
     if hint is None:
         near = get_close_matches(word, [*names, *_COMMANDS], n=1)
         meant = command_line(near)[0] if near else None
@@ -109,10 +113,10 @@ def arguments(command: click.Command, args: Sequence[str]) -> list[str]:
     The files that a shell made of an unquoted glob of rank files become that glob again. Raises
     UsageError for what is given twice, and for a value that another command takes.
     """
-    options = {name: p for p in command.params if isinstance(p, click.Option) for name in p.opts}
+    options = _options(command)
     understood: list[str] = []
     waiting = ""
-    for place, arg in enumerate(args):
+    for place, arg in enumerate(_reported(options, args)):
         if arg == "--":
             return [*_rejoined(understood), *args[place:]]
         name, equals, value = arg.partition("=")
@@ -128,9 +132,54 @@ def arguments(command: click.Command, args: Sequence[str]) -> list[str]:
     return list(_rejoined(understood))
 
 
+def _reported(options: Mapping[str, click.Option], args: Sequence[str]) -> list[str]:
+    """The arguments of a report with ``--json`` for ``--format json``, and so for its other forms.
+
+    An option of that name, which other commands have, is left alone.
+    """
+    if "--format" in options:
+        return list(args)
+    left = list(args)
+    for place, (arg, value) in enumerate(pairwise([*args, ""])):
+        name, _, own = arg.partition("=")
+        form = f"--{(own or value).lower()}"
+        if name == "--format" and form in options and options[form].is_flag:
+            left[place : place + (1 if own else 2)] = [form]
+    return left
+
+
+def no_option(
+    command: click.Command, name: str, others: Mapping[str, click.Command]
+) -> UsageError | None:
+    """The error for an option that a command lacks, when it is known what to type instead."""
+    meant = _OPTIONS.get(_dashed(name), _dashed(name))
+    options = _options(command)
+    if name in _OUTPUT:
+        files = [f"{one} FILE" for one in ("--svg", "--html", "--write") if one in options]
+        hint = "The answer goes to stdout: `> FILE` keeps it."
+        hint += f" Into a file itself: {' or '.join(files)}." if files else ""
+        return UsageError(f"{command.name} has no {name}.", hint=hint)
+    having = [one for one, other in others.items() if meant in _options(other)]
+    if meant in options or not having:
+        return None
+    word = "an option" if meant == name else f"{meant} here, an option"
+    return UsageError(
+        f"{command.name} has no {name}.", hint=f"It is {word} of {', '.join(having)}."
+    )
+
+
+def _options(command: click.Command) -> dict[str, click.Option]:
+    return {name: p for p in command.params if isinstance(p, click.Option) for name in p.opts}
+
+
+def _dashed(name: str) -> str:
+    """The name with dashes, where other tools have underscores: ``--max_shard_size``."""
+    return name.replace("_", "-")
+
+
 def _option(options: Mapping[str, click.Option], name: str, args: Sequence[str]) -> str:
     """The option that this one means. Raises UsageError when that is given, too."""
-    meant = _OPTIONS.get(name, name)
+    meant = _OPTIONS.get(_dashed(name), _dashed(name))
     if name in options or meant not in options:
         return name
     others = set(options[meant].opts) & {arg.partition("=")[0] for arg in args}

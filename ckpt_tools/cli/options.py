@@ -30,7 +30,7 @@ _HEADINGS = {
     "Hugging Face folder": "hf_assets allow_mismatch",
     "LoRA": "adapter merge_lora lora_alpha adapter_config adapter_name lora_fan_in_fan_out",
     "Writing": "dry_run force resume check jobs threads max_memory",
-    "Other": "json allow_global verbose quiet help",
+    "Other": "json allow_global verbose quiet help _click_default_help",
 }
 _HEADING = {name: heading for heading, names in _HEADINGS.items() for name in names.split()}
 _GROUPED_FROM = 16  # options; fewer are read at a glance
@@ -47,6 +47,12 @@ class Command(click.Command):
         words = guesses.arguments(self, args)
         try:
             return super().parse_args(ctx, words)
+        except click.NoSuchOption as error:
+            raise guesses.no_option(self, error.option_name, _commands(ctx)) or error from error
+        except click.MissingParameter as error:
+            _, _, first = (self.help or "").partition("Examples:\n")
+            example = first.strip().partition("\n")[0]
+            raise UsageError(error.format_message(), hint=f"For example: {example}") from error
         except click.UsageError as error:
             if "unexpected extra argument" not in error.message:
                 raise
@@ -69,6 +75,16 @@ class Command(click.Command):
             records = [record for option in taken if (record := option.get_help_record(ctx))]
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+
+def _commands(ctx: click.Context) -> dict[str, click.Command]:
+    """Every command by its name."""
+    parent = ctx.parent
+    if parent is None or not isinstance(parent.command, click.Group):
+        return {}
+    group = parent.command
+    found = {name: group.get_command(parent, name) for name in group.list_commands(parent)}
+    return {name: command for name, command in found.items() if command is not None}
 
 
 _LATEST, _STEP = "ckpt_tools.latest", "ckpt_tools.step"

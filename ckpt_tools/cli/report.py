@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from time import gmtime, strftime
 
@@ -97,7 +98,7 @@ def lines(
     """The report for a person, an empty line at its end."""
     told = look(whole, index)
     yield render.heading(render.printable(whole.root))
-    yield f"  {', '.join(map(_coloured, told.verdict))}"
+    yield from _verdict(told.verdict)
     yield ""
     yield from render.facts(identity(told))
     yield ""
@@ -111,6 +112,19 @@ def lines(
         yield ""
         yield from entries.lines(entries.sorted_entries(index), told.mesh, long=True)
     yield ""
+
+
+def _verdict(parts: Sequence[Part]) -> Iterator[str]:
+    """The parts in a line, or on a narrow terminal in as many as they need."""
+    width = render.terminal_width() or sys.maxsize
+    line, used = "  ", 2
+    for number, part in enumerate(parts, start=1):
+        comma = ", " if number < len(parts) else ""
+        if used > 2 and used + len(part.text) + len(comma.rstrip()) > width:
+            yield line.rstrip()
+            line, used = "  ", 2
+        line, used = line + _coloured(part) + comma, used + len(part.text) + len(comma)
+    yield line
 
 
 def _coloured(part: Part) -> str:

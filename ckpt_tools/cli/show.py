@@ -16,12 +16,13 @@ from ckpt_tools.analysis.summary import (
 )
 from ckpt_tools.cli import completing, corner, entries, options, reading, render
 from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
-from ckpt_tools.core.text import format_size
+from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions, locate, open_object
 from ckpt_tools.storage.reader import Files
 
 _CHUNKS_SHOWN = 32
+CHUNK_HEADER = ("CHUNK", "RANK", "FILE", "AT BYTE", "BYTES", "REPLICAS")
 
 _HELP = """Show one entry of a checkpoint: type, shape, placements, each chunk, and values.
 
@@ -75,13 +76,13 @@ def command(
         with Files() as files:
             _show_object(open_object(one, entry, files), raw=raw, json=json)
     elif raw:
-        _print_bare(corner.read_corner(_located(one), part))
+        _print_bare(corner.read_corner(located(one), part))
     else:
         _show_tensor(one, mesh_of(index), part=part, json=json)
     one.require_whole()
 
 
-def _located(one: CheckpointIndex) -> TensorEntry:
+def located(one: CheckpointIndex) -> TensorEntry:
     """The only tensor of this index with raw chunks. Raises what is wrong with it."""
     with Files() as files:
         located = locate(one, files)
@@ -113,15 +114,17 @@ def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
     else:
         click.echo(render.heading(render.printable(entry.fqn)))
         render.emit(
-            render.facts(
-                [
-                    ("kind", f"object of section {entry.section}"),
-                    ("file", _file_words(entry.data.path, entry.data.offset, entry.data.length)),
-                    ("value", render.printable(_value_text(entry))),
-                    *([("not read", entry.flaw.message)] if entry.flaw is not None else ()),
-                ]
-            )
+            render.facts([*object_facts(entry), ("value", render.printable(_value_text(entry)))])
         )
+
+
+def object_facts(entry: ObjectEntry) -> Sequence[tuple[str, str]]:
+    """What headers say of an object: labels and texts."""
+    return [
+        ("kind", f"object of section {entry.section}"),
+        ("file", _file_words(entry.data.path, entry.data.offset, entry.data.length)),
+        *([("not read", entry.flaw.message)] if entry.flaw is not None else ()),
+    ]
 
 
 def _value_text(entry: ObjectEntry) -> str:
@@ -138,7 +141,7 @@ def _file_words(path: str, offset: int, length: int) -> str:
 def _show_tensor(
     one: CheckpointIndex, found: FoundMesh | None, *, part: str | None, json: bool
 ) -> None:
-    entry = _located(one)
+    entry = located(one)
     values = corner.read_corner(entry, part)
     if json:
         render.emit_json(
@@ -155,14 +158,15 @@ def _show_tensor(
         )
         return
     click.echo(render.heading(render.printable(entry.fqn)))
-    render.emit(render.facts(_tensor_facts(entry, found)))
+    render.emit(render.facts(tensor_facts(entry, found)))
     render.emit(["", *_chunk_table(entry, one.root), ""])
     render.emit(corner.lines(values))
 
 
-def _tensor_facts(entry: TensorEntry, found: FoundMesh | None) -> Sequence[tuple[str, str]]:
+def tensor_facts(entry: TensorEntry, found: FoundMesh | None) -> Sequence[tuple[str, str]]:
+    """What headers say of a tensor: labels and texts."""
     known = layout_of(entry, found)
-    size = f"{entry.numel:,} elements, {format_size(entry.nbytes)}"
+    size = f"{counted(entry.numel, 'element')}, {format_size(entry.nbytes)}"
     pairs = [
         ("kind", f"tensor of section {entry.section}"),
         ("dtype", entry.dtype.name),
@@ -188,9 +192,10 @@ def _chunk_json(chunk: Chunk) -> render.Json:
     }
 
 
-def _chunk_table(entry: TensorEntry, root: str) -> list[str]:
+def chunk_rows(entry: TensorEntry, root: str, most: int = _CHUNKS_SHOWN) -> list[tuple[str, ...]]:
+    """The cells of `CHUNK_HEADER` for the first chunks of a tensor."""
     chunks = sorted(entry.chunks, key=lambda chunk: chunk.box.offsets)
-    rows = [
+    return [
         (
             str(chunk.box) if entry.shape else "whole",
             "-" if chunk.rank is None else str(chunk.rank),
@@ -199,10 +204,12 @@ def _chunk_table(entry: TensorEntry, root: str) -> list[str]:
             f"{chunk.data.length:,}",
             str(len(chunk.replicas)),
         )
-        for chunk in chunks[:_CHUNKS_SHOWN]
+        for chunk in chunks[:most]
     ]
-    header = ("CHUNK", "RANK", "FILE", "AT BYTE", "BYTES", "REPLICAS")
-    lines = list(render.table(header, rows, align="lrlrrr"))
-    if len(chunks) > _CHUNKS_SHOWN:
-        lines.append(f"  and {len(chunks) - _CHUNKS_SHOWN:,} more; --json lists all")
+
+
+def _chunk_table(entry: TensorEntry, root: str) -> list[str]:
+    lines = list(render.table(CHUNK_HEADER, chunk_rows(entry, root), align="lrlrrr"))
+    if len(entry.chunks) > _CHUNKS_SHOWN:
+        lines.append(f"  and {len(entry.chunks) - _CHUNKS_SHOWN:,} more; --json lists all")
     return lines

@@ -72,8 +72,10 @@ def _tensors(report: Report) -> str:
     if report.hurt:
         return f"{len(report.hurt):,} of {report.tensors:,} hurt, {_whole(report):,} whole{lost}"
     if lost or any(not problem.about for problem in report.problems):
-        return f"all {report.tensors:,} that are there are whole{lost}"
-    return f"all {report.tensors:,} are whole"
+        there = "all {:,} that are there are" if report.tensors != 1 else "the {} that is there is"
+    else:
+        there = "all {:,} are" if report.tensors != 1 else "the only one is"
+    return f"{there.format(report.tensors)} whole{lost}"
 
 
 def _whole(report: Report) -> int:

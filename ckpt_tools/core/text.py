@@ -51,6 +51,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def are(number: int) -> str:
+    """``is`` for one, ``are`` for any other number."""
+    return "is" if number == 1 else "are"
+
+
 def ago(seconds: float) -> str:
     """How long ago something was: ``just now``, ``5 minutes ago``, ``2 days ago``."""
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):

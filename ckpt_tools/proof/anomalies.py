@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.core.text import counted
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -162,5 +163,5 @@ def _zero_rows(scan: Scan, run: tuple[int, int], share: _Share, votes: int) -> A
         share.rank,
         scan.chunks[0].chunk.data.path,
         f"rows {start}:{end} of {entry.shape[0]} are zero, the share of rank {share.rank} of "
-        f"{share.ranks}, as in {votes} tensors",
+        f"{share.ranks}, as in {counted(votes, 'tensor')}",
     )

@@ -22,7 +22,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import counted, some
+from ckpt_tools.core.text import are, counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers
 from ckpt_tools.proof.damage import Seen
@@ -118,7 +118,7 @@ def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files)
             f"{result.root}, read back, is not what was to be written: {some(faults)}."
         )
     parts = [counted(len(source.objects), "object")] if source.objects else []
-    parts += [f"{containers.count:,} containers"] if containers is not None else []
+    parts += [counted(containers.count, "container")] if containers is not None else []
     return f" So are its {' and '.join(parts)}, by value." if parts else ""
 
 
@@ -226,6 +226,6 @@ def _statement(pairs: list[_Pair], *, method: str) -> str:
     parts = [f"{kept:,} bit for bit"] if kept or not casts else []
     parts += [f"{count:,} as the source cast from {cast}" for cast, count in sorted(casts.items())]
     return (
-        f"Proven by {method}: the {len(pairs):,} tensors written ({nbytes:,} bytes), read back, "
-        f"are the source's: {', '.join(parts)}."
+        f"Proven by {method}: the {counted(len(pairs), 'tensor')} written ({nbytes:,} bytes), "
+        f"read back, {are(len(pairs))} the source's: {', '.join(parts)}."
     )

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.inside import Inside, owner_of
 
@@ -60,8 +60,8 @@ def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> lis
     notes = []
     if bare:
         notes.append(
-            f"{len(bare)} tensors of the model have no optimizer state ({some(sorted(bare))}): "
-            "so it is for buffers and frozen parameters."
+            f"No optimizer state for {counted(len(bare), 'tensor')} of the model "
+            f"({some(sorted(bare))}): so it is for buffers and frozen parameters."
         )
     kinds = {frozenset(fqns) for fqns in state.values()}
     for kind in kinds:
@@ -70,7 +70,9 @@ def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> lis
             owners = [name for name, fqns in state.items() if frozenset(fqns) == kind]
             lacking = ", ".join(sorted(fuller - kind))
             shown = some(sorted(owners))
-            notes.append(f"{len(owners)} parameters have no {lacking}, others have: {shown}.")
+            notes.append(
+                f"No {lacking} for {counted(len(owners), 'parameter')}, others have: {shown}."
+            )
     return sorted(notes)
 
 

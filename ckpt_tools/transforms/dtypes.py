@@ -88,8 +88,9 @@ def _refuse_doubtful(doubtful: Mapping[str, str]) -> None:
         return
     first, beside = min(doubtful.items())
     raise UsageError(
-        f"--dtype would cast {len(doubtful)} tensors that may belong to quantized weights: "
-        f"{some(sorted(doubtful))}. {first} stands beside {beside}, and nothing tells what it is.",
+        f"--dtype would cast {counted(len(doubtful), 'tensor')} that may belong to quantized "
+        f"weights: {some(sorted(doubtful))}. {first} stands beside {beside}, and nothing tells "
+        "what it is.",
         hint=f"Leave --dtype away; or say what each is to be: --dtype-for '{first}=keep' or =bf16; "
         "or leave it out with --exclude.",
     )

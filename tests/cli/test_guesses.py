@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from launching import BIN, torchrun
 
 from ckpt_tools import __version__
 from ckpt_tools.cli import cli, guesses
@@ -70,11 +71,69 @@ def test_every_guess_means_a_command_that_is_there() -> None:
     assert not set(names) & {*guesses._COMMANDS, *guesses._WRITERS, "help"}
 
 
-@pytest.mark.parametrize("name", ["--out", "--output-dir", "--output-path"])
+@pytest.mark.parametrize("name", ["--out", "--output-dir", "--output-path", "--output_dir"])
 def test_the_output_has_the_names_that_other_tools_give_it(name: str, tmp_path: Path) -> None:
     assert run("export", DCP, name, tmp_path / "out").exit_code == 0
     assert run("export", DCP, f"{name}={tmp_path / 'two'}").exit_code == 0
     assert (tmp_path / "two" / "model.safetensors").exists()
+    assert run("reshard", DCP, name, tmp_path / "three", "--to-mesh", "2").exit_code == 0
+    assert (tmp_path / "three" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "ls", "layout", "verify", "fingerprint", "stats"])
+@pytest.mark.parametrize("name", ["-o", "--out", "--output", "--output-dir"])
+def test_the_output_of_a_report_is_stdout_and_the_error_says_so(command: str, name: str) -> None:
+    done = run(command, DCP, name, "report.txt")
+    assert done.exit_code == 2
+    assert "`> FILE` keeps it" in done.stderr
+    assert ("--svg FILE" in done.stderr) == (command == "layout")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["ls", "--dtype", "float16"], "an option of export, reshard."),
+        (["export", "--world-size", "8"], "--to-mesh here, an option of layout, reshard."),
+        (["verify", "--overwrite"], "--force here, an option of"),
+        (["stats", "--max_shard_size", "5GB"], "--max-shard-size here, an option of export."),
+    ],
+)
+def test_an_option_of_another_command_names_that_command(words: list[str], answer: str) -> None:
+    done = run(*words, DCP)
+    assert done.exit_code == 2
+    assert answer in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "form"), [("inspect", "json"), ("ls", "json"), ("ls", "csv"), ("stats", "csv")]
+)
+def test_the_format_of_a_report_is_its_option(command: str, form: str) -> None:
+    expected = run(command, DCP, f"--{form}").stdout
+    assert expected
+    assert run(command, DCP, "--format", form).stdout == expected
+    assert run(command, f"--format={form}", DCP).stdout == expected
+
+
+@pytest.mark.parametrize("name", cli.list_commands(None))
+def test_what_is_missing_is_answered_with_an_example(name: str) -> None:
+    done = run(name)
+    assert done.exit_code == 2
+    assert f"For example: ckpt-tools {name} " in done.stderr or name == "completion"
+    if name in ("export", "reshard"):
+        assert "For example: ckpt-tools" in run(name, DCP, "somewhere").stderr
+
+
+def test_a_path_without_a_command_is_answered_with_inspect() -> None:
+    assert f"`ckpt-tools inspect {DCP}`" in run(DCP).stderr
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in cli.list_commands(None) if n not in ("browse", "completion")]
+)
+def test_every_command_that_prints_an_answer_has_it_as_json(name: str) -> None:
+    command = cli.get_command(None, name)  # type: ignore[arg-type]
+    assert command is not None
+    assert any("--json" in param.opts for param in command.params)
 
 
 def test_overwrite_is_force(tmp_path: Path) -> None:
@@ -212,3 +271,12 @@ def _heads(shown: str) -> list[str]:
     return [
         line.strip().partition("  ")[0] for line in shown.splitlines() if line.startswith("  -")
     ]
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_torchrun_takes_the_path_of_the_program(tmp_path: Path) -> None:
+    words = ["reshard", DCP, "-o", tmp_path / "out", "--to-mesh", "2"]
+    done = torchrun(2, BIN / "ckpt-tools", *words)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / ".metadata").exists()

@@ -47,7 +47,15 @@ def _loaded(*args: str) -> set[str]:
 def test_looking_loads_neither_torch_nor_numpy_nor_tqdm(args: tuple[str, ...]) -> None:
     if args[0] == "layout":
         pytest.importorskip("ckpt_tools.cli.layout")
-    assert not _loaded(*args) & {"torch", "numpy", "ml_dtypes", "tqdm", "safetensors", "zstandard"}
+    assert not _loaded(*args) & {
+        "torch",
+        "numpy",
+        "ml_dtypes",
+        "tqdm",
+        "safetensors",
+        "zstandard",
+        "textual",
+    }
 
 
 @pytest.mark.parametrize("command", ["export", "reshard"])

@@ -321,7 +321,7 @@ def test_missing_ranks_are_listed_with_what_they_held(tmp_path: Path) -> None:
 def test_the_mesh_tells_of_missing_ranks_where_names_do_not(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, {"w": (W, ROWS)}, (4,), name="rank{rank}.pt")
     paths[3].unlink()
-    with pytest.raises(IncompleteError, match=r"1 of 4 files rank\*\.pt are missing: rank 3\."):
+    with pytest.raises(IncompleteError, match=r"1 of 4 files rank\*\.pt is missing: rank 3\."):
         read(tmp_path).require_whole()
 
 
@@ -431,7 +431,7 @@ def test_a_missing_optimizer_file_does_not_hide_the_model(tmp_path: Path) -> Non
     optim[1].unlink()
     index = read(tmp_path)
     index.select({"model.w"}).require_whole()
-    with pytest.raises(IncompleteError, match=r"files optim_world_size_2_rank_\*\.pt are missing"):
+    with pytest.raises(IncompleteError, match=r"files optim_world_size_2_rank_\*\.pt is missing"):
         index.select({"optim.m"}).require_whole()
 
 

@@ -17,7 +17,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
     check_coverage,
 )
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import are, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
 from ckpt_tools.storage import paths
@@ -72,7 +72,8 @@ def _file_problems(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Che
         shown = ", ".join(os.path.basename(path) for path in missing)
         problems.append(
             IncompleteError(
-                f"{index.root}: {len(missing)} of {len(needs)} data files are not there: {shown}.",
+                f"{index.root}: {len(missing)} of {len(needs)} data files {are(len(missing))} not "
+                f"there: {shown}.",
                 hint=_damage(index, hurt, missing),
                 about=sorted(set().union(*(hurt[path] for path in missing))),
             )

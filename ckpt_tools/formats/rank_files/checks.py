@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import TensorEntry, check_coverage
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.text import rank_spans
+from ckpt_tools.core.text import are, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 from ckpt_tools.formats.pickle.state_dict import Stored
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredMesh
@@ -140,7 +140,7 @@ def missing(
     rows = _rows_of(absent[0], world, tensors)
     held = f" Rank {absent[0]} held {'; '.join(rows)}." if rows else ""
     yield IncompleteError(
-        f"{len(absent):,} of {world:,} files {family.pattern} are missing: "
+        f"{len(absent):,} of {world:,} files {family.pattern} {are(len(absent))} missing: "
         f"{'ranks' if len(absent) > 1 else 'rank'} {listed(absent)}.{held}",
         hint=f"Bring them from the other nodes or an older save, e.g. {family.path_of(absent[0])}.",
     )

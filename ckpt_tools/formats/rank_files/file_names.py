@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from glob import escape
 from typing import NamedTuple
 
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UnsupportedError, UsageError, paths_instead
 
 _RANK = re.compile(r"(?i)(?<![a-z])rank[-_.]?(\d+)(?:[-_]?of[-_]?(\d+))?(?=[-_.])")
@@ -123,7 +124,7 @@ def joined(found: Sequence[Family], *, where: str) -> tuple[Family, ...]:
     if len(found) == 1 or (None not in parts and len(set(parts)) == len(found) and len(sizes) < 2):
         order = sorted(zip(parts, found, strict=True), key=lambda pair: pair[0] or "")
         return tuple(family for _, family in order)
-    listing = "\n  ".join(f"{f.pattern}  ({len(f.files):,} files)" for f in found)
+    listing = "\n  ".join(f"{f.pattern}  ({counted(len(f.files), 'file')})" for f in found)
     instead = paths_instead(where, [os.path.join(escape(where), f.pattern) for f in found])
     hint = "Choose one with a quoted glob."
     if len(sizes) > 1:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.core.index import ByteRange
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import are, some
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.numbered import is_text
 from ckpt_tools.storage.reader import Files
@@ -111,7 +111,7 @@ def length_problem(header: Header, path: str, *, end: int) -> UnreadableError | 
     ]
     return UnreadableError(
         f"{path} is cut short: {end:,} bytes, its header needs {header.end:,}; "
-        f"{len(hurt):,} of {len(header.tensors):,} tensors are hurt.",
+        f"{len(hurt):,} of {len(header.tensors):,} tensors {are(len(hurt))} hurt.",
         hint="It may still be copying, or the disk was full; compare its size with the original's.",
         about=hurt,
     )

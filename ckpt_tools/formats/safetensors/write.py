@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.numbered import is_text
 from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX
@@ -74,8 +75,9 @@ def _check_targets(ordered: Sequence[Target]) -> None:
     wrong += [t for t in ordered if t.dtype.packed > 1 and not t.entry.shape]
     if wrong:
         shown = ", ".join(f"{target.fqn} ({target.dtype.name})" for target in wrong)
+        tensors = counted(len(wrong), "tensor")
         raise UnsupportedError(
-            f"safetensors cannot hold the element type of {len(wrong)} tensors: {shown}.",
+            f"safetensors cannot hold the element type of {tensors}: {shown}.",
             hint="Leave them out with --exclude, or write another format with --format torch.",
         )
 

@@ -25,7 +25,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.layout import Layout, Replicate
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError, paths_instead
 from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.options import ReadOptions
@@ -243,7 +243,7 @@ def _zero_weights(tensors: Sequence[TensorEntry]) -> Iterator[str]:
     ]
     also = f" {some(flat)} flattened, too." if flat else ""
     yield (
-        f"Broken save: {len(empty)} weights have no elements: {some(empty)}.{also} "
+        f"Broken save: no elements in {counted(len(empty), 'weight')}: {some(empty)}.{also} "
         "Such a file comes from saving an FSDP1 model's state on one rank without gathering it."
     )
 

@@ -43,7 +43,7 @@ def transposed(parts: Parts, *, said: bool | None, asked: bool) -> frozenset[str
             found.add(factors.module)
     if open_ones:
         raise UsageError(
-            f"{len(open_ones)} weights with LoRA are square, and nothing tells (out, in) from "
+            f"Square weights with LoRA ({len(open_ones)}): nothing tells (out, in) from "
             f"(in, out): {', '.join(sorted(open_ones)[:5])}.",
             hint="--lora-fan-in-fan-out no for linear layers, yes for transformers' Conv1D (GPT-2)."
             " PEFT's adapter_config.json says it too; where the other weights say otherwise, ask "

@@ -25,13 +25,17 @@ from ckpt_tools.proof import diff as compare_values
 from ckpt_tools.proof import diff_headers as compare_headers
 from ckpt_tools.storage.reader import Files
 
-_HELP = """Say what is different between two checkpoints: names, shapes, types, objects, values.
+_HELP = """Say what is different between two checkpoints: names, types, values, objects, containers.
 
 A and B may be of different formats and meshes. Values are compared bit by bit, or with --rtol and
 --atol: then |a - b| may be up to atol + rtol * |b|. Names are compared as they are; --clean-names
 takes off the containers that they stand in (app.model) and wrapper components, and names outside of
 the model then begin with their section (optim:state.emb.weight.exp_avg). --rename PATTERN=NEW
 changes names by a regular expression, on one side only after `a:` or `b:`.
+
+Objects are compared by value, those that are not opened by their bytes. The containers that entries
+are in (dicts, lists, tuples, and the types of their keys) are compared where both sides keep them:
+safetensors keep none, and other names (--clean-names, --rename) are in none.
 
 Exit code 0 only when everything that was asked for was compared and is the same; 1 when something
 differs, or when an object could not be compared. --json prints schema ckpt-tools/diff/1.

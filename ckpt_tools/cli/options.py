@@ -289,7 +289,8 @@ def writing() -> list[click.Parameter]:
         click.Option(
             ["--check"],
             is_flag=True,
-            help="Read the result back and compare it with the source before it gets its name.",
+            help="Before the result gets its name: read it back, compare it with the source, and "
+            "check the checksums that the source itself keeps.",
         ),
         click.Option(
             ["-j", "--jobs"],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damages import Victim
 from dtensor_files import drifted
 from launching import BIN, JOBS, ckpt_tools, contents, ends, job, nodes, torchrun
 from safetensors.numpy import save_file
@@ -109,6 +111,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(local, lacking)
     for file in (lacking / "2").iterdir():
         file.unlink()
+    (folder / "hurt").mkdir()
+    victim = Victim("ranks", folder / "hurt", random.Random(0))  # noqa: S311 - a test's own choice
+    entry = max(victim.index().tensors, key=lambda entry: entry.nbytes)
+    victim.flip(entry.chunks[2].data)
+    hurt = victim.path
     tp = ("*.fc1.*=S(0),S(0)", "*.fc2.weight*=S(0),S(1)")
     tasks = [
         {"engine": "dcp", "name": "hsdp", "ckpt": DCP, "mesh": "2x2"},
@@ -149,13 +156,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         {"engine": "dcp", "name": "checked", "ckpt": DCP, "mesh": "2x2", "check": True},
         {"engine": "gather", "name": "drifted", "ckpt": drifted(folder / "drifted"), "mesh": "2"},
+        {"engine": "gather", "name": "hurt", "ckpt": hurt, "mesh": "2", "check": True},
+        {"engine": "copy", "name": "hurt", "ckpt": hurt, "mesh": "2", "check": True},
         {"engine": "gather", "name": "lacking", "ckpt": lacking / "{rank}", "mesh": "8"},
     ]
     copied = {"verl": ranks}
     for task in tasks:
         name = task.pop("name")
         task["out"] = str(folder / f"{task['engine']}-{name}")
-        if name not in ("lacking", "ranks", "checked", "drifted"):
+        if name not in ("lacking", "ranks", "checked", "drifted", "hurt"):
             places = [word for rule in task.get("place", ()) for word in ("--place", rule)]
             source = copied.get(str(name), task["ckpt"])
             out = folder / f"copy-{task['engine']}-{name}"
@@ -223,6 +232,14 @@ def test_the_engine_gather_refuses_large_replicas_that_differ(engines: Path) -> 
     assert len(told) == 1
     assert "right: w [4:8, 0:100000] (ranks 1 and 3)." in told.pop()
     assert not list(engines.glob("gather-drifted.partial"))
+
+
+@pytest.mark.parametrize("engine", ["copy", "gather"])
+def test_no_engine_proves_the_copy_of_a_damaged_source(engines: Path, engine: str) -> None:
+    told = {(engines / f"{engine}-hurt.error.{rank}").read_text() for rank in range(4)}
+    assert len(told) == 1
+    assert "what was read of it is damaged: " in told.pop()
+    assert not list(engines.glob(f"{engine}-hurt*[!0-9]"))
 
 
 def test_a_rank_without_its_file_ends_all_ranks_with_one_error(engines: Path) -> None:

@@ -14,7 +14,7 @@ from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.errors import UsageError
 
-_AT_ONCE = 16  # requests
+AT_ONCE = 16  # requests
 # A web client of its own waits five minutes, and tries nothing again; those of stores do better.
 # Seconds without a byte after which a server has stalled, and before each further try.
 STALLED = 20.0
@@ -242,7 +242,7 @@ def _with_sizes(address: str, names: Sequence[str]) -> list[Facts]:
         except FileNotFoundError:
             return None
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(filter(None, pool.map(ask, names)))
 
 

@@ -171,6 +171,16 @@ class Files:
                 data += more
         return data
 
+    def read_many(self, ranges: Iterable[tuple[str, int, int]]) -> list[bytes]:
+        """The bytes of these ranges (path, offset, length) of a store, many asked for at a time.
+
+        Raises what `read` raises.
+        """
+        from concurrent.futures import ThreadPoolExecutor  # late, as all that addresses need
+
+        with ThreadPoolExecutor(fsspec_store.AT_ONCE) as pool:
+            return list(pool.map(lambda one: self.read(*one), ranges))
+
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a byte buffer from this place of the file on.
 

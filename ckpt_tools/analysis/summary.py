@@ -22,6 +22,7 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.layout import Layout, Mesh, Shard
 from ckpt_tools.core.optimizer_states import kind_of
+from ckpt_tools.core.text import some
 
 Status = Literal["confirmed", "inferred"]
 
@@ -241,7 +242,21 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     if "optim" not in held:
         reason = "there is no optimizer state; the weights can start a new run"
         return Verdict(yes=False, reason=reason)
+    flawed = [entry for entry in index.objects if entry.flaw is not None]
+    unread = [entry for entry in flawed if entry.section in ("model", "optim")]
+    if unread:
+        shown, flaw = some([entry.fqn for entry in unread]), unread[0].flaw
+        return Verdict(yes=False, reason=f"{shown} cannot be read: {flaw}".partition("\n")[0])
+    if not any(map(_is_of_groups, index.entries)):
+        reason = "the optimizer's param_groups are not here, and no optimizer loads without them"
+        return Verdict(yes=False, reason=reason)
     return Verdict(yes=True, reason="model and optimizer state are there, and nothing is missing")
+
+
+def _is_of_groups(entry: TensorEntry | ObjectEntry) -> bool:
+    """Whether an entry is of an optimizer's groups, which a flattened one has in its names."""
+    parts = (str(part).partition(".")[0] for part in entry.path)
+    return entry.section == "optim" and "param_groups" in parts
 
 
 def file_loads(index: CheckpointIndex) -> list[FileLoad]:

@@ -6,7 +6,7 @@ import struct
 
 from ckpt_tools.analysis.summary import Step, step_entries
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
-from ckpt_tools.errors import CheckpointError
+from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.formats import locate, open_object
 from ckpt_tools.storage.reader import Files
 
@@ -43,8 +43,13 @@ def _number(index: CheckpointIndex, files: Files) -> int | None:
 
 
 def read_single(entry: TensorEntry, files: Files) -> object:
-    """The value of a located one-element tensor, read without any mover of tensors."""
-    chunk = next(chunk for chunk in entry.chunks if chunk.box.numel == 1)
+    """The value of a located one-element tensor, read without any mover of tensors.
+
+    Raises IncompleteError when its shard is not there.
+    """
+    chunk = next((chunk for chunk in entry.chunks if chunk.box.numel == 1), None)
+    if chunk is None:
+        raise IncompleteError(f"{entry.fqn}: the shard that holds its element is not there.")
     data = files.read(chunk.data.path, chunk.data.offset, entry.dtype.itemsize)
     if entry.dtype.name in _STRUCT:
         return struct.unpack(_STRUCT[entry.dtype.name], data)[0]

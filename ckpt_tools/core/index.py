@@ -52,6 +52,19 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
 
+class TorchValue(str):
+    """A dtype, a layout or a device of torch's among plain values, by the text that makes it.
+
+    ``torch.float32``, ``torch.strided``, ``torch.device('cuda:0')``.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """The text itself, which tells it from a str."""
+        return str(self)
+
+
 class ByteRange(NamedTuple):
     """``length`` bytes of a file, from byte ``offset`` on."""
 

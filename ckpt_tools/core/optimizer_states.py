@@ -39,7 +39,8 @@ _KINDS = (
     OptimizerKind("SGD, schedule-free", frozenset({"z"})),
 )
 
-# State that has the parameter's own shape, in every optimizer of torch that has it.
+# State that has the parameter's own shape, in every optimizer of torch that has it; in some others
+# it is one number.
 LIKE_PARAMETER = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "sum"}
 )

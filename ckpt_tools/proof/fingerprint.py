@@ -35,7 +35,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.proof.inside import Inside, names_inside
+from ckpt_tools.proof.inside import Inside, tensors_inside
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -95,7 +95,7 @@ def fingerprint(
     located.require_chosen()
     with suppress(CheckpointError):  # tensors of tuples; what else objects are is not asked here
         located = formats.open_objects(located, files)
-    inside = names_inside(located)
+    inside = tensors_inside(located)
     tally = Tally(on_bytes)
 
     def digest(entry: TensorEntry) -> TensorDigest:

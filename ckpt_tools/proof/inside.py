@@ -36,6 +36,23 @@ def names_inside(index: CheckpointIndex) -> dict[str, Inside]:
 
     Raises UnsupportedError when two entries of one section have the same name there.
     """
+    inside = _inside(index)
+    _refuse_twins(inside, index.root)
+    return inside
+
+
+def tensors_inside(index: CheckpointIndex) -> dict[str, Inside]:
+    """The name of every tensor inside its section, by fqn; an object may have the same name.
+
+    Raises UnsupportedError when two tensors of one section have the same name there.
+    """
+    inside = _inside(index)
+    inside = {entry.fqn: inside[entry.fqn] for entry in index.tensors}
+    _refuse_twins(inside, index.root)
+    return inside
+
+
+def _inside(index: CheckpointIndex) -> dict[str, Inside]:
     entries: list[TensorEntry | ObjectEntry] = [*index.tensors, *index.objects]
     objects = {entry.path for entry in index.objects}
     found = names.classify([entry.path for entry in entries], objects=objects)
@@ -43,7 +60,6 @@ def names_inside(index: CheckpointIndex) -> dict[str, Inside]:
     for entry, (_, prefix) in zip(entries, found, strict=True):
         name = names.join(entry.path[len(prefix) :])
         inside[entry.fqn] = Inside(entry.section, clean_name(name, entry.section))
-    _refuse_twins(inside, index.root)
     return inside
 
 

@@ -18,7 +18,7 @@ from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.condition import Condition, HurtTensor, Rescue
 from ckpt_tools.proof.damage import Damage, Reading, read_everything
 from ckpt_tools.proof.halves import Halves, compare_halves
-from ckpt_tools.proof.inside import names_inside
+from ckpt_tools.proof.inside import tensors_inside
 from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.proof.spans import Spans
 from ckpt_tools.proof.threads import Tally, ignore_bytes
@@ -222,7 +222,7 @@ def _held(index: CheckpointIndex) -> Iterator[tuple[str, ByteRange]]:
 
 def _halves(index: CheckpointIndex) -> Halves:
     try:
-        inside = names_inside(index)
+        inside = tensors_inside(index)
     except CheckpointError as error:
         return Halves(notes=(error.message,))
     return compare_halves(index, inside)

@@ -199,7 +199,9 @@ def _check_shapes(index: CheckpointIndex, found: Optimizer, names_of: Mapping[Pa
         state = found.states.get(param)
         for key, entry in state.pairs() if isinstance(state, Branch) else ():
             shape = shapes[names.clean(name)]
-            if key in LIKE_PARAMETER and isinstance(entry, TensorEntry) and entry.shape != shape:
+            if key not in LIKE_PARAMETER or not isinstance(entry, TensorEntry):
+                continue
+            if entry.shape not in ((), shape):  # Amos keeps one number for each parameter
                 raise UsageError(
                     f"{entry.fqn} has shape {list(entry.shape)}, and {name}, whose it would be, "
                     f"has {list(shape)}.",

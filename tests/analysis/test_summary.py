@@ -19,7 +19,7 @@ from ckpt_tools.analysis.summary import (
 )
 from ckpt_tools.core.index import ByteRange, FileEntry
 from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
-from ckpt_tools.errors import IncompleteError
+from ckpt_tools.errors import IncompleteError, UnsupportedError
 
 FOUR = Layout(Mesh((4,)), (Shard(0),))
 
@@ -76,9 +76,26 @@ def test_the_step_is_looked_for_outside_of_the_optimizer() -> None:
     assert [entry.fqn for entry in entries] == ["global_step", "train_state.step"]
 
 
-def test_model_and_optimizer_can_be_resumed_from() -> None:
-    whole = index(tensor("model.a", (2,)), tensor("optim.a.exp_avg", (2,), section="optim"))
-    assert resume_verdict(whole).yes
+HALVES = (tensor("model.a", (2,)), tensor("optim.a.exp_avg", (2,), section="optim"))
+GROUPS = replace(value("optim.param_groups", 1), section="optim", path=("optim", "param_groups"))
+
+
+@pytest.mark.parametrize("path", [("optim", "param_groups"), ("optimizer", "param_groups.a.lr")])
+def test_model_and_optimizer_can_be_resumed_from(path: tuple[str, ...]) -> None:
+    assert resume_verdict(index(*HALVES, replace(GROUPS, path=path))).yes
+
+
+def test_an_optimizer_without_groups_cannot_be_resumed_from() -> None:
+    verdict = resume_verdict(index(*HALVES))
+    assert not verdict.yes
+    assert "param_groups are not here" in verdict.reason
+
+
+def test_an_optimizer_with_an_entry_that_cannot_be_read_cannot_be_resumed_from() -> None:
+    flaw = UnsupportedError("a tensor of element type qint8, which is not read.")
+    verdict = resume_verdict(index(*HALVES, replace(GROUPS, flaw=flaw)))
+    assert not verdict.yes
+    assert "optim.param_groups cannot be read: a tensor of element type qint8" in verdict.reason
 
 
 @pytest.mark.parametrize("section", ["model", "optim"])

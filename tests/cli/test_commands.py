@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from dtensor_files import ROWS, save_ranks
 
 from ckpt_tools import __version__
 from ckpt_tools.cli import cli
@@ -335,3 +336,12 @@ def test_python_dash_m_is_the_command() -> None:
         capture_output=True, text=True, check=True, env=environment,
     )  # fmt: skip
     assert done.stdout == "2\n"
+
+
+def test_inspect_tells_no_step_where_the_shard_with_it_is_lost(tmp_path: Path) -> None:
+    entries = {"w": (torch.ones(4), ROWS), "step": (torch.ones(1), ROWS)}
+    first, _ = save_ranks(tmp_path, entries, (2,))
+    first.unlink()
+    done = run("inspect", str(tmp_path))
+    assert done.exit_code == 3, done.output
+    assert "NOT WHOLE" in done.stdout

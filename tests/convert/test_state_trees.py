@@ -125,6 +125,7 @@ PLAIN = st.one_of(
     st.integers(-300, 1 << 40),
     st.floats(allow_nan=False, width=32),
     st.sampled_from(["s", b"ab", b"", 1 + 2j, torch.Size([2, 3]), {1, 2}, [], (), [1, [2]], {}]),
+    st.sampled_from([torch.bfloat16, torch.device("cuda", 1), torch.device("cpu"), torch.strided]),
     st.sampled_from([(1, (2,)), ({"a": 1},), (OrderedDict(b=1),), [("x",), 1]]),
 )
 TENSORS = st.sampled_from([T, T[:0], T.to(torch.bfloat16).reshape(2, 3), torch.tensor(3)])
@@ -270,6 +271,25 @@ def test_a_tuple_with_tensors_in_a_dcp_item_is_opened(tmp_path: Path) -> None:
     torchs_own(state, tmp_path / "dcp")
     out = to_torch(tmp_path / "dcp", tmp_path / "b.pt")
     assert spelled(torch.load(out, weights_only=True)) == spelled(state)
+
+
+def test_dtypes_devices_layouts_and_sizes_are_values_in_every_format(tmp_path: Path) -> None:
+    group = {"momentum_dtype": torch.bfloat16, "device": torch.device("cuda", 1), "params": ["w"]}
+    state = {
+        "model": {"w": T},
+        "optim": {"state": {}, "param_groups": [group | {"layout": torch.sparse_coo}]},
+        "other": [torch.Size([2]), (torch.device("cpu"), "torch.float32", torch.float32), {"x": T}],
+    }
+    torch.save(state, tmp_path / "a.pt")
+    out = to_dcp(tmp_path / "a.pt", tmp_path / "dcp")
+    assert spelled(loaded(state, out)) == spelled(state)
+    options = ReshardOptions(Mesh((1,)), format="ranks")
+    index = open_checkpoint(str(tmp_path / "a.pt"))
+    api.reshard(index, str(tmp_path / "ranks"), options=options, write=WriteOptions())
+    for source in ("dcp", "ranks"):
+        found = torch.load(to_torch(tmp_path / source, tmp_path / f"{source}.pt"))
+        assert spelled(found) == spelled(state)
+    assert index.read_value("optim.param_groups.0.momentum_dtype") == "torch.bfloat16"
 
 
 CONTAINERS = {

@@ -6,8 +6,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
 
-from ckpt_tools import formats
+from ckpt_tools import api, formats
 from ckpt_tools.errors import IncompleteError, UnreadableError, UnsupportedError
 from ckpt_tools.proof import Fingerprint, fingerprint
 from ckpt_tools.proof.fingerprint_file import is_fingerprint, load, to_json
@@ -286,3 +287,11 @@ def test_a_fingerprint_is_told_from_a_checkpoint(tmp_path: Path) -> None:
     assert is_fingerprint(str(kept))
     for path in ("hf_sharded_safetensors/ckpt", "fsdp1_full_torchsave/ckpt/model.pt"):
         assert not is_fingerprint(str(CHECKPOINTS / path))
+
+
+def test_an_object_and_a_tensor_of_one_name_without_wrappers_are_no_twins(tmp_path: Path) -> None:
+    weights = torch.arange(4.0)
+    torch.save({"model": {"_orig_mod.w": weights, "w": "a note"}}, tmp_path / "a.pt")
+    torch.save({"model": {"w": weights}}, tmp_path / "b.pt")
+    found, other = (api.fingerprint(str(tmp_path / name)) for name in ("a.pt", "b.pt"))
+    assert found.digest == other.digest

@@ -40,7 +40,7 @@ _MAX_PLAIN = 1 << 20
 _MAX_TREE = 64 << 20
 _MAX_COMPARED = 256 << 20
 # The directory of an archive is at its end. Objects lie one after another in a file, and are looked
-# at together: 100,000 of them take 0.3 s, one by one 3 s.
+# at together: 100,000 of them take 0.9 s.
 _RECORDS = b"/data/"
 _END = 4 << 10
 _GAP = 64 << 10
@@ -128,12 +128,14 @@ def _fqn(entry: TensorEntry | ObjectEntry) -> str:
 def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]:
     """The items whose archives have a record of a storage, or may have: the end is damaged."""
     lengths = lengths_of(index)
+    hurt = frozenset().union(*(problem.about for problem in index.problems))
     there = [
         entry
         for entry in index.objects
         if entry.codec in ARCHIVES
         and not entry.opened
         and entry.flaw is None
+        and entry.fqn not in hurt
         and entry.data.offset + entry.data.length <= lengths.get(entry.data.path, 0)
     ]
     for entry, end in _ends([e for e in there if e.codec == TORCH_SAVE], files):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TypeGuard
 
-from ckpt_tools.core.index import PlainValue, Size
+from ckpt_tools.core.index import PlainValue, Size, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Key
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
@@ -21,6 +21,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     OpaqueObject,
     StoredDTensor,
     StoredTensor,
+    TorchDType,
     as_counts,
     opaque_class,
     shown,
@@ -30,6 +31,10 @@ _MAX_DEPTH = 200
 _MAX_INT_BITS = 1024
 _MAX_COPIED = 64 * 1024 * 1024
 _BYTES_OF_ITEM = 32
+LAYOUTS = frozenset(
+    {"torch.strided", "torch.jagged", "torch.sparse_coo", "torch.sparse_csr", "torch.sparse_csc"}
+    | {"torch.sparse_bsr", "torch.sparse_bsc", "torch._mkldnn"}
+)
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _KEYS = frozenset({str, float, bool, type(None)})
 _MAX_KEY_BITS = 512
@@ -71,6 +76,8 @@ class Containers:
             "collections.defaultdict": Function(self._empty, "collections.defaultdict"),
             "copyreg._reconstructor": Function(self._reconstructed, "copyreg._reconstructor"),
             "torch.Size": Function(self._size, "torch.Size"),
+            "torch.device": Function(_device, "torch.device"),
+            "torch.serialization._get_layout": Function(_layout, "torch.layout"),
         }
 
     def get(self, name: str) -> Function | None:
@@ -144,6 +151,23 @@ class Containers:
 
     def _size(self, args: tuple[object, ...]) -> Size:
         return Size(as_counts(args[0] if args else (), "a torch.Size"))
+
+
+def _device(args: tuple[object, ...]) -> object:
+    """``(type,)`` or ``(type, index)``."""
+    kind, index = args if len(args) == 2 else (*args[:1], None)
+    known = type(kind) is str and kind.isidentifier() and kind.isascii() and len(args) in (1, 2)
+    if not known or type(index) not in (int, type(None)):
+        return Opaque("torch.device")
+    return TorchValue(
+        f"torch.device({kind!r})" if index is None else f"torch.device('{kind}:{index}')"
+    )
+
+
+def _layout(args: tuple[object, ...]) -> object:
+    """The text of a layout, such as ``torch.strided``."""
+    known = len(args) == 1 and type(args[0]) is str and args[0] in LAYOUTS
+    return TorchValue(args[0]) if known else Opaque("torch.layout")
 
 
 def settled(value: object, *, max_nodes: int) -> object:
@@ -231,8 +255,10 @@ def _key(key: object) -> object:
 def _leaf(value: object) -> object:
     """A value that is known, or the name of what is not."""
     kind = type(value)
-    if kind in _STORED or kind is Size:
+    if kind in _STORED or kind in (Size, TorchValue):
         return value
+    if isinstance(value, TorchDType):
+        return TorchValue(value.qualname)
     if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
         return Opaque("builtins.int")
     if kind is str and not _is_text(str(value)):

@@ -24,9 +24,10 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import row_major_strides
-from ckpt_tools.core.index import ObjectEntry, Size
+from ckpt_tools.core.index import ObjectEntry, Size, TorchValue
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.pickle.containers import LAYOUTS
 
 Node: TypeAlias = (
     "bool | int | float | complex | str | bytes | Global | Call | Instance | Persistent | Blank"
@@ -88,6 +89,7 @@ class Draft(NamedTuple):
 _Special: TypeAlias = "Call | Instance | Persistent | bytes | complex | Size | AbstractSet[Node]"
 
 _BATCH = 1000  # how many items pickle puts between a MARK and a SETITEMS or APPENDS
+_DEVICE = "torch.device"
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 ORDERED_DICT = Global("collections", "OrderedDict")
@@ -173,6 +175,8 @@ class _Writer:
         self._alive: list[Node] = []  # an id stays taken for as long as its object lives
 
     def save(self, node: Node) -> None:
+        if isinstance(node, TorchValue):
+            node = _of_torch(node)
         atom = _atom(node)
         if atom is not None:
             self.parts.append(atom)
@@ -273,6 +277,16 @@ class _Writer:
         self._memo[key] = place
         self._alive.append(node)
         self.parts.append(b"q%c" % place if place < 256 else b"r" + struct.pack("<I", place))
+
+
+def _of_torch(value: TorchValue) -> Global | Call:
+    """How torch says its own values: a dtype by its name, a layout and a device by a call."""
+    if value in LAYOUTS:
+        return Call(Global("torch.serialization", "_get_layout"), (str(value),))
+    if not value.startswith(_DEVICE):
+        return Global("torch", value.removeprefix("torch."))
+    kind, _, index = value.removeprefix(_DEVICE).strip("'()").partition(":")
+    return Call(Global("torch", "device"), (kind, int(index)) if index else (kind,))
 
 
 def _as_call(node: bytes | complex | Size | AbstractSet[Node]) -> Call:

@@ -179,6 +179,8 @@ class _Names:
             raise runner_error(name)
         if name in REBUILD_FROM_TYPE_NAMES:
             return REBUILD_NAMED
+        if is_torch_dtype(name):
+            return TorchDType(name)
         return _opaque(name, self._opaque)
 
     def storage(self, _pid: object) -> object:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import PlainValue
+from ckpt_tools.core.index import PlainValue, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.containers import is_key
@@ -279,7 +279,7 @@ def _is_plain_scalar(value: object) -> bool:
         return abs(value) < _MAX_INT
     if type(value) is str:
         return _is_text(value)
-    return value is None or type(value) in {bool, float, complex, bytes}
+    return value is None or type(value) in {bool, float, complex, bytes, TorchValue}
 
 
 def _type_name(value: object) -> str:

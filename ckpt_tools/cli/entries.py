@@ -21,6 +21,7 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.text import format_size, rank_spans
+from ckpt_tools.errors import CheckpointError
 
 HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "PLACEMENTS")
 LONG_HEADER = (*HEADER[:-1], "SECTION", "MESH", "CHUNKS", "RANKS", HEADER[-1])
@@ -161,6 +162,16 @@ def _finite(value: Json) -> Json:
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):  # noqa: PLR0124 (NaN)
         return str(value)
     return value
+
+
+def problem_json(problem: CheckpointError) -> Json:
+    """What is wrong with a checkpoint, as `inspect --json` and `verify --json` give it."""
+    return {
+        "kind": type(problem).__name__,
+        "message": problem.message,
+        "hint": problem.hint,
+        "about": sorted(problem.about),
+    }
 
 
 def csv_row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[str | int, ...]:

@@ -66,6 +66,7 @@ def as_json(
             "missing": list(whole.missing),
         },
         "complete": told.whole,
+        "problems": [entries.problem_json(problem) for problem in whole.problems],
         "ties": [list(group) for group in whole.ties],
         "notes": list(whole.notes),
         **more,

@@ -56,6 +56,7 @@ def test_inspect_json_has_exactly_the_fields_of_its_schema() -> None:
             "saved",
             "files",
             "complete",
+            "problems",
             "ties",
             "notes",
         ]
@@ -69,6 +70,7 @@ def test_inspect_json_has_exactly_the_fields_of_its_schema() -> None:
     assert model["dtypes"] == {"float32": 353, "int64": 1}
     assert set(told["files"]) == {"count", "nbytes", "missing"}
     assert told["complete"] is True
+    assert told["problems"] == []
     assert told["step"] == {"value": 2, "fqn": "step"}
     assert told["resume"]["possible"] is True
     assert told["optimizer"]["states"] == ["exp_avg", "exp_avg_sq", "step"]
@@ -89,6 +91,15 @@ def test_the_verdict_comes_first() -> None:
 def test_the_verdict_on_a_hurt_checkpoint_is_no(hurt: Path) -> None:
     verdict = run("inspect", str(hurt)).stdout.splitlines()[1]
     assert verdict.startswith("  NOT WHOLE, training cannot resume, ")
+
+
+def test_what_is_wrong_is_in_the_json_too(hurt: Path) -> None:
+    done = run("inspect", "--json", str(hurt))
+    told = json.loads(done.stdout)
+    assert done.exit_code == 3
+    assert [f"Error: {one['message']}" for one in told["problems"]] == done.stderr.splitlines()[:1]
+    assert told["files"]["missing"]
+    assert told["resume"]["reason"] in told["problems"][0]["message"]
 
 
 def test_a_verdict_has_its_colour_on_a_terminal() -> None:

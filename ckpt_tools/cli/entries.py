@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -98,6 +99,11 @@ def _facts(entry: TensorEntry | ObjectEntry) -> tuple[str, str, str, str]:
 
 def _value(entry: ObjectEntry) -> str:
     return f"= {cut_to(printable(value_text(entry)), _LONGEST_VALUE)}"
+
+
+def file_name(path: str, root: str) -> str:
+    """The name of a file below the root of its checkpoint; of a checkpoint of one file its own."""
+    return os.path.basename(path) if path == root else os.path.relpath(path, root)
 
 
 def mesh_json(mesh: Mesh, status: Status | None) -> Json:

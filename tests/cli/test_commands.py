@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
 
 from ckpt_tools import __version__
 from ckpt_tools.cli import cli
@@ -75,6 +76,13 @@ def test_inspect_json_has_exactly_the_fields_of_its_schema() -> None:
     assert told["resume"]["possible"] is True
     assert told["optimizer"]["states"] == ["exp_avg", "exp_avg_sq", "step"]
     assert sum(one["tensors"] for one in told["placements"]) == 48
+
+
+def test_the_file_of_a_checkpoint_of_one_file_has_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "one.safetensors"
+    save_file({"w": torch.ones(3)}, file)
+    assert "  one.safetensors  " in run("show", str(file), "w").stdout
+    assert "  one.safetensors  " in run("inspect", "--shards", str(file)).stdout
 
 
 def test_what_inspect_adds_to_its_text_it_adds_to_its_json() -> None:

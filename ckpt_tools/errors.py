@@ -6,8 +6,7 @@
     ├── AnswerNo                 1   the question was understood and the answer is no
     ├── CheckpointError          3   the checkpoint itself is the trouble
     │   ├── UnreadableError      3   bytes that are not what the format says
-    │   │   ├── UnsafePickleError    a pickle that asks for a global we do not know
-    │   │   └── SeveralError         a folder with more than one checkpoint
+    │   │   └── UnsafePickleError    a pickle that asks for a global we do not know
     │   ├── IncompleteError      3   something that the checkpoint needs is not there
     │   └── UnsupportedError     3   understood, and refused: reading it would give wrong tensors
     └── WriteError               4   the output could not be written; what was there is untouched
@@ -23,8 +22,8 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,15 +32,79 @@ if TYPE_CHECKING:
 _MOST_COMMANDS = 20
 
 
+class Way(NamedTuple):
+    """What would be right in the place of a path: another path or none, and options to add.
+
+    An option is two words, its name and its value.
+    """
+
+    path: str | None = None
+    options: tuple[str, ...] = ()
+
+
+class Instead(NamedTuple):
+    """What to give for a path: the command that was typed is then repeated, once for each way.
+
+    A word of the command is the path when it names it, or something in it.
+    """
+
+    path: str
+    ways: tuple[Way, ...]
+
+    def commands(self, words: Sequence[str]) -> str:
+        """The command of these words as it would be right, a line for each way."""
+        lines = [shlex.join(self._words(words, way)) for way in self.ways[:_MOST_COMMANDS]]
+        more = len(self.ways) - len(lines)
+        return "\n".join(lines + ([f"and {more} more"] if more else []))
+
+    def _words(self, words: Sequence[str], way: Way) -> Iterator[str]:
+        """The words, with an option of the way in the place of the same one of before."""
+        before = ""
+        for word in words:
+            if before not in way.options[::2] and word not in way.options[::2]:
+                yield self._word(word, way)
+            before = word
+        yield from way.options
+
+    def _word(self, word: str, way: Way) -> str:
+        given, meant = os.path.normpath(self.path), os.path.normpath(word)
+        if way.path is None or not word or word.startswith("-"):
+            return word
+        return way.path if meant == given or meant.startswith(given + os.sep) else word
+
+
+def paths_instead(path: str, found: Iterable[str]) -> Instead:
+    """Other paths in the place of one."""
+    return Instead(path, tuple(map(Way, found)))
+
+
 class CkptError(Exception):
-    """The root: one line for a person, an optional hint, and the exit code of the command line."""
+    """The root: one line for a person, an optional hint, and the exit code of the command line.
+
+    ``instead`` is what to type, which a command line can say in the words that were typed.
+    """
 
     exit_code: ClassVar[int] = 3
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, hint: str | None = None, instead: Instead | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.advice = hint
+        self.instead = instead
+
+    @property
+    def hint(self) -> str | None:
+        """What to try next, or None."""
+        return self.hint_for(None)
+
+    def hint_for(self, typed: Sequence[str] | None) -> str | None:
+        """What to try next after the command of these words; None where none was typed."""
+        if self.instead is None:
+            return self.advice
+        words = typed or ["ckpt-tools", "inspect", self.instead.path]
+        return "\n".join(filter(None, [self.advice, self.instead.commands(words)]))
 
     def at(self, where: str, link: str = ": ") -> Self:
         """The same error with where it happened before its message: ``Rank 3: …``."""
@@ -73,8 +136,15 @@ class AnswerNo(CkptError):
 class CheckpointError(CkptError):
     """The checkpoint itself is the trouble; ``about`` names the entries it hurts, if only some."""
 
-    def __init__(self, message: str, *, hint: str | None = None, about: Iterable[str] = ()) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        instead: Instead | None = None,
+        about: Iterable[str] = (),
+    ) -> None:
+        super().__init__(message, hint=hint, instead=instead)
         self.about = frozenset(about)
 
     def concerning(self, fqns: Iterable[str]) -> Self:
@@ -90,26 +160,6 @@ class UnreadableError(CheckpointError):
 
 class UnsafePickleError(UnreadableError):
     """A pickle asks for a global that is not on the allow list; it was not resolved and not run."""
-
-
-class SeveralError(UnreadableError):
-    """A path means more than one checkpoint: ``path`` as it was given, and all that it may mean."""
-
-    def __init__(self, message: str, *, path: str, found: Sequence[str]) -> None:
-        super().__init__(message)
-        self.path = path
-        self.found = tuple(found)
-        self.hint = self.commands(["ckpt-tools", "inspect", path])
-
-    def commands(self, words: Sequence[str]) -> str:
-        """A command that names the path, once for each checkpoint, a line each."""
-        given = os.path.normpath(self.path)
-        lines = [
-            shlex.join(one if os.path.normpath(word) == given else word for word in words)
-            for one in self.found[:_MOST_COMMANDS]
-        ]
-        more = len(self.found) - len(lines)
-        return "\n".join(lines + ([f"and {more} more"] if more else []))
 
 
 class IncompleteError(CheckpointError):

@@ -16,6 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.api import export
+from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.zip import read as torch_zip
@@ -51,16 +53,22 @@ CATCHERS = (
     "verify --against",
     "nothing: no entry changed",
 )
+# What `export --check` does: it refuses, or proves a copy of the sound values, or of what is there.
+REFUSED, SOUND, AS_IT_IS = COPIES = ("refused", "sound", "as it is")
 
 
 class Damaged(NamedTuple):
-    """A damage: its kind, the checkpoint it was done to, and what was done."""
+    """A damage: its kind, the checkpoint it was done to, and what was done.
+
+    ``copied`` is what `export --check` made of it: one of `COPIES`.
+    """
 
     kind: str
     base: str
     seed: int
     what: str
     caught_by: str
+    copied: str
 
 
 class Victim:
@@ -358,13 +366,27 @@ def catcher(path: Path, original: Path) -> str:
             return CATCHERS[0]
 
 
+def copy_of(path: Path, original: Path, out: Path) -> str:
+    """What `export --check` makes of every tensor and plain object of a damaged checkpoint."""
+    options = ExportOptions(format="torch", only=None, keep_names=True)
+    try:
+        export(path, out, options=options, check=True)
+    except CkptError:
+        return REFUSED
+    with Files() as files:
+        here, there = (fingerprint(formats.read_index(str(one)), files) for one in (out, original))
+    return SOUND if compare(here, there).same else AS_IT_IS
+
+
 def do_one(kind: Kind, base: str, seed: int) -> Damaged:
     """Damage a copy of a checkpoint, and see what catches it."""
     rng = random.Random(f"{kind.name}/{base}/{seed}")  # noqa: S311 - a test's own choice
     with TemporaryDirectory() as folder:
         victim = Victim(base, Path(folder), rng)
         what = kind.damage(victim)
-        return Damaged(kind.name, base, seed, what, catcher(victim.path, DATA / BASES[base]))
+        original = DATA / BASES[base]
+        copied = copy_of(victim.path, original, Path(folder, "copy.pt"))
+        return Damaged(kind.name, base, seed, what, catcher(victim.path, original), copied)
 
 
 def do_kind(kind: Kind) -> Iterator[Damaged]:
@@ -375,20 +397,23 @@ def do_kind(kind: Kind) -> Iterator[Damaged]:
 
 def table(done: Sequence[Damaged]) -> str:
     """How many of each kind are caught by what, as Markdown."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    kinds: dict[str, list[Damaged]] = defaultdict(list)
     for damaged in done:
-        counts[damaged.kind][damaged.caught_by] += 1
-    lines = [
-        "| damage | done | " + " | ".join(CATCHERS) + " |",
-        "|---|" + "--:|" * (len(CATCHERS) + 1),
-    ]
-    for kind, found in counts.items():
-        cells = [str(found[by] or "") for by in CATCHERS]
-        lines.append(f"| {kind} | {sum(found.values())} | " + " | ".join(cells) + " |")
-    total = Counter(damaged.caught_by for damaged in done)
-    cells = [str(total[by] or "") for by in CATCHERS]
-    lines.append(f"| **all** | {len(done)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        kinds[damaged.kind].append(damaged)
+    head = ["damage", "done", *CATCHERS, f"export --check: {REFUSED}"]
+    lines = [_row(head), "|---|" + "--:|" * (len(head) - 1)]
+    lines += [_row([kind, *_counts(found)]) for kind, found in kinds.items()]
+    return "\n".join([*lines, _row(["**all**", *_counts(done)])])
+
+
+def _counts(done: Sequence[Damaged]) -> list[str]:
+    found = Counter(damaged.caught_by for damaged in done)
+    refused = sum(damaged.copied == REFUSED for damaged in done)
+    return [str(count or "") for count in (len(done), *(found[by] for by in CATCHERS), refused)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

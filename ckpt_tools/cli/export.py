@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import click
+from click.core import ParameterSource
 
 from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, reading, render, shaping, writing
@@ -19,6 +21,7 @@ from ckpt_tools.distributed.executors import Listener, available
 from ckpt_tools.distributed.job import check_room, rehearse_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
+from ckpt_tools.transforms.frameworks import WHOLE_LAYOUTS, WholeLayout
 
 _HELP = """Write whole tensors out of a sharded checkpoint, for loading elsewhere.
 
@@ -32,6 +35,7 @@ leading module); stderr says what was done.
     "ckpt-tools export run7/step-1000 -o model.safetensors --dtype bf16",
     "ckpt-tools export run7/step-1000 -o optim.pt --only optim --keep-names",
     "ckpt-tools export run7/step-1000 -o run7-hf --map auto --hf-assets Llama-3.1-8B",
+    "ckpt-tools export run7/step-1000 -o run7-full --layout accelerate",
     "ckpt-tools export run7/step-1000 -o run7-hf --dry-run",
 )
 
@@ -47,6 +51,11 @@ _PARAMS = [
         type=click.Choice([one.name for one in formats.targets("whole")]),
         default=None,
         help="Format of the output.  [default: what OUT's ending says, else safetensors]",
+    ),
+    click.Option(
+        ["--layout"],
+        type=click.Choice(WHOLE_LAYOUTS),
+        help="The files that this framework's loader of whole tensors finds, with the optimizer.",
     ),
     options.dtype(),
     options.size(
@@ -69,6 +78,7 @@ def command(
     ckpt: str,
     out: str,
     form: str | None,
+    layout: WholeLayout | None,
     dtype: DType | None,
     max_shard_size: int,
     keep_names: bool,
@@ -80,10 +90,13 @@ def command(
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
     started = time.monotonic()
-    form = _form(form, out)
+    form = _form("torch" if layout is not None and form is None else form, out)
     if dry_run and environment.is_follower():
         return  # rank 0 plans alone
     chosen = options.Filters.given()
+    source = click.get_current_context().get_parameter_source("only")
+    if layout is not None and source is ParameterSource.DEFAULT:
+        chosen = replace(chosen, only=None)  # its loader takes model and optimizer
 
     def asked(index: CheckpointIndex) -> convert.ExportOptions:
         reading.choose(index, chosen)
@@ -98,16 +111,17 @@ def command(
             exclude=chosen.exclude,
             only=chosen.only,
             max_shard_size=_ONE_FILE if shaping.is_adapter() else max_shard_size,
+            layout=layout,
             basename="adapter_model" if shaping.is_adapter() else "model",
         )
 
-    read, write = options.reading_given(), writing.given()
+    read, write = replace(options.reading_given(), cuts=shaping.cuts()), writing.given()
     if dry_run:
         rehearse_output(out, write, write.sources)
         index = read_index(ckpt, options=read)
         conversion = convert.Export(index, out, write, asked(index))
         rehearse_output(out, write, conversion.sources)
-        plan = conversion.plan()
+        plan = conversion.plan(formats.locate)
     else:
         with (
             progress.byte_bar(label="export") as bar,

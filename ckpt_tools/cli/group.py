@@ -18,7 +18,7 @@ import click
 
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import guesses
-from ckpt_tools.errors import CkptError, SeveralError, from_system
+from ckpt_tools.errors import CkptError, from_system
 
 _QUIET, _VERBOSE, _TYPED = "ckpt_tools.quiet", "ckpt_tools.verbose", "ckpt_tools.typed"
 _WIDEST = 100
@@ -117,14 +117,24 @@ def say_error(error: CkptError) -> None:
     if verbosity(click.get_current_context()) >= 2:
         click.echo(traceback.format_exc(), err=True)
     first, *more = error.message.splitlines() or [""]
-    if isinstance(error, SeveralError):
-        error.hint = error.commands(click.get_current_context().meta[_TYPED])
-    hint = error.hint.splitlines() if error.hint else []
+    hint = _hint(error) or ""
     first, *rest = _wrapped(f"Error: {first}", indent="  ")
     click.echo(first.replace("Error:", click.style("Error:", fg="red", bold=True), 1), err=True)
-    more = [*map(str.strip, more), *hint, *_causes(error)]
+    more = [*map(str.strip, more), *hint.splitlines(), *_causes(error)]
     for line in (*rest, *(line for text in more for line in _wrapped(f"  {text}", indent="  "))):
         click.echo(line, err=True)
+
+
+def _hint(error: CkptError) -> str | None:
+    """What to try next: the command that was typed, as it would be right, where one could be."""
+    ctx = click.get_current_context()
+    typed: list[str] = ctx.find_root().meta[_TYPED]
+    ways = () if error.instead is None else error.instead.ways
+    used = {text for way in ways for text in way.options if text.startswith("-")}
+    group = ctx.find_root().command
+    run = group.get_command(ctx, typed[1]) if used and isinstance(group, click.Group) else None
+    known = {option for param in run.params for option in param.opts} if run is not None else set()
+    return error.hint_for(typed) if used <= known else error.advice
 
 
 def _causes(error: BaseException) -> list[str]:

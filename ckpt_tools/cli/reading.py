@@ -6,8 +6,9 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.cli.options import Filters
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import near_names, select
-from ckpt_tools.errors import AnswerNo
+from ckpt_tools.errors import AnswerNo, Way
 from ckpt_tools.formats import ReadOptions, open_objects, read_index
+from ckpt_tools.formats.frameworks import whole_of
 from ckpt_tools.storage.reader import Files
 
 _MAX_SHOWN = 5
@@ -29,6 +30,10 @@ def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
         return select(index, include=chosen.include, exclude=chosen.exclude, only=chosen.only)
     except AnswerNo as error:
         names = [name for text in chosen.include for name in near_names(index, text.strip("*"))]
+        whole = whole_of(index)
+        if not names and whole is not None and error.instead is not None:
+            ways = (Way(whole), *error.instead.ways)
+            error.instead = error.instead._replace(ways=ways)
         if not names:
             raise
         raise AnswerNo(error.message, hint=_did_you_mean(names)) from error

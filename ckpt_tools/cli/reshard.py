@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import click
 
@@ -146,7 +147,8 @@ def command(
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
     mesh = parse_mesh(to_mesh)
-    read, chosen = options.reading_given(), options.Filters.given()
+    read, chosen = replace(options.reading_given(), cuts=shaping.cuts()), options.Filters.given()
+    write = writing.given()
     asked = ReshardOptions(
         mesh=mesh,
         placements=None if placements is None else parse_placements(placements, mesh),
@@ -174,7 +176,7 @@ def command(
         return  # rank 0 plans alone; to gather, each knows its own file only
     words = f"{to_mesh} = {in_words(mesh, asked.placements or default_placements(mesh))}"
     say(words)
-    request, job = Request(ckpt, engine, jobs, read), Job(out, asked, writing.given(), ignore)
+    request, job = Request(ckpt, engine, jobs, read), Job(out, asked, write, ignore)
     (_rehearse if dry_run else _carry_out)(request, job, told=words, as_json=json)
 
 
@@ -213,6 +215,6 @@ def _format(form: str, layout: FrameworkLayout | None) -> str:
     """The format that a framework's loader reads. Raises UsageError where that is not ``form``."""
     if layout == "verl":
         return "ranks"
-    if form == "ranks" and layout not in (None, "plain"):
+    if form == "ranks" and layout not in (None, "plain", "accelerate"):
         raise UsageError(f"--layout {layout} is of DCP directories; it has no --format ranks.")
     return form

@@ -5,7 +5,9 @@ Their values are kept with click's context, so that a command takes none of them
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import click
@@ -14,6 +16,7 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.options import Cut
 from ckpt_tools.transforms import hf_folder, lora, maps
 from ckpt_tools.transforms.base import Step
 
@@ -224,9 +227,8 @@ def export_steps(
     if size is not None:
         steps.append(maps.VocabularyStep(size))
     if assets is not None:
-        steps.append(
-            hf_folder.AssetsStep(assets, allow_mismatch=_flag("allow_mismatch"), dtype=dtype)
-        )
+        allowed = _flag("allow_mismatch")
+        steps.append(hf_folder.AssetsStep(assets, index, allowed, dtype, dtype_rules()))
     return tuple(steps)
 
 
@@ -262,6 +264,16 @@ def sources() -> tuple[str, ...]:
     return tuple(text for text in one if text)
 
 
+def files_read(ckpt: str) -> list[str]:
+    """The files that these options have read beside the checkpoint."""
+    assets = _text("hf_assets")
+    if assets == "auto":
+        with suppress(UsageError):  # it is raised again, where the checkpoint is read
+            assets = hf_folder.assets_beside(ckpt)
+    taken = [] if assets is None else hf_folder.files_read(assets)
+    return [*taken, *filter(os.path.isfile, sources())]
+
+
 def is_adapter() -> bool:
     """Whether an adapter alone is asked for."""
     return _flag("adapter")
@@ -292,6 +304,12 @@ def _name_steps(config: Mapping[str, object]) -> Sequence[Step]:
         raise UsageError("--force-map takes a map that --map names; here none is named.")
     renames = tuple(map(maps.parse_rename, _texts("rename")))
     return [*steps, maps.RenameStep(renames)] if renames else steps
+
+
+def cuts() -> tuple[Cut, ...]:
+    """How tensor-parallel parts are cut, as the first map that is named says it."""
+    given = [text for text in _texts("map") if text != "auto"]
+    return maps.find(given[0]).cuts if given else ()
 
 
 def dtype_rules() -> tuple[tuple[str, DType | None], ...]:

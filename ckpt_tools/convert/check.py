@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tools import formats, proof
 from ckpt_tools._version import __version__
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.storage.reader import Files
@@ -45,29 +45,67 @@ def check(
 ) -> str:
     """Compare what lies in ``folder`` with what was to be written; says in one line what is proven.
 
-    ``own`` are the source's files that this process can read, when that is not all of them: then
-    only tensors are compared, and the rest is for others. Raises WriteError when a tensor, an
-    object or a container differs.
+    ``source`` is the part of the source that it comes from, as its reader gave it. ``own`` are the
+    source's files that this process can read, when that is not all of them: then only tensors are
+    compared, and the rest is for others. Raises WriteError when a tensor, an object or a container
+    differs, UnreadableError when the source's own checksums say that what was read is damaged, and
+    UnsupportedError when its replicas differ.
     """
     targets = written.targets
     entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in targets]
     dtypes = {target.fqn: target.dtype for target in targets}
     with Files() as files:
         result = formats.open_objects(formats.read_index(folder), files)
+        here = replace(formats.to_locate_in(source), tensors=tuple(sorted(entries, key=_fqn)))
+        located = formats.locate(here, files)
+        located.require_whole()
         wanted = replace(
             source,
             format=result.format,
-            tensors=tuple(sorted(entries, key=lambda e: e.fqn)),
+            tensors=located.tensors,
             objects=tuple(sorted(written.objects, key=lambda e: e.fqn)),
             tree=written.tree,
             problems=(),
         )
         wanted = formats.open_objects(wanted, files)
         names = {entry.fqn: entry.fqn for entry in wanted.tensors}
+        seen = proof.Seen()
         words = proof.same_tensors(
-            wanted, result, files, renamed=names, dtypes=dtypes, threads=threads, own=own
+            *(wanted, result, files),
+            renamed=names,
+            dtypes=dtypes,
+            threads=threads,
+            own=own,
+            seen=seen,
         )
-        return words if own is not None else words + proof.same_objects(wanted, result, files)
+        if own is None:
+            words += proof.same_objects(wanted, result, files)
+            words += proof.require_equal_replicas(source, files, threads=threads)
+        else:
+            source = _held_in(source, own)
+        return words + proof.require_undamaged(source, files, seen=seen, threads=threads)
+
+
+def _held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:
+    """What of a checkpoint is in these files, each replica as a chunk of its own."""
+    tensors = [
+        replace(
+            entry,
+            chunks=tuple(
+                chunk._replace(data=data, replicas=())
+                for chunk in entry.chunks
+                for data in (chunk.data, *chunk.replicas)
+                if data.path in own
+            ),
+        )
+        for entry in source.tensors
+    ]
+    objects = tuple(entry for entry in source.objects if entry.data.path in own)
+    return replace(source, tensors=tuple(tensors), objects=objects)
+
+
+def _fqn(entry: TensorEntry) -> str:
+    return entry.fqn
 
 
 def record_in_headers(folder: str, plans: Iterable[FilePlan], words: str) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
-from ckpt_tools.convert.write import Conversion, Plan
+from ckpt_tools.convert.arranging import digest_in, without_unopened
+from ckpt_tools.convert.write import Conversion, Locate, Plan
 from ckpt_tools.copying.origin import digest_of_reads, in_words
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
     NO_TREE,
     CheckpointIndex,
-    LocatedIndex,
     ObjectEntry,
     Section,
     TensorEntry,
@@ -29,9 +29,11 @@ from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
+from ckpt_tools.transforms import framework_files, frameworks
 from ckpt_tools.transforms.base import Made, Outcome, Step
+from ckpt_tools.transforms.frameworks import LayoutTarget, WholeLayout
 from ckpt_tools.transforms.param_names import loadable
-from ckpt_tools.transforms.rank_states import ONE_FILE, without_old_ranks
+from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class ExportOptions:
     ``dtypes`` are exceptions from ``dtype`` by name patterns, the last match wins. ``steps`` change
     the entries after containers and wrappers are off their names. ``basename`` begins the name of
     each safetensors file. ``keep_rank_states`` takes what each rank saved for itself along where
-    objects go along.
+    objects go along. ``layout`` is the framework for whose loader torch files are laid out; it
+    gives the names, so that neither ``steps`` nor ``keep_names`` go with it.
     """
 
     format: str = "safetensors"
@@ -55,6 +58,7 @@ class ExportOptions:
     exclude: tuple[str, ...] = ()
     only: Section | None = "model"
     max_shard_size: int = 5_000_000_000
+    layout: WholeLayout | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +89,16 @@ class Export(Conversion[ExportPlan]):
 
     options: ExportOptions
 
-    def plan(self) -> ExportPlan:
+    def plan(self, locate: Locate) -> ExportPlan:
         """What `plan_export` gives for this output."""
         single_file = single_file_of(self.out, self.options.format)
         check = self.write.check
-        return plan_export(self.index, self.options, single_file=single_file, check=check)
+        if self.options.layout is not None:
+            _refuse_with_layout(self.options, single_file=single_file, check=check)
+            return _plan_layout(self.index, self.options, self.options.layout)
+        return plan_export(
+            self.index, self.options, single_file=single_file, check=check, locate=locate
+        )
 
     def words(self, plan: ExportPlan) -> dict[str, str]:
         """The options; of functions among them only what they gave can be compared."""
@@ -111,8 +120,11 @@ def plan_export(
     *,
     single_file: str | None = None,
     check: bool = False,
+    locate: Locate = formats.locate,
 ) -> ExportPlan:
     """Plan an export from headers alone; nothing is written. ``check`` leaves room for the proof.
+
+    Steps get all chunks located, whatever ``locate`` does.
 
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     names and element types that the output cannot hold.
@@ -122,9 +134,10 @@ def plan_export(
     of_ranks: list[str] = []
     if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
+    read = chosen if _keeps_nesting(options) else replace(chosen, objects=())
     with Files() as files:
-        located = formats.locate(chosen, files)
-        located.require_whole()
+        located = (formats.locate if options.steps else locate)(chosen, files)
+        located.require_chosen()
         if not chosen.tensors and not _keeps_nesting(options):
             raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
         if _keeps_nesting(options):
@@ -153,13 +166,62 @@ def plan_export(
     return ExportPlan(
         files=(*plans, *outcome.files),
         targets=targets,
+        chosen=read,
         origins={one.entry.fqn: one.origins for one in outcome.made},
         notes=(*index.notes, *notes, *outcome.notes, *kept, *of_ranks, *_left_out(index, chosen)),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
+        source=formats.to_locate_in(index),
         single_file=single_file,
         works=outcome.works,
         objects=objects,
         tree=tree,
+    )
+
+
+def _refuse_with_layout(options: ExportOptions, *, single_file: str | None, check: bool) -> None:
+    """Raise UsageError for what a framework's layout does not have."""
+    if options.format != "torch" or single_file is not None:
+        raise UsageError(
+            f"--layout {options.layout} is a folder of torch files; it has no other --format, and "
+            "OUT no ending."
+        )
+    if options.steps or options.keep_names:
+        raise UsageError(
+            f"--layout {options.layout} gives the names itself: no --keep-names, no --map or "
+            "--rename, no LoRA or Hugging Face options."
+        )
+    if check:
+        raise UsageError(
+            f"--check reads one file or one folder of shards back, which --layout {options.layout} "
+            "is not.",
+            hint="Compare them afterwards: ckpt-tools diff CKPT OUT.",
+        )
+
+
+def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: WholeLayout) -> ExportPlan:
+    """Plan whole tensors and objects as the framework's own loader finds them."""
+    ranks = EVERY_RANK if options.keep_rank_states else ONE_FILE
+    chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    chosen, of_ranks = without_old_ranks(chosen, ranks)
+    with Files() as files:
+        located = formats.locate(chosen, files)
+        located.require_chosen()
+        located = loadable(formats.open_objects(located, files))
+        located, left_out = without_unopened(located, None)
+        wanted = LayoutTarget(world_size=1, ranks=ranks, order=None, digest=digest_in(files))
+        arranged = frameworks.arrange_whole(located, layout, wanted)
+    made = tuple(Made(entry, (entry.fqn,)) for entry in located.tensors)
+    types, kept = casts.chosen_dtypes(made, options.dtype, options.dtypes, source=index)
+    targets = tuple(Target(e.fqn, e.path, e, types[e.fqn]) for e in located.tensors)
+    plans = framework_files.plan_files(arranged, located, targets, lambda *_: ())
+    return ExportPlan(
+        files=plans,
+        targets=targets,
+        chosen=chosen,
+        source=formats.to_locate_in(index),
+        origins={target.fqn: (target.fqn,) for target in targets},
+        notes=(*index.notes, *kept, *of_ranks, *left_out, *arranged.notes),
+        nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
     )
 
 
@@ -200,7 +262,7 @@ def _in_containers(
     return tuple(placed)
 
 
-def made_of(located: LocatedIndex, renamed: Mapping[str, str]) -> tuple[Made, ...]:
+def made_of(located: CheckpointIndex, renamed: Mapping[str, str]) -> tuple[Made, ...]:
     """The entries under their output names, as the steps begin with them."""
     return tuple(
         Made(replace(entry, fqn=renamed[entry.fqn], path=(renamed[entry.fqn],)), (entry.fqn,))

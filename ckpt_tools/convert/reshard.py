@@ -10,21 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from itertools import chain
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import infer_mesh as inference
+from ckpt_tools.convert import arranging
 from ckpt_tools.convert.export import made_of, rename
-from ckpt_tools.convert.write import Conversion, Plan, WriteOptions
+from ckpt_tools.convert.write import Conversion, Locate, Plan, WriteOptions
 from ckpt_tools.copying.origin import in_words as as_words
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
     CheckpointIndex,
-    Entry,
-    LocatedIndex,
-    ObjectEntry,
     Section,
     TensorEntry,
 )
@@ -44,7 +41,7 @@ from ckpt_tools.core.mesh_spec import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import FilePlan, Target, total_length
-from ckpt_tools.core.text import counted, some
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
@@ -52,7 +49,7 @@ from ckpt_tools.transforms import param_names
 from ckpt_tools.transforms.base import Made, Outcome, Step
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
-from ckpt_tools.transforms.optimizer import Digest, ParamNames
+from ckpt_tools.transforms.optimizer import ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
 
 
@@ -103,10 +100,10 @@ class Reshard(Conversion[ReshardPlan]):
         """That whose layouts are taken."""
         return () if self.options.like is None else (self.options.like,)
 
-    def plan(self) -> ReshardPlan:
+    def plan(self, locate: Locate) -> ReshardPlan:
         """What `plan_reshard` gives, unless that cannot be checked and is to be."""
         refuse_check(self.options, self.write)
-        return plan_reshard(self.index, self.options)
+        return plan_reshard(self.index, self.options, locate=locate)
 
     def words(self, plan: ReshardPlan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
         """The options."""
@@ -119,8 +116,12 @@ class Reshard(Conversion[ReshardPlan]):
         checking.record_beside(folder, words, source=self.index)
 
 
-def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan:
+def plan_reshard(
+    index: CheckpointIndex, options: ReshardOptions, *, locate: Locate = formats.locate
+) -> ReshardPlan:
     """Plan a reshard from headers alone; nothing is written.
+
+    Steps and frameworks' layouts get all chunks located, whatever ``locate`` does.
 
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     layouts that the tensors or torch's own loader cannot have.
@@ -130,17 +131,20 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
         index = _with_names(index, options.param_names, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     chosen, of_ranks = without_old_ranks(chosen, _target_ranks(options))
+    if _keeps_items(options):
+        chosen = chosen.closed()
     with Files() as files:
-        located = formats.locate(chosen, files)
-        located.require_whole()
-        foreign = any(e.codec != form.object_codec for e in located.objects)
+        is_moved = options.steps or options.layout is not None
+        located = (formats.locate if is_moved else locate)(chosen, files)
+        located.require_chosen()
+        foreign = any(not e.opened and e.codec != form.object_codec for e in located.objects)
         if options.layout is not None or foreign:
             located = formats.open_objects(located, files)
         if form.nested:
             located = param_names.loadable(located)
         else:
             located = formats.copyable_objects(located, files)
-    located, left_out = _without_unopened(located, options)
+    located, left_out = arranging.without_unopened(located, form.object_codec)
     sharded = _sharded(index)
     stepped: list[str] = []
     made = tuple(Made(entry, (entry.fqn,)) for entry in located.tensors)
@@ -164,12 +168,21 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     return ReshardPlan(
         files=plans,
         targets=targets,
+        chosen=chosen,
         mesh=options.mesh,
         notes=(*index.notes, in_words(options.mesh, placements), *notes),
         nbytes=total_length(plans),
+        source=formats.to_locate_in(index),
         objects=held.objects,
         tree=held.nesting,
     )
+
+
+def _keeps_items(options: ReshardOptions) -> bool:
+    """Whether objects that hold tensors are copied as they are, byte for byte."""
+    casts = options.dtype is not None or options.dtypes
+    copied = formats.named(options.format).object_codec is not None
+    return copied and not (casts or options.steps or options.layout)
 
 
 def _target_ranks(options: ReshardOptions) -> TargetRanks:
@@ -191,8 +204,8 @@ def _with_names(
 
 
 def _plan_layout(
-    targets: tuple[Target, ...], located: LocatedIndex, options: ReshardOptions
-) -> tuple[Sequence[FilePlan], tuple[Target, ...], LocatedIndex, tuple[str, ...]]:
+    targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
+) -> tuple[Sequence[FilePlan], tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
     """The files of the output as its framework wants them, what the targets are called in them,
     what goes into the last folder, and what is to be told of it.
     """
@@ -208,42 +221,27 @@ def _plan_layout(
             world_size=options.mesh.size,
             ranks=_target_ranks(options),
             order=order,
-            digest=_digest_in(files),
+            digest=arranging.digest_in(files),
+            by_ranks=options.format == "ranks",
         )
         arranged = framework_layouts.arrange(located, options.layout, wanted)
 
-    def plan_folder(part: Sequence[Target], moved: LocatedIndex) -> Sequence[FilePlan]:
+    def plan_folder(
+        folder: str, part: Sequence[Target], moved: CheckpointIndex
+    ) -> Sequence[FilePlan]:
         folders.append(moved)
-        return _plan_files(part, moved, options)
+        rank_name = arranged.rank_names.get(folder)
+        if arranged.rank_names and rank_name is None:
+            return _plan_files(part, moved, replace(options, format="dcp"))
+        return _plan_files(part, moved, options, rank_name=rank_name)
 
     plans = framework_files.plan_files(arranged, located, targets, plan_folder)
     placed = [framework_files.renamed(tree, targets) for tree in arranged.folders.values()]
     return plans, tuple(chain.from_iterable(placed)), folders[-1], arranged.notes
 
 
-def _digest_in(files: Files) -> Digest:
-    """What compares hyper-parameters by their bytes; each is read once."""
-    known: dict[object, str] = {}
-
-    def digest(entry: Entry) -> str:
-        place = entry.data if isinstance(entry, ObjectEntry) else tuple(entry.chunks)
-        if place not in known:
-            known[place] = _digest_of(entry, files)
-        return known[place]
-
-    return digest
-
-
-def _digest_of(entry: Entry, files: Files) -> str:
-    if isinstance(entry, ObjectEntry):
-        return sha256(files.read(*entry.data)).hexdigest()
-    from ckpt_tools.proof.fingerprint import digest_of  # most plans compare nothing
-
-    return digest_of(entry, files)
-
-
 def _stepped(
-    index: CheckpointIndex, located: LocatedIndex, options: ReshardOptions
+    index: CheckpointIndex, located: CheckpointIndex, options: ReshardOptions
 ) -> tuple[Outcome, list[str]]:
     """What the steps make of the tensors, in the order of their new names, and what to tell."""
     renamed, notes = rename(index, located.tensors, keep_names=False)
@@ -387,32 +385,17 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
     return notes
 
 
-def _without_unopened(
-    index: LocatedIndex, options: ReshardOptions
-) -> tuple[LocatedIndex, list[str]]:
-    """The index without objects that the target cannot take, and a note that names them.
-
-    DCP takes an item of another DCP directory byte for byte. Everything else is written from its
-    value, and what is not plain (random states of NumPy, say) has none that was read.
-    """
-    copied = formats.named(options.format).object_codec
-    lost = [
-        entry
-        for entry in index.objects
-        if not entry.opened and (entry.codec is None or entry.codec != copied)
-    ]
-    if not lost:
-        return index, []
-    shown = some([f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost])
-    note = f"Left out {counted(len(lost), 'object')} without a plain value: {shown}."
-    kept = tuple(entry for entry in index.objects if entry not in lost)
-    return replace(index, objects=kept), [note]
-
-
 def _plan_files(
-    targets: Sequence[Target], located: LocatedIndex, options: ReshardOptions
+    targets: Sequence[Target],
+    located: CheckpointIndex,
+    options: ReshardOptions,
+    *,
+    rank_name: str | None = None,
 ) -> Sequence[FilePlan]:
     told = formats.PlanOptions(
-        tree=located.nesting, mesh=options.mesh, device_type=options.device_type
+        tree=located.nesting,
+        mesh=options.mesh,
+        device_type=options.device_type,
+        rank_name=rank_name,
     )
     return formats.named(options.format).plan_files(targets, located.objects, options=told)

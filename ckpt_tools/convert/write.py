@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -17,12 +17,13 @@ from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
 from ckpt_tools.copying.resume import Place
 from ckpt_tools.copying.tasks import check_memory
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import Work
 
 
@@ -32,7 +33,8 @@ class WriteOptions:
 
     Without a number of threads, the cores and the work choose it (`copying.parallel`).
     ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
-    are never written over. Raises UsageError for no thread, or less than 1 MiB of memory.
+    are never written over. ``watched`` are those of them that must stay as they were before they
+    were read. Raises UsageError for no thread, or less than 1 MiB of memory.
     """
 
     force: bool = False
@@ -41,6 +43,7 @@ class WriteOptions:
     resume: bool = False
     check: bool = False
     sources: tuple[str, ...] = ()
+    watched: tuple[FileEntry, ...] = ()
 
     def __post_init__(self) -> None:
         check_memory(self.threads, self.max_memory)
@@ -51,14 +54,18 @@ class Plan:
     """Files to write, the tensors and objects in them, and what a person should know.
 
     A target's entry is what is written, under its new name, as boxes over the source's bytes.
-    ``tree`` has the containers of the names in the output. ``works`` must be done once before the
-    files are written. ``single_file`` is the name of the one file that is all of the output.
+    ``chosen`` is the part of the source that they come from, as its reader gave it. ``tree`` has
+    the containers of the names in the output. ``works`` must be done once before the files are
+    written. ``single_file`` is the name of the one file that is all of the output. What is read of
+    chunks that are not located yet, `formats.located_reads` locates with ``source``.
     """
 
     files: Sequence[FilePlan]
     targets: tuple[Target, ...]
+    chosen: CheckpointIndex
     notes: tuple[str, ...]
     nbytes: int
+    source: CheckpointIndex
     objects: tuple[ObjectEntry, ...] = ()
     tree: Branch[str] = NO_TREE
     works: tuple[Work, ...] = ()
@@ -66,6 +73,8 @@ class Plan:
 
 
 P = TypeVar("P", bound=Plan)
+# Gives an index as a plan needs it: with all chunks located, or to be located by who reads them.
+Locate = Callable[[CheckpointIndex, Files], CheckpointIndex]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +92,18 @@ class Conversion(ABC, Generic[P]):
         return [*self.write.sources, *read]
 
     @property
+    def read(self) -> list[FileEntry]:
+        """Every file that the output is made from, as it was before it was read."""
+        indexes = (self.index, *self.others)
+        return [*self.write.watched, *(f for one in indexes for f in (*one.files, *one.beside))]
+
+    @property
     def others(self) -> tuple[CheckpointIndex, ...]:
         """Other checkpoints that the options take something from."""
         return ()
 
     @abstractmethod
-    def plan(self) -> P:
+    def plan(self, locate: Locate) -> P:
         """Plan it from headers alone; nothing is written. Raises what cannot be done."""
 
     @abstractmethod
@@ -101,7 +116,10 @@ class Conversion(ABC, Generic[P]):
 
 
 class Executor(Protocol):
-    """Carries plans out."""
+    """Carries plans out; ``locate`` is how it wants them made."""
+
+    @property
+    def locate(self) -> Locate: ...  # noqa: D102 (said above)
 
     def run(self, plan: Plan, place: Place) -> None:
         """Do the works of a plan and write its files: none, when all was written before."""
@@ -122,12 +140,12 @@ def write(conversion: Conversion[P], executor: Executor) -> P:
         with upload.staged(out, force=options.force, resume=options.resume) as here:
             return write(replace(conversion, out=here), executor)
     out = atomic_output.admit(out, sources=sources, force=options.force, resume=options.resume)
-    plan = conversion.plan()
+    plan = conversion.plan(executor.locate)
     order = atomic_output.Order(
         out,
         plan.files,
         Origin.of(index, plan.files, conversion.words(plan)),
-        source=index.files,
+        source=conversion.read,
         single_file=plan.single_file,
         resume=options.resume,
         replaceable=formats.checkpoint_files(),
@@ -145,6 +163,6 @@ def _check(conversion: Conversion[P], plan: P, folder: str) -> tuple[str, ...]:
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
     wanted = checking.Written(plan.targets, plan.objects, plan.tree)
     threads = conversion.write.threads
-    words = checking.check(written, wanted, source=conversion.index, threads=threads)
+    words = checking.check(written, wanted, source=plan.chosen, threads=threads)
     conversion.record(plan, folder, words)
     return (words,)

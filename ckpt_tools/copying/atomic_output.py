@@ -275,7 +275,7 @@ def _kept_on_failure(manifest: Manifest, order: Order) -> Iterator[None]:
         yield
     except OSError as error:
         told = unwritable(order.out, error)
-        told.hint = " ".join(filter(None, [told.hint, _kept(manifest, order)])) or None
+        told.advice = " ".join(filter(None, [told.hint, _kept(manifest, order)])) or None
         raise told from error
     except KeyboardInterrupt as error:
         kept = _kept(manifest, order)
@@ -284,7 +284,7 @@ def _kept_on_failure(manifest: Manifest, order: Order) -> Iterator[None]:
         if _is_about_source(error):
             manifest.remove()
         else:
-            error.hint = " ".join(filter(None, [error.hint, _kept(manifest, order)])) or None
+            error.advice = " ".join(filter(None, [error.advice, _kept(manifest, order)])) or None
         raise
     except BaseException:
         _kept(manifest, order)

@@ -20,14 +20,18 @@ _LEAST_MEMORY = 64 << 20
 _CGROUPS = "/sys/fs/cgroup"
 
 
-def choose_threads(nbytes: int, *, lanes: int, processes: int = 1) -> int:
+def choose_threads(nbytes: int, *, lanes: int, processes: int = 1, far: bool = False) -> int:
     """How many threads of this process should work on so many bytes.
+
+    A store that is ``far`` is waited for: then cores count for nothing, open requests do.
 
     ``lanes`` is the number of things that can be worked on without waiting for one another: output
     files to write, tensors or ranges to read. Writers of one file wait for each other, so a lane
     keeps few threads busy. ``processes`` share the cores.
     """
     cores = max(_LEAST_THREADS, min(MOST_THREADS, usable_cores() // processes))
+    if far:
+        cores, lanes = MOST_THREADS, MOST_THREADS
     useful = min(lanes + 2, -(-nbytes // _BYTES_PER_THREAD))
     return max(1, min(cores, useful))
 

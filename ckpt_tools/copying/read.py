@@ -7,7 +7,8 @@ It knows nothing of where the bytes go afterwards.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 
 from ckpt_tools.copying.strided import (
     Dim,
@@ -20,9 +21,9 @@ from ckpt_tools.copying.strided import (
     span_of,
     steps,
 )
-from ckpt_tools.core.geometry import Box, slabs
-from ckpt_tools.core.index import TensorEntry
-from ckpt_tools.core.plan import Finder, Nearby, ReadItem
+from ckpt_tools.core.geometry import Box, Nearby, slabs
+from ckpt_tools.core.index import ByteRange, TensorEntry
+from ckpt_tools.core.plan import Finder, ReadItem
 from ckpt_tools.errors import CheckpointError, unreadable
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -205,11 +206,18 @@ def read_box(
         yield buffer[: slab.numel * itemsize]
 
 
-def stream_box(entry: TensorEntry, box: Box, *, files: Files) -> Iterator[memoryview]:
+def stream_box(
+    entry: TensorEntry,
+    box: Box,
+    *,
+    files: Files,
+    on_run: Callable[[ByteRange, int], None] | None = None,
+) -> Iterator[memoryview]:
     """The bytes that `read_box` gives, in pieces of at most 1 MiB cut as they lie in the files.
 
     Where a box is a few long runs, a piece takes two steps of the interpreter, and stays in the
-    processor's cache: for many threads that only look at bytes in their order. Raises as it.
+    processor's cache: for many threads that only look at bytes in their order. ``on_run`` then
+    gets each run with its CRC-32. Raises as it.
     """
     itemsize = entry.dtype.itemsize
     reads = Finder(entry).reads(box)
@@ -220,12 +228,17 @@ def stream_box(entry: TensorEntry, box: Box, *, files: Files) -> Iterator[memory
         return
     buffer = memoryview(bytearray(_STREAM_BYTES))
     for run in runs:
+        crc = 0
         with files.descriptor(run.path) as fd:
             for done in range(0, run.unit, _STREAM_BYTES):
                 view = buffer[: run.unit - done]
                 if os.preadv(fd, [view], run.source + done) != len(view):
                     files.read_into(run.path, run.source + done, view)
+                if on_run is not None:
+                    crc = zlib.crc32(view, crc)
                 yield view
+        if on_run is not None:
+            on_run(ByteRange(run.path, run.source, run.unit), crc)
 
 
 def read_array(entry: TensorEntry, box: Box, *, files: Files) -> bytearray:

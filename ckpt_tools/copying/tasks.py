@@ -7,13 +7,13 @@ same in every process and after a restart. This room opens no file.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box, slabs
-from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem, total_length
+from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem, files_of, total_length
 from ckpt_tools.errors import UsageError, WriteError
 
 TASK_BYTES = 16 << 20
@@ -69,10 +69,17 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Worker ``index`` of ``count`` (0-based) does its own part of the tasks."""
+    """Worker ``index`` of ``count`` (0-based) does its own part of the tasks.
+
+    ``before`` bytes of files that it is not given lie before those that it is, of ``total`` in all
+    files; None when it is given all. ``locate`` gives tasks whose chunks are raw elements.
+    """
 
     index: int
     count: int
+    before: int = 0
+    total: int | None = None
+    locate: Callable[[list[Task]], list[Task]] = list
 
 
 ALL = Share(0, 1)
@@ -225,29 +232,39 @@ def share_of(tasks: Sequence[Task], share: Share) -> list[Task]:
     return _part_of(tasks, share, before=0, total=total)
 
 
+def files_of_share(plans: Sequence[FilePlan], share: Share) -> tuple[Sequence[FilePlan], Share]:
+    """The files that a worker writes in, and its share of them; no plan is made for it."""
+    total = total_length(plans) if share.total is None else share.total
+    least, most = total * share.index, total * (share.index + 1)
+    before, first, end = share.before, None, 0
+    start = before
+    for place, file in enumerate(files_of(plans)):
+        if before * share.count <= most and (before + file.length) * share.count >= least:
+            if first is None:
+                first, start = place, before
+            end = place + 1
+        before += file.length
+    return plans[first or 0 : end], replace(share, before=start, total=total)
+
+
 def groups_of(
     plans: Sequence[FilePlan], share: Share
 ) -> Iterator[tuple[list[FilePlan], list[Task]]]:
-    """Plans, a bounded part of them at a time, and the tasks of one worker in them.
+    """Plans of the files that a worker writes in, and its tasks in them.
 
-    Lazy plans are made here, and only those of files that the worker writes in; others are there
-    already, and come all at once.
+    Lazy plans are made here, a bounded part of them at a time; others come all at once.
     """
-    if not isinstance(plans, LazyPlans):
-        yield [*plans], share_of([task for plan in plans for task in cut(plan)], share)
-        return
-    total, before, held = total_length(plans), 0, 0
+    plans, share = files_of_share(plans, share)
+    is_lazy = isinstance(plans, LazyPlans)
+    before, held = share.before, 0
     group: list[FilePlan] = []
     tasks: list[Task] = []
-    for file in plans.files:
-        first, last = (edge * share.count for edge in (before, before + file.length))
-        if first <= total * (share.index + 1) and last >= total * share.index:
-            plan = file.make()
-            group.append(plan)
-            tasks += _part_of(list(cut(plan)), share, before=before, total=total)
-            held += sum(len(data) for _, data in plan.literals) + _ITEM_BYTES * len(plan.items)
-        before += file.length
-        if held > GROUP_BYTES:
+    for plan in plans:
+        group.append(plan)
+        tasks += _part_of(list(cut(plan)), share, before=before, total=share.total or 0)
+        before += plan.length
+        held += sum(len(data) for _, data in plan.literals) + _ITEM_BYTES * len(plan.items)
+        if is_lazy and held > GROUP_BYTES:
             yield group, tasks
             group, tasks, held = [], [], 0
     yield group, tasks

@@ -29,6 +29,7 @@ from ckpt_tools.copying.task_writer import (
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.plan import FilePlan, WriteItem
 from ckpt_tools.errors import unwritable
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 __all__ = ["ALL", "Share", "read_array", "read_box", "write_files"]
@@ -70,9 +71,8 @@ def write_files(
     outputs = _Outputs(root)
     try:
         for group, tasks in groups_of(plans, share):
-            if share.index == 0:
-                outputs.create(plan for plan in group if not plan.literals and not plan.items)
-            work = _Work(tasks, outputs=outputs, on_bytes=on_bytes, on_file=on_file)
+            work = _Work(share.locate(tasks), outputs=outputs, on_bytes=on_bytes, on_file=on_file)
+            outputs.create(plan for plan in group if not plan.literals and not plan.items)
             count = min(
                 threads or work.threads(processes=share.count),
                 max_memory // _MIN_MEMORY_PER_THREAD,
@@ -215,7 +215,9 @@ class _Work:
         left = [task for part in self._left for task in part]
         files = {task.file.path for task in left}
         nbytes = sum(task.nbytes for task in left)
-        return choose_threads(nbytes, lanes=len(files), processes=processes)
+        reads = [task.pieces[0].item.reads for task in left if task.pieces]
+        far = any(is_address(first[0].chunk.data.path) for first in reads[:1] if first)
+        return choose_threads(nbytes, lanes=len(files), processes=processes, far=far)
 
     def run(self, files: Files, *, threads: int, memory: int) -> None:
         """Do all that is left; the first error of any thread stops the others and is raised."""

@@ -6,7 +6,8 @@ memory offsets. Nothing here knows of dtypes, files, ranks or meshes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -125,3 +126,67 @@ def slabs(box: Box, *, max_numel: int) -> Iterator[Box]:
                 (*lead, box.offsets[dim] + start, *box.offsets[dim + 1 :]),
                 (*ones, size, *box.sizes[dim + 1 :]),
             )
+
+
+class Nearby:
+    """Which of many boxes may meet a given one, without trying them all.
+
+    The boxes are sorted along the dimension that cuts them into the most pieces; a search there
+    leaves the few that can meet it. ``order`` gives the boxes' positions in that order.
+    """
+
+    __slots__ = ("_dim", "_longest", "_starts", "order")
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        ndim = len(boxes[0].sizes) if boxes else 0
+        pieces = [len({box.offsets[dim] for box in boxes}) for dim in range(ndim)]
+        self._dim = dim = pieces.index(max(pieces)) if pieces else None
+        self.order = list(range(len(boxes)))
+        self._starts: list[int] = []
+        self._longest = 0
+        if dim is not None:
+            self.order.sort(key=lambda place: (boxes[place].offsets[dim], boxes[place].offsets))
+            self._starts = [boxes[place].offsets[dim] for place in self.order]
+            self._longest = max(box.sizes[dim] for box in boxes)
+
+    def near(self, box: Box) -> list[int]:
+        """Positions of the boxes that may meet this one, in ascending order along the cut."""
+        dim = self._dim
+        if dim is None:
+            return self.order
+        start, size = box.offsets[dim], box.sizes[dim]
+        first = bisect_right(self._starts, start - self._longest)
+        return self.order[first : bisect_left(self._starts, start + size)]
+
+
+class SolidBoxes:
+    """Which of many boxes hold parts of a given one: empty ones hold none, equal ones count once.
+
+    Each is known by its place in ``boxes``, the first one of equals; ``numel`` elements are in all.
+    """
+
+    __slots__ = ("_boxes", "_nearby", "_places", "numel")
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        first: dict[Box, int] = {}
+        for place, box in enumerate(boxes):
+            first.setdefault(box, place)
+        solid = [(box, place) for box, place in first.items() if 0 not in box.sizes]
+        self._boxes = [box for box, _ in solid]
+        self._places = [place for _, place in solid]
+        self._nearby: Nearby | None = None
+        self.numel = sum(box.numel for box in self._boxes)
+
+    def all(self) -> Iterator[tuple[int, Box]]:
+        """The place of each box, and itself."""
+        return zip(self._places, self._boxes, strict=True)
+
+    def parts(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """The place of each box that meets this one, and the part that they share."""
+        if self._nearby is None:
+            self._nearby = Nearby(self._boxes)
+        for at in self._nearby.near(box):
+            there = self._boxes[at]
+            part = box.intersect(there)
+            if part is not None:
+                yield self._places[at], there if part == there else part

@@ -18,11 +18,17 @@ from typing import Literal, NamedTuple, NewType, Protocol, TypeAlias, TypeVar
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.geometry import Box, SolidBoxes
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.state_tree import Branch, Key, merge, of_paths
 from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    Instead,
+    UnsupportedError,
+    Way,
+)
 
 Section = Literal["model", "optim", "other"]
 SECTIONS: tuple[Section, ...] = ("model", "optim", "other")
@@ -75,7 +81,7 @@ class Grid:
     saved alike; told from others by identity, so that what was found out of one is known of all.
     """
 
-    __slots__ = ("boxes", "paths", "ranks")
+    __slots__ = ("_solid", "boxes", "paths", "ranks")
 
     def __init__(
         self, boxes: tuple[Box, ...], paths: tuple[str, ...], ranks: tuple[int | None, ...]
@@ -83,6 +89,14 @@ class Grid:
         self.boxes = boxes
         self.paths = paths
         self.ranks = ranks
+        self._solid: SolidBoxes | None = None
+
+    @property
+    def solid(self) -> SolidBoxes:
+        """What finds boxes in this grid; made once."""
+        if self._solid is None:
+            self._solid = SolidBoxes(self.boxes)
+        return self._solid
 
 
 class GridChunks(Sequence[Chunk]):
@@ -116,7 +130,8 @@ class TensorEntry:
 
     ``path`` is where it sits in the tree of the state dict: a str is the text of a dict's key, an
     int a place in a list or tuple. ``fqn`` is the same joined by dots. ``layout`` is what the
-    format states, None when it states none.
+    format states, None when it states none. ``compared`` says whether the replicas of its chunks
+    are known to be equal, where the format keeps any; the reader leaves large ones to proofs.
     """
 
     fqn: str
@@ -126,6 +141,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     chunks: Sequence[Chunk]
     layout: Layout | None = None
+    compared: bool = True
 
     @property
     def grid(self) -> Grid | None:
@@ -175,6 +191,16 @@ class ObjectEntry:
 Entry: TypeAlias = TensorEntry | ObjectEntry
 
 
+class Packed(NamedTuple):
+    """An object of the format that was opened as a container: the names ``held`` came of ``item``.
+
+    ``held`` is empty when they have other names now.
+    """
+
+    item: ObjectEntry
+    held: frozenset[str]
+
+
 class FileState(NamedTuple):
     """What tells a file from another one in its place, without a look into it.
 
@@ -220,6 +246,8 @@ class CheckpointIndex:
     the order and in the containers of the state dict; entries that it lacks stand behind, at their
     paths, and names without an entry are not there: `nesting` is the tree of the entries.
     ``problems`` are what keeps it from being whole, ``ties`` groups of names that share a storage.
+    ``packed`` are objects in whose place there are entries for what they hold.
+    ``beside`` are small files that say what the others mean: an index JSON, a config.
     """
 
     root: str
@@ -235,6 +263,8 @@ class CheckpointIndex:
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
     tree: Branch[str] = NO_TREE
+    packed: tuple[Packed, ...] = ()
+    beside: tuple[FileEntry, ...] = ()
     _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -268,6 +298,24 @@ class CheckpointIndex:
             tensors=tuple(entry for entry in placed if isinstance(entry, TensorEntry)),
             objects=tuple(entry for entry in placed if isinstance(entry, ObjectEntry)),
             tree=tree.map_places(lambda path, _: ".".join(map(str, path))),
+            packed=tuple(one._replace(held=frozenset()) for one in self.packed),
+        )
+
+    def closed(self: _Index) -> _Index:
+        """The same checkpoint with each packed object of which all is there as the one it was."""
+        held = {entry.fqn for entry in self.entries}
+        whole = [one for one in self.packed if one.held and one.held <= held]
+        if not whole:
+            return self
+        gone = frozenset().union(*(one.held for one in whole))
+        objects = [entry for entry in self.objects if entry.fqn not in gone]
+        objects += [one.item for one in whole]
+        return replace(
+            self,
+            tensors=tuple(entry for entry in self.tensors if entry.fqn not in gone),
+            objects=tuple(sorted(objects, key=_fqn)),
+            tree=self.nesting.with_leaves({one.item.path: one.item.fqn for one in whole}),
+            packed=tuple(one for one in self.packed if one not in whole),
         )
 
     @property
@@ -322,6 +370,25 @@ class CheckpointIndex:
             raise first
         shown = text.first_of([problem.message for problem in self.problems])
         raise first.reworded("\n  ".join(shown)).concerning(())
+
+    def require_chosen(self) -> None:
+        """`require_whole` of what was chosen; the error says so where its model alone is whole."""
+        try:
+            self.require_whole()
+        except CheckpointError as error:
+            if error.instead is not None or not self._has_whole_model():
+                raise
+            told = error.reworded(error.message)
+            told.instead = Instead(self.root, (Way(options=("--only", "model")),))
+            raise told from error.__cause__
+
+    def _has_whole_model(self) -> bool:
+        """Whether all problems are of what is beside a model, so that this can be had alone."""
+        if self.lost or not all(problem.about for problem in self.problems):
+            return False
+        hurt = frozenset().union(*(problem.about for problem in self.problems))
+        model = [entry.fqn for entry in self.entries if entry.section == "model"]
+        return bool(model) and hurt.isdisjoint(model)
 
 
 # An index whose chunks are all raw elements, but for those of tensors that its problems name. Only
@@ -391,6 +458,21 @@ def check_coverage(entry: TensorEntry) -> None:
         )
     raise CheckpointError(
         f"{entry.fqn}: {flaw.times} chunks overlap in {where}.", about=(entry.fqn,)
+    )
+
+
+def replicas_differ(where: Mapping[str, str]) -> UnsupportedError:
+    """What to raise for tensors of which ranks disagree: by name, the rows and the ranks.
+
+    It is the same wherever it is found: none of them is known to be right, so none is taken.
+    """
+    shown = text.some([f"{fqn} {place}" for fqn, place in where.items()])
+    return UnsupportedError(
+        "Ranks that should hold the same rows hold different ones, so that none is known to be "
+        f"right: {shown}.",
+        hint="A file is of another save or step, or replicas drifted apart in training. Bring the "
+        "file of this save, or leave them out with -x.",
+        about=where,
     )
 
 

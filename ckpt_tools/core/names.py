@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import translate
 
-from ckpt_tools.core.index import CheckpointIndex, Path, Section
-from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Path, Section
+from ckpt_tools.errors import AnswerNo, Instead, UsageError, Way
 
 # Wrapper modules leave one of these components in a parameter's name: torch.compile, FSDP1, and
 # torch.distributed.algorithms' checkpoint_wrapper.
@@ -180,9 +180,12 @@ def select(
         index.select(lost).require_whole()
         counts = Counter(entry.section for entry in entries)
         there = ", ".join(f"{count} {section}" for section, count in counts.items()) or "nothing"
+        held = {entry.section for entry in index.tensors} if not (include or exclude) else set()
+        ways = tuple(Way(options=("--only", section)) for section in SECTIONS if section in held)
         raise AnswerNo(
             f"{index.root}: no entry is chosen by these filters; it holds {there}.",
-            hint="`ckpt-tools ls` lists the names; --only chooses a section.",
+            hint=None if ways else "`ckpt-tools ls` lists the names; --only chooses a section.",
+            instead=Instead(index.root, ways) if ways else None,
         )
     return index.select(fqns | lost)
 

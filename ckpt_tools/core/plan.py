@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
-from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.geometry import Box, SolidBoxes
 from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry, completed
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.state_tree import Branch
@@ -28,12 +27,29 @@ class ReadItem(NamedTuple):
     box: Box
 
 
+class Reads(Protocol):
+    """Knows what a box is read from."""
+
+    def reads(self, box: Box) -> tuple[ReadItem, ...]:
+        """What to read from which chunk so that the box is filled."""
+
+
+class KnownReads(NamedTuple):
+    """Reads that were found already, of all boxes that will be asked for."""
+
+    found: tuple[ReadItem, ...]
+
+    def reads(self, _box: Box) -> tuple[ReadItem, ...]:
+        """All of them."""
+        return self.found
+
+
 class WriteItem(NamedTuple):
     """One box to write, packed row-major, at byte ``offset`` of file ``path``.
 
-    ``reads`` tile the box. Elements are ``source`` in the chunks and ``target`` in the file. When
-    all of the box is written, its CRC-32 goes as four little-endian bytes to each offset in
-    ``crc_at``.
+    ``finder`` knows what fills it. Elements are ``source`` in the chunks and ``target`` in the
+    file. When all of the box is written, its CRC-32 goes as four little-endian bytes to each offset
+    in ``crc_at``.
     """
 
     fqn: str
@@ -42,8 +58,13 @@ class WriteItem(NamedTuple):
     box: Box
     source: DType
     target: DType
-    reads: tuple[ReadItem, ...]
+    finder: Reads
     crc_at: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[ReadItem, ...]:
+        """What tiles the box; found anew each time. Raises IncompleteError."""
+        return self.finder.reads(self.box)
 
 
 class FilePlan(NamedTuple):
@@ -178,49 +199,21 @@ def refuse_types_not_in_torch(targets: Iterable[Target]) -> None:
         )
 
 
-class Nearby:
-    """Which of many boxes may meet a given one, without trying them all.
-
-    The boxes are sorted along the dimension that cuts them into the most pieces; a search there
-    leaves the few that can meet it. ``order`` gives the boxes' positions in that order.
-    """
-
-    __slots__ = ("_dim", "_longest", "_starts", "order")
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        ndim = len(boxes[0].sizes) if boxes else 0
-        pieces = [len({box.offsets[dim] for box in boxes}) for dim in range(ndim)]
-        self._dim = dim = pieces.index(max(pieces)) if pieces else None
-        self.order = list(range(len(boxes)))
-        self._starts: list[int] = []
-        self._longest = 0
-        if dim is not None:
-            self.order.sort(key=lambda place: (boxes[place].offsets[dim], boxes[place].offsets))
-            self._starts = [boxes[place].offsets[dim] for place in self.order]
-            self._longest = max(box.sizes[dim] for box in boxes)
-
-    def near(self, box: Box) -> list[int]:
-        """Positions of the boxes that may meet this one, in ascending order along the cut."""
-        dim = self._dim
-        if dim is None:
-            return self.order
-        start, size = box.offsets[dim], box.sizes[dim]
-        first = bisect_right(self._starts, start - self._longest)
-        return self.order[first : bisect_left(self._starts, start + size)]
-
-
 class Finder:
     """Finds the chunks of one tensor that hold a box; equal boxes count once, the first one."""
 
-    __slots__ = ("_all", "_entry", "_nearby")
+    __slots__ = ("_solid", "entry")
 
     def __init__(self, entry: TensorEntry) -> None:
-        unique: dict[Box, Chunk] = {}
-        for chunk in entry.chunks:
-            unique.setdefault(chunk.box, chunk)
-        self._entry = entry
-        self._all = [ReadItem(chunk, box) for box, chunk in unique.items() if 0 not in box.sizes]
-        self._nearby: Nearby | None = None
+        self.entry = entry
+        self._solid = SolidBoxes(entry.boxes) if entry.grid is None else entry.grid.solid
+
+    def require_whole(self) -> Finder:
+        """The same finder. Raises IncompleteError when the chunks are fewer elements than the
+        tensor has.
+        """
+        self._require(self._solid.numel, Box.whole(self.entry.shape))
+        return self
 
     def reads(self, box: Box) -> tuple[ReadItem, ...]:
         """What to read from which chunk so that the box is filled; nothing for an empty box.
@@ -229,28 +222,19 @@ class Finder:
         """
         if 0 in box.sizes:
             return ()
-        found = tuple(self._parts(box))
-        covered = sum(read.box.numel for read in found)
+        chunks, solid = self.entry.chunks, self._solid
+        parts = solid.all() if box.sizes == self.entry.shape else solid.parts(box)
+        found = tuple(ReadItem(chunks[at], part) for at, part in parts)
+        self._require(sum(read.box.numel for read in found), box)
+        return found
+
+    def _require(self, covered: int, box: Box) -> None:
         if covered != box.numel:
             raise IncompleteError(
-                f"{self._entry.fqn}: chunks hold {covered:,} of the {box.numel:,} elements "
+                f"{self.entry.fqn}: chunks hold {covered:,} of the {box.numel:,} elements "
                 f"of {box}.",
                 hint="`ckpt-tools verify --quick` names what is missing.",
             )
-        return found
-
-    def _parts(self, box: Box) -> Iterator[ReadItem]:
-        """The parts of the box, chunk by chunk; the whole tensor needs no search."""
-        if box.sizes == self._entry.shape:
-            yield from self._all
-            return
-        if self._nearby is None:
-            self._nearby = Nearby([read.box for read in self._all])
-        for place in self._nearby.near(box):
-            chunk, there = self._all[place]
-            part = box.intersect(there)
-            if part is not None:
-                yield ReadItem(chunk, there if part == there else part)
 
 
 def placed_tree(

@@ -166,6 +166,18 @@ class Branch(Generic[L]):
         places = self.walk()
         return self.map(lambda _: change(*next(places)))
 
+    def with_leaves(self, leaves: Mapping[Path, L]) -> Branch[L]:
+        """The same tree with a leaf in place of the container at each of these paths."""
+        placed = {id(inner): leaves[path] for path, inner in self.branches() if path in leaves}
+
+        def leaf(value: L) -> Tree[L]:
+            return value
+
+        def branch(old: Branch[L], items: list[Tree[L]]) -> Tree[L]:
+            return placed[id(old)] if id(old) in placed else old.holding(items)
+
+        return _root(self.fold(leaf, branch), self)
+
     def filter(self, keep: Callable[[L], bool]) -> Branch[L]:
         """What is left when leaves go.
 

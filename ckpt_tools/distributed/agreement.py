@@ -8,15 +8,20 @@ import json
 import os
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 
 from ckpt_tools.copying.resume import Place
-from ckpt_tools.copying.tasks import cut
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan, PlannedFile, files_of, without
+from ckpt_tools.core.plan import (
+    FilePlan,
+    PlannedFile,
+    files_of,
+    plan_digest,
+    total_length,
+    without,
+)
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError, WriteError
 from ckpt_tools.storage.paths import is_address
@@ -117,13 +122,13 @@ def require_all_written(
     group: Group, plans: Sequence[FilePlan], folder: str, *, nbytes: int
 ) -> None:
     """Raise WriteError on all ranks unless rank 0 finds every file with its length, and the
-    ``nbytes`` that each rank wrote are together all bytes of the plans.
+    ``nbytes`` that each rank wrote are together all bytes of the plans, which leave no byte out.
     """
     written = group.total(nbytes)
     error = None
     if group.rank == 0:
         faults = [fault for plan in files_of(plans) if (fault := _fault(plan, folder)) is not None]
-        planned = sum(task.nbytes for plan in plans for task in cut(plan))
+        planned = total_length(plans)
         if not faults and written != planned:
             faults = [f"the ranks wrote {written:,} bytes of {planned:,}"]
         if faults:
@@ -146,14 +151,15 @@ def _fault(plan: FilePlan | PlannedFile, folder: str) -> str | None:
 
 
 def digest(plans: Sequence[FilePlan]) -> str:
-    """A short text that differs when plans of different files, lengths, boxes or literals do."""
-    crc = 0
-    for plan in plans:
-        facts = (plan.path, plan.length, [item.offset for item in plan.items])
-        crc = zlib.crc32(repr(facts).encode(), crc)
-        for offset, data in plan.literals:
-            crc = zlib.crc32(data, zlib.crc32(str(offset).encode(), crc))
-    return f"{crc:08x} of {len(plans)}"
+    """A short text that differs when files, their lengths, what goes where, or known bytes do.
+
+    No plan is made for it: lazy ones have a digest of their own.
+    """
+    state = blake2b(digest_size=16)
+    for file in files_of(plans):
+        known = file.digest if isinstance(file, PlannedFile) else plan_digest(file)
+        state.update(repr((file.path, file.length, known)).encode())
+    return f"{state.hexdigest()} of {len(plans)}"
 
 
 def identity(index: CheckpointIndex) -> str:

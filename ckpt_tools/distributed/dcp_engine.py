@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpt_tools import formats
 from ckpt_tools.convert.reshard import ReshardPlan
-from ckpt_tools.convert.write import Plan
+from ckpt_tools.convert.write import Locate, Plan
 from ckpt_tools.copying.resume import Place
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
@@ -47,7 +48,7 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
     mesh, UnsupportedError when torch cannot load the source or would place a shard wrong.
     """
     with group.collective():
-        refuse(index, job, world_size=group.size)
+        refuse(index.closed(), job, world_size=group.size)
         with devices.process_group(group) as device_type:
             conversion = job.without_resume().of(index)
             done = lead_or_follow(group, conversion, _LoadAndSave(group, index, job, device_type))
@@ -62,6 +63,7 @@ class _LoadAndSave:
     index: CheckpointIndex
     job: Job
     device_type: str
+    locate: Locate = formats.locate
 
     def run(self, plan: Plan, place: Place) -> None:
         """Load into empty tensors in their new placement, save them, see that all is there."""
@@ -69,8 +71,9 @@ class _LoadAndSave:
         begin(group, plan.files, place, source=self.index)
         placed = _Placed(self.job.options.mesh, self.device_type, group)
         with group.collective():  # a rank that refuses must not be missed in a collective
+            _refuse_parts(self.index, plan)
             state = placed.empty(plan.targets)
-        _load_and_save(state, self.index, plan, folder)
+        _load_and_save(state, self.index.closed(), plan, folder)
         self.job.on_bytes(sum(p.length for p in plan.files[group.rank :: group.size]))
         with group.collective():
             if group.rank == 0:
@@ -100,6 +103,17 @@ def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
     if foreign:
         raise UnsupportedError(
             f"{index.root} holds {', '.join(foreign)} items, which dcp.load may not read.",
+            hint=_COPY_DOES_IT,
+        )
+
+
+def _refuse_parts(index: CheckpointIndex, plan: Plan) -> None:
+    """Raise UnsupportedError where a tensor inside of an item is to be loaded without the rest."""
+    inside = frozenset().union(*(one.held for one in index.packed))
+    parts = [target.fqn for target in plan.targets if target.fqn in inside]
+    if parts:
+        raise UnsupportedError(
+            f"{some(parts)}: inside of an item of {index.root}, which dcp.load loads as a whole.",
             hint=_COPY_DOES_IT,
         )
 

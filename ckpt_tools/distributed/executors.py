@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
-from ckpt_tools.convert.write import Conversion, Executor, P, Plan, WriteOptions, write
+from ckpt_tools import formats
+from ckpt_tools.convert.write import Conversion, Executor, Locate, P, Plan, WriteOptions, write
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.resume import Place
-from ckpt_tools.copying.tasks import Share, cut, share_of
+from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, groups_of
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan, total_length
 from ckpt_tools.distributed import environment
@@ -51,6 +52,11 @@ class Here:
     workers: int = 1
     listener: Listener = SILENT
 
+    @property
+    def locate(self) -> Locate:
+        """One process locates all before it begins, workers each what they read."""
+        return formats.locate if self.workers == 1 else formats.locate_later
+
     def together(self) -> AbstractContextManager[None]:
         """There is nobody to agree with."""
         return nullcontext()
@@ -71,11 +77,15 @@ class Here:
         with Files() as files:
             _do(plan.works, files)
         self.listener.on_total(total_length(plan.files))
-        order = _order(self.options, plan, place, count=self.workers)
         if self.workers == 1:
-            write_share(order, 0, on_bytes=self.listener.on_bytes)
-        else:
-            write_with_workers(order, on_bytes=self.listener.on_bytes)
+            order = _order(self.options, plan, place, ALL)._replace(source=None)
+            write_share(order, on_bytes=self.listener.on_bytes)
+            return
+        memory = max(MIN_MEMORY, self.options.max_memory // self.workers)
+        options = replace(self.options, max_memory=memory)
+        shares = [Share(index, self.workers) for index in range(self.workers)]
+        orders = [_order(options, plan, place, share) for share in shares]
+        write_with_workers(orders, on_bytes=self.listener.on_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,7 @@ class _Sharing:
 
     ranks: Ranks
     source: CheckpointIndex
+    locate: Locate = formats.locate_later
 
     def run(self, plan: Plan, place: Place) -> None:
         """Write this rank's share of the files that are left."""
@@ -119,8 +130,9 @@ class _Sharing:
         with group.collective():  # nobody writes any more when rank 0 tidies up
             with Files() as files:
                 _do(_needed(plan.works, left, Share(group.rank, group.size)), files)
-            order = _order(self.ranks.options, replace(plan, files=left), place, count=group.size)
-            write_share(order, group.rank, on_bytes=progress.add)
+            share = Share(group.rank, group.size)
+            order = _order(self.ranks.options, replace(plan, files=left), place, share)
+            write_share(order, on_bytes=progress.add)
         require_all_written(group, left, place.folder, nbytes=progress.nbytes)
 
 
@@ -142,7 +154,7 @@ def lead_or_follow(group: Group, conversion: Conversion[P], executor: Executor) 
     """Plan on every rank, and write in the folder that rank 0 makes and renames."""
     if group.rank == 0:
         return write(conversion, executor)
-    plan = conversion.plan()
+    plan = conversion.plan(executor.locate)
     executor.run(plan, atomic_output.place_of(conversion.out))
     return plan
 
@@ -152,8 +164,9 @@ def _admit(out: str, options: WriteOptions) -> None:
     atomic_output.admit(out, sources=sources, force=force, resume=resume)
 
 
-def _order(options: WriteOptions, plan: Plan, place: Place, *, count: int) -> Order:
-    return Order(plan.files, place, count, options.threads, options.max_memory)
+def _order(options: WriteOptions, plan: Plan, place: Place, share: Share) -> Order:
+    plans, share = files_of_share(plan.files, share)
+    return Order(plans, share, place, options.threads, options.max_memory, plan.source)
 
 
 def _do(works: Sequence[Work], files: Files) -> None:
@@ -166,8 +179,11 @@ def _needed(works: Sequence[Work], plans: Sequence[FilePlan], share: Share) -> l
     """The works whose bytes this share reads: each rank makes them on its own disk."""
     if not works:
         return []
-    tasks = share_of([task for plan in plans for task in cut(plan)], share)
     read = {
-        read.chunk.data.path for task in tasks for piece in task.pieces for read in piece.item.reads
+        read.chunk.data.path
+        for _, tasks in groups_of(plans, share)
+        for task in tasks
+        for piece in task.pieces
+        for read in piece.item.reads
     }
     return [work for work in works if work.path in read]

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+from ckpt_tools import formats
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
-from ckpt_tools.convert.write import Plan, WriteOptions
+from ckpt_tools.convert.write import Locate, Plan, WriteOptions
 from ckpt_tools.copying.resume import Place
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
@@ -64,6 +65,7 @@ class _Gatherer:
     device_type: str
     job: Job
     proven: list[str] = field(default_factory=list)
+    locate: Locate = formats.locate
 
     def run(self, plan: Plan, place: Place) -> None:
         """Write what was found whole, then put the rest together, and see that all is there."""
@@ -84,15 +86,9 @@ class _Gatherer:
             self.proven.append(_check(group, self.index, self.job, folder, own=own))
 
     def _gather(self, plans: Sequence[FilePlan], cut: frozenset[str], write: Write) -> None:
-        parts = [one.parts() for one in self.headers]
-        uncompared = frozenset(
-            fqn
-            for part_of in parts
-            for fqn, part in part_of.items()
-            if part.crc is None or not part.fills_record
-        )
+        parts = self.headers[self.group.rank].parts()
         with Files() as files:
-            source = Source(self.index, parts[self.group.rank], files, uncompared)
+            source = Source(self.index, parts, files)
             gathering = Gathering(self.group, source, self.device_type)
             gathering.run(plans, cut, write)
 
@@ -106,7 +102,11 @@ def _check(
     with group.collective():
         plan = plan_reshard(index, job.options)
         words = checking.check(
-            folder, checking.Written(plan.targets), source=index, threads=job.write.threads, own=own
+            folder,
+            checking.Written(plan.targets),
+            source=plan.chosen,
+            threads=job.write.threads,
+            own=own,
         )
     if group.rank == 0:
         checking.record_beside(folder, words, source=index)

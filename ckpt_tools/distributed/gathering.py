@@ -16,9 +16,15 @@ import numpy as np  # noqa: TID253 - only the engine `gather` comes here
 from ckpt_tools import formats
 from ckpt_tools.copying.read import read_array
 from ckpt_tools.core.geometry import Box, row_major_strides
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.core.index import (
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    TensorEntry,
+    replicas_differ,
+)
 from ckpt_tools.core.layout import Layout, Mesh, on_mesh
-from ckpt_tools.core.plan import FilePlan, ReadItem
+from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import (
@@ -46,15 +52,11 @@ _MEET_EVERY = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The whole checkpoint as an index, and this rank's own part of each tensor.
-
-    Whether replicas of ``uncompared`` tensors are the same could not be seen from headers.
-    """
+    """The whole checkpoint as an index, and this rank's own part of each tensor."""
 
     index: CheckpointIndex
     parts: dict[str, Part]
     files: Files
-    uncompared: frozenset[str]
 
     def layout(self, entry: TensorEntry) -> Layout:
         """The layout of a tensor on the mesh of all ranks. Raises UnsupportedError."""
@@ -137,15 +139,11 @@ class Gathering:
         except CkptError as failure:
             error = error or failure
         whole = self._whole(entry, layout, box, shard)
-        is_same = entry.fqn not in self._source.uncompared or self._is_everywhere(whole)
-        if error is not None:
-            return error
+        mine = None if error is not None else (box, zlib.crc32(shard))
+        differing = None if entry.compared else self._differing(entry.fqn, mine)
+        if error is not None or differing is not None:
+            return error or differing
         try:
-            if not is_same:
-                raise UnsupportedError(
-                    f"{entry.fqn}: replicas hold different values, so that none is known to be "
-                    "right."
-                )
             _check(entry, whole, box, shard)
             write_from_memory(parts, whole, write)
         except CkptError as failure:
@@ -173,16 +171,24 @@ class Gathering:
         whole: torch.Tensor = tensor.full_tensor()
         return np.asarray(whole.cpu().numpy(), dtype=np.uint8)
 
-    def _is_everywhere(self, whole: Bytes) -> bool:
-        """Whether all ranks have the same bytes here: each took its own replica. A collective."""
-        import torch
+    def _differing(self, fqn: str, mine: tuple[Box, int] | None) -> UnsupportedError | None:
+        """What to say when two ranks hold other values of one box. A collective.
+
+        ``mine`` is the box that this rank holds and its CRC-32, None when that cannot be read.
+        """
         import torch.distributed as dist
 
-        crc = zlib.crc32(np.ascontiguousarray(whole).data)
-        ends = torch.tensor([crc, -crc], dtype=torch.int64, device=self._device_type)
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-        highest, lowest = ends.tolist()
-        return bool(highest == -lowest)
+        held: list[tuple[Box, int] | None] = [None] * self._group.size
+        dist.all_gather_object(held, mine)
+        first: dict[Box, tuple[int, int]] = {}
+        for rank, one in enumerate(held):
+            if one is None:
+                continue
+            box, crc = one
+            other, known = first.setdefault(box, (rank, crc))
+            if crc != known:
+                return replicas_differ({fqn: f"{box} (ranks {other} and {rank})"})
+        return None
 
     def _mesh_of(self, mesh: Mesh) -> DeviceMesh:
         if mesh.size != self._group.size:
@@ -205,7 +211,7 @@ def write_from_memory(parts: Sequence[FilePlan], whole: Bytes, write: Write) -> 
 
 
 def _read_from(chunk: Chunk, part: FilePlan) -> FilePlan:
-    items = (item._replace(reads=(ReadItem(chunk, item.box),)) for item in part.items)
+    items = (item._replace(finder=KnownReads((ReadItem(chunk, item.box),))) for item in part.items)
     return part._replace(items=tuple(items))
 
 

@@ -1,63 +1,54 @@
 """Worker processes on this machine: `-j N`.
 
-Each is a Python of its own that is given the plan and does its share of it, so that the bytes are
-the same however many there are. A process is started anew, never forked: a fork of a process with
-threads (a progress bar and numpy have some) may hang.
+Each is a Python of its own that is given its share of the plan and nothing else, so that the bytes
+are the same however many there are. A process is started anew, never forked: a fork of a process
+with threads (a progress bar and numpy have some) may hang. It is not one of multiprocessing's
+either, which would run the script again that this library is used in.
+
+What a worker says over its connection: numbers of bytes written, an error as text, None at the end.
 """
 
 from __future__ import annotations
 
-import pickle
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from tempfile import TemporaryFile
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
 from ckpt_tools.copying.resume import Place, logged
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.copying.tasks import Share, Task
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.plan import FilePlan, ReadItem, WriteItem
 from ckpt_tools.distributed import messages
-from ckpt_tools.errors import CkptError, WriteError
+from ckpt_tools.errors import WriteError
 from ckpt_tools.storage.reader import Files
 
 _MODULE = "ckpt_tools.distributed.worker"
-_LEAST_MEMORY = 1 << 20
-# What a worker says last.
-DONE = "done"
 
 
 class Order(NamedTuple):
-    """What all workers are told: the plan, where they write, and what each may use."""
+    """One share of a plan: what to write, where, and what may be used for it.
+
+    ``plans`` are those of the files that the share is in, at least. Chunks of ``source`` that they
+    read are located before they are read; None when all of them are.
+    """
 
     plans: Sequence[FilePlan]
+    share: Share
     place: Place
-    workers: int
     threads: int | None
     max_memory: int
+    source: CheckpointIndex | None = None
 
 
-def write_with_workers(order: Order, *, on_bytes: Callable[[int], None]) -> None:
-    """Write the files of a plan with ``order.workers`` processes; the first error ends them all.
-
-    ``order.max_memory`` is that of all workers together. Raises what `copy.write_files` raises, and
-    WriteError when a worker dies.
-    """
-    with TemporaryFile() as plan:
-        each = max(_LEAST_MEMORY, order.max_memory // order.workers)
-        pickle.dump(order._replace(max_memory=each), plan, protocol=pickle.HIGHEST_PROTOCOL)
-        plan.flush()
-        workers = _Workers(order.workers, on_bytes)
-        try:
-            workers.start(plan.fileno())
-            workers.wait()
-        finally:
-            workers.end()
-
-
-def write_share(order: Order, index: int, *, on_bytes: Callable[[int], None]) -> None:
-    """Do the part of worker ``index`` in this process. Raises what `copy.write_files` raises.
+def write_share(order: Order, *, on_bytes: Callable[[int], None]) -> None:
+    """Do one share in this process. Raises what `copy.write_files` raises, and what keeps a chunk
+    that it reads from being used.
 
     ``on_bytes`` hears of no bytes first, as soon as nobody else can take over this share.
     """
@@ -65,7 +56,11 @@ def write_share(order: Order, index: int, *, on_bytes: Callable[[int], None]) ->
         write as copy,  # numpy comes with it: only those who write pay for it
     )
 
-    with Files() as files, logged(order.place, index) as log:
+    with Files() as files, logged(order.place, order.share.index) as log:
+
+        def locate(tasks: list[Task]) -> list[Task]:
+            return tasks if order.source is None else _located(tasks, order.source, files)
+
         on_bytes(0)
         copy.write_files(
             order.plans,
@@ -74,75 +69,80 @@ def write_share(order: Order, index: int, *, on_bytes: Callable[[int], None]) ->
             threads=order.threads,
             max_memory=order.max_memory,
             on_bytes=on_bytes,
-            share=copy.Share(index, order.workers),
+            share=replace(order.share, locate=locate),
             on_file=log.written,
         )
 
 
-class _Workers:
-    """The processes, and a thread for each that listens to it."""
+def _located(tasks: list[Task], source: CheckpointIndex, files: Files) -> list[Task]:
+    """The same tasks with the chunks that they read, and no others, as raw elements."""
+    from ckpt_tools import formats  # late: where all is located already, no reader is needed
 
-    def __init__(self, count: int, on_bytes: Callable[[int], None]) -> None:
-        self._count = count
-        self._on_bytes = on_bytes
-        self._lock = threading.Lock()
-        self._processes: list[subprocess.Popen[str]] = []
-        self._listeners: list[threading.Thread] = []
-        self._errors: list[CkptError] = []
+    parts: dict[int, tuple[WriteItem, list[ReadItem]]] = {}
+    for piece in (piece for task in tasks for piece in task.pieces):
+        _, reads = parts.setdefault(id(piece.item), (piece.item, []))
+        reads += piece.item.finder.reads(piece.box)
+    items = dict(zip(parts, formats.located_reads([*parts.values()], source, files), strict=True))
+    return [
+        task._replace(pieces=tuple(p._replace(item=items[id(p.item)]) for p in task.pieces))
+        for task in tasks
+    ]
 
-    def start(self, plan: int) -> None:
-        for index in range(self._count):
-            process = subprocess.Popen(  # noqa: S603 - our own module, no shell
-                [sys.executable, "-m", _MODULE, str(index)],
-                stdin=plan,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            self._processes.append(process)
-            listener = threading.Thread(target=self._listen, args=(index, process), daemon=True)
-            self._listeners.append(listener)
-            listener.start()
 
-    def wait(self) -> None:
-        """Wait for all. Raises the first error of any."""
-        for listener in self._listeners:
-            while listener.is_alive():
-                listener.join(0.1)
-                self._raise_first()
-        self._raise_first()
+def write_with_workers(orders: Sequence[Order], *, on_bytes: Callable[[int], None]) -> None:
+    """Carry out each order by a process of its own; the first error ends them all.
 
-    def end(self) -> None:
-        """End those that still run, and wait until they are gone: they must write no more."""
-        for process in self._processes:
+    Raises what `write_share` raises, and WriteError when a worker dies.
+    """
+    workers: dict[Connection[object, object], subprocess.Popen[bytes]] = {}
+    try:
+        for _ in orders:
+            connection, process = _started()
+            workers[connection] = process
+        busy = dict(zip(workers, orders, strict=True))
+        for connection, order in busy.items():
+            with suppress(BrokenPipeError, ConnectionResetError):  # it died: it is heard of below
+                connection.send(order)
+        while busy:
+            for connection in [one for one in wait([*busy]) if isinstance(one, Connection)]:
+                told = _heard(connection, workers[connection], busy[connection].share)
+                if told is None:
+                    del busy[connection]
+                else:
+                    on_bytes(told)
+    finally:
+        for process in workers.values():  # they must write no more when this is left
             process.terminate()
-        for process in self._processes:
+        for connection, process in workers.items():
             process.wait()
-        for listener in self._listeners:
-            listener.join()
-        for process in self._processes:
-            if process.stdout is not None:
-                process.stdout.close()
+            connection.close()
 
-    def _raise_first(self) -> None:
-        if self._errors:
-            raise self._errors[0]
 
-    def _listen(self, index: int, process: subprocess.Popen[str]) -> None:
-        last = ""
-        for line in process.stdout or ():
-            last = line.strip()
-            if last.isdecimal():
-                with self._lock:
-                    self._on_bytes(int(last))
-        if last == DONE:
-            return
-        error = messages.decode(last) if last.startswith("{") else self._death(index, process)
-        self._errors.append(error)
+def _started() -> tuple[Connection[object, object], subprocess.Popen[bytes]]:
+    """A new worker, and the connection to it."""
+    ours, theirs = Pipe()
+    with theirs:
+        fd = theirs.fileno()
+        command = [sys.executable, "-m", _MODULE, str(fd)]
+        return ours, subprocess.Popen(command, pass_fds=[fd])  # noqa: S603 - our own, no shell
 
-    def _death(self, index: int, process: subprocess.Popen[str]) -> WriteError:
+
+def _heard(
+    connection: Connection[object, object], process: subprocess.Popen[bytes], share: Share
+) -> int | None:
+    """How many bytes a worker has written since it last said so; None when it is done.
+
+    Raises the error that it met, and WriteError when it is gone without a word.
+    """
+    try:
+        told: object = connection.recv()
+    except (EOFError, ConnectionResetError):
         code = process.wait()
         why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return WriteError(
-            f"Worker {index + 1} of {self._count} died ({why}) before its share was written.",
+        raise WriteError(
+            f"Worker {share.index + 1} of {share.count} died ({why}) before its share was written.",
             hint="Killed for want of memory? Fewer workers (-j) need less.",
-        )
+        ) from None
+    if isinstance(told, str):
+        raise messages.decode(told)
+    return told if isinstance(told, int) else None

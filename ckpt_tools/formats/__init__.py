@@ -6,11 +6,21 @@ knows all the rest, and is imported when it is first asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ckpt_tools.core.index import CheckpointIndex, FileState, LocatedIndex, ObjectEntry
-from ckpt_tools.errors import IncompleteError, SeveralError, UnreadableError, UsageError
+from ckpt_tools.core.index import (
+    NO_TREE,
+    CheckpointIndex,
+    FileEntry,
+    FileState,
+    LocatedIndex,
+    ObjectEntry,
+    TensorEntry,
+)
+from ckpt_tools.core.plan import KnownReads, ReadItem, WriteItem
+from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError, paths_instead
 from ckpt_tools.formats import (
     dcp,
     foreign,
@@ -42,6 +52,8 @@ __all__ = [
     "detect",
     "is_checkpoint",
     "locate",
+    "locate_later",
+    "located_reads",
     "named",
     "object_bytes",
     "of_step",
@@ -51,6 +63,7 @@ __all__ = [
     "read_index",
     "run_of",
     "targets",
+    "to_locate_in",
 ]
 
 # In the order in which they are asked: a DCP directory may have .pt side files beside it.
@@ -63,6 +76,9 @@ FORMATS: list[Format] = [
     torch_file.FOLDER,
 ]
 
+# Ends of the names of files that say which names and sizes there are.
+_BESIDE = (".index.json", "config.json")
+
 
 def named(name: str) -> Format:
     """The format of this name, the first one of it. Raises UsageError when there is none."""
@@ -74,10 +90,12 @@ def named(name: str) -> Format:
 
 
 def _formats_of(index: CheckpointIndex) -> list[Format]:
-    """The format of an index; where parts were joined, also those that have objects in it."""
+    """The format of an index; where parts were joined, also those that have entries in it."""
     main = named(index.format)
-    codecs = {entry.codec for entry in index.objects} - {None, main.object_codec}
-    return [main, *(form for form in FORMATS if form.object_codec in codecs)]
+    codecs = {entry.codec for entry in index.objects}
+    codecs |= {chunk.codec for entry in index.tensors for chunk in entry.chunks[:1]}
+    others = codecs - main.codecs
+    return [main, *(form for form in FORMATS if not form.codecs.isdisjoint(others))]
 
 
 def targets(writes: Writes) -> list[Format]:
@@ -103,7 +121,53 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
     """
     for form in _formats_of(index):
         index = form.locate(index, files)
-    return LocatedIndex(index)
+    hurt = {fqn for problem in index.problems for fqn in problem.about}
+    left = [
+        UnreadableError(f"{entry.fqn}: no reader here knows {chunk.codec!r}.", about=[entry.fqn])
+        for entry in index.tensors
+        for chunk in entry.chunks[:1]
+        if chunk.codec is not None and entry.fqn not in hurt
+    ]
+    return LocatedIndex(replace(index, problems=(*index.problems, *left)) if left else index)
+
+
+def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:
+    """The same index for plans whose readers locate what they read, by `located_reads`; opens no
+    file. Flaws of objects become problems here as there.
+    """
+    from ckpt_tools.formats.torch_file.locate import flaws
+
+    return replace(index, problems=(*index.problems, *flaws(index.objects)))
+
+
+def to_locate_in(index: CheckpointIndex) -> CheckpointIndex:
+    """What `located_reads` needs of an index: no tensors, and an object of each kind."""
+    kinds = {entry.codec: replace(entry, flaw=None) for entry in index.objects}
+    objects = tuple(kinds.values())
+    return replace(index, tensors=(), objects=objects, problems=(), ties=(), tree=NO_TREE)
+
+
+def located_reads(
+    reads: Sequence[tuple[WriteItem, Sequence[ReadItem]]], source: CheckpointIndex, files: Files
+) -> list[WriteItem]:
+    """Items that read these parts of chunks and nothing else, each chunk as raw elements.
+
+    ``source`` is what `to_locate_in` gives. Raises what keeps a chunk from being used.
+    """
+    entries = (
+        TensorEntry(item.fqn, (), "other", item.source, (), [read.chunk for read in of_item])
+        for item, of_item in reads
+    )
+    located = locate(replace(source, tensors=tuple(entries)), files)
+    located.require_whole()
+    return list(map(_reading, reads, located.tensors))
+
+
+def _reading(asked: tuple[WriteItem, Sequence[ReadItem]], located: TensorEntry) -> WriteItem:
+    """An item with its reads, now of located chunks."""
+    item, parts = asked
+    boxes = (read.box for read in parts)
+    return item._replace(finder=KnownReads(tuple(map(ReadItem, located.chunks, boxes))))
 
 
 def open_objects(index: Index, files: Files) -> Index:
@@ -146,7 +210,7 @@ def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None
 
 def checksummed(index: CheckpointIndex, files: Files) -> Iterable[Part]:
     """Everything that is to be read to know that a checkpoint is whole, with its checksums."""
-    return named(index.format).checksummed(index, files)
+    return _formats_of(index)[-1].checksummed(index, files)
 
 
 def detect(path: str) -> Format | None:
@@ -168,7 +232,10 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     refuse_special([path])
     place = frameworks.member(path)
     foreign.refuse_foreign(place)
-    tensor_parallel.refuse(place)
+    cut = tensor_parallel.parts_at(place)
+    if cut:
+        before = _states(os.path.dirname(cut[0]) or ".")
+        return _with_states(tensor_parallel.read_index(place, cut, options), before)
     if not is_checkpoint(place):
         place = _only_one_inside(place)
     index, told_by = _read_place(place, options)
@@ -194,14 +261,21 @@ def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str 
     """The index of what is a checkpoint, with its framework, and what told the framework."""
     found = parts.find(place)
     # A file that changes while headers are read has changed, too.
-    before = _states(place)
+    before = _states(place) | _states_beside(place)
     if found is not None:
         before |= {path: state for part in found.paths for path, state in _states(part).items()}
-        index = parts.joined(found, lambda path: _read_format(path, options), options)
+        index = parts.joined(found, lambda path: _read_part(path, options), options)
         return _with_states(index, before), found.told_by
     index = _with_states(_read_format(place, options), before)
     framework, told_by = frameworks.framework(index)
     return replace(index, framework=framework), told_by
+
+
+def _read_part(path: str, options: ReadOptions) -> CheckpointIndex:
+    """The index of a checkpoint, or of rank files that a glob chooses."""
+    if not paths.exists(path):
+        return _read_glob(path, options)
+    return _read_format(path, options)
 
 
 def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
@@ -227,6 +301,19 @@ def _states(place: str) -> dict[str, FileState]:
         return {}  # reading it will say what is wrong
 
 
+def _states_beside(place: str) -> dict[str, FileState]:
+    """The states of files that commands may read to know what this file or folder means."""
+    if paths.is_address(place):
+        return {}  # the listing of the folder has them
+    folder = place if paths.is_dir(place) else os.path.dirname(place)
+    return {
+        path: state
+        for one in {folder or ".", os.path.join(folder, "huggingface")}
+        for path, state in _states(one).items()
+        if path.endswith(_BESIDE)
+    }
+
+
 def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> CheckpointIndex:
     """The same index, its files with the states that they had before they were read.
 
@@ -237,7 +324,16 @@ def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> Che
     known |= paths.states_now(
         path for path in where.values() if path not in known and not paths.is_address(path)
     )
-    return replace(index, files=tuple(f._replace(state=known.get(at)) for f, at in where.items()))
+    beside = known.keys() - where.values()
+    return replace(
+        index,
+        files=tuple(file._replace(state=known.get(at)) for file, at in where.items()),
+        beside=tuple(
+            FileEntry(path, known[path].size, known[path])
+            for path in sorted(beside)
+            if path.endswith(_BESIDE)
+        ),
+    )
 
 
 def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
@@ -262,11 +358,16 @@ def _only_one_inside(folder: str) -> str:
         for path in frameworks.inside(folder, foreign.is_foreign):
             foreign.refuse_foreign(path)
         foreign.refuse_inside(folder)
+        around = paths.folder_of(folder)
+        if is_checkpoint(around):  # verl's huggingface/, a config.json's folder
+            raise UnreadableError(
+                f"{folder} holds no checkpoint, but lies in one.",
+                instead=paths_instead(folder, [around]),
+            )
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
-    raise SeveralError(
+    raise UnreadableError(
         f"{folder} is no checkpoint itself; {len(found)} are inside.",
-        path=folder,
-        found=[one.path for one in reversed(found)],
+        instead=paths_instead(folder, [one.path for one in reversed(found)]),
     )
 
 
@@ -287,7 +388,7 @@ def run_of(path: str) -> list[Saved]:
 def of_step(path: str, step: int | None) -> str:
     """The checkpoint of a step in a run, of the last one for None; a lone checkpoint is itself.
 
-    Raises AnswerNo when the step is not there, SeveralError when several checkpoints are of it.
+    Raises AnswerNo when the step is not there, UnreadableError when several checkpoints are of it.
     """
     if not paths.is_dir(path):
         return path  # reading it will say what it is

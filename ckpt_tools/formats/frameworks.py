@@ -153,7 +153,19 @@ def folder_of_save(index: CheckpointIndex) -> str | None:
     if index.framework not in _SPREAD:
         return None
     root = paths.absolute(index.root)
-    return os.path.dirname(root) if _PART.fullmatch(os.path.basename(root)) else root
+    return os.path.dirname(root) if _is_part(root) else root
+
+
+def whole_of(index: CheckpointIndex) -> str | None:
+    """The folder of a save of which a checkpoint is but one part, spelled as its path is."""
+    is_spread = index.framework in _SPREAD
+    return (
+        paths.folder_of(index.root) if is_spread and _is_part(paths.absolute(index.root)) else None
+    )
+
+
+def _is_part(root: str) -> bool:
+    return _PART.fullmatch(os.path.basename(root)) is not None
 
 
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, paths_instead
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.paths import Place
 from ckpt_tools.storage.reader import Files
@@ -183,7 +183,8 @@ def only_a_part(path: str, files: Files) -> IncompleteError | None:
     others = f"; {listing(about)} are in the others" if about else ""
     return IncompleteError(
         f"{place} is file {int(match[2])} of {int(match[3])} of one checkpoint{others}.",
-        hint=f"Give the folder instead, with all of its files: {place.parent}"
-        + (", or choose by name what is in this file." if about else ""),
+        hint="Give the folder instead, with all of its files"
+        + (", or choose by name what is in this file." if about else "."),
+        instead=paths_instead(path, [str(place.parent)]),
         about=about,
     )

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from glob import escape
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import (
@@ -29,14 +30,23 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.state_tree import Branch, dict_of, merge, of_paths
 from ckpt_tools.core.text import some
-from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    UnreadableError,
+    paths_instead,
+    unreadable,
+)
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
 
 _MODEL = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
 _OPTIM = ("optimizer_0", "optimizer.bin")
+# The model in files of ranks (LOCAL_STATE_DICT); the optimizer is then a DCP directory.
+_OF_MODEL_RANKS = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
+_MODEL_RANKS = "pytorch_model_fsdp_rank*.bin"
 # Several models or optimizers, which are several checkpoints.
-_SECOND = re.compile(r"(pytorch_model_fsdp|optimizer)_[1-9]\d*(\.bin)?")
+_SECOND = re.compile(r"(pytorch_model_fsdp|optimizer)_[1-9]\d*(_rank\d+)?(\.bin)?")
 _OF_RANK = re.compile(r"(random_states|rng_state)_(\d+)\.(?:pkl|pth)")
 _RANK_OF_OLMO = re.compile(r"rank(\d+)\.pt")
 _WHOLE = re.compile(r"(scheduler|scaler)\.(?:bin|pt)")
@@ -48,9 +58,9 @@ _MAX_JSON = 64 << 20
 class Parts:
     """The parts of a checkpoint in a folder.
 
-    ``main`` are paths of checkpoints with the container of the entries of each, None for those that
-    have their own. ``flat`` are torch.save files of other state with their containers, ``closed``
-    files that become one object each with the places of these.
+    ``main`` are paths of checkpoints, or globs of rank files, with the container of the entries of
+    each, None for those that have their own. ``flat`` are torch.save files of other state with
+    their containers, ``closed`` files that become one object each with the places of these.
     """
 
     root: str
@@ -79,10 +89,14 @@ def find(folder: str) -> Parts | None:
 
 def _accelerate(folder: str, held: Collection[str]) -> Parts | None:
     model = [name for name in _MODEL if name in held]
+    model += [_MODEL_RANKS] if any(map(_OF_MODEL_RANKS.fullmatch, held)) else []
     optim = [name for name in _OPTIM if name in held]
     if len(model) != 1 or len(optim) > 1 or any(map(_SECOND.fullmatch, held)):
         return None
-    main = [(_at(folder, name), "model") for name in model]
+    if model == [_MODEL_RANKS] and not optim:
+        return None  # rank files like any others
+    where = escape(folder) if model == [_MODEL_RANKS] else folder
+    main = [(_at(where, name), "model") for name in model]
     main += [(_at(folder, name), "optimizer") for name in optim]
     closed: list[tuple[str, Path]] = []
     for name in sorted(held, key=_by_number):
@@ -214,10 +228,33 @@ class _Joining:
             mesh=next((part.mesh for part in self.found if part.mesh is not None), None),
             ties=tuple(tie for part in every for tie in part.ties),
             notes=(*self._notes(), *dict.fromkeys(note for part in every for note in part.notes)),
-            problems=(*self.problems, *(p for part in every for p in part.problems)),
+            problems=(
+                *self.problems,
+                *(problem for part in every for problem in part.problems),
+                *self._without_groups(),
+            ),
+            packed=tuple(one for part in every for one in part.packed),
             tree=reduce(merge, (part.tree for part in every)),
         )
         return _of(whole, entries)
+
+    def _without_groups(self) -> Iterator[CheckpointError]:
+        """What keeps the loader of every framework from an optimizer: that it has no groups.
+
+        Each saves them, and torch's `set_optimizer_state_dict` and `FSDP.optim_state_dict_to_load`
+        ask for the key. By itself, a part is no more than its tensors, and is read.
+        """
+        optim = [e for part in self.found for e in part.entries if e.section == "optim"]
+        if not optim or any(map(_is_of_groups, optim)):
+            return
+        read = [path for path, _ in self.parts.main]
+        yield IncompleteError(
+            f"{self.parts.root}: the optimizer has states of parameters and no param_groups, so "
+            f"{self.parts.framework} did not save this, and could not resume from it.",
+            hint="Give one part by itself.",
+            instead=paths_instead(self.parts.root, read),
+            about=[entry.fqn for entry in optim],
+        )
 
     def _notes(self) -> Iterator[str]:
         """What was joined, and what of it may not be of one save."""
@@ -229,6 +266,11 @@ class _Joining:
         if len(set(sizes.values())) > 1:
             said = [f"{os.path.basename(root)} by {size} ranks" for root, size in sizes.items()]
             yield f"Saved by different numbers of ranks: {', '.join(said)}. Are they of one save?"
+
+
+def _is_of_groups(entry: Entry) -> bool:
+    """Whether an entry is in an optimizer's param_groups, nested or flattened."""
+    return any(str(part).partition(".")[0] == "param_groups" for part in entry.path)
 
 
 def _under(container: str | None, index: CheckpointIndex) -> CheckpointIndex:

@@ -61,7 +61,8 @@ class PlanOptions:
     ``tree`` has the containers of the names. ``single_file`` names the one file that is all of the
     output; else ``basename`` begins the names of files of at most ``max_shard_size`` bytes of
     tensors. ``metadata`` says where the tensors come from. ``mesh`` is that of the job for which
-    shards are written, ``device_type`` what it is made of.
+    shards are written, ``device_type`` what it is made of, ``rank_name`` the name of the file of
+    each rank with ``{rank}`` in it, None for the format's own names.
     """
 
     tree: Branch[str] = NO_TREE
@@ -71,6 +72,7 @@ class PlanOptions:
     metadata: Mapping[str, str] = field(default_factory=dict)
     mesh: Mesh = _ALONE
     device_type: str = "cuda"
+    rank_name: str | None = None
 
 
 class Format(ABC):
@@ -81,7 +83,7 @@ class Format(ABC):
     ``writes`` says what it is a target of: of `export` ("whole" tensors), of `reshard` ("shards"),
     or None; an output with one of ``suffixes`` is one file. ``nested`` says that it keeps a state
     dict's containers and objects as they are; ``object_codec`` is that of objects whose bytes its
-    writer copies unopened.
+    writer copies unopened, ``codecs`` are those of chunks and objects that only it can locate.
     """
 
     name: ClassVar[str]
@@ -91,6 +93,7 @@ class Format(ABC):
     writes: ClassVar[Writes | None] = None
     nested: ClassVar[bool] = False
     object_codec: ClassVar[str | None] = None
+    codecs: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def matches(self, path: str) -> bool:

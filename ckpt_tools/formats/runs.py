@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.errors import AnswerNo, SeveralError
+from ckpt_tools.errors import AnswerNo, UnreadableError, paths_instead
 
 # What names say of a step, the surest first: ep1-ba200, epoch=1-step=200.ckpt, global_step_200,
 # iter_0000200, checkpoint-200, epoch_2, and a bare number.
@@ -62,7 +62,7 @@ def _place(saved: Saved) -> tuple[int, list[tuple[int, int, str]]]:
 def chosen(run: str, saved: Sequence[Saved], step: int | None) -> str:
     """The checkpoint of this step, or of the last one for None.
 
-    Raises AnswerNo when there is none, and SeveralError when several are of it.
+    Raises AnswerNo when there is none, and UnreadableError when several are of it.
     """
     steps = sorted({one.step for one in saved if one.step is not None})
     wanted = step if step is not None else (steps[-1] if steps else None)
@@ -73,7 +73,8 @@ def chosen(run: str, saved: Sequence[Saved], step: int | None) -> str:
         shown = ", ".join(map(str, steps[-_SHOWN:]))
         raise AnswerNo(f"{run} has no checkpoint of step {step}; its last steps are {shown}.")
     if len(found) > 1:
-        raise SeveralError(
-            f"{run} has {len(found)} checkpoints of step {wanted}.", path=run, found=found
+        raise UnreadableError(
+            f"{run} has {len(found)} checkpoints of step {wanted}.",
+            instead=paths_instead(run, found),
         )
     return found[0]

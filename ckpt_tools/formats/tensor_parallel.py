@@ -1,35 +1,198 @@
 """Meta's ``consolidated.00.pth``, ``consolidated.01.pth`` …: each file is one tensor-parallel part.
 
 Which tensors are cut, and along which dimension, stands in no file: it is the model's code that
-knows it. So one part is no checkpoint, and several are not joined.
+knows it. So one part is no checkpoint, and several are joined only as a map says (`Cut`).
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from ckpt_tools.core.text import some
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.core.text import counted, some
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    Instead,
+    UnsupportedError,
+    Way,
+)
+from ckpt_tools.formats.options import Cut, ReadOptions
 from ckpt_tools.storage import paths
+from ckpt_tools.storage.reader import Files
 
 _PART = re.compile(r"consolidated\.(\d+)\.pth")
 
 
-def refuse(path: str) -> None:
-    """Raise UnsupportedError for such a part, or a folder of them; a lone first one is whole."""
+def parts_at(path: str) -> list[str]:
+    """All parts of the model that a file or folder is of, by number; none where one is the whole.
+
+    A lone first part is the whole.
+    """
     is_folder = paths.is_dir(path)
     if not is_folder and not _PART.fullmatch(os.path.basename(path)):
-        return
-    folder = path if is_folder else os.path.dirname(path) or "."
+        return []
+    folder = path if is_folder else os.path.dirname(path)
     try:
-        parts = sorted(name for name in paths.listdir(folder) if _PART.fullmatch(name))
+        found = [name for name in paths.listdir(folder or ".") if _PART.fullmatch(name)]
     except OSError:
-        return
-    if len(parts) > 1 or (parts and not re.search(r"\.0+\.", parts[0])):
-        raise UnsupportedError(
-            f"{folder} holds {len(parts)} tensor-parallel parts of one model ({some(parts)}): the "
-            "rows or columns that each has of a tensor stand in no file.",
-            hint="Convert them with the model's own script (for Llama: transformers' "
-            "convert_llama_weights_to_hf.py), and give the result.",
+        return []
+    if len(found) == 1 and _number(found[0]) == 0:
+        return []
+    return [os.path.join(folder, name) for name in sorted(found, key=_number)]
+
+
+def _number(path: str) -> int:
+    match = _PART.fullmatch(os.path.basename(path))
+    return int(match[1]) if match else -1
+
+
+def read_index(path: str, parts: Sequence[str], options: ReadOptions) -> CheckpointIndex:
+    """The index of all parts joined as the ``cuts`` of the options say.
+
+    Raises UnsupportedError where nothing says it, IncompleteError for a number that is not there.
+    What does not fit is a problem of its tensor.
+    """
+    folder = os.path.dirname(parts[0]) or "."
+    if not options.cuts or not paths.is_dir(path):
+        raise _refusal(path, folder, parts)
+    held = set(map(_number, parts))
+    lost = [f"{number:02}" for number in range(len(held)) if number not in held]
+    if lost:
+        raise IncompleteError(
+            f"{folder} lacks the tensor-parallel parts {some(lost)}; it has {max(held):02}."
         )
+    from ckpt_tools.formats.torch_file import read as torch_file  # late: few models are in parts
+
+    found = [torch_file.read_file(part, options=options) for part in parts]
+    with Files() as files:
+        joining = _Joining(folder, found, options.cuts, files)
+        tensors = [joining.tensor(fqn) for fqn in sorted(joining.names())]
+    whole = [entry for entry in tensors if entry is not None]
+    return replace(
+        found[0],
+        root=folder,
+        tensors=tuple(whole),
+        files=tuple(file for part in found for file in part.files),
+        ties=(),
+        notes=(f"Joined {len(found)} tensor-parallel parts: {counted(len(whole), 'tensor')}.",),
+        problems=(*(p for part in found for p in part.problems), *joining.problems),
+    )
+
+
+def _refusal(path: str, folder: str, parts: Sequence[str]) -> UnsupportedError:
+    shown = some([os.path.basename(part) for part in parts])
+    return UnsupportedError(
+        f"{folder} holds {len(parts)} tensor-parallel parts of one model ({shown}): the rows or "
+        "columns that each has of a tensor stand in no file.",
+        hint="A map that says how they are cut joins them, in `export` and `reshard`. The model's "
+        "own script does, too (for Llama: transformers' convert_llama_weights_to_hf.py).",
+        instead=Instead(path, (Way(folder, ("--map", "meta-llama-to-hf")),)),
+    )
+
+
+@dataclass(slots=True)
+class _Joining:
+    """Joins the tensors of all parts; ``problems`` are those of what was joined so far."""
+
+    folder: str
+    parts: Sequence[CheckpointIndex]
+    cuts: Sequence[Cut]
+    files: Files
+    problems: list[CheckpointError] = field(default_factory=list)
+
+    def names(self) -> set[str]:
+        """Every name that some part has."""
+        return {entry.fqn for part in self.parts for entry in part.tensors}
+
+    def tensor(self, fqn: str) -> TensorEntry | None:
+        """The whole tensor of a name; None, and a problem, when the parts do not fit."""
+        try:
+            return self._joined(fqn, self._held(fqn))
+        except CheckpointError as error:
+            self.problems.append(error.at(f"{self.folder}: {fqn}").concerning([fqn]))
+            return None
+
+    def _held(self, fqn: str) -> list[TensorEntry]:
+        held = [entry for part in self.parts if (entry := part.tensor(fqn)) is not None]
+        if len(held) < len(self.parts):
+            raise IncompleteError(f"only {len(held)} of {len(self.parts)} parts have it.")
+        kinds = {(entry.dtype.name, len(entry.shape)) for entry in held}
+        if len(kinds) > 1:
+            raise UnsupportedError("its parts differ in dtype or dimensions.")
+        return held
+
+    def _joined(self, fqn: str, held: Sequence[TensorEntry]) -> TensorEntry:
+        cut = next((cut for cut in self.cuts if re.fullmatch(cut.name, fqn)), None)
+        if cut is None:
+            raise UnsupportedError(
+                "the map does not say how tensor-parallel parts have it.",
+                hint='A rule says `parallel = 0`, `1` or `"same"`.',
+            )
+        if not cut.dims or not held[0].shape:
+            return self._same(held)
+        dim = self._dim(cut, held)
+        if not _fit(held, dim):
+            shapes = some([str(list(entry.shape)) for entry in held])
+            raise UnsupportedError(f"shapes {shapes} do not join along dimension {dim}.")
+        size = sum(entry.shape[dim] for entry in held)
+        length = self._length(cut)
+        if len(cut.dims) == 1 and length is not None and size != length:
+            raise IncompleteError(
+                f"{len(held)} parts have {size} of {length} along dimension {dim} "
+                f"({cut.length} is as long). Is a part missing?"
+            )
+        return _concatenated(held, dim, size)
+
+    def _length(self, cut: Cut) -> int | None:
+        """How long the tensor is that the cut names, None where it names none, or none is there."""
+        entry = self.parts[0].tensor(cut.length or "")
+        return None if entry is None or not entry.shape else entry.shape[0]
+
+    def _dim(self, cut: Cut, held: Sequence[TensorEntry]) -> int:
+        """Along which dimension it is cut; of several, the one that gives the last its length."""
+        if len(cut.dims) == 1:
+            return cut.dims[0]
+        length, last = self._length(cut), len(held[0].shape) - 1
+        for dim in cut.dims:
+            if length == (sum(e.shape[last] for e in held) if dim == last else held[0].shape[last]):
+                return dim
+        raise IncompleteError(
+            f"no way to join {len(held)} parts gives it rows of {length} ({cut.length}). Is a part "
+            "missing?"
+        )
+
+    def _same(self, held: Sequence[TensorEntry]) -> TensorEntry:
+        """A tensor that each part has whole, its bytes compared."""
+        first, *others = held
+        stored = self._bytes(first)
+        if any(e.shape != first.shape or self._bytes(e) != stored for e in others):
+            raise UnsupportedError("each part should have it whole, and they differ.")
+        return first
+
+    def _bytes(self, entry: TensorEntry) -> list[object]:
+        return [(chunk.strides, self.files.read(*chunk.data)) for chunk in entry.chunks]
+
+
+def _fit(held: Sequence[TensorEntry], dim: int) -> bool:
+    """Whether tensors have this dimension, and all others alike."""
+    rest = {entry.shape[:dim] + entry.shape[dim + 1 :] for entry in held}
+    return dim < len(held[0].shape) and len(rest) == 1
+
+
+def _concatenated(held: Sequence[TensorEntry], dim: int, size: int) -> TensorEntry:
+    """The tensors one behind the other along a dimension, where they have ``size`` in all."""
+    chunks: list[Chunk] = []
+    start = 0
+    for entry in held:
+        for chunk in entry.chunks:
+            offsets = list(chunk.box.offsets)
+            offsets[dim] += start
+            chunks.append(chunk._replace(box=Box(tuple(offsets), chunk.box.sizes)))
+        start += entry.shape[dim]
+    shape = (*held[0].shape[:dim], size, *held[0].shape[dim + 1 :])
+    return replace(held[0], shape=shape, chunks=chunks)

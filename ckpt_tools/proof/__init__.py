@@ -13,9 +13,11 @@ from ckpt_tools.proof.anomalies import Anomaly
 from ckpt_tools.proof.check import same_objects, same_tensors
 from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
 from ckpt_tools.proof.condition import HurtTensor, Rescue
+from ckpt_tools.proof.damage import Seen, require_undamaged
 from ckpt_tools.proof.diff import Diff, DiffOptions, EntryDiff, diff, diff_headers
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, fingerprint
 from ckpt_tools.proof.pairs import Naming, Rename, parse_rename
+from ckpt_tools.proof.replicas import require_equal_replicas
 from ckpt_tools.proof.ties import are_equal
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.proof.verify import (
@@ -40,6 +42,7 @@ __all__ = [
     "Rename",
     "Report",
     "Rescue",
+    "Seen",
     "TensorDigest",
     "Tolerance",
     "are_equal",
@@ -49,6 +52,8 @@ __all__ = [
     "diff_headers",
     "fingerprint",
     "parse_rename",
+    "require_equal_replicas",
+    "require_undamaged",
     "same_objects",
     "same_tensors",
     "verify",

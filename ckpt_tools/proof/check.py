@@ -14,14 +14,21 @@ from typing import NamedTuple
 from ckpt_tools import formats
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import (
+    ByteRange,
+    CheckpointIndex,
+    LocatedIndex,
+    ObjectEntry,
+    TensorEntry,
+)
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import are, counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers
+from ckpt_tools.proof.damage import Seen
 from ckpt_tools.proof.fingerprint import digest_of
 from ckpt_tools.proof.objects import compare_objects
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 
 _BLOCK_NUMEL = 128 << 10
@@ -43,15 +50,16 @@ def same_tensors(
     renamed: Mapping[str, str],
     dtypes: Mapping[str, DType],
     threads: int | None = None,
-    on_bytes: Callable[[int], None] = ignore_bytes,
     own: Collection[str] | None = None,
+    seen: Seen | None = None,
 ) -> str:
     """Read back ``result`` and compare the SHA-256 of each tensor with the source's.
 
     ``renamed`` gives the name in the result of each source tensor that was written, ``dtypes`` the
     type that it was to have there; where that is another one, the source is cast again, in memory.
     With ``own``, the only files of the source that can be read here, the boxes that they hold are
-    compared instead. Returns one line that says what was proven.
+    compared instead. ``seen`` takes in the CRC-32s of what is read of the source in its order.
+    Returns one line that says what was proven.
 
     Raises WriteError when a tensor differs, is missing, or is there without a source, and what
     keeps either side from being whole.
@@ -61,13 +69,13 @@ def same_tensors(
     here.require_whole()
     there.require_whole()
     pairs = _pairs(here, there, renamed, dtypes)
-    tally = Tally(on_bytes)
+    on_run = None if seen is None else seen.add
 
     def differs(pair: _Pair) -> bool:
         if own is not None:
-            return _boxes_differ(pair, own, files, on_bytes=tally.add)
-        expected = _digest_as(pair.source, pair.dtype, files, on_bytes=tally.add)
-        return digest_of(pair.result, files, on_bytes=tally.add) != expected
+            return _boxes_differ(pair, own, files)
+        expected = _digest_as(pair, files, on_run)
+        return digest_of(pair.result, files) != expected
 
     verdicts = in_threads(differs, pairs, threads=threads, nbytes=_nbytes)
     wrong = [pair.result.fqn for pair, bad in zip(pairs, verdicts, strict=True) if bad]
@@ -156,40 +164,42 @@ def _pairs(
     return pairs
 
 
-def _digest_as(
-    entry: TensorEntry, dtype: DType, files: Files, *, on_bytes: Callable[[int], None]
-) -> str:
-    """The SHA-256 that a tensor has in this type."""
+def _digest_as(pair: _Pair, files: Files, on_run: Callable[[ByteRange, int], None] | None) -> str:
+    """The SHA-256 that the source's tensor has in the type that it was to have."""
+    entry, dtype = pair.source, pair.dtype
     if entry.dtype == dtype:
-        return digest_of(entry, files, on_bytes=on_bytes)
+        return digest_of(entry, files, on_run=on_run)
     from ckpt_tools.copying.cast import Caster
-    from ckpt_tools.copying.write import read_box
+    from ckpt_tools.copying.read import stream_box
 
     caster = Caster(entry.dtype, dtype)
     buffer = memoryview(bytearray(_BLOCK_NUMEL * dtype.itemsize))
-    slab_bytes = _BLOCK_NUMEL * entry.dtype.itemsize
+    block = _BLOCK_NUMEL * entry.dtype.itemsize
     state = sha256()
-    for piece in read_box(entry, Box.whole(entry.shape), files=files, slab_bytes=slab_bytes):
-        out = buffer[: len(piece) // entry.dtype.itemsize * dtype.itemsize]
-        caster.cast(piece, out)
-        state.update(out)
-        on_bytes(len(piece))
+    for piece in stream_box(entry, Box.whole(entry.shape), files=files, on_run=on_run):
+        for start in range(0, len(piece), block):
+            raw = piece[start : start + block]
+            out = buffer[: len(raw) // entry.dtype.itemsize * dtype.itemsize]
+            caster.cast(raw, out)
+            state.update(out)
     return state.hexdigest()
 
 
-def _boxes_differ(
-    pair: _Pair, own: Collection[str], files: Files, *, on_bytes: Callable[[int], None]
-) -> bool:
+def _boxes_differ(pair: _Pair, own: Collection[str], files: Files) -> bool:
     """Whether the result holds anything else in the boxes that these files hold."""
     from ckpt_tools.copying.cast import Caster
     from ckpt_tools.copying.write import read_box
 
     source, result = pair.source, pair.result
     caster = None if source.dtype == pair.dtype else Caster(source.dtype, pair.dtype)
-    for chunk in source.chunks:
-        if chunk.data.path not in own or not chunk.box.numel:
-            continue
-        alone = replace(source, chunks=(chunk._replace(replicas=()),))
+    held = [
+        chunk._replace(data=data, replicas=())
+        for chunk in source.chunks
+        for data in (chunk.data, *chunk.replicas)
+        if data.path in own and chunk.box.numel
+    ]
+    for chunk in held:
+        alone = replace(source, chunks=(chunk,))
         sides = (
             read_box(entry, chunk.box, files=files, slab_bytes=_BLOCK_NUMEL * entry.dtype.itemsize)
             for entry in (alone, result)
@@ -200,7 +210,6 @@ def _boxes_differ(
                 expected[:] = here
             else:
                 caster.cast(here, memoryview(expected))
-            on_bytes(len(there))
             if expected != there:
                 return True
     return False

@@ -1,4 +1,4 @@
-"""Reads every byte range of a checkpoint once, and checks every CRC-32 that its format keeps.
+"""Checks the CRC-32s that a format keeps: `verify` of every byte, --check of what was copied.
 
 torch.save archives (whole files, and each item of a DCP file) have a CRC for every record. Nothing
 else has one: of safetensors, of torch.save's old format and of `.metadata`, reading proves only
@@ -7,8 +7,9 @@ that the bytes can be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import local
 from typing import NamedTuple
 from zlib import crc32
@@ -16,12 +17,15 @@ from zlib import crc32
 from ckpt_tools import formats
 from ckpt_tools.copying.crc import combine
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
 from ckpt_tools.formats.protocol import Checksummed, Part
-from ckpt_tools.proof.threads import Tally, in_threads
+from ckpt_tools.proof.spans import Spans
+from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
-_BLOCK = 1 << 20
+_BLOCK = 2 << 20
 
 
 class Damage(NamedTuple):
@@ -51,7 +55,7 @@ class Reading:
 
     def check(self, one: Checksummed, crc: int) -> None:
         """Take in the CRC-32 that the bytes of ``one`` have."""
-        where = one.stored or one.record or one.data
+        where = _place(one)
         if crc == one.crc:
             self.crcs += 1
         else:
@@ -65,10 +69,98 @@ def read_everything(
 
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
     """
-    checker = _Checker(files, Tally(on_bytes))
-    parts = list(formats.checksummed(index, files))
-    total = Reading()
-    for found in in_threads(checker.check, parts, threads=threads, nbytes=_nbytes):
+    checker = _Checker(files, Tally(on_bytes), Seen())
+    return _read(list(formats.checksummed(index, files)), checker, threads)
+
+
+class Seen:
+    """The CRC-32s of runs of bytes that were read for something else, from any thread."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def add(self, data: ByteRange, crc: int) -> None:
+        """Take in a run; of two that begin at one place, the longer one."""
+        place = data.path, data.offset
+        self._runs[place] = max(self._runs.get(place, (0, 0)), (data.length, crc))
+
+    def crc_of(self, data: ByteRange) -> int | None:
+        """The CRC-32 of a range that was seen run after run from its first byte to its last."""
+        crc, at, end = 0, data.offset, data.offset + data.length
+        while at < end:
+            length, more = self._runs.get((data.path, at), (0, 0))
+            if not length or at + length > end:
+                return None
+            crc = combine(crc, more, length=length)
+            at += length
+        return crc
+
+
+def require_undamaged(
+    index: CheckpointIndex, files: Files, *, seen: Seen, threads: int | None
+) -> str:
+    """Check the CRC-32s that a checkpoint keeps of the bytes of its entries, replicas left out.
+
+    ``index`` is as its reader gave it, or a part of that. What was ``seen`` is not read again.
+    Returns a sentence that says what was checked.
+
+    Raises UnreadableError with the names and boxes of what is damaged.
+    """
+    ranges = [chunk.data for entry in index.tensors for chunk in entry.chunks]
+    wanted = Spans([*ranges, *(entry.data for entry in index.objects)])
+    held = wanted.files()
+    needed = replace(index, files=tuple(file for file in index.files if file.path in held))
+    bare: list[Checksummed] = []
+
+    def with_crcs(part: Part) -> Iterator[Checksummed]:
+        for one in part.open():
+            if wanted.meeting(_place(one)):
+                if one.crc is None:
+                    bare.append(one)
+                else:
+                    yield one
+
+    parts = [
+        part._replace(open=partial(with_crcs, part))
+        for part in formats.checksummed(needed, files)
+        if wanted.meeting(part.data)
+    ]
+    found = _read(parts, _Checker(files, Tally(ignore_bytes), seen), threads)
+    if found.damages:
+        raise _damaged(index, found.damages)
+    if not found.crcs:
+        return " The source keeps no checksums of them."
+    some_of = "as far as it keeps any, " if bare else ""
+    return f" The source's own checksums of them were checked, {some_of}and are right."
+
+
+def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableError:
+    """What to say of entries whose bytes are damaged."""
+    spans = Spans([damage.data for damage in damages])
+    hurt = {
+        f"{entry.fqn} {chunk.box}": entry.fqn
+        for entry in index.tensors
+        for chunk in entry.chunks
+        if spans.meeting(chunk.data)
+    }
+    hurt |= {entry.fqn: entry.fqn for entry in index.objects if spans.meeting(entry.data)}
+    return UnreadableError(
+        f"{index.root}: what was read of it is damaged: {some(list(hurt))}. "
+        f"{damages[0].error.message}",
+        hint="The output was not given its name. `ckpt-tools verify` says all that is damaged and "
+        "what is still whole; --exclude leaves out what is not.",
+        about=set(hurt.values()),
+    )
+
+
+def _place(one: Checksummed) -> ByteRange:
+    """Where the checkpoint has all the bytes that a CRC-32 is of."""
+    return one.stored or one.record or one.data
+
+
+def _read(parts: Sequence[Part], checker: _Checker, threads: int | None) -> Reading:
+    total, far = Reading(), any(is_address(part.data.path) for part in parts[:1])
+    for found in in_threads(checker.check, parts, threads=threads, nbytes=_nbytes, far=far):
         total.add(found)
     _combine(total)
     return total
@@ -95,9 +187,10 @@ def _nbytes(part: Part) -> int:
 class _Checker:
     """Checks parts from several threads; each has its own buffer."""
 
-    def __init__(self, files: Files, tally: Tally) -> None:
+    def __init__(self, files: Files, tally: Tally, seen: Seen) -> None:
         self._files = files
         self._tally = tally
+        self._seen = seen
         self._own = local()
 
     def check(self, part: Part) -> Reading:
@@ -114,6 +207,12 @@ class _Checker:
         try:
             if one.crc is None:
                 found.plain_bytes += sum(map(len, self._blocks(one.data)))
+                return
+            whole = one.record or one.data
+            known = self._seen.crc_of(whole) if whole.length else None
+            if known is not None:
+                if one.data.offset == whole.offset:
+                    found.check(one, known)
                 return
             crc = self._crc(one)
         except CheckpointError as error:

@@ -148,7 +148,7 @@ def _entry(index: CheckpointIndex, fqn: str) -> TensorEntry | ObjectEntry:
 
 def _opened(index: CheckpointIndex, files: Files) -> LocatedIndex:
     located = formats.locate(index, files)
-    located.require_whole()
+    located.require_chosen()
     return formats.open_objects(located, files)
 
 

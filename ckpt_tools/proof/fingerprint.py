@@ -27,10 +27,17 @@ from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section, TensorEntry
+from ckpt_tools.core.index import (
+    SECTIONS,
+    ByteRange,
+    CheckpointIndex,
+    Section,
+    TensorEntry,
+)
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.inside import Inside, names_inside
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 
@@ -85,7 +92,7 @@ def fingerprint(
     from ckpt_tools import formats  # the readers: whoever loads a fingerprint does not need them
 
     located = formats.locate(index, files)
-    located.require_whole()
+    located.require_chosen()
     with suppress(CheckpointError):  # tensors of tuples; what else objects are is not asked here
         located = formats.open_objects(located, files)
     inside = names_inside(located)
@@ -95,20 +102,28 @@ def fingerprint(
         told = digest_of(entry, files, on_bytes=tally.add)
         return TensorDigest(entry.fqn, inside[entry.fqn], entry.dtype.name, entry.shape, told)
 
-    found = in_threads(digest, located.tensors, threads=threads, nbytes=_nbytes)
+    far = is_address(index.root)
+    found = in_threads(digest, located.tensors, threads=threads, nbytes=_nbytes, far=far)
     return of_tensors(found)
 
 
 def digest_of(
-    entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None] = ignore_bytes
+    entry: TensorEntry,
+    files: Files,
+    *,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+    on_run: Callable[[ByteRange, int], None] | None = None,
 ) -> str:
-    """The SHA-256 of one tensor's elements, as hexadecimal digits; its chunks must be located."""
+    """The SHA-256 of one tensor's elements, as hexadecimal digits; its chunks must be located.
+
+    ``on_run`` is that of `stream_box`.
+    """
     from ckpt_tools.copying.read import (
         stream_box,  # late: looking commands go without
     )
 
     state = sha256()
-    for piece in stream_box(entry, Box.whole(entry.shape), files=files):
+    for piece in stream_box(entry, Box.whole(entry.shape), files=files, on_run=on_run):
         state.update(piece)
         on_bytes(len(piece))
     return state.hexdigest()

@@ -10,9 +10,17 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
+from ckpt_tools import formats
+from ckpt_tools.core.index import (
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    TensorEntry,
+    replicas_differ,
+)
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.proof.threads import Tally, in_threads
+from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.reader import Files
 
 
@@ -51,6 +59,27 @@ def differing_replicas(
     return list(chain.from_iterable(found))
 
 
+def require_equal_replicas(index: CheckpointIndex, files: Files, *, threads: int | None) -> str:
+    """Compare the replicas that were too large to be compared when the index was read.
+
+    ``index`` is as its reader gave it, or a part of that. Returns a sentence that says so, or
+    nothing where there are none. Raises UnsupportedError with tensors, boxes and ranks.
+    """
+    left = tuple(entry for entry in index.tensors if not entry.compared)
+    if not left:
+        return ""
+    located = formats.locate(replace(index, tensors=left, objects=(), problems=()), files)
+    found = differing_replicas(
+        located.tensors,
+        files,
+        is_good=lambda _: True,
+        threads=threads,
+        tally=Tally(ignore_bytes),
+    )
+    replace(located, problems=tuple(found)).require_whole()
+    return f" The replicas of {counted(len(left), 'tensor')}, compared byte by byte, are equal."
+
+
 def _nbytes(pair: _Pair) -> int:
     return pair.other.length
 
@@ -70,13 +99,13 @@ def _compare(pair: _Pair, files: Files, tally: Tally) -> list[CheckpointError]:
     for here, there in pieces:
         tally.add(len(there))
         if bytes(here) != bytes(there):
-            return [
-                CheckpointError(
-                    f"{entry.fqn} {chunk.box}: {chunk.data.path} and {other.path} hold different "
-                    f"values (in the {len(here):,} bytes from byte {done:,} of it on).",
-                    hint="Replicas are equal in one save: a file is damaged or of another one.",
-                    about=(entry.fqn,),
-                )
-            ]
+            who = f"({_holder(chunk.data)} and {_holder(other)}, after {done:,} bytes)"
+            return [replicas_differ({entry.fqn: f"{chunk.box} {who}"})]
         done += len(here)
     return []
+
+
+def _holder(data: ByteRange) -> str:
+    """The rank that wrote a file, where its name says it, else the file."""
+    rank = formats.rank_of(data.path)
+    return data.path if rank is None else f"rank {rank}"

@@ -66,7 +66,7 @@ def stats(
     Raises what keeps the tensors from being whole.
     """
     located = formats.locate(index, files)
-    located.require_whole()
+    located.require_chosen()
     tally = Tally(on_bytes)
 
     def one(entry: TensorEntry) -> Scan:

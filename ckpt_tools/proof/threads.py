@@ -25,11 +25,12 @@ def in_threads(
     *,
     threads: int | None,
     nbytes: Callable[[Item], int],
+    far: bool = False,
 ) -> list[Result]:
     """The result of ``work`` on each item, in the order of the items.
 
-    ``nbytes`` says how large an item is. Without a number of ``threads``, the machine and the items
-    choose it. The first error ends it all and is raised.
+    ``nbytes`` says how large an item is, ``far`` that they lie in a store. Without a number of
+    ``threads``, the machine and the items choose it. The first error ends it all and is raised.
     """
     results: dict[int, Result] = {}
 
@@ -38,7 +39,7 @@ def in_threads(
             results[place] = work(items[place])
 
     if threads is None:
-        threads = choose_threads(sum(map(nbytes, items)), lanes=len(items))
+        threads = choose_threads(sum(map(nbytes, items)), lanes=len(items), far=far)
     pool = ThreadPoolExecutor(max_workers=max(1, threads))
     try:
         futures = [pool.submit(work_on, group) for group in _groups(items, nbytes)]

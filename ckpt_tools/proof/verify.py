@@ -74,7 +74,7 @@ def verify(
 ) -> Report:
     """Check a checkpoint by reading every byte range of it once, and replicas against one another.
 
-    Several ranges are read at a time, with about 1 MiB of memory for each of ``threads``.
+    Several ranges are read at a time, with about 2 MiB of memory for each of ``threads``.
     ``on_bytes`` is told how many bytes were read since it was last called; `bytes_to_read` tells
     about how many there will be.
     """

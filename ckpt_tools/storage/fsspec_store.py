@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from errno import ENOENT
 from functools import lru_cache
-from typing import BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.errors import UsageError
 
@@ -21,6 +21,11 @@ STALLED = 20.0
 PAUSES = (0.5, 2.0)
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})  # answers that may be others a moment later
 _BROKEN_OFF = frozenset({"ServerDisconnectedError", "ClientPayloadError", "ClientOSError"})
+# Web servers list no name that begins with a dot; this one is asked for all the same.
+_UNLISTED = ".metadata"
+# A web server is asked for the same facts by every reader that looks at a folder: an answer holds
+# for so many seconds.
+_FRESH = 5.0
 _BLOCK = 1 << 18  # of streams: pickles of an old file, read from front to back
 Result = TypeVar("Result")
 
@@ -156,22 +161,55 @@ def _fault(error: Exception, address: str) -> OSError:
     return OSError(0, what, address)
 
 
+class _Answers(Generic[Result]):
+    """What web servers said a moment ago; clients of stores keep their listings themselves."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[float, Result]] = {}
+
+    def of(self, address: str, ask: Callable[[str], Result]) -> Result:
+        """The answer for this address, asked for when none is fresh. Raises what ``ask`` raises."""
+        if not _is_web(address):
+            return ask(address)
+        when, answer = self._kept.get(address, (-_FRESH, None))
+        if answer is None or time.monotonic() - when > _FRESH:
+            answer = ask(address)
+            self._kept[address] = time.monotonic(), answer
+        return answer
+
+    def forget(self) -> None:
+        """Ask again from now on."""
+        self._kept.clear()
+
+
+_FACTS: _Answers[Facts] = _Answers()
+_LISTINGS: _Answers[list[Facts]] = _Answers()
+
+
 def facts(address: str) -> Facts:
     """What the store says of an address. Raises FileNotFoundError, or another OSError."""
-    return _facts(_asked(address, lambda system: system.info(address)))
+    return _FACTS.of(address, lambda one: _facts(_asked(one, lambda system: system.info(one))))
 
 
 def forget(address: str) -> None:
     """Have the next listing come from the store itself."""
+    _FACTS.forget()
+    _LISTINGS.forget()
     _file_system(address).invalidate_cache()
 
 
 def listing(address: str) -> list[Facts]:
     """What is in a folder, by name. Raises OSError."""
+    return _LISTINGS.of(address, _list)
+
+
+def _list(address: str) -> list[Facts]:
     found = _asked(address, lambda system: system.ls(address, detail=True))
     own = _tail(address)
     if _is_web(address):
-        inside = _with_sizes(address, sorted(set(filter(None, map(_linked(address), found)))))
+        names = {*map(_linked(address), found), _UNLISTED} - {""}
+        there = _with_sizes(address, sorted(names))
+        inside = [one for one in there if one.name != _UNLISTED or not one.is_dir]
     else:
         inside = [_facts(entry) for entry in found]
     return sorted(entry for entry in inside if entry.name and not _is_itself(entry, own, found))

@@ -229,6 +229,13 @@ def absolute(path: str) -> str:
     return path.rstrip("/") if is_address(path) else os.path.abspath(path)
 
 
+def folder_of(path: str) -> str:
+    """The folder that a path lies in, spelled as the path is."""
+    if is_address(path):
+        return path.rstrip("/").rpartition("/")[0]
+    return os.path.normpath(os.path.join(path, os.pardir))
+
+
 def normal(path: str) -> str:
     """The same path without doubled or trailing slashes."""
     return path.rstrip("/") if is_address(path) else os.path.normpath(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import ByteRange, Entry, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
@@ -25,29 +25,31 @@ from ckpt_tools.formats.torch_file import write as torch_write
 from ckpt_tools.storage import paths
 from ckpt_tools.transforms.frameworks import Arranged
 
-PlanFolder = Callable[[Sequence[Target], LocatedIndex], Sequence[FilePlan]]
+PlanFolder = Callable[[str, Sequence[Target], CheckpointIndex], Sequence[FilePlan]]
 
 
 def plan_files(
     arranged: Arranged,
-    located: LocatedIndex,
+    located: CheckpointIndex,
     targets: Sequence[Target],
     plan_folder: PlanFolder,
 ) -> Sequence[FilePlan]:
     """All files of the arrangement, folder by folder, then what lies beside them.
 
     ``targets`` are the source's tensors under their own names; ``plan_folder`` plans the files of
-    one folder from its targets and its part of the index, both under their new names.
+    a folder, by its name, from its targets and its part of the index, both under new names.
     """
     parts: list[Sequence[FilePlan]] = []
     for folder, tree in arranged.folders.items():
         moved = located.arranged(tree)
         if moved.entries:
-            parts.append(inside(folder, plan_folder(renamed(tree, targets), moved)))
+            parts.append(inside(folder, plan_folder(folder, renamed(tree, targets), moved)))
     plans: list[FilePlan] = []
     for name, tree in arranged.beside.items():
         moved = located.arranged(tree)
-        plans += torch_write.plan_files((), moved.objects, filename=name, tree=moved.tree)
+        if moved.entries:
+            part = renamed(tree, targets)
+            plans += torch_write.plan_files(part, moved.objects, filename=name, tree=moved.tree)
     plans += [_text(name, text) for name, text in arranged.texts.items()]
     plans += [_copy(name, path) for name, path in arranged.copied.items()]
     return joined([*parts, plans])
@@ -78,6 +80,6 @@ def _copy(name: str, path: str) -> FilePlan:
     source = ObjectEntry(name, (name,), "other", ByteRange(path, 0, length))
     entry = object_entry_as_tensor(source)
     box = entry.chunks[0].box
-    reads = Finder(entry).reads(box)
-    items = (WriteItem(name, name, 0, box, entry.dtype, entry.dtype, reads),) if length else ()
+    finder = Finder(entry)
+    items = (WriteItem(name, name, 0, box, entry.dtype, entry.dtype, finder),) if length else ()
     return FilePlan(name, length, (), items)

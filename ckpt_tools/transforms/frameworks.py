@@ -34,6 +34,10 @@ LAYOUTS: tuple[FrameworkLayout, ...] = (
     "composer",
 )
 
+# Those of `export`, with whole tensors.
+WholeLayout = Literal["accelerate"]
+WHOLE_LAYOUTS: tuple[WholeLayout, ...] = ("accelerate",)
+
 _STEP = re.compile(r"(?:global_step_|step[-_=]?|checkpoint-|ep\d+-ba)(\d+)(?:\D.*)?")
 # What entries of a joined folder are called whose files are copied, or named when they are not.
 _COPIED = ("scheduler", "trainer_state", "random_states", "rng_state")
@@ -44,12 +48,15 @@ _RANK_FILES = r"random_states_\d+\.pkl|rng_state_\d+\.pth"
 class Arranged:
     """A checkpoint as a framework wants it.
 
-    ``folders`` are the trees of DCP directories or rank files by their folders. ``beside`` are
-    trees of objects, each one torch.save file of its own, ``texts`` whole small files, ``copied``
-    files of the source by their new names. ``notes`` say what was left out, for a person.
+    ``folders`` are the trees of DCP directories or rank files by their folders; where
+    ``rank_names`` has some of them, these are rank files of such names, and the others DCP
+    directories whatever the format that was asked for. ``beside`` are
+    trees of which each is one torch.save file, ``texts`` whole small files, ``copied`` files of the
+    source by their new names. ``notes`` say what was left out, for a person.
     """
 
     folders: Mapping[str, Branch[Entry]]
+    rank_names: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, Branch[Entry]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     copied: Mapping[str, str] = field(default_factory=dict)
@@ -61,13 +68,14 @@ class LayoutTarget:
     """What an arrangement is for.
 
     ``order`` are the parameters' names in the order of the loading job's optimizer, which only verl
-    needs; ``digest`` compares hyper-parameters.
+    needs; ``digest`` compares hyper-parameters; ``by_ranks`` asks for the model in rank files.
     """
 
     world_size: int
     ranks: TargetRanks
     order: ParamNames | None
     digest: Digest
+    by_ranks: bool = False
 
 
 class _Parts(NamedTuple):
@@ -94,7 +102,20 @@ def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: LayoutTarge
         "composer": _composer,
     }
     arranged = makers[layout](_Job(index, _parts(index), target))
-    if not any(next(tree.leaves(), None) for tree in arranged.folders.values()):
+    return _not_empty(arranged, index, layout)
+
+
+def arrange_whole(index: CheckpointIndex, layout: WholeLayout, target: LayoutTarget) -> Arranged:
+    """The same for a loader of whole tensors, which lie in torch.save files.
+
+    Raises what `arrange` raises.
+    """
+    return _not_empty(_accelerate_whole(_Job(index, _parts(index), target)), index, layout)
+
+
+def _not_empty(arranged: Arranged, index: CheckpointIndex, layout: str) -> Arranged:
+    trees = (*arranged.folders.values(), *arranged.beside.values())
+    if not any(next(tree.leaves(), None) for tree in trees):
         raise AnswerNo(
             f"{index.root}: nothing that is chosen has a place in --layout {layout}.",
             hint="Leave --layout out to keep it as it is.",
@@ -211,18 +232,44 @@ def _plain(job: _Job) -> Arranged:
 
 
 def _accelerate(job: _Job) -> Arranged:
-    """The folder of ``Accelerator.save_state``, also that of the transformers Trainer."""
-    folders = {
-        "pytorch_model_fsdp_0": _in(("model",), job.parts.model),
-        "optimizer_0": _in(("optimizer",), job.nested()),
-    }
+    """The folder of ``Accelerator.save_state``, also that of the transformers Trainer.
+
+    Its loader takes rank files of the model's bare state dict, with LOCAL_STATE_DICT; it has the
+    optimizer in a DCP directory all the same.
+    """
+    by_ranks, optim = job.target.by_ranks, _in(("optimizer",), job.nested())
+    model = job.parts.model
+    folders = {"": model} if by_ranks else {"pytorch_model_fsdp_0": _in(("model",), model)}
+    rank_names = {"": "pytorch_model_fsdp_rank{rank}.bin"} if by_ranks else {}
+    copied, notes = _side_files(job)
+    if by_ranks:
+        notes.append("Accelerate reads these files with state_dict_type LOCAL_STATE_DICT alone.")
+    elif next(optim.leaves(), None) is not None:
+        notes.append(
+            "With FSDP1, Accelerate's loader of SHARDED_STATE_DICT leaves a new optimizer empty, "
+            "whoever saved. For FSDP1: ckpt-tools export CKPT -o OUT --layout accelerate, and "
+            "state_dict_type FULL_STATE_DICT."
+        )
+    folders["optimizer_0"] = optim
+    return Arranged(folders, rank_names, copied=copied, notes=tuple(notes))
+
+
+def _accelerate_whole(job: _Job) -> Arranged:
+    """The same of FULL_STATE_DICT: two files, whose names stand in no container."""
+    files = {"pytorch_model_fsdp.bin": job.parts.model, "optimizer.bin": _in((), job.nested())}
+    copied, notes = _side_files(job)
+    return Arranged({}, beside=files, copied=copied, notes=tuple(notes))
+
+
+def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
+    """What Accelerate finds beside model and optimizer, and notes on what was left out."""
     side = ("scheduler.bin", "scheduler.pt", "trainer_state.json", "config.json")
     copied = _beside_source(job.source, side, r"sampler.*|scheduler_\d+.bin|custom_checkpoint.*")
     states = _beside_source(job.source, (), _RANK_FILES)
     if job.target.ranks.fit("ranks", len(states)):
-        return Arranged(folders, copied=copied | states, notes=tuple(job.left_out(*_COPIED)))
+        return copied | states, job.left_out(*_COPIED)
     notes = [f"Left out, of the old ranks: {', '.join(sorted(states))}."] if states else []
-    return Arranged(folders, copied=copied, notes=(*job.left_out(*_COPIED), *notes))
+    return copied, [*job.left_out(*_COPIED), *notes]
 
 
 def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str) -> dict[str, str]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 from ckpt_tools.copying.read import read_box
-from ckpt_tools.core.dtypes import BY_NAME, DType, parse_dtype
+from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
@@ -27,11 +27,12 @@ from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError, reason_of
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms import hf_architecture
+from ckpt_tools.transforms import hf_architecture, hf_config
 from ckpt_tools.transforms.base import Made, Outcome
-from ckpt_tools.transforms.hf_architecture import Needed
+from ckpt_tools.transforms.dtypes import chosen_dtypes
+from ckpt_tools.transforms.hf_architecture import Needed, Shapes
+from ckpt_tools.transforms.hf_config import CONFIG
 
-CONFIG = "config.json"
 _OF_VERL = "huggingface"
 _ASSETS = (
     CONFIG,
@@ -77,13 +78,26 @@ def read_assets(folder: str) -> Assets:
             hint="--hf-assets takes the folder of a model on the hub, with or without its weights.",
         )
     wanted = _ASSETS + (_CODE if "auto_map" in config else ())
-    names = [
+    return Assets(folder, config, tuple(_files_in(folder, wanted)))
+
+
+def files_read(folder: str) -> list[str]:
+    """Paths of all files in a folder that may be taken, or say which tensors the model has."""
+    wanted = (*_ASSETS, *_CODE)
+    indexes = [name for name in _names_in(folder) if name.endswith(".index.json")]
+    return [os.path.join(folder, name) for name in (*_files_in(folder, wanted), *indexes)]
+
+
+def _files_in(folder: str, wanted: Sequence[str]) -> list[str]:
+    return [name for name in _names_in(folder) if _is_asset(name, wanted)]
+
+
+def _names_in(folder: str) -> list[str]:
+    return sorted(
         os.path.relpath(os.path.join(parent, name), folder)
         for parent, _, found in os.walk(folder)
         for name in found
-    ]
-    chosen = [name for name in sorted(names) if _is_asset(name, wanted)]
-    return Assets(folder, config, tuple(chosen))
+    )
 
 
 def read_config(folder: str) -> Mapping[str, object] | None:
@@ -167,17 +181,21 @@ def _is_asset(name: str, wanted: Sequence[str]) -> bool:
 class AssetsStep:
     """Puts the assets beside the weights, once these are what the config's model needs.
 
-    ``dtype`` is the type that floating tensors will be written in, None for their own.
+    ``dtype`` and ``dtypes`` say the types of what is written, as for `chosen_dtypes`; ``source`` is
+    the checkpoint that it comes from.
     """
 
     assets: Assets
+    source: CheckpointIndex = field(repr=False)
     allow_mismatch: bool = False
     dtype: DType | None = None
+    dtypes: tuple[tuple[str, DType | None], ...] = ()
 
     def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:
         """Compare names and shapes, write tied tensors once, add the files.
 
-        Raises AnswerNo, with lists, when anything is missing, unexpected or misshapen.
+        Raises AnswerNo, with lists, when anything is missing, unexpected or misshapen, or quantized
+        where the config is not.
         """
         needed = hf_architecture.needed_by(self.assets.folder, self.assets.config)
         if needed is None and not self.allow_mismatch:
@@ -188,19 +206,34 @@ class AssetsStep:
             )
         ties = dict(needed.ties) if needed else hf_architecture.usual_ties(self.assets.config)
         left, notes = _untied(made, ties, files)
-        if needed is not None:
-            notes.append(self._compared(left, needed, ties))
-        notes += _type_notes(left, self.assets.config, self.dtype)
-        plans = tuple(_copied(self.assets.folder, name) for name in self.assets.files)
-        notes.append(
-            f"Copies {counted(len(plans), 'file')} beside the weights: "
-            f"{', '.join(self.assets.files)}."
+        types, _ = chosen_dtypes(left, self.dtype, self.dtypes, source=self.source)
+        weights = hf_config.weights_of(left, types, source=self.source)
+        config, changes = hf_config.true_of(
+            weights,
+            self.assets.config,
+            of_source=config_beside(self.source.root),
+            must_fit=not self.allow_mismatch,
         )
-        return Outcome(left, tuple(notes), plans)
+        if needed is not None:
+            shapes: Shapes = {one.entry.fqn: one.entry.shape for one in left}
+            if hf_config.is_quantized(config):
+                shapes = weights.plain(shapes, set().union(*needed.choices))
+            notes.append(self._compared(shapes, needed, ties))
+        names = ", ".join(self.assets.files)
+        notes.append(f"Puts {counted(len(self.assets.files), 'file')} beside the weights: {names}.")
+        return Outcome(left, (*notes, *changes), self._files(config))
 
-    def _compared(self, made: tuple[Made, ...], needed: Needed, ties: Mapping[str, str]) -> str:
+    def _files(self, config: Mapping[str, object]) -> tuple[FilePlan, ...]:
+        """The assets as they are, but for a config that was changed."""
+        plans = [_copied(self.assets.folder, name) for name in self.assets.files]
+        if config == self.assets.config:
+            return tuple(plans)
+        body = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+        changed = FilePlan(CONFIG, len(body), ((0, body),), ())
+        return tuple(changed if plan.path == CONFIG else plan for plan in plans)
+
+    def _compared(self, shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> str:
         """One line on the comparison. Raises AnswerNo."""
-        shapes = {one.entry.fqn: one.entry.shape for one in made}
         faults = _faults(shapes, needed, ties)
         if not faults:
             return f"Names and shapes are what the model needs, told by {needed.told_by}."
@@ -214,17 +247,16 @@ class AssetsStep:
         return text
 
 
-def _faults(
-    shapes: Mapping[str, tuple[int, ...]], needed: Needed, ties: Mapping[str, str]
-) -> list[str]:
+def _faults(shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> list[str]:
     """What is missing, unexpected and misshapen, a line for each kind."""
     best = min(needed.choices, key=lambda choice: len(choice.keys() ^ shapes.keys()))
     missing = sorted(n for n in best.keys() - shapes.keys() if ties.get(n) not in shapes)
     unexpected = sorted(shapes.keys() - best.keys())
+    both = ((name, shapes[name], wanted) for name, wanted in sorted(best.items()) if name in shapes)
     wrong = [
-        f"{name} {list(shapes[name])}, not {list(wanted)}"
-        for name, wanted in sorted(best.items())
-        if name in shapes and wanted is not None and shapes[name] != wanted
+        f"{name} {list(shape)}, not {list(wanted)}"
+        for name, shape, wanted in both
+        if shape is not None and wanted is not None and shape != wanted
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "misshapen": wrong}
     return [f"{len(found)} {kind}: {some(found, 20)}" for kind, found in kinds.items() if found]
@@ -267,24 +299,6 @@ def same_bytes(one: TensorEntry, other: TensorEntry, files: Files) -> bool:
     return all(first == second for first, second in pieces)
 
 
-def _type_notes(
-    made: Sequence[Made], config: Mapping[str, object], dtype: DType | None
-) -> list[str]:
-    """A warning when the config names another type than most elements will have."""
-    said = config.get("dtype", config.get("torch_dtype"))
-    told = parse_dtype(said) if isinstance(said, str) else None
-    counts: dict[DType, int] = {}
-    for one in made:
-        if one.entry.dtype.kind == "float":
-            kept = one.entry.dtype if dtype is None or one.entry.dtype.bits == 8 else dtype
-            counts[kept] = counts.get(kept, 0) + one.entry.numel
-    most = max(counts, key=lambda kind: counts[kind], default=None)
-    if told is None or most is None or told == most:
-        return []
-    note = f"{CONFIG} says {told.name}, and the tensors are {most.name}: loaders that follow the "
-    return [f"{note}config cast them. --dtype {told.name} writes what it says."]
-
-
 def _copied(folder: str, name: str) -> FilePlan:
     """A plan that copies one file of the folder byte for byte."""
     path = os.path.join(folder, name)
@@ -295,6 +309,4 @@ def _copied(folder: str, name: str) -> FilePlan:
     entry = object_entry_as_tensor(ObjectEntry(name, (name,), "other", data))
     box = Box.whole(entry.shape)
     byte = BY_NAME["uint8"]
-    return FilePlan(
-        name, length, (), (WriteItem(name, name, 0, box, byte, byte, Finder(entry).reads(box)),)
-    )
+    return FilePlan(name, length, (), (WriteItem(name, name, 0, box, byte, byte, Finder(entry)),))

@@ -73,6 +73,8 @@ _FAMILIES = (
     _Family("FP8", r".+", _FP8),
     _Family("FP4", r".+", _FP4),
 )
+# Families whose weights are still plain numbers: what stands for the weight is a buffer beside it.
+_UNPACKED = frozenset({"fake-quantized", "calibrated"})
 # Only bitsandbytes writes these below a weight's name; the weight itself may be of any type, for
 # FSDP shards it in the type of the layers beside it (bnb_4bit_quant_storage).
 _BNB4 = "bitsandbytes 4-bit"
@@ -130,6 +132,11 @@ class Quantized(NamedTuple):
     members: Mapping[str, Member]
     codes: frozenset[str]
     doubtful: Mapping[str, str]
+
+    def is_packed(self, name: str) -> bool:
+        """Whether a tensor holds the codes of a weight, rather than scales of it or of a layer."""
+        member = self.members.get(name)
+        return member is not None and member.weight == name and member.family not in _UNPACKED
 
 
 NONE = Quantized({}, frozenset(), {})

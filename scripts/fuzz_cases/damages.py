@@ -27,7 +27,7 @@ def damage(rng: random.Random, folder: Path, commands: Commands) -> None:
     for words in (("verify", "--quick"), ("inspect", "--all"), ("fingerprint",), ("ls", "-l")):
         commands.run(words[0], source.path, *words[1:])
     form = rng.choice(("pt", "safetensors", "dcp", "ranks"))
-    truth = source.exported() if form == "safetensors" else states.tensors(source.state)
+    truth = states.tensors(source.state)
     hop = conversions.hop_of(rng, source, form, folder / "out")
     commands.write(source, hop.out, *hop.words, reasons=("damage",))
     found = conversions.whole_of(Source(hop.out, form, {}), commands)

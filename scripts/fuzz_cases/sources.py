@@ -39,14 +39,6 @@ class Source:
     state: State
     keeps_order: bool = True
 
-    def exported(self) -> State:
-        """What goes into safetensors: tensors by their names.
-
-        Those of a tuple in a DCP directory are left out: export does not open objects for them.
-        """
-        is_dcp = self.form == "dcp"
-        return dict(states.tensors(states.without_tuples(self.state) if is_dcp else self.state))
-
 
 class RefusedByTorch(Exception):
     """torch itself does not save this."""

@@ -212,15 +212,6 @@ def tensors(state: object) -> dict[str, torch.Tensor]:
     return {one.name: one.value for one in leaves(state) if isinstance(one.value, torch.Tensor)}
 
 
-def without_tuples(state: object) -> object:
-    """The same without tuples that hold tensors: each is one item of DCP, which torch pickles."""
-    if isinstance(state, Mapping):
-        return {key: without_tuples(item) for key, item in state.items()}
-    if isinstance(state, list):
-        return [without_tuples(item) for item in state]
-    return None if isinstance(state, tuple) else state
-
-
 def has_twins(state: object) -> bool:
     """Whether two entries have one name, or two keys of a dict the same text."""
     names = Counter(one.name for one in leaves(state))

@@ -130,6 +130,15 @@ def test_a_trained_model_loads_with_the_same_logits(tmp_path: Path, kind: str) -
     assert torch.equal(logits(loaded(out)), logits(model))
 
 
+@pytest.mark.parametrize("more", [(), ("--dtype", "bf16"), ("--dtype-for", "*=bf16")])
+def test_transformers_loads_the_type_that_was_written(tmp_path: Path, more: tuple[str]) -> None:
+    model = trained("llama")
+    model.config.dtype = "float16"
+    words = ("export", save_dcp(model, tmp_path / "ckpt"), "-o", tmp_path / "out", *more)
+    ran(*words, "--hf-assets", save_assets(model, tmp_path / "assets"))
+    assert loaded(tmp_path / "out").dtype == (torch.bfloat16 if more else torch.float32)
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_experts_go_out_one_by_one_as_the_hub_has_them(tmp_path: Path, kind: str) -> None:
     model = trained(kind)

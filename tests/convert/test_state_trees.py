@@ -8,18 +8,21 @@ again, container kinds and key types included.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -269,6 +272,110 @@ def test_a_tuple_with_tensors_in_a_dcp_item_is_opened(tmp_path: Path) -> None:
     assert spelled(torch.load(out, weights_only=True)) == spelled(state)
 
 
+CONTAINERS = {
+    "tuple of tensors": {"w": T, "pair": (T[:2], T[2:])},
+    "tuple of all kinds": {"w": T, "pair": (T[:2], [T[2:], 5], {"k": (T[3:], 0.5)})},
+    "only tuples": {"pair": (T, 2), "other": ({"x": T},)},
+    "the model is a tuple": {"model": (T, {"b": T[1:]}), "optim": {"state": {"x": T[2:]}}},
+    "a class beside a tensor": {"w": T, "pair": (T, np.arange(3))},
+}
+
+
+@pytest.mark.parametrize("case", CONTAINERS)
+def test_every_command_sees_the_tensors_inside_of_a_dcp_item(case: str, tmp_path: Path) -> None:
+    torchs_own(CONTAINERS[case], tmp_path / "dcp")
+    torch.save(CONTAINERS[case], tmp_path / "a.pt")
+    a, b = (open_checkpoint(str(tmp_path / name)) for name in ("a.pt", "dcp"))
+    assert [(e.fqn, e.section) for e in b.tensors] == [(e.fqn, e.section) for e in a.tensors]
+    assert [(e.fqn, e.section) for e in b.objects] == [(e.fqn, e.section) for e in a.objects]
+    assert api.fingerprint(b).sections == api.fingerprint(a).sections
+    assert {one.fqn for one in api.stats(b).tensors} == {entry.fqn for entry in a.tensors}
+    assert all(one.whole for one in (api.verify(b), api.verify_quick(b)))
+    out = tmp_path / "out.safetensors"
+    done = CliRunner().invoke(
+        cli, ["export", str(tmp_path / "dcp"), "-o", str(out), "--only", "all", "--check"]
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "are the source's" in done.stderr
+    assert load_file(out).keys() == {entry.fqn for entry in a.tensors}
+    assert api.fingerprint(str(out)).sections == api.fingerprint(a).sections
+
+
+def test_patterns_and_new_names_are_of_the_tensors_inside_of_a_dcp_item(tmp_path: Path) -> None:
+    torchs_own({"w": T, "pair": (T[:2], {"k": T[2:]})}, tmp_path / "dcp")
+    for options, wanted in (
+        (["-i", "pair.*"], {"pair.0", "pair.1.k"}),
+        (["-x", "pair.0"], {"w", "pair.1.k"}),
+        (["--rename", r"pair\.1=inner"], {"w", "pair.0", "inner.k"}),
+    ):
+        out = tmp_path / "out.safetensors"
+        words = ["export", str(tmp_path / "dcp"), "-o", str(out), "--force", *options]
+        done = CliRunner().invoke(cli, words)
+        assert done.exit_code == 0, done.stderr
+        assert load_file(out).keys() == wanted
+    out = to_dcp(tmp_path / "dcp", tmp_path / "all")
+    options = ReshardOptions(Mesh((1,)), include=("pair.*",), exclude=("pair.0",))
+    index = open_checkpoint(str(tmp_path / "dcp"))
+    api.reshard(index, str(tmp_path / "some"), options=options, write=WriteOptions())
+    found = torch.load(to_torch(tmp_path / "some", tmp_path / "b.pt"), weights_only=True)
+    assert spelled(found) == spelled({"pair": (None, {"k": T[2:]})})
+
+
+def test_a_reshard_copies_a_dcp_item_with_tensors_byte_for_byte(tmp_path: Path) -> None:
+    state = {"w": T, "pair": (T, np.arange(3)), "z": 1}
+    before = torchs_own(state, tmp_path / "dcp")
+    after = metadata(to_dcp(tmp_path / "dcp", tmp_path / "out", ranks=2))
+    assert said(after) == said(before)
+    assert item("pair", tmp_path / "out") == item("pair", tmp_path / "dcp")
+
+
+def item(fqn: str, folder: Path) -> bytes:
+    storage = metadata(folder).storage_data
+    place = next(place for key, place in storage.items() if key.fqn == fqn)
+    content = (folder / place.relative_path).read_bytes()
+    return content[place.offset : place.offset + place.length]
+
+
+def test_a_hurt_dcp_item_with_tensors_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    torchs_own({"w": T, "pair": (T, T)}, tmp_path / "dcp")
+    data = next((tmp_path / "dcp").glob("*.distcp"))
+    content, hurt = data.read_bytes(), item("pair", tmp_path / "dcp")
+    place = content.index(hurt)
+    data.write_bytes(content.replace(hurt, hurt[:-200] + bytes(200)))
+    assert place >= 0
+    words = ["export", str(tmp_path / "dcp"), "-o", str(tmp_path / "o.safetensors")]
+    done = CliRunner().invoke(cli, [*words, "--only", "all"])
+    assert done.exit_code == 3
+    assert "pair" in done.stderr
+    assert not api.verify(str(tmp_path / "dcp")).whole
+    done = CliRunner().invoke(cli, [*words, "-i", "w"])
+    assert done.exit_code == 0, done.stderr
+
+
+def test_verify_checks_the_checksums_of_tensors_inside_of_a_dcp_item(tmp_path: Path) -> None:
+    torchs_own({"w": T, "pair": (T + 7, 1)}, tmp_path / "dcp")
+    data = next((tmp_path / "dcp").glob("*.distcp"))
+    content, inside = data.read_bytes(), (T + 7).numpy().tobytes()
+    assert content.count(inside) == 1
+    data.write_bytes(content.replace(inside, bytes(len(inside))))
+    found = api.verify(str(tmp_path / "dcp"))
+    assert [hurt.fqn for hurt in found.hurt] == ["pair.0"]
+
+
+def test_what_could_run_code_stays_one_object_and_is_named(tmp_path: Path) -> None:
+    torchs_own({"w": T, "model": {"_extra_state": (T, _Runs())}}, tmp_path / "dcp")
+    words = ["export", str(tmp_path / "dcp"), "-o", str(tmp_path / "o.safetensors")]
+    done = CliRunner().invoke(cli, [*words, "--only", "all"])
+    assert done.exit_code == 0, done.stderr
+    assert "model._extra_state" in done.stderr
+    assert load_file(tmp_path / "o.safetensors").keys() == {"w"}
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("true",)
+
+
 def test_a_list_item_that_is_left_out_does_not_move_the_others(tmp_path: Path) -> None:
     torch.save({"w": T, "c": [T, _Mine(), 5], "t": (_Mine(), T)}, tmp_path / "a.pt")
     mine = ReadOptions((f"{_Mine.__module__}.{_Mine.__qualname__}",))
@@ -443,8 +550,8 @@ def test_a_tensor_of_a_tuple_in_a_dcp_item_is_shown_and_fingerprinted(tmp_path: 
     assert api.fingerprint(a).digest == api.fingerprint(b).digest
     shown = CliRunner().invoke(cli, ["show", str(tmp_path / "dcp"), "pair.0", "--json"])
     assert json.loads(shown.stdout)["shape"] == [6]
-    with pytest.raises(UnsupportedError, match="pair is no plain value"):
-        b.read_value("pair")
+    assert b.read_torch("pair.0").equal(T)
+    assert b.read_value("pair.1") == 2
 
 
 def rank_files(folder: Path, *states: object) -> Path:

@@ -10,15 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from reader_contract import DATA
 
 from ckpt_tools import api, formats
+from ckpt_tools.cli import cli
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, resume
 from ckpt_tools.copying import write as copy
 from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.distributed import executors
 from ckpt_tools.errors import (
     OutputExistsError,
     UnreadableError,
@@ -26,6 +29,7 @@ from ckpt_tools.errors import (
     WriteError,
 )
 
+HF_SHARDED = DATA / "checkpoints" / "hf_sharded_safetensors" / "ckpt"
 FSDP2 = str(DATA / "checkpoints" / "fsdp2_dcp_1d_4r" / "ckpt")
 # What changes files and folders: a process may die right before any call of these.
 STEPS = (
@@ -498,3 +502,48 @@ def test_a_source_that_changed_since_it_was_opened_is_not_written(tmp_path: Path
     with pytest.raises(WriteError, match="has changed since it was first read"):
         api.export(index, str(out))
     assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("change", [touched, replaced, lost])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])
+def test_a_file_that_says_what_the_source_means_must_stay_as_it_was(
+    tmp_path: Path, change: Callable[[Path], None], name: str
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(HF_SHARDED, source)
+    index = formats.read_index(str(source))
+    change(source / name)
+    with pytest.raises(WriteError, match=f"{name} has changed since it was first read"):
+        api.export(index, str(out))
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--hf-assets", "assets"], "assets/config.json"),
+        (["--hf-assets", "assets"], "assets/tokenizer.json"),
+        (["--hf-assets", "auto"], "source/config.json"),
+        (["--map", "names.toml"], "names.toml"),
+    ],
+)
+def test_a_file_that_an_option_names_must_stay_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(HF_SHARDED, "source")
+    shutil.copytree(HF_SHARDED, "assets")
+    Path("assets", "tokenizer.json").write_text("{}")
+    Path("names.toml").write_text(
+        'name = "mine"\nkeep_rest = true\n[[rule]]\nfrom = "model.{m*}"\nto = "model.{m*}"\n'
+    )
+    real = executors.write
+
+    def changed_meanwhile(*args: object) -> object:
+        touched(Path(name))
+        return real(*args)
+
+    monkeypatch.setattr(executors, "write", changed_meanwhile)
+    result = CliRunner().invoke(cli, ["export", "source", "-o", "out", *words])
+    assert (result.exit_code, f"{name} has changed since" in result.stderr) == (4, True)
+    assert not os.path.exists("out")

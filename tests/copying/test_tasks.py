@@ -20,7 +20,7 @@ from ckpt_tools.copying.tasks import (
 )
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.plan import FilePlan, WriteItem
+from ckpt_tools.core.plan import FilePlan, KnownReads, WriteItem
 from ckpt_tools.errors import WriteError
 
 BYTE = BY_NAME["uint8"]
@@ -28,7 +28,7 @@ BYTE = BY_NAME["uint8"]
 
 def item(offset: int, nbytes: int, crc_at: tuple[int, ...] = ()) -> WriteItem:
     box = Box((0,), (nbytes,))
-    return WriteItem("t", "f", offset, box, BYTE, BYTE, (), crc_at)
+    return WriteItem("t", "f", offset, box, BYTE, BYTE, KnownReads(()), crc_at)
 
 
 @st.composite

@@ -26,7 +26,7 @@ from ckpt_tools.copying.write import ALL, Share, write_files
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
-from ckpt_tools.core.plan import FilePlan, Finder, WriteItem
+from ckpt_tools.core.plan import FilePlan, Finder, KnownReads, WriteItem
 from ckpt_tools.errors import (
     CheckpointError,
     UnreadableError,
@@ -50,8 +50,7 @@ def test_any_layout_to_any_layout_equals_numpy_slicing(data: st.DataObject) -> N
             for box in data.draw(layouts(len(source.entry.shape))).boxes(source.entry.shape):
                 path = data.draw(st.sampled_from(["a", "b/c"]))
                 offset = ends.get(path, 0) + data.draw(st.sampled_from([0, 0, 3]))
-                reads = finder.reads(box)
-                item = WriteItem(source.entry.fqn, path, offset, box, dtype, dtype, reads)
+                item = WriteItem(source.entry.fqn, path, offset, box, dtype, dtype, finder)
                 items.setdefault(path, []).append(item)
                 raw = source.values[region(box)].tobytes()
                 expected.append((path, offset, raw))
@@ -119,9 +118,7 @@ def checked_plan(folder: Path, *, sizes: tuple[int, ...] = (5000, 0, 3, 700, 40)
         entry = TensorEntry(f"t{number}", (), "model", BY_NAME["uint8"], (size,), (chunk,))
         box = Box.whole((size,))
         literals += [(end, b"head0000"), (end + 8 + size, b"0000foot")]
-        item = WriteItem(
-            entry.fqn, "out", end + 8, box, entry.dtype, entry.dtype, Finder(entry).reads(box)
-        )
+        item = WriteItem(entry.fqn, "out", end + 8, box, entry.dtype, entry.dtype, Finder(entry))
         items.append(item._replace(crc_at=(end + 4, end + 8 + size)))
         end += 16 + size
     return FilePlan("out", end, tuple(literals), tuple(items))
@@ -190,8 +187,8 @@ def test_casts_happen_on_the_way(tmp_path: Path, slab: int) -> None:
         box = Box.whole(part.shape)
         chunk = Chunk(box, ByteRange(str(path), at, part.nbytes))
         entry = TensorEntry(name, (), "model", BY_NAME["float32"], part.shape, (chunk,))
-        reads = Finder(entry).reads(box)
-        items.append(WriteItem(name, "out", end, box, entry.dtype, BY_NAME[name], reads))
+        finder = Finder(entry)
+        items.append(WriteItem(name, "out", end, box, entry.dtype, BY_NAME[name], finder))
         at, end = at + part.nbytes, end + part.size * BY_NAME[name].itemsize
     with Files() as files:
         write([FilePlan("out", end, (), tuple(items))], str(tmp_path), files, slab=slab)
@@ -380,7 +377,7 @@ def test_ctrl_c_stops_all_threads_at_once(tmp_path: Path) -> None:
 
 def test_a_read_that_is_missing_is_no_output(tmp_path: Path) -> None:
     plan = checked_plan(tmp_path)
-    hole = plan.items[3]._replace(reads=())
+    hole = plan.items[3]._replace(finder=KnownReads(()))
     items = (*plan.items[:3], hole, *plan.items[4:])
     for slab in (64, 1 << 20):
         with Files() as files, pytest.raises(CheckpointError, match=r"0 .*are to be read"):
@@ -399,7 +396,7 @@ def test_memory_stays_small_however_large_the_tensor(tmp_path: Path) -> None:
     chunk = Chunk(Box((0,), (size // 4,)), ByteRange(str(tmp_path / "source"), 0, size))
     entry = TensorEntry("t", (), "model", BY_NAME["float32"], (size // 4,), (chunk,))
     box = Box.whole(entry.shape)
-    item = WriteItem("t", "out", 0, box, entry.dtype, BY_NAME["bfloat16"], Finder(entry).reads(box))
+    item = WriteItem("t", "out", 0, box, entry.dtype, BY_NAME["bfloat16"], Finder(entry))
     plan = FilePlan("out", size // 2, (), (item,))
     tracemalloc.start()
     with Files() as files:

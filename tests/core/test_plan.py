@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.geometry import Box, Nearby
 from ckpt_tools.core.index import ByteRange, Chunk, ObjectEntry, TensorEntry
-from ckpt_tools.core.plan import Finder, Nearby, object_entry_as_tensor
+from ckpt_tools.core.plan import Finder, object_entry_as_tensor
 from ckpt_tools.errors import IncompleteError
 
 

@@ -27,6 +27,7 @@ from ckpt_tools.convert.export import Export, ExportOptions
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, plan_reshard
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.resume import Place as OutPlace
+from ckpt_tools.copying.tasks import Share
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
@@ -40,7 +41,7 @@ from ckpt_tools.core.layout import (
     strided_order,
 )
 from ckpt_tools.core.mesh_spec import parse_mesh
-from ckpt_tools.core.plan import FilePlan, WriteItem
+from ckpt_tools.core.plan import FilePlan, KnownReads, WriteItem
 from ckpt_tools.distributed import agreement, dcp_engine, environment, gathering, messages
 from ckpt_tools.distributed import group as group_module
 from ckpt_tools.distributed.agreement import digest, identity
@@ -482,25 +483,27 @@ def test_an_output_that_is_there_is_refused_before_anything_is_read(
 
 
 @pytest.fixture
-def order(tmp_path: Path) -> Order:
-    """What two workers are told, of a source that may be harmed."""
+def orders(tmp_path: Path) -> list[Order]:
+    """What two workers are given, of a source that may be harmed."""
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(DCP, source)
     out.mkdir()
     plan = plan_reshard(read_index(str(source)), ReshardOptions(parse_mesh("4x8")))
-    return Order(plan.files, OutPlace(str(out)), 2, 1, 4 << 20)
+    place = OutPlace(str(out))
+    return [Order(plan.files, Share(n, 2), place, 1, 4 << 20, plan.source) for n in range(2)]
 
 
-def test_what_one_worker_raises_is_raised(order: Order, tmp_path: Path) -> None:
+def test_what_one_worker_raises_is_raised(orders: list[Order], tmp_path: Path) -> None:
     os.truncate(tmp_path / "source" / "__2_0.distcp", 100)
     with pytest.raises(UnreadableError, match=r"__2_0\.distcp is cut short"):
-        write_with_workers(order, on_bytes=nothing)
+        write_with_workers(orders, on_bytes=nothing)
 
 
-def test_a_worker_that_dies_is_an_error_that_says_how(order: Order) -> None:
-    plans = (order.plans[0]._replace(path="\0"),)  # no file can have this name: a fault of ours
+def test_a_worker_that_dies_is_an_error_that_says_how(orders: list[Order]) -> None:
+    plans = (orders[0].plans[0]._replace(path="\0"),)  # no file can have this name: our fault
+    orders = [order._replace(plans=plans) for order in orders]
     with pytest.raises(WriteError, match=r"Worker \d of 2 died \(exit code 1\)"):
-        write_with_workers(order._replace(plans=plans), on_bytes=nothing)
+        write_with_workers(orders, on_bytes=nothing)
 
 
 # ------------------------------------------------------------------------------------- engines
@@ -640,7 +643,9 @@ def test_a_box_of_a_tensor_in_memory_is_written_with_its_crc(
     monkeypatch.setattr("ckpt_tools.copying.tasks.TASK_BYTES", task)
     values = np.arange(24, dtype=np.float32).reshape(4, 6)
     float32 = dtype_named("float32")
-    item = WriteItem("w", "file", 8, Box((1, 2), (2, 3)), float32, float32, (), crc_at=(40,))
+    item = WriteItem(
+        "w", "file", 8, Box((1, 2), (2, 3)), float32, float32, KnownReads(()), crc_at=(40,)
+    )
     written = in_memory(tmp_path, item, values, length=64)
     expected = values[1:3, 2:5].tobytes()
     assert written[8:32] == expected
@@ -650,7 +655,7 @@ def test_a_box_of_a_tensor_in_memory_is_written_with_its_crc(
 def test_a_tensor_in_memory_is_cast_as_the_plan_says(tmp_path: Path) -> None:
     values = np.array([1.0, -2.5], dtype=np.float32)
     types = dtype_named("float32"), dtype_named("float16")
-    item = WriteItem("w", "file", 0, Box((0,), (2,)), *types, ())
+    item = WriteItem("w", "file", 0, Box((0,), (2,)), *types, KnownReads(()))
     assert in_memory(tmp_path, item, values, length=4) == values.astype(np.float16).tobytes()
 
 

@@ -1,7 +1,9 @@
 """More than a hundred random damages, and what each kind is caught by; `damages` makes them."""
 
+from functools import cache
+
 import pytest
-from damages import CATCHERS, KINDS, Damaged, Kind, do_kind
+from damages import AS_IT_IS, CATCHERS, KINDS, REFUSED, Damaged, Kind, do_kind
 
 QUICK, VERIFY, FINGERPRINT, DIFF, NOTHING = CATCHERS
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -27,6 +29,7 @@ MISPLACED = [
 THE_REST = sorted(BY_NAME.keys() - {*CHECKSUMMED, *WITHOUT_CHECKSUMS, *MISPLACED})
 
 
+@cache
 def done(name: str) -> list[Damaged]:
     kind: Kind = BY_NAME[name]
     return list(do_kind(kind))
@@ -59,3 +62,15 @@ def test_other_values_are_caught_by_the_fingerprint_where_verify_cannot(name: st
 def test_what_nothing_catches_has_changed_nothing(name: str) -> None:
     """The catcher calls nothing changed only after a diff of all names, values and objects."""
     assert others(done(name), *CATCHERS) == []
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_damage_that_verify_sees_is_never_copied_and_proven(name: str) -> None:
+    """A copy is made only where the damage is in what is not read: a replica, say."""
+    known = [damaged for damaged in done(name) if damaged.caught_by in (QUICK, VERIFY)]
+    assert [damaged for damaged in known if damaged.copied == AS_IT_IS] == []
+
+
+@pytest.mark.parametrize("name", ["bit flipped in a pickle (torch.save, DCP)", "file cut short"])
+def test_damage_of_what_is_read_ends_a_checked_export(name: str) -> None:
+    assert {damaged.copied for damaged in done(name)} == {REFUSED}

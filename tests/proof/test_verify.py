@@ -288,7 +288,7 @@ def test_replicas_that_differ_are_a_problem(tmp_path: Path) -> None:
     with Files() as files:
         report = verify(index, files)
     assert [problem.about for problem in report.problems] == [{entry.fqn}]
-    assert "hold different values" in report.problems[0].message
+    assert "hold different ones" in report.problems[0].message
 
 
 def _forge(archive: Zip) -> None:

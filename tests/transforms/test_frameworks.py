@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_tools.cli import cli
 from ckpt_tools.formats import read_index
@@ -130,6 +131,81 @@ def test_a_second_part_leaves_the_first_where_it_is(tmp_path: Path) -> None:
     lay_out(ACCELERATE / "optimizer_0", tmp_path / "out", "accelerate", "--force")
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         assert names_of(tmp_path / "out" / part) == names_of(ACCELERATE / part)
+
+
+def whole(source: Path, out: Path, *more: str) -> Result:
+    command = ["export", str(source), "-o", str(out), "--layout", "accelerate", *more]
+    return CliRunner().invoke(cli, command)
+
+
+@pytest.mark.parametrize("source", [ACCELERATE, ACCELERATE1, TRAINER, TITAN], ids=lambda p: p.name)
+def test_model_and_optimizer_become_the_files_of_a_full_state_dict(
+    tmp_path: Path, source: Path
+) -> None:
+    """What ``load_fsdp_model`` and ``load_fsdp_optimizer`` give to FSDP, by torch's own loader."""
+    assert whole(source, tmp_path / "out").exit_code == 0
+    lay_out(source, tmp_path / "shards", "accelerate")
+    wanted: dict[str, object] = {}
+    for part, top in (("pytorch_model_fsdp_0", "model"), ("optimizer_0", "optimizer")):
+        dcp_to_torch_save(tmp_path / "shards" / part, tmp_path / "wanted.pt")
+        wanted |= torch.load(tmp_path / "wanted.pt", weights_only=True)
+        assert list(wanted)[-1] == top
+    files = ("pytorch_model_fsdp.bin", "optimizer.bin")
+    model, optim = (torch.load(tmp_path / "out" / name, weights_only=True) for name in files)
+    assert all(isinstance(value, torch.Tensor) for value in model.values())
+    assert_equal(model, wanted["model"])
+    assert_equal(optim, wanted["optimizer"])
+    assert not list((tmp_path / "out").glob("r*"))  # random states of the old ranks
+    side = [p.name for p in source.glob("scheduler.*")] + [p.name for p in source.glob("*.json")]
+    assert {*files, *side} == {p.name for p in (tmp_path / "out").iterdir()}
+
+
+def assert_equal(found: object, wanted: object) -> None:
+    if isinstance(wanted, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert isinstance(found, dict)
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert_equal(found[key], value)
+    elif isinstance(wanted, (list, tuple)):
+        assert isinstance(found, (list, tuple))
+        for one, other in zip(found, wanted, strict=True):
+            assert_equal(one, other)
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--format", "safetensors"], "folder of torch files"),
+        (["--keep-names"], "gives the names itself"),
+        (["--rename", "a=b"], "gives the names itself"),
+        (["--check"], "diff CKPT OUT"),
+    ],
+)
+def test_what_a_layout_of_whole_tensors_cannot_have_is_refused(
+    tmp_path: Path, more: Sequence[str], told: str
+) -> None:
+    done = whole(ACCELERATE, tmp_path / "out", *more)
+    assert done.exit_code == 2
+    assert told in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_section_of_a_layout_of_whole_tensors_is_one_file(tmp_path: Path) -> None:
+    assert whole(ACCELERATE, tmp_path / "out", "--only", "optim").exit_code == 0
+    assert not (tmp_path / "out" / "pytorch_model_fsdp.bin").exists()
+    assert (tmp_path / "out" / "optimizer.bin").exists()
+
+
+def test_who_needs_whole_files_for_accelerates_fsdp1_is_told_so(tmp_path: Path) -> None:
+    told = lay_out(ACCELERATE, tmp_path / "out", "accelerate")
+    assert "export CKPT -o OUT --layout accelerate" in told
+    alone = lay_out(ACCELERATE, tmp_path / "model", "accelerate", "--only", "model")
+    assert "FSDP1" not in alone
 
 
 def test_a_nested_optimizer_is_proven_equal_under_its_new_names(tmp_path: Path) -> None:

@@ -1,16 +1,22 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch
 
 from ckpt_tools import api, formats
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import AnswerNo, UsageError
-from ckpt_tools.transforms import hf_architecture, hf_folder
+from ckpt_tools.transforms import hf_architecture, hf_config, hf_folder
+from ckpt_tools.transforms.hf_config import Weights
 from ckpt_tools.transforms.hf_folder import AssetsStep, read_assets, values_of
 
 # A model type that transformers does not know: the headers of the asset folder must tell.
@@ -31,21 +37,30 @@ def assets(folder: Path, config: dict[str, object], weights: dict[str, np.ndarra
     return folder
 
 
-def export(tmp_path: Path, weights: dict[str, np.ndarray], step: AssetsStep) -> convert.ExportPlan:
+StepFor = Callable[[CheckpointIndex], AssetsStep]
+
+
+def export(
+    tmp_path: Path, weights: dict[str, np.ndarray], step_for: StepFor, dtype: DType | None = None
+) -> convert.ExportPlan:
     source = tmp_path / "source.safetensors"
     save_file(weights, source)
+    index = formats.read_index(str(source))
     return api.export(
-        formats.read_index(str(source)),
+        index,
         str(tmp_path / "out"),
-        options=ExportOptions(steps=(step,)),
+        options=ExportOptions(steps=(step_for(index),), dtype=dtype),
         write=WriteOptions(),
         on_bytes=lambda _: None,
     )
 
 
-def step_for(tmp_path: Path, *, allow: bool = False, **config: object) -> AssetsStep:
+def step_for(
+    tmp_path: Path, *, allow: bool = False, written: DType | None = None, **config: object
+) -> StepFor:
     folder = assets(tmp_path / "assets", CONFIG | config, WEIGHTS)
-    return AssetsStep(read_assets(str(folder)), allow_mismatch=allow)
+    found = read_assets(str(folder))
+    return lambda index: AssetsStep(found, index, allow, written)
 
 
 def test_the_assets_come_along_and_the_weights_do_not(tmp_path: Path) -> None:
@@ -62,7 +77,7 @@ def test_the_assets_come_along_and_the_weights_do_not(tmp_path: Path) -> None:
         "tokenizer_config.json",
     ]
     for name in found:
-        if name != "model.safetensors":
+        if name not in ("model.safetensors", "config.json"):
             assert (out / name).read_bytes() == (tmp_path / "assets" / name).read_bytes()
     assert load_file(out / "model.safetensors").keys() == WEIGHTS.keys()
 
@@ -132,9 +147,112 @@ def test_assets_without_a_readable_config_are_refused(
         read_assets(str(tmp_path))
 
 
-def test_a_config_of_another_type_than_the_tensors_is_told(tmp_path: Path) -> None:
-    plan = export(tmp_path, WEIGHTS, step_for(tmp_path, dtype="bfloat16"))
-    assert any("config.json says bfloat16, and the tensors are float32" in n for n in plan.notes)
+def config_of(folder: Path) -> dict[str, object]:
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_config_says_the_type_that_was_written(tmp_path: Path, key: str) -> None:
+    config: dict[str, object] = {key: "float32"}
+    bf16 = BY_NAME["bfloat16"]
+    plan = export(tmp_path, WEIGHTS, step_for(tmp_path, written=bf16, **config), dtype=bf16)
+    assert config_of(tmp_path / "out") == CONFIG | {key: "bfloat16"}
+    assert any("config.json says bfloat16" in n and "it said float32" in n for n in plan.notes)
+
+
+def test_tensors_that_keep_their_type_are_not_called_by_that_of_the_assets(tmp_path: Path) -> None:
+    export(tmp_path, WEIGHTS, step_for(tmp_path, torch_dtype="bfloat16"))
+    assert config_of(tmp_path / "out")["torch_dtype"] == "float32"
+
+
+def test_a_config_without_a_type_gets_one(tmp_path: Path) -> None:
+    export(tmp_path, WEIGHTS, step_for(tmp_path))
+    assert config_of(tmp_path / "out") == CONFIG | {"torch_dtype": "float32"}
+
+
+def test_a_config_that_is_true_is_copied_to_the_byte(tmp_path: Path) -> None:
+    export(tmp_path, WEIGHTS, step_for(tmp_path, torch_dtype="float32"))
+    files = [tmp_path / folder / "config.json" for folder in ("assets", "out")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_parts_of_a_config_say_types_that_are_written() -> None:
+    config = {
+        "dtype": "float16",
+        "text_config": {"dtype": "float16", "rope": {"dtype": "float16"}},
+        "vision_config": {"torch_dtype": "float32", "hidden_size": 8},
+        "audio_config": {"torch_dtype": None},
+    }
+    both = {BY_NAME["bfloat16"]: 9, BY_NAME["float32"]: 1}
+    found, _ = hf_config.true_of(Weights(both, {}, ()), config, of_source={}, must_fit=True)
+    assert found == config | {
+        "dtype": "bfloat16",
+        "text_config": {"dtype": "bfloat16", "rope": {"dtype": "float16"}},
+    }
+
+
+FP8 = {"quant_method": "fp8"}
+
+
+def quantized(tmp_path: Path) -> CheckpointIndex:
+    folder = tmp_path / "quantized"
+    folder.mkdir()
+    codes = {"l.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}
+    scales = {"l.weight_scale_inv": torch.ones(1, 1)}
+    plain = {"norm.weight": torch.ones(4, dtype=torch.bfloat16)}
+    save_torch(codes | scales | plain, folder / "model.safetensors")
+    return formats.read_index(str(folder))
+
+
+def export_quantized(index: CheckpointIndex, tmp_path: Path, config: dict[str, object]) -> None:
+    folder = assets(tmp_path / "assets", config, {"l.weight": TABLE, "norm.weight": TABLE})
+    names = {"l.weight": np.ones((4, 4), np.float32), "norm.weight": np.ones(4, np.float32)}
+    save_file(names, folder / "model.safetensors")
+    step = AssetsStep(read_assets(str(folder)), index)
+    options = ExportOptions(steps=(step,))
+    api.export(index, str(tmp_path / "out"), options=options, on_bytes=lambda _: None)
+
+
+def test_quantized_weights_keep_the_config_that_says_how(tmp_path: Path) -> None:
+    config = CONFIG | {"quantization_config": FP8, "torch_dtype": "bfloat16"}
+    export_quantized(quantized(tmp_path), tmp_path, config)
+    assert config_of(tmp_path / "out") == config
+
+
+def test_quantized_weights_get_the_config_that_lies_with_them(tmp_path: Path) -> None:
+    index = quantized(tmp_path)
+    (tmp_path / "quantized" / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    export_quantized(index, tmp_path, CONFIG)
+    assert config_of(tmp_path / "out")["quantization_config"] == FP8
+
+
+def test_quantized_weights_that_no_config_tells_of_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AnswerNo, match=r"1 tensors are quantized \(FP8: l\.weight\)"):
+        export_quantized(quantized(tmp_path), tmp_path, CONFIG)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["quantization_config", "compression_config", "text_config"])
+def test_plain_weights_have_no_quantization_config(tmp_path: Path, place: str) -> None:
+    inner: dict[str, object] = {"quantization_config": FP8} if place == "text_config" else dict(FP8)
+    plan = export(tmp_path, WEIGHTS, step_for(tmp_path, **{place: inner}))
+    assert "quant" not in (tmp_path / "out" / "config.json").read_text()
+    assert any("goes without its quantization_config" in note for note in plan.notes)
+
+
+def test_scales_of_a_cache_keep_the_config_that_tells_of_them() -> None:
+    config = {"quantization_config": {"kv_cache_scheme": {}}, "dtype": "float32"}
+    weights = Weights({BY_NAME["float32"]: 4}, {}, ("l.self_attn.k_scale",))
+    found, notes = hf_config.true_of(weights, config, of_source={}, must_fit=True)
+    assert found == config
+    assert "keeps its quantization_config" in notes[0]
+
+
+@pytest.mark.parametrize("packed", ["l.qweight", "l.weight_packed", "l.weight"])
+def test_packed_weights_stand_for_those_that_the_plain_model_needs(packed: str) -> None:
+    weights = Weights({}, {packed: "a library's"}, (f"{packed}_scale",))
+    shapes = {packed: (4, 1), f"{packed}_scale": (4,), "l.bias": (4,)}
+    assert weights.plain(shapes, {"l.weight", "l.bias"}) == {"l.weight": None, "l.bias": (4,)}
 
 
 def test_sizes_follow_from_the_config_as_the_models_take_them() -> None:

@@ -21,6 +21,7 @@ class Dcp(Format):
     files: ClassVar[tuple[str, ...]] = ("*.distcp", ".metadata", "__*.metadata")
     writes: ClassVar[Writes | None] = "shards"
     object_codec: ClassVar[str | None] = "torch.save"
+    codecs: ClassVar[frozenset[str]] = frozenset({"torch.save", "zstd"})
 
     def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.dcp import read
@@ -40,19 +41,19 @@ class Dcp(Format):
         return items.locate(index, files)
 
     def open_objects(self, index: Index, files: Files) -> Index:  # noqa: D102
-        from ckpt_tools.formats.dcp import items
+        from ckpt_tools.formats.dcp import objects
 
-        return items.open_objects(index, files)
+        return objects.open_objects(index, files)
 
     def copyable_objects(self, index: Index, files: Files) -> Index:  # noqa: D102
-        from ckpt_tools.formats.dcp import items
+        from ckpt_tools.formats.dcp import objects
 
-        return items.copyable_objects(index, files)
+        return objects.copyable_objects(index, files)
 
     def object_bytes(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:  # noqa: D102
-        from ckpt_tools.formats.dcp import items
+        from ckpt_tools.formats.dcp import objects
 
-        return items.object_bytes(entry, files)
+        return objects.object_bytes(entry, files)
 
     def rank_of(self, path: str) -> int | None:  # noqa: D102
         from ckpt_tools.formats.dcp import checks
@@ -89,6 +90,7 @@ class DcpSafetensors(Dcp):
     files = ()
     writes = None
     object_codec = None
+    codecs = frozenset()
 
     def matches(self, path: str) -> bool:  # noqa: D102
         return False

@@ -8,14 +8,10 @@ the two disagree (FSDP2 over a tensor-parallel dimension that does not divide).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
-from ckpt_tools.core import names
-from ckpt_tools.core.dtypes import dtype_named
-from ckpt_tools.core.geometry import Box, row_major_strides
+from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
@@ -23,31 +19,24 @@ from ckpt_tools.core.index import (
     ObjectEntry,
     TensorEntry,
 )
-from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.errors import CheckpointError, UnreadableError, UnsafePickleError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.dcp.templates import Found, Templates
 from ckpt_tools.formats.pickle import load as pickles
-from ckpt_tools.formats.pickle.state_dict import flatten_at
 from ckpt_tools.formats.pickle.torch_stubs import (
-    Opaque,
     StoredDTensor,
     StoredTensor,
     shown,
 )
-from ckpt_tools.formats.protocol import Checksummed, Index, Part, lengths_of, plain_parts
+from ckpt_tools.formats.protocol import Checksummed, Part, lengths_of, plain_parts
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved
-from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
 from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
 
 TORCH_SAVE = "torch.save"
 ZSTD = "zstd"
-_ARCHIVES = frozenset({TORCH_SAVE, ZSTD})
+ARCHIVES = frozenset({TORCH_SAVE, ZSTD})
 
-# A plain value is worth opening; a pickled tokenizer or dataloader is not.
-_MAX_PLAIN = 1 << 20
-_MAX_COMPARED = 256 << 20
 _CACHED_PICKLES = 4096
 # The constructors that NamedTuple generates would take half a second of a million items.
 _make = tuple.__new__
@@ -105,7 +94,7 @@ class _Opener:
     def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> Found:
         """What an item is, from its own archive."""
         where = f"{item.path}, item of {entry.fqn}"
-        archive = _archive(self._files, item, where)
+        archive = archive_of(self._files, item, where)
         stored = self._stored(archive.read("data.pkl"), where)
         _check(entry, chunk, stored, where)
         record = archive.record(f"data/{stored.storage.key}")
@@ -173,143 +162,6 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def open_objects(index: Index, files: Files) -> Index:
-    """The same index with the values of its plain objects, and with the tensors of tuples.
-
-    An item that is a tuple with tensors (torch pickles it whole) becomes that tuple in the tree,
-    with an entry for each tensor and value in it.
-
-    Raises UnsafePickleError when an object asks for a global that could run code.
-    """
-    objects: list[ObjectEntry] = []
-    tensors: list[TensorEntry] = []
-    parts: dict[str, Branch[str]] = {}
-    for entry in index.objects:
-        found = opened(entry, files)
-        if isinstance(found, ObjectEntry):
-            objects.append(found)
-            continue
-        tensors += found.tensors
-        objects += found.objects
-        parts[entry.fqn] = found.tree
-    if not parts:
-        return replace(index, objects=tuple(objects))
-    tensors = _classified([*index.tensors, *tensors], objects)[len(index.tensors) :]
-    return replace(
-        index,
-        tensors=tuple(sorted((*index.tensors, *tensors), key=_fqn)),
-        objects=tuple(sorted(objects, key=_fqn)),
-        tree=index.nesting.map(lambda fqn: parts.get(fqn, fqn)),
-    )
-
-
-def _classified(
-    tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]
-) -> list[TensorEntry]:
-    """The tensors with the sections that they have among these entries."""
-    paths = [entry.path for entry in tensors] + [entry.path for entry in objects]
-    found = names.classify(paths, objects={entry.path for entry in objects})
-    pairs = zip(tensors, found, strict=False)
-    return [replace(entry, section=section) for entry, (section, _) in pairs]
-
-
-def _fqn(entry: TensorEntry | ObjectEntry) -> str:
-    return entry.fqn
-
-
-class _Opened(NamedTuple):
-    """An item that holds whole tensors in its own containers."""
-
-    tensors: list[TensorEntry]
-    objects: list[ObjectEntry]
-    tree: Branch[str]
-
-
-def opened(entry: ObjectEntry, files: Files) -> ObjectEntry | _Opened:
-    """The same object with its value when that is plain, or what the item holds as a container."""
-    if entry.opened or entry.codec is None or entry.flaw is not None:
-        return entry
-    if entry.codec != TORCH_SAVE and entry.data.length > _MAX_PLAIN:
-        return entry  # it would be inflated to be looked at
-    item = unpacked(files, entry.data, entry.codec)
-    where = f"{item.path}, item of {entry.fqn}"
-    archive = _archive(files, item, where)
-    if archive.record("data.pkl").length > _MAX_PLAIN:
-        return entry
-    value = pickles.load_plain(archive.read("data.pkl"), where=where)
-    if not isinstance(value, Opaque):
-        return replace(entry, value=value, opened=True)
-    found = None
-    # Not for what could run code: that was refused above.
-    with suppress(UnsafePickleError, UnsupportedError):
-        if any(name.startswith("data/") for name in archive.names):
-            found = _container(entry, archive, item.path, files)
-    return found or replace(entry, type_name=value.qualname, value=value.fields)
-
-
-def _container(
-    entry: ObjectEntry, archive: torch_zip.Archive, path: str, files: Files
-) -> _Opened | None:
-    """What is in an item with tensors.
-
-    None where it is no container, has one rank's shards, or what cannot be read.
-    """
-    where = f"{path}, item of {entry.fqn}"
-    value = pickles.load_tensors(archive.read("data.pkl"), where=where)
-    state = flatten_at(value, where=where, fqn=entry.fqn, path=entry.path)
-    flawed = any(leaf.flaw is not None for leaf in state.objects)
-    if flawed or not state.tensors or not isinstance(state.tree, Branch):
-        return None
-    data = archive.record("data.pkl")
-    pickle = ByteRange(path, data.offset, data.length)
-    objects = [
-        ObjectEntry(
-            *(leaf.fqn, leaf.path, entry.section, pickle, leaf.value),
-            opened=leaf.type_name is None,
-            type_name=leaf.type_name,
-        )
-        for leaf in state.objects
-    ]
-    tensors = []
-    for leaf in state.tensors:
-        if not isinstance(leaf.stored, StoredTensor):
-            return None
-        record = archive.record(f"data/{leaf.stored.storage.key}")
-        data_range, strides = byte_range_of(leaf.stored, record, path), strides_of(leaf.stored)
-        chunk = Chunk(Box.whole(leaf.stored.shape), data_range, strides, leaf.stored.sign)
-        dtype = dtype_named(leaf.stored.dtype)
-        if chunk.codec is not None:
-            chunk = resolved(chunk, dtype, files)
-        shape = leaf.stored.shape
-        tensors.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
-    torch_zip.require_little_endian(archive)
-    return _Opened(tensors, objects, state.tree)
-
-
-def copyable_objects(index: Index, files: Files) -> Index:
-    """The same index with packed objects that have no value as archives of torch.save, inflated."""
-    objects = [
-        replace(entry, data=unpacked(files, entry.data, entry.codec), codec=TORCH_SAVE)
-        if entry.codec == ZSTD and not entry.opened
-        else entry
-        for entry in index.objects
-    ]
-    return replace(index, objects=tuple(objects))
-
-
-def object_bytes(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:
-    """The records of an object's archive that make up its value; None for one that is too large."""
-    if entry.codec not in _ARCHIVES or entry.data.length > _MAX_COMPARED:
-        return None
-    item = unpacked(files, entry.data, str(entry.codec))
-    try:
-        archive = _archive(files, item, item.path)
-        names = [name for name in archive.names if name == "data.pkl" or name.startswith("data/")]
-        return {name: archive.read(name) for name in names}
-    except CheckpointError as error:
-        raise error.concerning((entry.fqn,)) from error
-
-
 def checksummed(index: CheckpointIndex, files: Files) -> Iterator[Part]:
     """Each item by itself, then the files that hold anything else: of `.metadata`, and of plain
     bytes, reading proves only that they can be read.
@@ -319,10 +171,11 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[Part]:
         (data, str(chunk.codec))
         for entry in index.tensors
         for chunk in entry.chunks
-        if chunk.codec in _ARCHIVES
+        if chunk.codec in ARCHIVES
         for data in (chunk.data, *chunk.replicas)
     ]
-    items += [(one.data, str(one.codec)) for one in index.objects if one.codec in _ARCHIVES]
+    objects = [*index.objects, *(one.item for one in index.packed)]
+    items += [(one.data, str(one.codec)) for one in objects if one.codec in ARCHIVES]
     only_items: set[str] = set()
     for data, codec in items:
         if data.offset + data.length <= lengths.get(data.path, 0):
@@ -331,7 +184,9 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[Part]:
                 yield from checksums.parts_of_archive(data, files)
             else:
                 yield Part(data, data.length, partial(_records, files, data, codec))
-    only_items -= {c.data.path for e in index.tensors for c in e.chunks if c.codec is None}
+    packed = frozenset().union(*(one.held for one in index.packed))
+    apart = (entry for entry in index.tensors if entry.fqn not in packed)
+    only_items -= {c.data.path for e in apart for c in e.chunks if c.codec is None}
     others = [path for path in lengths if path not in only_items]
     for path in others:
         if path.endswith(".distcp"):  # begins like an archive: with its first item
@@ -354,7 +209,7 @@ def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDT
     item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
     where = f"{item.path}, item of {entry.fqn}"
     try:
-        archive = _archive(files, item, where)
+        archive = archive_of(files, item, where)
         if not any(name.startswith("data/") for name in archive.names):
             return []
         value = pickles.load_tensors(archive.read("data.pkl"), where=where)
@@ -376,7 +231,9 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
-def _archive(files: Files, item: ByteRange, where: str) -> torch_zip.Archive:
+def archive_of(files: Files, item: ByteRange, where: str) -> torch_zip.Archive:
+    """The archive that an item is. Raises UnreadableError."""
+
     def read(offset: int, length: int) -> bytes:
         return files.read(item.path, offset, length)
 

@@ -26,6 +26,7 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 from ckpt_tools.formats.dcp import items as dcp_items
+from ckpt_tools.formats.dcp import objects as dcp_objects
 from ckpt_tools.formats.dcp.checks import rank_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
 from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
@@ -240,8 +241,8 @@ class _Items:
             values = [
                 repr(found.value)
                 for data in (entry.data, other)
-                for found in [dcp_items.opened(replace(entry, data=data), self._files)]
-                if isinstance(found, ObjectEntry) and found.opened
+                for found in [dcp_objects.opened(replace(entry, data=data), self._files)]
+                if found.opened
             ]
         except CheckpointError:
             return True

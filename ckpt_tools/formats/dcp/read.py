@@ -33,6 +33,9 @@ from ckpt_tools.formats.dcp import (
     items as dcp_items,
 )
 from ckpt_tools.formats.dcp import (
+    objects as dcp_objects,
+)
+from ckpt_tools.formats.dcp import (
     per_rank,
 )
 from ckpt_tools.formats.dcp import (
@@ -124,7 +127,21 @@ def _read_index(path: str) -> CheckpointIndex:
             index = per_rank.compared(index, union.twins, files)
         if not metadata.planner_data:
             index = _with_packed(index, files)
-    return replace(index, problems=(*index.problems, *problems_of(index, sizes)))
+        index = replace(index, problems=(*index.problems, *problems_of(index, sizes)))
+        index = dcp_objects.open_containers(index, files)
+    return _classified(index) if index.packed else index
+
+
+def _classified(index: CheckpointIndex) -> CheckpointIndex:
+    """The same entries in the sections that they have beside what containers held."""
+    objects = {entry.path for entry in index.objects}
+    found = names.classify([entry.path for entry in index.entries], objects=objects)
+    sections = {e.fqn: section for e, (section, _) in zip(index.entries, found, strict=True)}
+    return replace(
+        index,
+        tensors=tuple(replace(entry, section=sections[entry.fqn]) for entry in index.tensors),
+        objects=tuple(replace(entry, section=sections[entry.fqn]) for entry in index.objects),
+    )
 
 
 def _unread(metadata: Metadata) -> Iterable[str]:

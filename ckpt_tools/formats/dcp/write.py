@@ -225,7 +225,7 @@ class _Sources:
         """The finder of a target's source chunks."""
         known = self._finders.get(target.fqn)
         if known is None:
-            known = self._finders[target.fqn] = Finder(target.entry)
+            known = self._finders[target.fqn] = Finder(target.entry).require_whole()
         return known
 
     def archive(self, dtype: DType, sizes: tuple[int, ...]) -> ArchiveLayout:
@@ -269,10 +269,8 @@ class _File:
     def _copy(self, entry: ObjectEntry) -> None:
         source = object_entry_as_tensor(entry)
         box = Box.whole(source.shape)
-        reads = Finder(source).reads(box)
-        self._items.append(
-            WriteItem(entry.fqn, self.path, self._length, box, source.dtype, source.dtype, reads)
-        )
+        dtype, finder = source.dtype, Finder(source)
+        self._items.append(WriteItem(entry.fqn, self.path, self._length, box, dtype, dtype, finder))
 
     def add_tensor(self, piece: _Piece, sources: _Sources) -> None:
         """Put one box of a tensor behind what is there."""
@@ -287,7 +285,7 @@ class _File:
                 box,
                 target.entry.dtype,
                 target.dtype,
-                sources.finder(target).reads(box),
+                sources.finder(target),
                 slot.crc_at,
             )
             self._items.append(item)

@@ -91,7 +91,7 @@ def _tensors(data: bytes, allow: Collection[str], storages: dict[str, StoredStor
         value = unpickle(data, resolve=_Tensors(allow), storage=storage)
     except UnsafePickleError as error:
         _refuse_sharded_tensor(data)
-        error.hint = _whole_model(data) or error.hint
+        error.advice = _whole_model(data) or error.advice
         raise
     made = settled(value, max_nodes=_max_nodes(len(data)))
     if isinstance(made, Opaque) and made.flaw is not None:

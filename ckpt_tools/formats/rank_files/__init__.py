@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
@@ -58,12 +59,15 @@ class RankFiles(Format):
         from ckpt_tools.formats.rank_files import write
         from ckpt_tools.formats.torch_file.dtensor_write import parse_version
 
+        style = write.RankFileStyle(torch_version=parse_version(version("torch")))
+        if options.rank_name is not None:
+            style = replace(style, naming=options.rank_name)
         return write.plan_files(
             targets,
             objects,
             mesh=options.mesh,
             device_type=options.device_type,
-            style=write.RankFileStyle(torch_version=parse_version(version("torch"))),
+            style=style,
             tree=options.tree,
         )
 

@@ -11,8 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckpt_tools.core import names
-from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import NO_TREE, Chunk, ObjectEntry, Path, Section, TensorEntry
+from ckpt_tools.core.index import (
+    NO_TREE,
+    Chunk,
+    ObjectEntry,
+    Path,
+    Section,
+    TensorEntry,
+    replicas_differ,
+)
 from ckpt_tools.core.state_tree import Branch, dict_of, merge
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnsupportedError
@@ -146,6 +153,7 @@ def _tensor(path: Path, first: Part, joined: Joined, section: Section) -> Tensor
         shape=joined.shape,
         chunks=joined.chunks,
         layout=joined.layout,
+        compared=not joined.unseen,
     )
 
 
@@ -187,7 +195,7 @@ class _Report:
 
     complaints: dict[str, list[str]] = field(default_factory=dict)
     differing: dict[str, int] = field(default_factory=dict)
-    unlike: dict[str, Box] = field(default_factory=dict)
+    unlike: dict[str, str] = field(default_factory=dict)
     unseen: list[str] = field(default_factory=list)
     per_rank: list[str] = field(default_factory=list)
     optim_differs: bool = False
@@ -223,17 +231,14 @@ class _Report:
             )
 
         if self.unlike:
-            yield UnsupportedError(
-                "Ranks that should hold the same rows hold different ones, so that none is known "
-                f"to be right: {some([f'{fqn} {box}' for fqn, box in self.unlike.items()])}.",
-                hint="A file is of another save or step, or replicas drifted apart in training. "
-                "Bring the file of this save, or leave them out with -x.",
-                about=list(self.unlike),
-            )
+            yield replicas_differ(self.unlike)
 
     def notes(self) -> Iterator[str]:
         """What a person should know."""
         if self.per_rank:
             yield f"Kept once per rank, as ….rank_N: {some(sorted(self.per_rank))}."
         if self.unseen:
-            yield f"Replicas too large to be compared: {some(self.unseen)}."
+            yield (
+                f"Replicas too large to be compared in passing: {some(self.unseen)}. verify and "
+                "--check compare them; a copy without --check takes those of the lowest rank."
+            )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from glob import escape
 from typing import NamedTuple
 
 from ckpt_tools.core.text import counted
-from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.errors import UnsupportedError, UsageError, paths_instead
 
 _RANK = re.compile(r"(?i)(?<![a-z])rank[-_.]?(\d+)(?:[-_]?of[-_]?(\d+))?(?=[-_.])")
 _WORLD = re.compile(r"(?i)(?<![a-z])world[-_]?size[-_]?(\d+)(?=[-_.])")
@@ -124,18 +125,20 @@ def joined(found: Sequence[Family], *, where: str) -> tuple[Family, ...]:
         order = sorted(zip(parts, found, strict=True), key=lambda pair: pair[0] or "")
         return tuple(family for _, family in order)
     listing = "\n  ".join(f"{f.pattern}  ({counted(len(f.files), 'file')})" for f in found)
-    globs = " or ".join(f"'{os.path.join(where, f.pattern)}'" for f in found[:4])
-    hint = f"Choose one with a quoted glob: {globs}."
+    instead = paths_instead(where, [os.path.join(escape(where), f.pattern) for f in found])
+    hint = "Choose one with a quoted glob."
     if len(sizes) > 1:
         shown = " and ".join(map(str, sizes))
         raise UnsupportedError(
             f"{where} holds files of {len(sizes)} world sizes, {shown}, of different saves:"
             f"\n  {listing}",
             hint=hint,
+            instead=instead,
         )
     raise UsageError(
         f"{where} holds several families of rank files, which are not one checkpoint:\n  {listing}",
         hint=hint,
+        instead=instead,
     )
 
 

@@ -118,7 +118,8 @@ class Joined:
     """A tensor put together from its parts; ``complaint`` says why it must not be used as it is.
 
     ``differing`` are the ranks whose plain values are not those of the first, ``unlike`` the boxes
-    of replicas that are not equal, ``unseen`` says that something was too large to be compared.
+    of replicas that are not equal, with two ranks of each, ``unseen`` says that something was too
+    large to be compared.
     """
 
     shape: tuple[int, ...]
@@ -126,7 +127,7 @@ class Joined:
     layout: Layout | None
     complaint: str | None = None
     differing: tuple[int, ...] = ()
-    unlike: tuple[Box, ...] = ()
+    unlike: tuple[str, ...] = ()
     unseen: bool = False
 
 
@@ -148,7 +149,8 @@ def join(parts: Sequence[Part], comparison: Comparison) -> Joined:
         verdicts = [comparison.equal(group[0], other) for other in group[1:]]
         unseen = unseen or None in verdicts
         if False in verdicts:
-            unlike.append(box)
+            other = group[1 + verdicts.index(False)]
+            unlike.append(f"{box} (ranks {group[0].rank} and {other.rank})")
     return Joined(
         shape=first.shape,
         chunks=tuple(_chunk(group) for group in groups.values()),

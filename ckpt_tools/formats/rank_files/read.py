@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from glob import escape
 
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
 from ckpt_tools.core.text import some
@@ -80,7 +79,7 @@ def read_index(
     root = path if isinstance(path, str) else os.path.dirname(file_paths[0]) or "."
     named = rank_names.families(file_paths)
     found = named or numbered.families(file_paths, options)
-    families = rank_names.joined(found, where=escape(root))
+    families = rank_names.joined(found, where=root)
     with Files(max_open=_MAX_OPEN) as files, collector_paused():
         reading = Reading(files, options)
         for family in families:

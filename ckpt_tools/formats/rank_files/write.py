@@ -164,12 +164,11 @@ class _Planner:
         self._targets = [leaf for leaf in family.tree.leaves() if isinstance(leaf, Target)]
         self._device_type = device_type
         self._torch_version = torch_version
-        self._finders = [Finder(target.entry) for target in self._targets]
+        # Now, and not when files are half written, it is seen that the chunks are all there.
+        self._finders = [Finder(target.entry).require_whole() for target in self._targets]
         self._boxes: dict[tuple[Layout, tuple[int, ...]], list[Box]] = {}
         self._contents: dict[tuple[tuple[int, ...], ...], _Contents] = {}
         self._lengths: dict[tuple[tuple[tuple[int, ...], ...], int, int], int] = {}
-        for target, finder in zip(self._targets, self._finders, strict=True):
-            finder.reads(Box.whole(target.entry.shape))  # now, and not when files are half written
 
     def planned(self, path: str, *, rank: int) -> PlannedFile:
         """The file of one rank, to be planned later: its pickle and sizes say all of it."""
@@ -204,7 +203,7 @@ class _Planner:
                 box,
                 target.entry.dtype,
                 target.dtype,
-                finder.reads(box),
+                finder,
                 slot.crc_at,
             )
             for target, box, finder, slot in zip(

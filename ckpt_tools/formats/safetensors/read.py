@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.core.index import CheckpointIndex, FileEntry, TensorEntry
 from ckpt_tools.core.text import some
-from ckpt_tools.errors import CheckpointError, IncompleteError, unreadable
+from ckpt_tools.errors import CheckpointError, IncompleteError, paths_instead, unreadable
 from ckpt_tools.formats.numbered import (
     NUMBERED,
     Gaps,
@@ -134,7 +134,8 @@ def _read_single(reading: _Reading, place: Place, files: Files) -> CheckpointInd
     if shard:
         part = IncompleteError(
             f"{place} holds only what rank {int(shard[1]) - 1} saved of a distributed checkpoint.",
-            hint=f"Give the folder instead: {place.parent}",
+            hint="Give the folder instead.",
+            instead=paths_instead(str(place), [str(place.parent)]),
         )
         reading.problems.insert(0, part)
     if not shard:

@@ -151,7 +151,7 @@ def _item(path: str, target: Target, offset: int) -> WriteItem:
         box=box,
         source=target.entry.dtype,
         target=target.dtype,
-        reads=Finder(target.entry).reads(box),
+        finder=Finder(target.entry).require_whole(),
     )
 
 

@@ -25,10 +25,13 @@ Raw = Callable[[TensorEntry, Chunk], Chunk]
 
 
 def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
-    """The index of a format whose chunks are raw elements, or such with other signs."""
+    """The index of a format whose chunks are raw elements, or such with other signs.
+
+    Others stay as they are: they came from a part of another format.
+    """
 
     def raw(entry: TensorEntry, chunk: Chunk) -> Chunk:
-        return chunk if chunk.codec is None else resolved(chunk, entry.dtype, files)
+        return resolved(chunk, entry.dtype, files) if chunk.codec in SIGNS else chunk
 
     return located(index, raw)
 
@@ -57,11 +60,11 @@ def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
         except CheckpointError as error:
             problems.append(error.concerning((entry.fqn,)))
             tensors.append(entry)
-    problems += _flaws(index.objects)
+    problems += flaws(index.objects)
     return replace(index, tensors=tuple(tensors), problems=tuple(problems))
 
 
-def _flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
+def flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
     """Problems of entries that are there and cannot be used, one for all with the same flaw."""
     alike: dict[tuple[str, str], list[ObjectEntry]] = {}
     for entry in objects:

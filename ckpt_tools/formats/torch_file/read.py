@@ -26,7 +26,7 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.layout import Layout, Replicate
 from ckpt_tools.core.text import counted, some
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError, paths_instead
 from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
@@ -211,6 +211,7 @@ def _problems(
         f"{len(shards)} of {len(leaves)} tensors, {fqn} among them. "
         f"The files of the other {layout.mesh.size - 1} ranks are needed.",
         hint="Give the folder of all ranks' files, or a quoted glob of them.",
+        instead=paths_instead(path, [paths.folder_of(path)]),
         about=tuple(name for name, _, _ in shards),
     )
 

@@ -63,10 +63,10 @@ class Packed(NamedTuple):
         for target, slot in zip(self.targets, slots, strict=True):
             if slot.length:
                 box = Box.whole(target.entry.shape)
-                reads = Finder(target.entry).reads(box)
+                finder = Finder(target.entry).require_whole()
                 source, dtype = target.entry.dtype, target.dtype
                 yield WriteItem(
-                    target.fqn, path, slot.offset, box, source, dtype, reads, slot.crc_at
+                    target.fqn, path, slot.offset, box, source, dtype, finder, slot.crc_at
                 )
 
 

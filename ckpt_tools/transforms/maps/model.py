@@ -13,6 +13,7 @@ from functools import cache
 from typing import Literal
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.options import Cut
 
 Rotary = Literal["", "pairs-to-halves", "halves-to-pairs"]
 ROTARY: tuple[Rotary, ...] = ("", "pairs-to-halves", "halves-to-pairs")
@@ -33,6 +34,8 @@ class Rule:
     it is transposed or not; parts lie side by side along ``dim``, with ``sizes`` there (none:
     equal ones), in each of ``groups`` again; ``stack`` names the placeholder that numbers the
     layers of a new first dimension. Sizes are products of numbers and named values: ``2*head_dim``.
+    ``parallel`` and ``parallel_length`` say how tensor-parallel parts have the sources, as the dims
+    and the length of a `Cut` do; None: nothing is known of parts.
     """
 
     sources: tuple[str, ...]
@@ -44,6 +47,8 @@ class Rule:
     sizes: tuple[str, ...] = ()
     groups: str = "1"
     stack: str | None = None
+    parallel: tuple[int, ...] | None = None
+    parallel_length: str | None = None
     source_shape: tuple[str, ...] = ()
     target_shape: tuple[str, ...] = ()
 
@@ -67,6 +72,8 @@ class Rule:
             sources=self.targets,
             targets=self.sources,
             rotary=tuple(_OPPOSITE[one] for one in self.rotary),
+            parallel=None,
+            parallel_length=None,
             source_shape=self.target_shape,
             target_shape=self.source_shape,
         )
@@ -105,6 +112,18 @@ class TensorMap:
     def forced(self) -> TensorMap:
         """The map that asks for nothing but its rules."""
         return replace(self, name=f"{self.name}, forced", requires=(), forbids=(), model_types=())
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """How tensor-parallel parts have the sources; empty where the map does not say it."""
+        known = [
+            Cut(pattern(text).pattern, rule.parallel, rule.parallel_length)
+            for rule in self.rules
+            for text in rule.sources
+            if rule.parallel is not None
+        ]
+        dropped = [Cut(pattern(text).pattern) for text in self.drop]
+        return (*known, *dropped) if known else ()
 
     def _there(self, texts: tuple[str, ...]) -> tuple[str, ...]:
         """These patterns as the other side has them: names without a rule are the same there."""

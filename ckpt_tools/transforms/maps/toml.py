@@ -21,6 +21,8 @@
     to = "{m*}.experts.w1"
     stack = "e"                           # the placeholder that numbers a new first dimension
     transpose = true
+    parallel = 0                          # how tensor-parallel parts are cut; "same": they are not
+    parallel_length = "norm.weight"       # a tensor as long as the whole is there
 
 Each map can be read both ways. This room knows the text, not what a map does to tensors.
 """
@@ -50,7 +52,7 @@ else:
 _MAP_KEYS = frozenset({"name", "drop", "requires", "forbids", "model_types", "keep_rest", "rule"})
 _RULE_KEYS = frozenset(
     {"from", "to", "rotary", "head_dim", "transpose", "dim", "sizes", "groups", "stack"}
-    | {"from_shape", "to_shape"}
+    | {"from_shape", "to_shape", "parallel", "parallel_length"}
 )
 # The other side of every built-in map: Hugging Face's names, or PEFT's for adapters.
 _OTHER_SIDE = "hf"
@@ -196,11 +198,24 @@ def _rule(row: object, where: str) -> Rule:
         sizes=table.texts("sizes"),
         groups=table.text("groups", "1"),
         stack=stack or None,
+        parallel=_parallel(table.texts("parallel"), where),
+        parallel_length=table.text("parallel_length", "") or None,
         source_shape=table.texts("from_shape"),
         target_shape=table.texts("to_shape"),
     )
     _check(rule, where)
     return rule
+
+
+def _parallel(texts: Sequence[str], where: str) -> tuple[int, ...] | None:
+    """Along which dimensions tensor-parallel parts are cut; none when each has the whole."""
+    if not texts:
+        return None
+    if list(texts) == ["same"]:
+        return ()
+    if len(texts) > 2 or not all(text.isdecimal() for text in texts):
+        raise UsageError(f'{where}: `parallel` is to be a dimension, two of them, or "same".')
+    return tuple(map(int, texts))
 
 
 def _rotary(texts: Sequence[str], where: str, *, parts: int) -> tuple[Rotary, ...]:

@@ -1,0 +1,52 @@
+"""What a conversion for a framework's loader needs beside the arrangement itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import sha256
+
+from ckpt_tools.core.index import Entry, ObjectEntry
+from ckpt_tools.core.text import counted, some
+from ckpt_tools.formats.protocol import Index
+from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.optimizer import Digest
+
+
+def digest_in(files: Files) -> Digest:
+    """What compares hyper-parameters by their bytes; each is read once."""
+    known: dict[object, str] = {}
+
+    def digest(entry: Entry) -> str:
+        place = entry.data if isinstance(entry, ObjectEntry) else tuple(entry.chunks)
+        if place not in known:
+            known[place] = _digest_of(entry, files)
+        return known[place]
+
+    return digest
+
+
+def _digest_of(entry: Entry, files: Files) -> str:
+    if isinstance(entry, ObjectEntry):
+        return sha256(files.read(*entry.data)).hexdigest()
+    from ckpt_tools.proof.fingerprint import digest_of  # most plans compare nothing
+
+    return digest_of(entry, files)
+
+
+def without_unopened(index: Index, copied: str | None) -> tuple[Index, list[str]]:
+    """The index without objects that the target cannot take, and a note that names them.
+
+    Objects of the codec ``copied`` it takes byte for byte. Everything else is written from its
+    value, and what is not plain (random states of NumPy, say) has none that was read.
+    """
+    lost = [
+        entry
+        for entry in index.objects
+        if not entry.opened and (entry.codec is None or entry.codec != copied)
+    ]
+    if not lost:
+        return index, []
+    shown = some([f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost])
+    note = f"Left out {counted(len(lost), 'object')} without a plain value: {shown}."
+    kept = tuple(entry for entry in index.objects if entry not in lost)
+    return replace(index, objects=kept), [note]

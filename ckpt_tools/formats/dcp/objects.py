@@ -1,0 +1,283 @@
+"""Objects among the items of a DCP directory: their values, and the tensors inside of some.
+
+torch pickles a tuple as one item whatever it holds, and so do other tools with other containers.
+`open_containers` finds those that hold tensors, and gives each tensor and value its own entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpt_tools.core.dtypes import dtype_named
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import (
+    ByteRange,
+    CheckpointIndex,
+    Chunk,
+    ObjectEntry,
+    Packed,
+    TensorEntry,
+)
+from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.errors import CheckpointError, UnsafePickleError, UnsupportedError
+from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of, unpacked
+from ckpt_tools.formats.pickle import load as pickles
+from ckpt_tools.formats.pickle.state_dict import flatten_at
+from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredTensor
+from ckpt_tools.formats.protocol import Index, lengths_of
+from ckpt_tools.formats.torch_file.locate import resolved
+from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
+from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.storage import paths
+from ckpt_tools.storage.reader import Files
+
+# A plain value is worth opening; a pickled tokenizer or dataloader is not.
+_MAX_PLAIN = 1 << 20
+# The pickle of a hundred thousand tensors in one tuple.
+_MAX_TREE = 64 << 20
+_MAX_COMPARED = 256 << 20
+# The directory of an archive is at its end. Objects lie one after another in a file, and are looked
+# at together: 100,000 of them take 0.3 s, one by one 3 s.
+_RECORDS = b"/data/"
+_END = 4 << 10
+_GAP = 64 << 10
+_MAX_READ = 4 << 20
+_REQUESTS = 16
+
+
+class _Container(NamedTuple):
+    """An item that holds whole tensors in its own containers."""
+
+    tensors: list[TensorEntry]
+    objects: list[ObjectEntry]
+    tree: Branch[str]
+
+
+def open_containers(index: Index, files: Files) -> Index:
+    """The same index with the tensors and values of items that are containers of tensors.
+
+    Such an item becomes a container in the tree, with an entry for each tensor and value in it, of
+    the item's section; `CheckpointIndex.packed` keeps the item. One that is damaged gets a flaw.
+    What could run code, and what is of a class that nobody knows, stays one object.
+    """
+    return _with_containers(index, *_containers(index, files))
+
+
+def open_objects(index: Index, files: Files) -> Index:
+    """The same index with the values of its plain objects, and with what containers hold.
+
+    Raises UnsafePickleError when an object asks for a global that could run code.
+    """
+    found, damaged = _containers(index, files)
+    for error in damaged.values():
+        raise error
+    index = _with_containers(index, found, {})
+    return replace(index, objects=tuple(opened(entry, files) for entry in index.objects))
+
+
+def _containers(
+    index: CheckpointIndex, files: Files
+) -> tuple[dict[str, _Container], dict[str, CheckpointError]]:
+    """The items that are containers of tensors, by name, and what is wrong with others."""
+    found, damaged = {}, {}
+    for entry in _with_records(index, files):
+        try:
+            # Not for what could run code, nor without the package that inflates it.
+            with suppress(UnsafePickleError, UnsupportedError):
+                container = _container(entry, files)
+                if container is not None:
+                    found[entry.fqn] = container
+        except CheckpointError as error:
+            damaged[entry.fqn] = error
+    return found, damaged
+
+
+def _with_containers(
+    index: Index, found: Mapping[str, _Container], damaged: Mapping[str, CheckpointError]
+) -> Index:
+    objects = [
+        replace(entry, flaw=damaged[entry.fqn]) if entry.fqn in damaged else entry
+        for entry in index.objects
+    ]
+    if not found:
+        return replace(index, objects=tuple(objects)) if damaged else index
+    packed = [Packed(e, frozenset(found[e.fqn].tree.leaves())) for e in objects if e.fqn in found]
+    objects = [entry for entry in objects if entry.fqn not in found]
+    objects += [entry for container in found.values() for entry in container.objects]
+    tensors = [entry for container in found.values() for entry in container.tensors]
+
+    def part(fqn: str) -> str | Branch[str]:
+        return found[fqn].tree if fqn in found else fqn
+
+    return replace(
+        index,
+        tensors=tuple(sorted((*index.tensors, *tensors), key=_fqn)),
+        objects=tuple(sorted(objects, key=_fqn)),
+        packed=(*index.packed, *packed),
+        tree=index.nesting.map(part),
+    )
+
+
+def _fqn(entry: TensorEntry | ObjectEntry) -> str:
+    return entry.fqn
+
+
+def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]:
+    """The items whose archives have a record of a storage, or may have: the end is damaged."""
+    lengths = lengths_of(index)
+    there = [
+        entry
+        for entry in index.objects
+        if entry.codec in ARCHIVES
+        and not entry.opened
+        and entry.flaw is None
+        and entry.data.offset + entry.data.length <= lengths.get(entry.data.path, 0)
+    ]
+    for entry, end in _ends([e for e in there if e.codec == TORCH_SAVE], files):
+        # Names stand in the directory as they are. torch's own ".data/…" has a dot before it.
+        if _RECORDS in end or b"PK\x05\x06" not in end:
+            yield entry
+    yield from (e for e in there if e.codec == ZSTD and _has_records(e, files))
+
+
+def _has_records(entry: ObjectEntry, files: Files) -> bool:
+    """Whether a compressed item has a storage, or is damaged; it is inflated to be looked at."""
+    try:
+        return _RECORDS in files.read(*_end_of(unpacked(files, entry.data, ZSTD)))
+    except UnsupportedError:
+        return False  # zstandard is not installed
+    except CheckpointError:
+        return True
+
+
+def _end_of(data: ByteRange) -> ByteRange:
+    length = min(data.length, _END)
+    return ByteRange(data.path, data.offset + data.length - length, length)
+
+
+def _ends(entries: Sequence[ObjectEntry], files: Files) -> Iterator[tuple[ObjectEntry, bytes]]:
+    """The last bytes of each item, none where they cannot be read; neighbours are read together."""
+    runs: list[list[ByteRange]] = []
+    ordered = sorted(entries, key=lambda entry: entry.data)
+    for end in map(_end_of, (entry.data for entry in ordered)):
+        if runs and _are_near(runs[-1], end):
+            runs[-1].append(end)
+        else:
+            runs.append([end])
+    each = iter(ordered)
+    for run, data in zip(runs, _read_all([_span(run) for run in runs], files), strict=True):
+        for end in run:
+            start = end.offset - run[0].offset
+            yield next(each), data[start : start + end.length]
+
+
+def _are_near(run: Sequence[ByteRange], end: ByteRange) -> bool:
+    gap = end.offset - run[-1].offset - run[-1].length
+    length = end.offset + end.length - run[0].offset
+    return run[0].path == end.path and 0 <= gap <= _GAP and length <= _MAX_READ
+
+
+def _span(run: Sequence[ByteRange]) -> ByteRange:
+    return run[0]._replace(length=run[-1].offset + run[-1].length - run[0].offset)
+
+
+def _read_all(ranges: Sequence[ByteRange], files: Files) -> Iterator[bytes]:
+    """The bytes of each range, in order; of a store several are asked for at a time."""
+
+    def read(data: ByteRange) -> bytes:
+        with suppress(CheckpointError):
+            return files.read(*data)
+        return b""
+
+    if not ranges or not paths.is_address(ranges[0].path):
+        yield from map(read, ranges)
+        return
+    from concurrent.futures import ThreadPoolExecutor  # late: few checkpoints are in a store
+
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        yield from pool.map(read, ranges)
+
+
+def opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
+    """The same object with its value when that is plain, else with the name of its type."""
+    if entry.opened or entry.codec is None or entry.flaw is not None:
+        return entry
+    if entry.codec != TORCH_SAVE and entry.data.length > _MAX_PLAIN:
+        return entry  # it would be inflated to be looked at
+    item = unpacked(files, entry.data, entry.codec)
+    where = f"{item.path}, item of {entry.fqn}"
+    archive = archive_of(files, item, where)
+    if archive.record("data.pkl").length > _MAX_PLAIN:
+        return entry
+    value = pickles.load_plain(archive.read("data.pkl"), where=where)
+    if not isinstance(value, Opaque):
+        return replace(entry, value=value, opened=True)
+    return replace(entry, type_name=value.qualname, value=value.fields)
+
+
+def _container(entry: ObjectEntry, files: Files) -> _Container | None:
+    """What is in an item with tensors.
+
+    None where it is no container, has one rank's shards, or what cannot be read.
+    """
+    item = unpacked(files, entry.data, str(entry.codec))
+    path, where = item.path, f"{item.path}, item of {entry.fqn}"
+    archive = archive_of(files, item, where)
+    data = archive.record("data.pkl")
+    if data.length > _MAX_TREE:
+        return None
+    value = pickles.load_tensors(archive.read("data.pkl"), where=where)
+    state = flatten_at(value, where=where, fqn=entry.fqn, path=entry.path)
+    flawed = any(leaf.flaw is not None for leaf in state.objects)
+    if flawed or not state.tensors or not isinstance(state.tree, Branch):
+        return None
+    pickle = ByteRange(path, data.offset, data.length)
+    objects = [
+        ObjectEntry(
+            *(leaf.fqn, leaf.path, entry.section, pickle, leaf.value),
+            opened=leaf.type_name is None,
+            type_name=leaf.type_name,
+        )
+        for leaf in state.objects
+    ]
+    tensors = []
+    for leaf in state.tensors:
+        if not isinstance(leaf.stored, StoredTensor):
+            return None
+        record = archive.record(f"data/{leaf.stored.storage.key}")
+        data_range, strides = byte_range_of(leaf.stored, record, path), strides_of(leaf.stored)
+        chunk = Chunk(Box.whole(leaf.stored.shape), data_range, strides, leaf.stored.sign)
+        dtype = dtype_named(leaf.stored.dtype)
+        if chunk.codec is not None:
+            chunk = resolved(chunk, dtype, files)
+        shape = leaf.stored.shape
+        tensors.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
+    torch_zip.require_little_endian(archive)
+    return _Container(tensors, objects, state.tree)
+
+
+def copyable_objects(index: Index, files: Files) -> Index:
+    """The same index with packed objects that have no value as archives of torch.save, inflated."""
+    objects = [
+        replace(entry, data=unpacked(files, entry.data, entry.codec), codec=TORCH_SAVE)
+        if entry.codec == ZSTD and not entry.opened
+        else entry
+        for entry in index.objects
+    ]
+    return replace(index, objects=tuple(objects))
+
+
+def object_bytes(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:
+    """The records of an object's archive that make up its value; None for one that is too large."""
+    if entry.codec not in ARCHIVES or entry.data.length > _MAX_COMPARED:
+        return None
+    item = unpacked(files, entry.data, str(entry.codec))
+    try:
+        archive = archive_of(files, item, f"{item.path}, item of {entry.fqn}")
+        names = [name for name in archive.names if name == "data.pkl" or name.startswith("data/")]
+        return {name: archive.read(name) for name in names}
+    except CheckpointError as error:
+        raise error.concerning((entry.fqn,)) from error

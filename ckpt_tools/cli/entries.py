@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -21,6 +22,7 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.text import format_size, rank_spans
+from ckpt_tools.errors import CheckpointError
 
 HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "PLACEMENTS")
 LONG_HEADER = (*HEADER[:-1], "SECTION", "MESH", "CHUNKS", "RANKS", HEADER[-1])
@@ -99,6 +101,11 @@ def _value(entry: ObjectEntry) -> str:
     return f"= {cut_to(printable(value_text(entry)), _LONGEST_VALUE)}"
 
 
+def file_name(path: str, root: str) -> str:
+    """The name of a file below the root of its checkpoint; of a checkpoint of one file its own."""
+    return os.path.basename(path) if path == root else os.path.relpath(path, root)
+
+
 def mesh_json(mesh: Mesh, status: Status | None) -> Json:
     """A mesh with how it is known."""
     names = None if mesh.dim_names is None else list(mesh.dim_names)
@@ -161,6 +168,16 @@ def _finite(value: Json) -> Json:
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):  # noqa: PLR0124 (NaN)
         return str(value)
     return value
+
+
+def problem_json(problem: CheckpointError) -> Json:
+    """What is wrong with a checkpoint, as `inspect --json` and `verify --json` give it."""
+    return {
+        "kind": type(problem).__name__,
+        "message": problem.message,
+        "hint": problem.hint,
+        "about": sorted(problem.about),
+    }
 
 
 def csv_row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[str | int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from time import gmtime, strftime
@@ -66,6 +65,7 @@ def as_json(
             "missing": list(whole.missing),
         },
         "complete": told.whole,
+        "problems": [entries.problem_json(problem) for problem in whole.problems],
         "ties": [list(group) for group in whole.ties],
         "notes": list(whole.notes),
         **more,
@@ -201,7 +201,7 @@ def state(whole: CheckpointIndex, told: Inspection) -> Iterator[tuple[str, str]]
 
 
 def _missing(whole: CheckpointIndex) -> str:
-    names = [os.path.relpath(path, whole.root) for path in whole.missing]
+    names = [entries.file_name(path, whole.root) for path in whole.missing]
     return f"{counted(len(names), 'file')}: {render.printable(some(names))}"
 
 
@@ -211,7 +211,7 @@ def _shards(whole: CheckpointIndex) -> Iterator[str]:
     most = max((load.nbytes for load in loads), default=0)
     rows = [
         (
-            render.printable(os.path.relpath(load.path, whole.root)),
+            render.printable(entries.file_name(load.path, whole.root)),
             "-" if load.rank is None else str(load.rank),
             f"{load.chunks:,}",
             f"{load.nbytes:,}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 from collections.abc import Sequence
 
 import click
@@ -199,7 +198,7 @@ def chunk_rows(entry: TensorEntry, root: str, most: int = _CHUNKS_SHOWN) -> list
         (
             str(chunk.box) if entry.shape else "whole",
             "-" if chunk.rank is None else str(chunk.rank),
-            render.printable(os.path.relpath(chunk.data.path, root)),
+            render.printable(entries.file_name(chunk.data.path, root)),
             f"{chunk.data.offset:,}",
             f"{chunk.data.length:,}",
             str(len(chunk.replicas)),

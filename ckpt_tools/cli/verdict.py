@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpt_tools.cli import render
+from ckpt_tools.cli import entries, render
 from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof import Comparison, Difference, HurtTensor, Report
@@ -159,7 +159,7 @@ def as_json(report: Report, compared: Comparison | None, *, against: str | None)
         "format": report.format,
         "mode": "quick" if reading is None else "full",
         "whole": report.whole,
-        "problems": [_problem_json(problem) for problem in report.problems],
+        "problems": [entries.problem_json(problem) for problem in report.problems],
         "tensors": {
             "total": report.tensors,
             "whole": _whole(report),
@@ -186,15 +186,6 @@ def as_json(report: Report, compared: Comparison | None, *, against: str | None)
         "unchecked_bytes": None if reading is None else reading.plain_bytes,
         "notes": list(report.notes),
         "against": None if against is None else _comparison_json(compared, against),
-    }
-
-
-def _problem_json(problem: CheckpointError) -> render.Json:
-    return {
-        "kind": type(problem).__name__,
-        "message": problem.message,
-        "hint": problem.hint,
-        "about": sorted(problem.about),
     }
 
 

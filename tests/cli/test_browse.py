@@ -288,6 +288,57 @@ def test_a_narrow_terminal_has_the_details_below_the_tree() -> None:
     look(DCP, act=act, size=(80, 24))
 
 
+def test_a_name_is_shown_as_it_is_spelled(tmp_path: Path) -> None:
+    name = "a[bold]b[/bold]\x1b[31m"
+    save_file({name: np.zeros(3, np.float32)}, tmp_path / "[red]x.safetensors")
+
+    async def act(screen: Screen) -> None:
+        await screen.go_to("model", "a[bold]b[/bold]\\x1b[31m")
+        assert "a[bold]b[/bold]\\x1b[31m  float32  [3]" in screen.lines()[-1]
+        assert screen.table("chunks")[0][2] == "[red]x.safetensors"
+        await screen.press("colon", *"[red]", "enter")
+        assert "'red' cannot be read" in screen.text()
+
+    look(tmp_path / "[red]x.safetensors", act=act)
+
+
+def test_clean_names_put_an_export_beside_its_source(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["export", str(DCP), "-o", str(tmp_path / "out")])
+    assert done.exit_code == 0
+
+    async def act(screen: Screen) -> None:
+        model = await screen.go_to("model")
+        await screen.press("c")
+        assert screen.lines()[model.line].endswith("13 tensors  same")
+        await screen.press("d")
+        assert "model" not in screen.below()
+
+    look(DCP, tmp_path / "out", act=act, clean=True)
+
+
+def test_leaving_ends_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def forever(_: Sides, names: set[str], on_bytes: Callable[[int], None]) -> None:
+        try:
+            while True:
+                on_bytes(0)
+        finally:
+            ended.extend(names)
+
+    monkeypatch.setattr(Sides, "compare", forever)
+    a, b = _two(tmp_path)
+
+    async def run() -> None:
+        app = Browser(Sides([read_index(str(a)), read_index(str(b))], Naming()))
+        async with app.run_test() as pilot:
+            await pilot.pause(0.1)
+            await pilot.press("c", "q")
+
+    asyncio.run(run())
+    assert len(ended) == 5
+
+
 def test_a_pipe_is_answered_with_the_commands_that_write_text() -> None:
     done = CliRunner().invoke(cli, ["browse", str(DCP)])
     assert done.exit_code == 2

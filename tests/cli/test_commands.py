@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from dtensor_files import ROWS, save_ranks
+from safetensors.torch import save_file
 
 from ckpt_tools import __version__
 from ckpt_tools.cli import cli
@@ -57,6 +58,7 @@ def test_inspect_json_has_exactly_the_fields_of_its_schema() -> None:
             "saved",
             "files",
             "complete",
+            "problems",
             "ties",
             "notes",
         ]
@@ -70,10 +72,18 @@ def test_inspect_json_has_exactly_the_fields_of_its_schema() -> None:
     assert model["dtypes"] == {"float32": 353, "int64": 1}
     assert set(told["files"]) == {"count", "nbytes", "missing"}
     assert told["complete"] is True
+    assert told["problems"] == []
     assert told["step"] == {"value": 2, "fqn": "step"}
     assert told["resume"]["possible"] is True
     assert told["optimizer"]["states"] == ["exp_avg", "exp_avg_sq", "step"]
     assert sum(one["tensors"] for one in told["placements"]) == 48
+
+
+def test_the_file_of_a_checkpoint_of_one_file_has_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "one.safetensors"
+    save_file({"w": torch.ones(3)}, file)
+    assert "  one.safetensors  " in run("show", str(file), "w").stdout
+    assert "  one.safetensors  " in run("inspect", "--shards", str(file)).stdout
 
 
 def test_what_inspect_adds_to_its_text_it_adds_to_its_json() -> None:
@@ -90,6 +100,15 @@ def test_the_verdict_comes_first() -> None:
 def test_the_verdict_on_a_hurt_checkpoint_is_no(hurt: Path) -> None:
     verdict = run("inspect", str(hurt)).stdout.splitlines()[1]
     assert verdict.startswith("  NOT WHOLE, training cannot resume, ")
+
+
+def test_what_is_wrong_is_in_the_json_too(hurt: Path) -> None:
+    done = run("inspect", "--json", str(hurt))
+    told = json.loads(done.stdout)
+    assert done.exit_code == 3
+    assert [f"Error: {one['message']}" for one in told["problems"]] == done.stderr.splitlines()[:1]
+    assert told["files"]["missing"]
+    assert told["resume"]["reason"] in told["problems"][0]["message"]
 
 
 def test_a_verdict_has_its_colour_on_a_terminal() -> None:

@@ -18,7 +18,8 @@ from textual.worker import get_current_worker
 
 from ckpt_tools.cli import corner, entries, show
 from ckpt_tools.cli.browse.sides import Arrangement, Sides, kinds, told_as
-from ckpt_tools.cli.diff import HEADER, row
+from ckpt_tools.cli.diff import HEADER
+from ckpt_tools.cli.diff import row as diff_row
 from ckpt_tools.cli.render import printable
 from ckpt_tools.cli.tree import Leaf, Node, joined, tree_of
 from ckpt_tools.core.index import Entry, TensorEntry
@@ -179,7 +180,8 @@ class Side(VerticalScroll):
             table.display = True
             table.add_columns(*show.CHUNK_HEADER)
             root = self._sides.indexes[self._number].root
-            table.add_rows(show.chunk_rows(entry, root, _MOST_CHUNKS))
+            for row in show.chunk_rows(entry, root, _MOST_CHUNKS):
+                table.add_row(*map(Text, row))
 
     def show_values(self, values: corner.Corner | str) -> None:
         """Show a text, or a row for each index of all dimensions but the last."""
@@ -289,7 +291,7 @@ class Browser(App[None]):
         try:
             leaves = self.sides.leaves(self._arrangement, self._text, differing=self._differing)
         except CkptError as error:
-            self.call_later(self.notify, error.message, severity="warning")
+            self.call_later(self._warn, error)
             return
         root = tree_of(leaves)
         if not worker.is_cancelled:
@@ -299,7 +301,7 @@ class Browser(App[None]):
         self.tree_widget.show(root, count if self._text else sys.maxsize)
         self._show_details(self.tree_widget.root)
         if not count:
-            self.notify("No name is like this.")
+            self.notify("Nothing is left to show.")
 
     # ---------------------------------------------------------------------------------- the details
 
@@ -335,9 +337,12 @@ class Browser(App[None]):
         if found is None or status in ("", "same"):
             known = "the same, bit for bit" if status else "same by headers; c compares the values"
             return known if self.sides.two else ""
-        cells = zip(HEADER[1:], row(found)[1:], strict=True)
+        cells = zip(HEADER[1:], diff_row(found)[1:], strict=True)
         lines = [f"{label:<10} {text}" for label, text in cells if text != "-"]
         return "\n".join([*lines, *([printable(found.detail)] if found.detail else [])])
+
+    def _warn(self, error: Exception) -> None:
+        self.notify(printable(str(error)), severity="warning", markup=False)
 
     def _say(self, text: str) -> None:
         told = self.query_one("#told", Static)
@@ -364,7 +369,7 @@ class Browser(App[None]):
             try:
                 values = self.sides.values(entry, number, part)
             except (CkptError, OSError) as error:
-                values = str(error)
+                values = "\n".join(map(printable, str(error).splitlines()))
             if not worker.is_cancelled:
                 self.call_later(self.panes[number].show_values, values)
 
@@ -439,7 +444,7 @@ class Browser(App[None]):
         except _Stopped:
             return
         except (CkptError, OSError) as error:
-            self.call_later(self.notify, str(error), severity="error")
+            self.call_later(self._warn, error)
         self.call_later(self._show_compared)
 
     def _show_compared(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
@@ -122,7 +121,7 @@ class Sides:
             {
                 load.path: side
                 + ("" if load.rank is None else f"rank {load.rank}: ")
-                + os.path.relpath(load.path, index.root)
+                + entries.file_name(load.path, index.root)
                 for load in file_loads(index)
             }
             for side, index in zip(sides, self.indexes, strict=True)

@@ -1,18 +1,14 @@
 """Real torchrun jobs over gloo: the command, the engines, and training that goes on."""
 
 import json
-import os
-import re
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from dtensor_files import HYBRID, dtensor, mesh_of, shard
-from launching import BIN, JOBS, ckpt_tools, contents, ends, job, nodes, torchrun
+from launching import BIN, ckpt_tools, contents, job, torchrun
 from safetensors.numpy import save_file
 
 from ckpt_tools.copying.read import read_array
@@ -254,44 +250,6 @@ def test_every_engine_keeps_what_check_proved_beside_the_shards(engines: Path, e
     told = json.loads((engines / f"{engine}-checked" / "ckpt_tools_proof.json").read_text())
     assert told["proof"].startswith("Proven by ")
     assert " bit for bit." in told["proof"]
-
-
-# --------------------------------------------------------------------------------------- two nodes
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a node its own disk")
-def test_dcp_into_a_nodes_own_disk_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    arguments = ("reshard", DCP, "-o", tmp_path / "out", "--to-mesh", "2", "--engine", "dcp")
-    said = ends(nodes("-m", "ckpt_tools", *arguments, own_disk=tmp_path), within=120)
-    assert f"Error: Rank 1: {tmp_path}/out.partial on " in said[0]
-    assert "exitcode  : 2" in said[0]
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("killed", "speaks"), [(1, 0), (0, 1)])
-def test_a_rank_killed_under_a_static_rendezvous_ends_the_job_and_resume_goes_on(
-    tmp_path: Path, killed: int, speaks: int
-) -> None:
-    arguments = ("reshard", DCP, "-o", tmp_path / "out", "--to-mesh", "4x8")
-    marker = tmp_path / "stalled"
-    env = {
-        "CKPT_TOOLS_PEER_TIMEOUT": "5",
-        "STALL": f"{killed}:executors:write_share:{marker}",
-    }
-    agents = nodes(JOBS / "stall.py", *arguments, env=env)
-    end = time.monotonic() + 60
-    while not (marker.exists() and marker.read_text()) and time.monotonic() < end:
-        time.sleep(0.05)
-    time.sleep(1)  # the other rank has finished its share
-    os.kill(int(marker.read_text()), signal.SIGKILL)
-    said = ends(agents, within=60)
-    assert "exitcode  : 4" in said[speaks]
-    assert len(re.findall(r"^Error: ", said[speaks], re.MULTILINE)) == 1
-    assert not (tmp_path / "out").exists()
-    resumed = ckpt_tools(*arguments, "--resume")
-    assert "Going on: " in resumed.stderr
-    ckpt_tools(*arguments[:3], tmp_path / "alone", *arguments[4:])
-    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
 # --------------------------------------------------------------------------------------- commands

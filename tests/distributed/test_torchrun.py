@@ -245,6 +245,46 @@ def test_a_rank_without_its_file_ends_all_ranks_with_one_error(engines: Path) ->
     assert not list(engines.glob("gather-lacking.partial"))
 
 
+ON_EACH_RANK = {
+    "alike": {"step": lambda _: torch.tensor(4), "lr": lambda _: 0.1},
+    "buffers": {"buffer": lambda rank: torch.ones(3) + rank},
+    "steps": {"step": lambda rank: torch.tensor(4 + rank)},
+    "objects": {"lr": lambda rank: 0.1 + rank},
+    "types": {"buffer": lambda rank: torch.ones(3, dtype=[torch.half, torch.float][rank])},
+    "positions": {"dataloader": lambda rank: {f"dp_rank_{rank}": {"position": 3 + rank}}},
+    "unopened": {"random": lambda _: np.random.RandomState(0).get_state()},
+}
+
+
+def test_the_engine_gather_notes_and_refuses_what_copy_does(tmp_path: Path) -> None:
+    whole = torch.arange(64, dtype=torch.float32).view(8, 8)
+    placed = [HYBRID[-1]]
+    for name, values in ON_EACH_RANK.items():
+        (tmp_path / name).mkdir()
+        for rank in range(2):
+            mesh = mesh_of((2,), rank)
+            state = {"w": dtensor(shard(whole, placed, mesh), whole.shape, placed, mesh)}
+            state |= {key: value(rank) for key, value in values.items()}
+            torch.save(state, tmp_path / name / f"model_world_size_2_rank_{rank}.pt")
+    for engine in ("copy", "gather"):
+        tasks = [
+            {
+                "engine": engine,
+                "ckpt": tmp_path / name,
+                "mesh": "3",
+                "out": tmp_path / engine / name,
+            }
+            for name in ON_EACH_RANK
+        ]
+        (tmp_path / engine).mkdir()
+        (tmp_path / "tasks.json").write_text(json.dumps(tasks, default=str))
+        job(2, "engines.py", tmp_path / "tasks.json")
+    found = contents(tmp_path / "gather")
+    assert found == contents(tmp_path / "copy")
+    refused = {path.split(".")[0] for path in found if ".error." in path}
+    assert refused == {"buffers", "types"}
+
+
 @pytest.mark.parametrize("engine", ["dcp", "gather"])
 def test_every_engine_keeps_what_check_proved_beside_the_shards(engines: Path, engine: str) -> None:
     told = json.loads((engines / f"{engine}-checked" / "ckpt_tools_proof.json").read_text())

@@ -194,7 +194,7 @@ class Group:
         return trouble
 
     def _await_the_living(self) -> None:
-        if self._heartbeat.is_leaderless:
+        if self._heartbeat.is_leaderless or self._meetings < 2:  # nobody writes before they meet
             return
         self._store.add("stopped", 1)
         end = time.monotonic() + _LAST_WRITES

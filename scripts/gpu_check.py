@@ -1,9 +1,11 @@
 """Do the three engines hold on GPUs? Run by hand on a machine with two of them, over NCCL.
 
-    python scripts/gpu_check.py [FOLDER]
+    python scripts/gpu_check.py [FOLDER]                        # two GPUs, about three minutes
+    TRAINING_DEVICE=cpu python scripts/gpu_check.py [FOLDER]    # the same over gloo
 
 FSDP2 and FSDP1 jobs train on CUDA and save; every engine reshards what they saved; jobs of both
-kinds load the results and take a step. Prints a table, and exits with 1 when anything differs. The
+kinds load the results and take a step. What FSDP2 and FSDP1 saved is checked at the same time, each
+by jobs of two ranks. Prints a table, and exits with 1 when anything differs. The
 training jobs are the tests' own; nothing here needs more than the repository and what it imports.
 """
 
@@ -14,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 HOME = Path(__file__).resolve().parent.parent
@@ -30,6 +34,8 @@ ENVIRONMENT = {
     "PYTHONPATH": f"{HOME}:{os.environ.get('PYTHONPATH', '')}",
 }
 
+# What saves, and as which of the training job's kinds.
+SOURCES = {"fsdp2": "1d", "fsdp1": "fsdp1"}
 # Of each source: engine, what is read, the target mesh, and whether torchrun runs it.
 RESHARDS = (
     ("copy", "dcp", "2x1", False),
@@ -62,6 +68,7 @@ def reshard(folder: Path, engine: str, read: str, mesh: str, *, under_torchrun: 
     """One reshard, compared with what it was made from; the cells of its row."""
     out = folder / f"{engine}-{read}-{mesh}{'-torchrun' if under_torchrun else ''}"
     arguments = ("reshard", folder / read, "-o", out, "--to-mesh", mesh, "--engine", engine)
+    arguments = (*arguments, "--check")
     started = time.monotonic()
     start = torchrun if under_torchrun else run
     done = start("-m", "ckpt_tools", *arguments)
@@ -131,9 +138,11 @@ def main(*arguments: str) -> int:
             "same step FSDP2/FSDP1",
         )
     ]
-    for name, kind in (("fsdp2", "1d"), ("fsdp1", "fsdp1")):
-        shutil.rmtree(top / name, ignore_errors=True)
-        rows += check(top / name, kind)
+    folders = [top / name for name in SOURCES]
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    with ThreadPoolExecutor() as pool:
+        rows += chain.from_iterable(pool.map(check, folders, SOURCES.values()))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))

@@ -34,10 +34,12 @@ def nodes(
     *arguments: str | Path,
     env: dict[str, str] | None = None,
     own_disk: Path | None = None,
+    rendezvous: str = "static",
 ) -> list[subprocess.Popen[str]]:
     """Start a job on two nodes of one rank each, which are two agents on this machine.
 
-    The second node sees a disk of its own at ``own_disk``; only root can have that.
+    The second node sees a disk of its own at ``own_disk``; only root can have that. The rendezvous
+    is torchrun's: "static", or "c10d", under which any of the two may get rank 0.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -45,8 +47,13 @@ def nodes(
     agents = []
     for number in range(2):
         command = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc-per-node", "1"]
-        command += ["--node-rank", str(number), "--master-addr", "127.0.0.1"]
-        command += ["--master-port", str(port), *map(str, arguments)]
+        if rendezvous == "static":
+            command += ["--node-rank", str(number), "--master-addr", "127.0.0.1"]
+            command += ["--master-port", str(port)]
+        else:
+            command += ["--rdzv-backend", rendezvous, "--rdzv-id", "test"]
+            command += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
+        command += map(str, arguments)
         if own_disk is not None and number == 1:
             mounted = f'mount -t tmpfs none {own_disk} && exec "$@"'
             command = ["unshare", "-m", "sh", "-c", mounted, "sh", *command]

@@ -222,7 +222,7 @@ def export_steps(
         say(f"--hf-assets: taking {folder}.")
     assets = None if folder is None else hf_folder.read_assets(folder)
     config = assets.config if assets is not None else hf_folder.config_beside(index.root)
-    steps = [*_lora_steps(dtype), *_name_steps(config)]
+    steps = [*_lora_steps(index.root, dtype), *_name_steps(config)]
     size = _number("vocab_size")
     if size is not None:
         steps.append(maps.VocabularyStep(size))
@@ -232,7 +232,7 @@ def export_steps(
     return tuple(steps)
 
 
-def _lora_steps(dtype: DType | None) -> list[Step]:
+def _lora_steps(ckpt: str, dtype: DType | None) -> list[Step]:
     """The step of --adapter or --merge-lora, if one is asked for. Raises UsageError."""
     alone, merged = _flag("adapter"), _flag("merge_lora")
     file, alpha, name = _text("adapter_config"), _real("lora_alpha"), _text("adapter_name")
@@ -250,6 +250,8 @@ def _lora_steps(dtype: DType | None) -> list[Step]:
             hint="The job's adapter_config.json has it; verl writes lora_train_meta.json.",
         )
     config = lora.LoraConfig(alpha or 0.0) if file is None else lora.read_config(file)
+    if file is None:
+        lora.check_beside(config, ckpt)
     if square is not None:
         config = replace(config, transposed=square == "yes", asked=True)
     if alone:

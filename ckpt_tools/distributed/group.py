@@ -25,15 +25,12 @@ from ckpt_tools.errors import CkptError, PeerFailedError, UsageError
 
 T = TypeVar("T")
 
-_FIRST_MEETING = 300.0  # seconds: as long as torch's own rendezvous waits
-_AGENTS_STORE = 60.0  # the agent has made it before it starts us
 _REFUSED = 5.0
 _ORPHANS_PATIENCE = 10.0
-_LAST_WORD = 60.0
+_LAST_WORD = 30.0
 _LAST_WRITES = 10.0
 _LONGEST_PAUSE = 0.05
 _RANKS_A_MILLISECOND = 20  # what one store answers without being flooded
-_NAMED = 8
 _INTERRUPTED = 130
 
 # A process may join its job again and again, and must not find what was said the last time.
@@ -83,16 +80,15 @@ class Group:
             self._ask(lambda: self._store.set(f"{room}/error/{self.rank}", words))
             self._ask(lambda: self._store.set("failed", "1"))
             self._ask(lambda: self._store.add(f"{room}/failed", 1))
-        self._ask(lambda: self._store.add(f"{room}/here", 1))
-        limit = _FIRST_MEETING if self._meetings == 1 else None
         try:
-            self._wait(lambda: self._store.add(f"{room}/here", 0) >= self.size, limit=limit)
+            self._require_all_alive()  # else others would take it that all is well
+            self._ask(lambda: self._store.add(f"{room}/here", 1))
+            self._wait(lambda: self._store.add(f"{room}/here", 0) >= self.size)
         except PeerFailedError as lost:
             raise self._what_came_first(room) or lost from None
         if self._ask(lambda: self._store.add(f"{room}/failed", 0)):
             self._is_over = True
             raise self._ask(lambda: self._first_error(room))
-        self._heartbeat.watch()
 
     def broadcast(self, text: str) -> str:
         """The text that rank 0 has: what another rank says here is not looked at."""
@@ -125,7 +121,7 @@ class Group:
         """Raise PeerFailedError when another rank has failed or is gone; costs nothing."""
         trouble = self._heartbeat.trouble()
         if trouble is not None or self._heartbeat.has_failed:
-            raise PeerFailedError(trouble or "Another rank has failed.")
+            raise trouble or PeerFailedError("Another rank has failed.")
 
     def guarded(self, work: Callable[[], T]) -> T:
         """What ``work`` gives, which may wait in torch's collectives for ranks that are gone.
@@ -147,7 +143,7 @@ class Group:
                 good = now
             elif now - good > (_LAST_WRITES if trouble else environment.peer_timeout()):
                 self._stuck = PeerFailedError.exit_code
-                raise self._lost(trouble or "Another rank has failed.")
+                raise self._lost(trouble or PeerFailedError("Another rank has failed."))
         if errors:
             raise errors[0]
         return answers[0]
@@ -155,7 +151,8 @@ class Group:
     def abandon(self, error: BaseException) -> None:
         """Tell the others that this rank ends, when they do not know it."""
         if not self._is_over:
-            self._heartbeat.report(f"Rank {self.rank} was stopped ({type(error).__name__}).")
+            why = f"Rank {self.rank} was stopped ({type(error).__name__})."
+            self._heartbeat.report(PeerFailedError(why))
 
     def leave(self) -> None:
         """Let rank 0 have the last word: torchrun ends all ranks as soon as one has failed."""
@@ -186,7 +183,7 @@ class Group:
         why = str(errors[0]).partition("\n")[0] if errors else "no answer"
         raise self._lost(self._heartbeat.store_is_gone(why))
 
-    def _lost(self, trouble: str) -> PeerFailedError:
+    def _lost(self, trouble: CkptError) -> CkptError:
         """The error for a job that cannot go on, when the ranks that live have stopped writing."""
         if not self._is_over:
             self._is_over = True
@@ -194,12 +191,10 @@ class Group:
                 self._await_the_living()
         if self._heartbeat.is_leaderless and self._place.local_rank == 0:
             environment.speak()  # rank 0 cannot
-        return PeerFailedError(
-            trouble, hint="Look at that node, then start the same command again."
-        )
+        return trouble
 
     def _await_the_living(self) -> None:
-        if self._heartbeat.is_leaderless:
+        if self._heartbeat.is_leaderless or self._meetings < 2:  # nobody writes before they meet
             return
         self._store.add("stopped", 1)
         end = time.monotonic() + _LAST_WRITES
@@ -223,33 +218,25 @@ class Group:
         error = messages.decode(self._store.get(f"{room}/error/{rank}").decode())
         return error if rank == 0 else error.at(f"Rank {rank}")
 
-    def _wait(self, done: Callable[[], bool], *, limit: float | None) -> None:
+    def _wait(self, done: Callable[[], bool]) -> None:
         """Ask again and again, so that a signal or the end of a rank can end the wait."""
         longest = max(_LONGEST_PAUSE, self.size / _RANKS_A_MILLISECOND / 1000)
         pause = 0.001
-        end = None if limit is None else time.monotonic() + limit
         while not self._ask(done):
-            trouble = self._heartbeat.trouble()
-            if trouble is not None:
-                raise self._lost(trouble)
-            if end is not None and time.monotonic() > end:
-                self._is_over = True
-                why = self._ask(self._absent)
-                raise _nobody_came(self._place, f"waited {limit:.0f} seconds for {why}")
+            self._require_all_alive()
             time.sleep(pause)
             pause = min(longest, pause * 1.5)
 
-    def _absent(self) -> str:
-        absent = [r for r in range(self.size) if not self._store.check([f"host/{r}"])]
-        more = f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""
-        shown = ", ".join(map(str, absent[:_NAMED]))
-        return f"ranks {shown}{more}"
+    def _require_all_alive(self) -> None:
+        trouble = self._heartbeat.trouble()
+        if trouble is not None:
+            raise self._lost(trouble)
 
 
 @contextmanager
 def join(place: Place, *, workers: int) -> Iterator[Group]:
-    """The group of all ranks of this job. Raises UsageError for workers beside them, and when the
-    other ranks do not come.
+    """The group of all ranks of this job. Raises UsageError for workers beside them, and when there
+    is no store to meet at, PeerFailedError when an agent is gone.
     """
     if workers > 1:
         raise UsageError(
@@ -280,7 +267,7 @@ def _stores(place: Place, name: str) -> tuple[Store, Store]:
         rendezvous,
     )
 
-    seconds = _AGENTS_STORE if environment.agent_has_store() else _FIRST_MEETING
+    seconds = environment.join_timeout()
     limit = timedelta(seconds=seconds)
 
     def connect() -> tuple[Store, Store]:

@@ -1,7 +1,8 @@
 """Whether the ranks of a job are alive: each one counts up a key in the store, others look at it.
 
-Rank 0 watches all ranks, and every rank watches rank 0. Time is counted in own looks, not by the
-clock, so that a job that was suspended as a whole (`docker pause`) goes on when it wakes up.
+Rank 0 watches all ranks, as soon as all have joined, and every rank watches rank 0. Time is counted
+in own looks, not by the clock, so that a job that was suspended as a whole (`docker pause`) goes on
+when it wakes up.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from ckpt_tools.distributed import environment
+from ckpt_tools.distributed import environment, messages
 from ckpt_tools.distributed.environment import Place
+from ckpt_tools.errors import CkptError, PeerFailedError
 
 _INTERVAL = 1.0
 _RANKS_A_SECOND = 2000  # what one store answers beside its other work
 _SECOND_LOOK = 5.0
+_NAMED = 8
 
 
 class Store(Protocol):
@@ -40,10 +43,12 @@ class Heartbeat:
         self._limit = environment.peer_timeout()
         self._interval = min(max(_INTERVAL, place.world_size / _RANKS_A_SECOND), self._limit / 5)
         self._count = 0
+        self._joined = 0
+        self._looks_since_joined = 0
         self._watched: list[int] = []
         self._seen: dict[int, tuple[bytes, int]] = {}
         self._stopped = threading.Event()
-        self._lost: str | None = None
+        self._lost: CkptError | None = None
         self._last = time.monotonic()
         self._silent_since: float | None = None
         self.has_failed = False
@@ -55,19 +60,16 @@ class Heartbeat:
         with suppress(RuntimeError):  # a store that is gone is told of by whoever asks it next
             self._store.set(f"host/{self._place.rank}", os.uname().nodename)
             self._beat()
+            self._store.add("joined", 1)
         thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         thread.start()
         try:
             yield
         finally:
             self._stopped.set()
+            thread.join(_SECOND_LOOK)  # Python must not end while it is in torch's code
 
-    def watch(self) -> None:
-        """From now on look for ranks that stop: all have begun."""
-        if not self._watched:
-            self._watched = [0] if self._place.rank else list(range(1, self._place.world_size))
-
-    def trouble(self) -> str | None:
+    def trouble(self) -> CkptError | None:
         """Why this job cannot go on, or None: a rank, an agent or the store is gone."""
         if self._lost is None and time.monotonic() - self._last > self._limit:
             # This process itself may have been stopped for so long: look once more.
@@ -79,21 +81,21 @@ class Heartbeat:
             self._silent_since = None
         return self._lost
 
-    def store_is_gone(self, why: str) -> str:
-        """Note that the store does not answer any more; gives the words for it."""
+    def store_is_gone(self, why: str) -> CkptError:
+        """Note that the store does not answer any more; gives the error for it."""
         self.is_leaderless = True
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        self._lost = self._lost or (
+        self._lost = self._lost or _gone(
             f"The torchrun job's store at {address} is gone ({why}): "
             "its node or the torchrun agent there has ended."
         )
         return self._lost
 
-    def report(self, text: str) -> None:
-        """Tell all ranks that the job cannot go on."""
+    def report(self, error: CkptError) -> None:
+        """Tell all ranks why the job cannot go on."""
         with suppress(RuntimeError):
-            self._store.set("lost", text)
-        self._lost = self._lost or text
+            self._store.set("lost", messages.encode(error))
+        self._lost = self._lost or error
 
     def _run(self) -> None:
         while self._lost is None and not self._stopped.wait(self._interval):
@@ -112,30 +114,69 @@ class Heartbeat:
     def _look(self) -> None:
         self.has_failed = self._store.check(["failed"])
         if self._store.check(["lost"]):
-            self._lost = self._store.get("lost").decode()
-            return
-        if environment.is_orphan():
+            self.is_leaderless = self._store.check(["leaderless"])
+            self._lost = messages.decode(self._store.get("lost").decode())
+        elif environment.is_orphan():
             self.is_leaderless = True
-            self.report(
-                f"{self._name(self._place.rank)} has lost the torchrun agent that started it."
-            )
+            name = self._name(self._place.rank)
+            self.report(_gone(f"{name} has lost the torchrun agent that started it."))
+        elif self._joined < self._place.world_size:
+            self._look_for_more()
+        else:
+            self._look_for_silent()
+
+    def _look_for_more(self) -> None:
+        joined = self._store.add("joined", 0)
+        self._looks_since_joined = 0 if joined > self._joined else self._looks_since_joined + 1
+        self._joined = joined
+        if joined >= self._place.world_size:
+            self._watched = [0] if self._place.rank else list(range(1, self._place.world_size))
             return
-        if not self._watched:
-            return
+        limit = environment.join_timeout()
+        # Rank 0 alone makes the list, unless it is not there.
+        later = _SECOND_LOOK * (1 + self._place.local_rank) if self._place.rank else 0
+        if self._looks_since_joined * self._interval >= limit + later:
+            ranks = range(self._place.world_size)
+            absent = [rank for rank in ranks if not self._store.check([f"beat/{rank}"])]
+            self._report(absent, _not_joined(absent, ranks=len(ranks), after=limit))
+
+    def _look_for_silent(self) -> None:
         beats = self._store.multi_get([f"beat/{rank}" for rank in self._watched])
         for rank, beat in zip(self._watched, beats, strict=True):
             last, looks = self._seen.get(rank, (b"", 0))
             self._seen[rank] = (beat, looks + 1 if beat == last else 0)
         lost = [r for r, (_, looks) in self._seen.items() if looks * self._interval >= self._limit]
         if lost:
-            self.is_leaderless = lost[0] == 0
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            self.report(
-                f"{self._name(lost[0])}{more} gave no sign of life for {self._limit:.0f} seconds: "
-                "killed, stopped, or cut off from the network."
+            error = _gone(
+                f"{self._name(lost[0])}{more} gave no sign of life for {self._limit:.0f} "
+                "seconds: killed, stopped, or cut off from the network."
             )
+            self._report(lost, error)
+
+    def _report(self, ranks: Sequence[int], error: CkptError) -> None:
+        """Tell all that these ranks are not there; without rank 0 others must speak."""
+        if 0 in ranks:
+            self.is_leaderless = True
+            self._store.set("leaderless", "1")
+        self.report(error)
 
     def _name(self, rank: int) -> str:
         key = f"host/{rank}"
         host = self._store.get(key).decode() if self._store.check([key]) else "an unknown node"
         return f"Rank {rank} on {host}"
+
+
+def _gone(text: str) -> PeerFailedError:
+    return PeerFailedError(text, hint="Look at that node, then start the same command again.")
+
+
+def _not_joined(absent: Sequence[int], *, ranks: int, after: float) -> PeerFailedError:
+    more = f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""
+    shown = ", ".join(map(str, absent[:_NAMED]))
+    return PeerFailedError(
+        f"Of the {ranks} ranks of this torchrun job, {shown}{more} did not join within {after:.0f} "
+        "seconds of the last that did: killed as they started, or on a slow or lost node.",
+        hint="Look at that node, then start the same command again on all of them. Inside of "
+        "another torchrun job, run it without that job's variables: env -u RANK ckpt-tools …",
+    )

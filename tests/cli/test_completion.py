@@ -2,9 +2,15 @@
 
 import json
 import os
+import pty
+import select
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,24 +56,21 @@ def test_fish_completes_commands_and_names() -> None:
     assert offered == ["inspect", "model.head1.bias"]
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
-def test_zsh_can_read_its_script() -> None:
-    script = CliRunner().invoke(cli, ["completion", "zsh"]).stdout
-    subprocess.run(["zsh", "-n"], input=script, text=True, check=True)
-
-
 HOSTILE = ("a$(touch ran).w", "a`touch ran`.w", "a;touch ran", "a b'\"\\c", "a[0],b", "a&touch ran")
+
+
+def _checkpoint(file: Path, *names: str) -> Path:
+    header = {name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    return file
 
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
     """A checkpoint whose names are shell text, some of them with what ends a line."""
     names = [*HOSTILE, "a\nplain,evil", "a\x1b[31m"]
-    header = {name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for name in names}
-    text = json.dumps(header).encode()
-    file = tmp_path / "hostile.safetensors"
-    file.write_bytes(len(text).to_bytes(8, "little") + text)
-    return file
+    return _checkpoint(tmp_path / "hostile.safetensors", *names)
 
 
 def test_names_that_are_no_line_are_not_offered(hostile: Path) -> None:
@@ -92,9 +95,104 @@ def test_bash_puts_names_on_the_line_so_that_nothing_in_them_runs(hostile: Path)
     assert [path.name for path in hostile.parent.iterdir()] == [hostile.name]
 
 
-def test_fish_takes_a_name_whole() -> None:
-    script = CliRunner().invoke(cli, ["completion", "fish"]).stdout
-    assert 'string split -m 1 "," $completion' in script
+class Terminal:
+    """A shell that somebody types into, in a folder of its own.
+
+    `ckpt-tools` completes there as ever; run, it writes its arguments to the file `arguments`.
+    """
+
+    def __init__(self, folder: Path, keyboard: int) -> None:
+        self._folder = folder
+        self._keyboard = keyboard
+
+    def type(self, keys: str) -> None:
+        """Press keys, and wait until the shell has shown all it has to."""
+        os.write(self._keyboard, keys.encode())
+        while select.select([self._keyboard], [], [], 0.5)[0]:
+            os.read(self._keyboard, 1 << 16)
+
+    def completed(self, line: str) -> list[str]:
+        """What the command is given when a line is completed by TAB, and then entered."""
+        self.type(line)
+        self.type("\t")
+        self._wait_for("completed")
+        self.type("\n")
+        return self._wait_for("arguments").split("\0")[:-1]
+
+    def _wait_for(self, name: str) -> str:
+        end = time.monotonic() + 30
+        while not (self._folder / name).exists() and time.monotonic() < end:
+            self.type("")
+        self.type("")
+        text = (self._folder / name).read_text()
+        (self._folder / name).unlink()
+        return text
+
+
+@contextmanager
+def _shell(folder: Path, *command: str) -> Iterator[Terminal]:
+    run = folder / "ckpt-tools"
+    run.write_text(
+        "#!/bin/sh\n"
+        'if [ -n "$_CKPT_TOOLS_COMPLETE" ]; then\n'
+        f'  {sys.executable} -m ckpt_tools "$@"; touch completed; exit\n'
+        "fi\n"
+        "printf '%s\\0' \"$@\" > part; mv part arguments\n"
+    )
+    run.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder)}
+    process, keyboard = pty.fork()
+    if process == 0:
+        os.chdir(folder)
+        os.execvpe(command[0], command, {**environment, "TERM": "xterm"})  # noqa: S606
+    try:
+        yield Terminal(folder, keyboard)
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(keyboard)
+
+
+INTERACTIVE = {
+    "zsh": ("autoload -U compinit; compinit -D -u; source ./script", "-f", "-i"),
+    "fish": ("source ./script", "--no-config", "-i"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", list(INTERACTIVE))
+def test_a_name_that_a_shell_completes_is_one_word_and_nothing_in_it_runs(
+    tmp_path: Path, shell: str
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    names = [*HOSTILE, "*", "$HOME", "a|touch ran", "(touch ran)", "a b*?"]
+    for number, name in enumerate(names):
+        _checkpoint(tmp_path / f"{number}.safetensors", name)
+    start, *options = INTERACTIVE[shell]
+    (tmp_path / "script").write_text(CliRunner().invoke(cli, ["completion", shell]).stdout)
+    with _shell(tmp_path, shell, *options) as terminal:
+        terminal.type("")
+        terminal.type(f"{start}\n")
+        for number, name in enumerate(names):
+            given = terminal.completed(f"ckpt-tools show {number}.safetensors ")
+            assert given == ["show", f"{number}.safetensors", name]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", list(INTERACTIVE))
+def test_a_name_with_a_line_break_is_completed_by_no_shell(tmp_path: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    _checkpoint(tmp_path / "0.safetensors", "a\ntouch ran")
+    start, *options = INTERACTIVE[shell]
+    (tmp_path / "script").write_text(CliRunner().invoke(cli, ["completion", shell]).stdout)
+    with _shell(tmp_path, shell, *options) as terminal:
+        terminal.type("")
+        terminal.type(f"{start}\n")
+        assert terminal.completed("ckpt-tools show 0.safetensors ") == ["show", "0.safetensors"]
+    assert not (tmp_path / "ran").exists()
 
 
 def test_commands_are_offered() -> None:

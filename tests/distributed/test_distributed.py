@@ -297,6 +297,22 @@ def test_a_rank_that_is_gone_ends_the_others_and_is_named(gone: int) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(("here", "absent"), [(0, "1, 2"), (1, "0, 2")])
+def test_ranks_that_never_join_end_the_one_that_waits_and_are_named(
+    monkeypatch: pytest.MonkeyPatch, here: int, absent: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store, place = MemoryStore(), Place(here, 3, 0, 1)
+    heartbeat = Heartbeat(store, place)
+    started = time.monotonic()
+    with heartbeat.running(), pytest.raises(PeerFailedError) as lost:
+        Group(store, place, heartbeat=heartbeat).barrier()
+    assert f"3 ranks of this torchrun job, {absent} did not join within 2 s" in lost.value.message
+    assert "env -u RANK" in (lost.value.hint or "")
+    assert time.monotonic() - started < 12
+
+
+@pytest.mark.usefixtures("impatient")
 def test_an_error_that_a_rank_brought_is_told_although_another_is_gone() -> None:
     def work(group: Group) -> None:
         with group.collective():

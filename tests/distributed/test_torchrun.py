@@ -1,19 +1,16 @@
 """Real torchrun jobs over gloo: the command, the engines, and training that goes on."""
 
 import json
-import os
 import random
-import re
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from damages import Victim
-from dtensor_files import drifted
-from launching import BIN, JOBS, ckpt_tools, contents, ends, job, nodes, torchrun
+from dtensor_files import HYBRID, drifted, dtensor, mesh_of, shard
+from launching import BIN, ckpt_tools, contents, job, torchrun
 from safetensors.numpy import save_file
 
 from ckpt_tools.copying.read import read_array
@@ -249,49 +246,51 @@ def test_a_rank_without_its_file_ends_all_ranks_with_one_error(engines: Path) ->
     assert not list(engines.glob("gather-lacking.partial"))
 
 
+ON_EACH_RANK = {
+    "alike": {"step": lambda _: torch.tensor(4), "lr": lambda _: 0.1},
+    "buffers": {"buffer": lambda rank: torch.ones(3) + rank},
+    "steps": {"step": lambda rank: torch.tensor(4 + rank)},
+    "objects": {"lr": lambda rank: 0.1 + rank},
+    "types": {"buffer": lambda rank: torch.ones(3, dtype=[torch.half, torch.float][rank])},
+    "positions": {"dataloader": lambda rank: {f"dp_rank_{rank}": {"position": 3 + rank}}},
+    "unopened": {"random": lambda _: np.random.RandomState(0).get_state()},
+}
+
+
+def test_the_engine_gather_notes_and_refuses_what_copy_does(tmp_path: Path) -> None:
+    whole = torch.arange(64, dtype=torch.float32).view(8, 8)
+    placed = [HYBRID[-1]]
+    for name, values in ON_EACH_RANK.items():
+        (tmp_path / name).mkdir()
+        for rank in range(2):
+            mesh = mesh_of((2,), rank)
+            state = {"w": dtensor(shard(whole, placed, mesh), whole.shape, placed, mesh)}
+            state |= {key: value(rank) for key, value in values.items()}
+            torch.save(state, tmp_path / name / f"model_world_size_2_rank_{rank}.pt")
+    for engine in ("copy", "gather"):
+        tasks = [
+            {
+                "engine": engine,
+                "ckpt": tmp_path / name,
+                "mesh": "3",
+                "out": tmp_path / engine / name,
+            }
+            for name in ON_EACH_RANK
+        ]
+        (tmp_path / engine).mkdir()
+        (tmp_path / "tasks.json").write_text(json.dumps(tasks, default=str))
+        job(2, "engines.py", tmp_path / "tasks.json")
+    found = contents(tmp_path / "gather")
+    assert found == contents(tmp_path / "copy")
+    refused = {path.split(".")[0] for path in found if ".error." in path}
+    assert refused == {"buffers", "types"}
+
+
 @pytest.mark.parametrize("engine", ["dcp", "gather"])
 def test_every_engine_keeps_what_check_proved_beside_the_shards(engines: Path, engine: str) -> None:
     told = json.loads((engines / f"{engine}-checked" / "ckpt_tools_proof.json").read_text())
     assert told["proof"].startswith("Proven by ")
     assert " bit for bit." in told["proof"]
-
-
-# --------------------------------------------------------------------------------------- two nodes
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a node its own disk")
-def test_dcp_into_a_nodes_own_disk_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    arguments = ("reshard", DCP, "-o", tmp_path / "out", "--to-mesh", "2", "--engine", "dcp")
-    said = ends(nodes("-m", "ckpt_tools", *arguments, own_disk=tmp_path), within=120)
-    assert f"Error: Rank 1: {tmp_path}/out.partial on " in said[0]
-    assert "exitcode  : 2" in said[0]
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("killed", "speaks"), [(1, 0), (0, 1)])
-def test_a_rank_killed_under_a_static_rendezvous_ends_the_job_and_resume_goes_on(
-    tmp_path: Path, killed: int, speaks: int
-) -> None:
-    arguments = ("reshard", DCP, "-o", tmp_path / "out", "--to-mesh", "4x8")
-    marker = tmp_path / "stalled"
-    env = {
-        "CKPT_TOOLS_PEER_TIMEOUT": "5",
-        "STALL": f"{killed}:executors:write_share:{marker}",
-    }
-    agents = nodes(JOBS / "stall.py", *arguments, env=env)
-    end = time.monotonic() + 60
-    while not (marker.exists() and marker.read_text()) and time.monotonic() < end:
-        time.sleep(0.05)
-    time.sleep(1)  # the other rank has finished its share
-    os.kill(int(marker.read_text()), signal.SIGKILL)
-    said = ends(agents, within=60)
-    assert "exitcode  : 4" in said[speaks]
-    assert len(re.findall(r"^Error: ", said[speaks], re.MULTILINE)) == 1
-    assert not (tmp_path / "out").exists()
-    resumed = ckpt_tools(*arguments, "--resume")
-    assert "Going on: " in resumed.stderr
-    ckpt_tools(*arguments[:3], tmp_path / "alone", *arguments[4:])
-    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
 # --------------------------------------------------------------------------------------- commands

@@ -4,7 +4,7 @@
 
 TASKS is a list of {"ckpt", "out", "engine", "mesh", "place", "check"}; `{rank}` in a checkpoint's
 path is the rank's own number, as where each node has its own disk. An error is written to
-OUT.error.
+OUT.error.RANK, else notes to OUT.notes.RANK.
 """
 
 import json
@@ -31,7 +31,8 @@ def run(task: dict[str, object], rank: int) -> None:
     job = Job(str(task["out"]), ReshardOptions(mesh, rules=rules), write, _ignore)
     request = Request(str(task["ckpt"]).replace("{rank}", str(rank)), str(task["engine"]))
     try:
-        reshard_by(request, job)
+        plan = reshard_by(request, job)
+        Path(f"{task['out']}.notes.{rank}").write_text("\n".join(plan.notes))
     except CkptError as error:
         Path(f"{task['out']}.error.{rank}").write_text(f"{type(error).__name__}: {error.message}")
 

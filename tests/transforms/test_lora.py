@@ -181,7 +181,9 @@ def test_alpha_patterns_ranks_and_rslora_count_for_each_module(tmp_path: Path) -
 
 def test_an_adapter_of_several_ranks_says_so(tmp_path: Path) -> None:
     folder = source(tmp_path / "in", layer("a.q", 2) | layer("b.q", 4, 1) | layer("c.q", 2, 2))
-    ran("export", folder, "-o", tmp_path / "out", "--adapter", "--lora-alpha", 4)
+    (tmp_path / "config.json").write_text(json.dumps({"lora_alpha": 4}))
+    words = ("--adapter", "--adapter-config", tmp_path / "config.json")
+    ran("export", folder, "-o", tmp_path / "out", *words)
     made = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (made["r"], made["rank_pattern"]) == (2, {r"^b\.q": 4})
     assert made["target_modules"] == ["q"]
@@ -201,6 +203,42 @@ def test_a_configuration_of_another_rank_is_refused(tmp_path: Path) -> None:
     result = run("export", PEFT, "-o", tmp_path / "out", *words)
     assert result.exit_code == 2
     assert "says rank 16, its tensors have 3" in result.stderr
+
+
+@pytest.mark.parametrize("way", ["--adapter", "--merge-lora"])
+def test_alpha_alone_is_refused_where_ranks_differ(tmp_path: Path, way: str) -> None:
+    folder = source(tmp_path / "in", layer("a.q", 2) | layer("b.q", 4, 1))
+    result = run("export", folder, "-o", tmp_path / "out", way, "--lora-alpha", 4)
+    assert result.exit_code == 2
+    assert "The modules have ranks 2, 4 (PEFT's rank_pattern)" in result.stderr
+    assert "--adapter-config FILE" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "lora_train_meta.json"])
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"lora_alpha": 4, "use_rslora": True}, "says use_rslora = True;"),
+        ({"lora_alpha": 4, "alpha_pattern": {"q": 8}}, "says alpha_pattern = {'q': 8};"),
+        ({"lora_alpha": 8}, "says lora_alpha = 8;"),
+        ({"lora_alpha": 4, "use_rslora": False}, None),
+    ],
+)
+def test_alpha_alone_is_refused_where_the_configuration_beside_says_more(
+    tmp_path: Path, name: str, said: dict[str, object], words: str | None
+) -> None:
+    folder = source(tmp_path / "in", layer("a.q", 2))
+    (folder / name).write_text(json.dumps(said))
+    asked = ("export", folder, "-o", tmp_path / "out", "--merge-lora")
+    result = run(*asked, "--lora-alpha", 4)
+    if words is None:
+        assert result.exit_code == 0, result.stderr
+    else:
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert f"--adapter-config {folder / name} in place of --lora-alpha" in result.stderr
+        ran(*asked, "--adapter-config", folder / name)
 
 
 def test_one_of_several_adapters_is_chosen_by_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ makes the folder, `merge` the merged weights.
 from __future__ import annotations
 
 from ckpt_tools.transforms.lora.adapter import AdapterStep
-from ckpt_tools.transforms.lora.config import LoraConfig, read_config
+from ckpt_tools.transforms.lora.config import LoraConfig, check_beside, read_config
 from ckpt_tools.transforms.lora.merge import MergeStep
 
-__all__ = ["AdapterStep", "LoraConfig", "MergeStep", "read_config"]
+__all__ = ["AdapterStep", "LoraConfig", "MergeStep", "check_beside", "read_config"]

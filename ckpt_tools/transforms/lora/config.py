@@ -7,7 +7,9 @@ lora_train_meta.json); the rank is always the tensors' own.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,8 @@ from ckpt_tools.errors import UnsupportedError, UsageError, reason_of
 from ckpt_tools.transforms.lora import orientation
 from ckpt_tools.transforms.lora.parts import Parts
 
+# Where PEFT, and verl, keep it.
+_BESIDE = ("adapter_config.json", "lora_train_meta.json")
 # What of PEFT's LoraConfig (0.21) changes nothing here: bookkeeping, which modules were trained
 # (the tensors tell), how the factors began, and what only counts in training.
 _UNDERSTOOD = frozenset(
@@ -78,6 +82,28 @@ def read_config(path: str) -> LoraConfig:
     )
 
 
+def check_beside(config: LoraConfig, ckpt: str) -> None:
+    """Raise UsageError when a configuration in the checkpoint's folder says more than alpha alone.
+
+    Raises what `read_config` raises of that file.
+    """
+    folder = os.path.dirname(ckpt) or "." if os.path.isfile(ckpt) else ckpt
+    for path in (os.path.join(folder, name) for name in _BESIDE):
+        if not os.path.isfile(path):
+            continue
+        found = read_config(path)
+        patterns = f"alpha_pattern = {dict(found.alphas)}" if found.alphas else ""
+        alpha = f"lora_alpha = {found.alpha:g}" if found.alpha != config.alpha else ""
+        others = [alpha, "use_rslora = True" if found.rslora else "", patterns]
+        if any(others):
+            said = ", ".join(filter(None, others))
+            raise UsageError(
+                f"{path} says {said}; --lora-alpha {config.alpha:g} alone means this alpha divided "
+                "by the rank, for all modules.",
+                hint=f"--adapter-config {shlex.quote(path)} in place of --lora-alpha.",
+            )
+
+
 def _refuse_others(said: Mapping[str, object], path: str) -> None:
     """Raise UnsupportedError, with their names, for settings that are not understood here."""
     odd = [f"{key} = {value!r}" for key, value in said.items() if _is_odd(key, value)]
@@ -113,8 +139,15 @@ def _matching(module: str, patterns: Sequence[str]) -> str | None:
 
 
 def check_ranks(config: LoraConfig, parts: Parts) -> None:
-    """Raise UsageError when the configuration says other ranks than the tensors have."""
-    said = config.said or {}
+    """Raise UsageError when the configuration says other ranks than the tensors have.
+
+    Also for alpha alone where modules have different ranks: no tensor says what alphas they have
+    then, and whether rsLoRA divides by the root of the rank.
+    """
+    if config.said is None:
+        _refuse_ranks({one.rank for one in parts.factors})
+        return
+    said = config.said
     usual, patterns = said.get("r"), said.get("rank_pattern") or {}
     if usual is None or not isinstance(patterns, dict):
         return
@@ -126,6 +159,17 @@ def check_ranks(config: LoraConfig, parts: Parts) -> None:
                 f"{one.module}: the configuration says rank {wanted}, its tensors have {one.rank}.",
                 hint="It is of another adapter; give the one that this job was trained with.",
             )
+
+
+def _refuse_ranks(ranks: set[int]) -> None:
+    if len(ranks) > 1:
+        raise UsageError(
+            f"The modules have ranks {', '.join(map(str, sorted(ranks)))} (PEFT's rank_pattern), "
+            "and --lora-alpha alone does not say whether alphas differ, too (alpha_pattern), or "
+            "are divided by the root of the rank (use_rslora).",
+            hint="--adapter-config FILE, the job's adapter_config.json. When it is one alpha "
+            'divided by each rank, a file with {"lora_alpha": ALPHA} says so.',
+        )
 
 
 def content_of(config: LoraConfig, parts: Parts) -> bytes:

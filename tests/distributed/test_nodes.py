@@ -1,0 +1,243 @@
+"""Jobs on two nodes, which are two torchrun agents on this machine: what they write, and how they
+end when a rank or an agent is killed.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launching import JOBS, ckpt_tools, contents, ends, nodes
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
+
+DATA = Path(__file__).parents[1] / "data" / "checkpoints"
+DCP = DATA / "fsdp2_dcp_1d_4r" / "ckpt"
+RANKS = DATA / "torch-2.11-cuda-fsdp2-2" / "ranks"
+TO_MESH = ("--to-mesh", "4x8")
+
+
+# ------------------------------------------------------------------------------ what they write
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_nodes_write_what_one_process_writes_by_every_engine(
+    tmp_path: Path, rendezvous: str
+) -> None:
+    sources = {"copy": DCP, "dcp": DCP, "gather": RANKS}
+    tasks = [
+        {"engine": engine, "ckpt": source, "mesh": "2", "out": tmp_path / engine, "check": True}
+        for engine, source in sources.items()
+    ]
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks, default=str))
+    agents = nodes(JOBS / "engines.py", tmp_path / "tasks.json", rendezvous=rendezvous)
+    said = ends(agents, within=120)
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    for engine, source in sources.items():
+        alone = tmp_path / f"{engine}-alone"
+        ckpt_tools("reshard", source, "-o", alone, "--to-mesh", "2", "--check")
+        if engine == "dcp":  # torch's own files
+            ckpt_tools("diff", alone, tmp_path / engine)
+        else:
+            for folder in (tmp_path / engine, alone):
+                (folder / "ckpt_tools_proof.json").unlink()  # it says who compared
+            assert contents(tmp_path / engine) == contents(alone)
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_nodes_export_what_one_process_exports(tmp_path: Path, rendezvous: str) -> None:
+    command = ("export", DCP, "--max-shard-size", "50KB", "--check")
+    agents = nodes("-m", "ckpt_tools", *command, "-o", tmp_path / "out", rendezvous=rendezvous)
+    said = ends(agents, within=120)
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert "".join(said).count("Proven by ") == 1
+    ckpt_tools(*command, "-o", tmp_path / "alone")
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "export {} -o {}",
+        "reshard {} -o {} --to-mesh 2",
+        "reshard {} -o {} --to-mesh 2 --engine dcp",
+    ],
+)
+def test_a_source_that_one_node_sees_in_part_is_refused(tmp_path: Path, command: str) -> None:
+    for rank in range(2):
+        shutil.copytree(DCP, tmp_path / f"source{rank}")
+    (tmp_path / "source1" / "__2_0.distcp").unlink()
+    asked = command.format(f"{tmp_path}/source$RANK", tmp_path / "out")
+    agents = nodes("--no-python", "sh", "-c", f"exec ckpt-tools {asked}")
+    said = ends(agents, within=120)
+    errors = re.findall(r"^Error: .*", "".join(said), re.MULTILINE)
+    assert len(errors) == 1, said
+    assert errors[0].startswith("Error: Rank 1: ")
+    assert "__2_0.distcp" in errors[0]
+    assert "exitcode  : 3" in said[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source0", "source1"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a node its own disk")
+def test_dcp_into_a_nodes_own_disk_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    arguments = ("reshard", DCP, "-o", tmp_path / "out", "--to-mesh", "2", "--engine", "dcp")
+    said = ends(nodes("-m", "ckpt_tools", *arguments, own_disk=tmp_path), within=120)
+    assert f"Error: Rank 1: {tmp_path}/out.partial on " in said[0]
+    assert "exitcode  : 2" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------- how they end
+
+
+class Job:
+    """A reshard on two nodes, one rank of which stands still where it was asked to."""
+
+    def __init__(self, folder: Path, stall: str, rendezvous: str) -> None:
+        self.arguments = ("reshard", DCP, "-o", folder / "out", *TO_MESH)
+        self.rank = int(stall[0])
+        self._marker = folder / "stalled"
+        env = {"CKPT_TOOLS_PEER_TIMEOUT": "5", "STALL": f"{stall}:{self._marker}"}
+        words = (JOBS / "stall.py", *self.arguments)
+        self.agents = nodes(*words, env=env, rendezvous=rendezvous)
+        end = time.monotonic() + 90
+        while not self._marker.exists():
+            assert time.monotonic() < end, "the rank never came there"
+            time.sleep(0.05)
+        self._stalled = int(self._marker.read_text())
+
+    def kill_rank(self) -> None:
+        """Kill the rank that stands still."""
+        os.kill(self._stalled, signal.SIGKILL)
+
+    def kill_agent(self) -> None:
+        """Kill the agent of the rank that stands still, and let this go on."""
+        status = Path(f"/proc/{self._stalled}/stat").read_text()
+        os.kill(int(status.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        time.sleep(0.5)
+        self._marker.unlink()
+
+    def end(self) -> list[str]:
+        """What the agents said. Both have to end within a minute, and all ranks with them."""
+        said = ends(self.agents, within=60)
+        left = [int(file.read_text()) for file in self._marker.parent.glob("stalled.[01]")]
+        assert len(left) == 2
+        end = time.monotonic() + 30
+        while any(map(is_alive, left)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not any(map(is_alive, left)), "an orphan is left"
+        return said
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs: one that nobody waits for has ended."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str, str], Job]]:
+    """Starts a job, of which nothing is left in the end."""
+    jobs: list[Job] = []
+
+    def starting(stall: str, rendezvous: str) -> Job:
+        jobs.append(Job(tmp_path, stall, rendezvous))
+        return jobs[-1]
+
+    yield starting
+    for agent in (agent for job in jobs for agent in job.agents):
+        agent.kill()
+    for file in tmp_path.glob("stalled.[01]"):
+        subprocess.run(["kill", "-9", file.read_text()], check=False, capture_output=True)
+
+
+def resumes(arguments: tuple[str | Path, ...], folder: Path) -> str:
+    """What the same command says with --resume, which must write what a run alone writes."""
+    assert not (folder / "out").exists()
+    resumed = ckpt_tools(*arguments, "--resume")
+    ckpt_tools(*arguments[:3], folder / "alone", *arguments[4:])
+    assert contents(folder / "out") == contents(folder / "alone")
+    return resumed.stderr
+
+
+@pytest.mark.parametrize(
+    ("stall", "words"),
+    [
+        ("1:executors:join", r"Of the 2 ranks of this torchrun job, 1 did not join within 10 s"),
+        ("1:engines:read_index", r"Rank 1 on .* gave no sign of life for 5 seconds"),
+    ],
+)
+def test_a_rank_killed_before_all_have_met_ends_the_job_with_one_error(
+    tmp_path: Path, start: Callable[[str, str], Job], stall: str, words: str
+) -> None:
+    job = start(stall, "static")
+    job.kill_rank()
+    said = job.end()
+    assert "exitcode  : 4" in said[0]
+    (error,) = re.findall(r"^Error: .*", "".join(said), re.MULTILINE)
+    assert re.search(words, error)
+    resumes(job.arguments, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stall", "words"),
+    [
+        ("0::", "Nobody listens at .*: the torchrun agent that holds the job's store has ended"),
+        ("1::", "Rank 1 on .* has lost the torchrun agent that started it"),
+    ],
+)
+def test_an_agent_killed_before_its_rank_has_begun_ends_the_job(
+    tmp_path: Path, start: Callable[[str, str], Job], stall: str, words: str
+) -> None:
+    job = start(stall, "static")
+    job.kill_agent()
+    said = job.end()
+    other = said[1 - job.rank]
+    assert "exitcode  : 4" in other
+    (error,) = re.findall(r"^Error: .*", other, re.MULTILINE)
+    assert re.search(words, error)
+    resumes(job.arguments, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stall", "rendezvous"),
+    [
+        ("1:executors:write_share", "static"),
+        ("0:executors:write_share", "static"),
+        ("1:executors:write_share", "c10d"),
+    ],
+)
+def test_an_agent_killed_in_the_middle_ends_the_job_and_resume_goes_on(
+    tmp_path: Path, start: Callable[[str, str], Job], stall: str, rendezvous: str
+) -> None:
+    job = start(stall, rendezvous)
+    time.sleep(1)  # the other rank has finished its share
+    job.kill_agent()
+    said = "".join(job.end())
+    errors = re.findall(r"^Error: .*", said, re.MULTILINE)
+    gone = "has lost the torchrun agent that started it|The torchrun job's store at .* is gone"
+    assert errors
+    assert all(re.search(gone, error) for error in errors)
+    assert "Going on: " in resumes(job.arguments, tmp_path)
+
+
+@pytest.mark.parametrize(("killed", "speaks"), [(1, 0), (0, 1)])
+def test_a_rank_killed_under_a_static_rendezvous_ends_the_job_and_resume_goes_on(
+    tmp_path: Path, start: Callable[[str, str], Job], killed: int, speaks: int
+) -> None:
+    job = start(f"{killed}:executors:write_share", "static")
+    time.sleep(1)  # the other rank has finished its share
+    job.kill_rank()
+    said = job.end()
+    assert "exitcode  : 4" in said[speaks]
+    assert len(re.findall(r"^Error: ", said[speaks], re.MULTILINE)) == 1
+    assert "Going on: " in resumes(job.arguments, tmp_path)

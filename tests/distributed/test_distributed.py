@@ -415,7 +415,7 @@ def test_a_rank_finds_a_wrong_value_in_the_rows_that_it_alone_can_read(
         first = file.read(1)
         file.seek(offset)
         file.write(bytes([first[0] ^ 1]))
-    chunks = [chunk for entry in index.tensors for chunk in entry.chunks]
+    chunks = [chunk for e in index.tensors for chunk in e.chunks if 0 not in chunk.box.sizes]
     own = {chunk.data.path for chunk in chunks if chunk.rank == rank}
     assert own
     asked = {"source": index, "threads": 1, "own": own}
@@ -770,7 +770,7 @@ def test_workers_locate_each_chunk_once_and_never_the_plans_of_others(
     assert not looked_at
     for order in shares_of(plan, tmp_path / "out", 4):
         write_share(order, on_bytes=nothing)
-    chunks = [chunk for entry in index.tensors for chunk in entry.chunks]
+    chunks = [chunk for e in index.tensors for chunk in e.chunks if 0 not in chunk.box.sizes]
     assert len(looked_at) == len(set(looked_at)) == len(chunks)
 
 

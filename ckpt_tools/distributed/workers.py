@@ -16,9 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.copying.resume import Place, logged
 from ckpt_tools.copying.tasks import Share, Task
@@ -27,6 +25,9 @@ from ckpt_tools.core.plan import FilePlan, ReadItem, WriteItem
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError
 from ckpt_tools.storage.reader import Files
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _MODULE = "ckpt_tools.distributed.worker"
 
@@ -94,6 +95,8 @@ def write_with_workers(orders: Sequence[Order], *, on_bytes: Callable[[int], Non
 
     Raises what `write_share` raises, and WriteError when a worker dies.
     """
+    from multiprocessing.connection import Connection, wait  # late: only -j has workers
+
     workers: dict[Connection[object, object], subprocess.Popen[bytes]] = {}
     try:
         for _ in orders:
@@ -120,6 +123,8 @@ def write_with_workers(orders: Sequence[Order], *, on_bytes: Callable[[int], Non
 
 def _started() -> tuple[Connection[object, object], subprocess.Popen[bytes]]:
     """A new worker, and the connection to it."""
+    from multiprocessing import Pipe
+
     ours, theirs = Pipe()
     with theirs:
         fd = theirs.fileno()

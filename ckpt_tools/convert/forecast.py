@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.copying.tasks import GROUP_BYTES
-from ckpt_tools.core.plan import FilePlan, LazyPlans
+from ckpt_tools.core.plan import LazyPlans
 
 # Measured on Linux, Python 3.11: the process with numpy, the process with torch 2.13, and what one
 # box of a plan takes, with the read that fills it and the bytes around it in the file.

@@ -54,7 +54,7 @@ class Plan:
     A target's entry is what is written, under its new name, as boxes over the source's bytes.
     ``tree`` has the containers of the names in the output. ``works`` must be done once before the
     files are written. ``single_file`` is the name of the one file that is all of the output. What
-    is read of chunks that are not located yet, `formats.located_reads` locates with ``source``.
+    is read of chunks that are not located yet, workers locate in ``source``.
     """
 
     files: Sequence[FilePlan]

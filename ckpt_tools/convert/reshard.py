@@ -123,28 +123,14 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plan a reshard from headers alone; nothing is written.
 
-    Steps and frameworks' layouts get all chunks located, whatever ``locate`` does.
-
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     layouts that the tensors or torch's own loader cannot have.
     """
-    form = formats.named(options.format)
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     chosen, of_ranks = without_old_ranks(chosen, _target_ranks(options))
-    with Files() as files:
-        is_moved = options.steps or options.layout is not None
-        located = (formats.locate if is_moved else locate)(chosen, files)
-        located.require_whole()
-        foreign = any(e.codec != form.object_codec for e in located.objects)
-        if options.layout is not None or foreign:
-            located = formats.open_objects(located, files)
-        if form.nested:
-            located = param_names.loadable(located)
-        else:
-            located = formats.copyable_objects(located, files)
-    located, left_out = _without_unopened(located, options)
+    located, left_out = _without_unopened(_whole(chosen, options, locate), options)
     sharded = _sharded(index)
     stepped: list[str] = []
     made = tuple(Made(entry, (entry.fqn,)) for entry in located.tensors)
@@ -175,6 +161,25 @@ def plan_reshard(
         objects=held.objects,
         tree=held.nesting,
     )
+
+
+def _whole(chosen: CheckpointIndex, options: ReshardOptions, locate: Locate) -> CheckpointIndex:
+    """The chosen entries as they are planned, with objects as the target's format takes them.
+
+    Steps and frameworks' layouts get all chunks located, whatever ``locate`` does. Raises what
+    keeps the entries from being whole.
+    """
+    form = formats.named(options.format)
+    is_moved = options.steps or options.layout is not None
+    with Files() as files:
+        located = (formats.locate if is_moved else locate)(chosen, files)
+        located.require_whole()
+        foreign = any(entry.codec != form.object_codec for entry in located.objects)
+        if options.layout is not None or foreign:
+            located = formats.open_objects(located, files)
+        if form.nested:
+            return param_names.loadable(located)
+        return formats.copyable_objects(located, files)
 
 
 def _target_ranks(options: ReshardOptions) -> TargetRanks:

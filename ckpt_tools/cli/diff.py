@@ -7,19 +7,16 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from ckpt_tools.cli import options, progress, proving, reading, render
+from ckpt_tools.cli import asked, options, progress, proving, reading, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import (
     Diff,
     DiffOptions,
     EntryDiff,
-    Naming,
     Tolerance,
-    parse_rename,
 )
 from ckpt_tools.proof import diff as compare_values
 from ckpt_tools.proof import diff_headers as compare_headers
@@ -90,30 +87,22 @@ def command(
     first: str,
     second: str,
     header_only: bool,
-    rtol: float,
-    atol: float,
-    ignore_dtypes: bool,
     clean_names: bool,
-    renames: tuple[str, ...],
     threads: int | None,
     json: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    only: str,
-    allow_global: tuple[str, ...],
+    **_shared: object,
 ) -> None:
     """Compare what the filters choose on both sides; exit with 1 when it is not the same."""
-    if header_only and (rtol or atol or ignore_dtypes):
+    wanted = asked.comparing()
+    if header_only and (wanted.tolerance != Tolerance() or wanted.ignore_dtypes):
         raise UsageError("--header-only compares no values, so tolerances mean nothing.")
-    naming = Naming(clean=clean_names, renames=tuple(map(parse_rename, renames)))
-    asked = DiffOptions(naming, Tolerance(rtol, atol), ignore_dtypes)
-    chosen = options.Filters.of(include, exclude, only)
-    a = reading.choose(reading.read(first, ReadOptions(allow_global)), chosen)
-    b = reading.choose(reading.read(second, ReadOptions(allow_global)), chosen)
+    chosen = asked.filters()
+    a = reading.choose(reading.read(first, asked.reading()), chosen)
+    b = reading.choose(reading.read(second, asked.reading()), chosen)
     found = (
-        compare_headers(a, b, naming=naming)
+        compare_headers(a, b, naming=wanted.naming)
         if header_only
-        else _values(a, b, asked, threads=threads)
+        else _values(a, b, wanted, threads=threads)
     )
     if json:
         render.emit_json(_json(a, b, found))
@@ -128,11 +117,11 @@ def command(
 
 
 def _values(
-    a: CheckpointIndex, b: CheckpointIndex, asked: DiffOptions, *, threads: int | None
+    a: CheckpointIndex, b: CheckpointIndex, wanted: DiffOptions, *, threads: int | None
 ) -> Diff:
     total = sum(entry.nbytes for index in (a, b) for entry in index.tensors)
     with progress.byte_bar(total, label="diff") as on_bytes, Files() as files:
-        return compare_values(a, b, files, options=asked, threads=threads, on_bytes=on_bytes)
+        return compare_values(a, b, files, options=wanted, threads=threads, on_bytes=on_bytes)
 
 
 def _lines(found: Diff) -> Iterator[str]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import click
-from click.core import ParameterSource
 
 from ckpt_tools import formats
-from ckpt_tools.cli import options, progress, reading, render, shaping, writing
+from ckpt_tools.cli import asked, options, progress, reading, render, shaping
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert import export as convert
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.parallel import choose_threads
-from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.executors import Listener, available
@@ -39,9 +36,6 @@ leading module); stderr says what was done.
     "ckpt-tools export run7/step-1000 -o run7-hf --dry-run",
 )
 
-
-# PEFT reads one file.
-_ONE_FILE = 1 << 62
 
 _PARAMS = [
     options.checkpoint(),
@@ -79,10 +73,6 @@ def command(
     out: str,
     form: str | None,
     layout: WholeLayout | None,
-    dtype: DType | None,
-    max_shard_size: int,
-    keep_names: bool,
-    keep_rank_states: bool,
     jobs: int,
     dry_run: bool,
     json: bool,
@@ -93,45 +83,7 @@ def command(
     form = _form("torch" if layout is not None and form is None else form, out)
     if dry_run and environment.is_follower():
         return  # rank 0 plans alone
-    chosen = options.Filters.given()
-    source = click.get_current_context().get_parameter_source("only")
-    if layout is not None and source is ParameterSource.DEFAULT:
-        chosen = replace(chosen, only=None)  # its loader takes model and optimizer
-
-    def asked(index: CheckpointIndex) -> convert.ExportOptions:
-        reading.choose(index, chosen)
-        return convert.ExportOptions(
-            format=form,
-            dtype=dtype,
-            dtypes=shaping.dtype_rules(),
-            keep_names=keep_names,
-            keep_rank_states=keep_rank_states,
-            steps=shaping.export_steps(index, dtype=dtype, is_folder=_is_hf_folder(out, form)),
-            include=chosen.include,
-            exclude=chosen.exclude,
-            only=chosen.only,
-            max_shard_size=_ONE_FILE if shaping.is_adapter() else max_shard_size,
-            layout=layout,
-            basename="adapter_model" if shaping.is_adapter() else "model",
-        )
-
-    read, write = replace(options.reading_given(), cuts=shaping.cuts()), writing.given()
-    if dry_run:
-        rehearse_output(out, write, write.sources)
-        index = read_index(ckpt, options=read)
-        conversion = convert.Export(index, out, write, asked(index))
-        rehearse_output(out, write, conversion.sources)
-        plan = conversion.plan(formats.locate)
-    else:
-        with (
-            progress.byte_bar(label="export") as bar,
-            available(write, workers=jobs, listener=Listener(bar, bar.expect)) as executor,
-        ):
-            with executor.together():
-                executor.admit(out)
-                index = read_index(ckpt, options=read)
-                conversion = convert.Export(index, out, write, asked(index))
-            plan = executor.write(conversion)
+    plan = _rehearse(ckpt, out, form) if dry_run else _carry_out(ckpt, out, form, jobs=jobs)
     for note in plan.notes:
         say(note)
     if json:
@@ -140,6 +92,36 @@ def command(
         click.echo(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
     if dry_run:
         check_room(out, plan.files, single_file=plan.single_file)
+
+
+def _rehearse(ckpt: str, out: str, form: str) -> convert.ExportPlan:
+    """Plan it, and refuse what writing it would refuse."""
+    write = asked.writing()
+    rehearse_output(out, write, write.sources)
+    conversion = _conversion(ckpt, out, form, write)
+    rehearse_output(out, write, conversion.sources)
+    return conversion.plan(formats.locate)
+
+
+def _carry_out(ckpt: str, out: str, form: str, *, jobs: int) -> convert.ExportPlan:
+    """Write it, alone or with all ranks of a job."""
+    write = asked.writing()
+    with (
+        progress.byte_bar(label="export") as bar,
+        available(write, workers=jobs, listener=Listener(bar, bar.expect)) as executor,
+    ):
+        with executor.together():
+            executor.admit(out)
+            conversion = _conversion(ckpt, out, form, write)
+        return executor.write(conversion)
+
+
+def _conversion(ckpt: str, out: str, form: str, write: WriteOptions) -> convert.Export:
+    """What is asked for, of the checkpoint that is read. Raises AnswerNo when it chooses none."""
+    index = read_index(ckpt, options=asked.reading(shaping.cuts()))
+    reading.choose(index, asked.filters_of_export())
+    is_folder = form == "safetensors" and not convert.is_single_file(out, form)
+    return convert.Export(index, out, write, asked.export(index, form=form, is_folder=is_folder))
 
 
 def _form(form: str | None, out: str) -> str:
@@ -154,10 +136,6 @@ def _form(form: str | None, out: str) -> str:
             hint="Name the output as its format is named, or leave --format out.",
         )
     return form or told or formats.targets("whole")[0].name
-
-
-def _is_hf_folder(out: str, form: str) -> bool:
-    return form == "safetensors" and not convert.is_single_file(out, form)
 
 
 def _summary(plan: convert.ExportPlan, out: str, *, dry_run: bool, seconds: float) -> str:

@@ -6,11 +6,10 @@ import json as jsonlib
 
 import click
 
-from ckpt_tools.cli import options, progress, proving, reading, render
+from ckpt_tools.cli import asked, options, progress, proving, reading, render
 from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import AnswerNo
-from ckpt_tools.formats import ReadOptions
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.proof import Fingerprint, fingerprint
 from ckpt_tools.proof.fingerprint_file import to_json
@@ -54,19 +53,16 @@ def command(
     force: bool,
     threads: int | None,
     json: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    only: str,
-    allow_global: tuple[str, ...],
+    **_shared: object,
 ) -> None:
     """Digest the chosen tensors, then print and keep what came out."""
     if target is not None:
         one_file.admit(target, sources=[ckpt], force=force)
-    index = reading.read(ckpt, ReadOptions(allow_global))
+    index = reading.read(ckpt, asked.reading())
     sources = [ckpt, *sources_of(index)]
     if target is not None:
         one_file.admit(target, sources=sources, force=force)
-    chosen = reading.choose(index, options.Filters.of(include, exclude, only))
+    chosen = reading.choose(index, asked.filters())
     found = digest(chosen, threads=threads)
     if target is not None:
         data = jsonlib.dumps(to_json(found), indent=1).encode() + b"\n"

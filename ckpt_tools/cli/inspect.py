@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckpt_tools.cli import options, reading, render, report, run_list
+from ckpt_tools.cli import asked, options, reading, render, report, run_list
 from ckpt_tools.cli.group import say_error
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, read_index, run_of
@@ -59,17 +59,14 @@ def command(
     stats: bool,
     force: bool,
     json: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    only: str,
-    allow_global: tuple[str, ...],
+    **_shared: object,
 ) -> None:
     """Report each checkpoint; go on after one that cannot be read, and fail at the end."""
-    chosen = options.Filters.of(include, exclude, only)
+    chosen = asked.filters()
     if html is None and (stats or force):
         raise UsageError("--stats and --force belong to --html; `ckpt-tools stats` prints numbers.")
     if html is not None:
-        _page(ckpts, html, (chosen, ReadOptions(allow_global)), stats=stats, force=force, json=json)
+        _page(ckpts, html, (chosen, asked.reading()), stats=stats, force=force, json=json)
         return
     objects: list[render.Json] = []
     codes: list[int] = []
@@ -77,10 +74,10 @@ def command(
         try:
             run = run_of(ckpt)
             if run:
-                found = run_list.look(ckpt, run, ReadOptions(allow_global))
+                found = run_list.look(ckpt, run, asked.reading())
                 objects += run_list.told(found, json=json)
                 continue
-            whole = read_index(ckpt, options=ReadOptions(allow_global))
+            whole = read_index(ckpt, options=asked.reading())
             index = reading.choose(whole, chosen)
             if json:
                 objects.append(report.as_json(whole, index, every=every, shards=shards))
@@ -106,7 +103,7 @@ def _emit_json(objects: list[render.Json], *, several: bool) -> None:
 def _page(
     ckpts: tuple[str, ...],
     html: str,
-    asked: tuple[options.Filters, ReadOptions],
+    given: tuple[options.Filters, ReadOptions],
     *,
     stats: bool,
     force: bool,
@@ -121,7 +118,7 @@ def _page(
 
     if len(ckpts) > 1 or json:
         raise UsageError("--html reports one checkpoint, and not as --json.")
-    chosen, read = asked
+    chosen, read = given
     if html != "-":
         one_file.admit(html, sources=ckpts, force=force)
     whole = reading.read(ckpts[0], read)

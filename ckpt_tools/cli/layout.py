@@ -18,14 +18,13 @@ from ckpt_tools.analysis.ownership import (
     skew_of,
 )
 from ckpt_tools.analysis.summary import mesh_of
-from ckpt_tools.cli import completing, entries, options, reading, render
+from ckpt_tools.cli import asked, completing, entries, options, reading, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import fold, text
 from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import ReadOptions
 from ckpt_tools.formats.frameworks import sources_of
 
 _HELP = """Draw who holds what: the mesh, the bytes of each rank, and a bar for every tensor.
@@ -77,10 +76,7 @@ def command(
     placements: str | None,
     place: tuple[str, ...],
     json: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    only: str,
-    allow_global: tuple[str, ...],
+    **_shared: object,
 ) -> None:
     """Draw what the filters choose, in the one form that was asked for."""
     if sum(map(bool, (svg, html, json))) > 1:
@@ -90,14 +86,14 @@ def command(
     for path in filter(None, (svg, html)):
         if path != "-":
             one_file.admit(path, sources=[ckpt], force=force)
-    whole = reading.read(ckpt, ReadOptions(allow_global))
-    chosen = reading.choose(whole, options.Filters.of(include, exclude, only))
+    whole = reading.read(ckpt, asked.reading())
+    chosen = reading.choose(whole, asked.filters())
     if name is not None:
         chosen = _one(whole, name)
     before = holdings_of(chosen, mesh_of(whole))
     target = None
     if to_mesh is not None:
-        target = _target(chosen, before, asked=(to_mesh, placements, place))
+        target = _target(chosen, before)
     change = None if target is None else moved(before, target)
     if json:
         render.emit_json(_json(whole.root, before, target=target, change=change))
@@ -127,24 +123,13 @@ def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
     return whole.select({name})
 
 
-def _target(
-    chosen: CheckpointIndex,
-    before: Holdings,
-    *,
-    asked: tuple[str, str | None, tuple[str, ...]],
-) -> Holdings:
+def _target(chosen: CheckpointIndex, before: Holdings) -> Holdings:
     """Who will hold what after a reshard. Raises what planning that reshard raises."""
-    from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
-    from ckpt_tools.core import mesh_spec  # late: most pictures show what is there
+    from ckpt_tools.convert.reshard import plan_reshard  # late: most pictures show what is there
+    from ckpt_tools.core import mesh_spec
 
-    text_of_mesh, placements, place = asked
-    mesh = mesh_spec.parse_mesh(text_of_mesh)
-    wanted = ReshardOptions(
-        mesh=mesh,
-        placements=None if placements is None else mesh_spec.parse_placements(placements, mesh),
-        rules=tuple(mesh_spec.parse_rule(rule, mesh) for rule in place),
-    )
-    plan = plan_reshard(chosen, wanted)
+    wanted = asked.target()
+    mesh, plan = wanted.mesh, plan_reshard(chosen, wanted)
     say(mesh_spec.in_words(mesh, wanted.placements or mesh_spec.default_placements(mesh)))
     return after(before, mesh, {target.fqn: target.layout for target in plan.targets})
 

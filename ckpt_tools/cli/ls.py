@@ -5,13 +5,12 @@ from __future__ import annotations
 import click
 
 from ckpt_tools.analysis.summary import FoundMesh, mesh_of
-from ckpt_tools.cli import entries, options, reading, render
+from ckpt_tools.cli import asked, entries, options, reading, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.tree import tree_lines
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import ReadOptions
 
 _HELP = """List the tensors and objects of a checkpoint, one a line, by name.
 
@@ -50,18 +49,15 @@ def command(
     json: bool,
     jsonl: bool,
     csv: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    only: str,
-    allow_global: tuple[str, ...],
+    **_shared: object,
 ) -> None:
     """Print the entries in the one form that was asked for."""
     forms = {"long": long, "tree": tree, "json": json, "jsonl": jsonl, "csv": csv}
     wanted = [name for name, on in forms.items() if on]
     if len(wanted) > 1:
         raise UsageError(f"--{wanted[0]} and --{wanted[1]} cannot be had at once.")
-    chosen = options.Filters.of(include, exclude, only)
-    whole = reading.read(ckpt, ReadOptions(allow_global))
+    chosen = asked.filters()
+    whole = reading.read(ckpt, asked.reading())
     found = mesh_of(whole)
     index = reading.with_values(reading.choose(whole, chosen))
     _print(index, found, form=wanted[0] if wanted else "short")

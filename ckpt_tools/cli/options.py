@@ -18,7 +18,6 @@ from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import SECTIONS, Section
 from ckpt_tools.core.text import parse_size
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.options import ReadOptions
 
 # The headings of a command's help, each with the names of its options. Any other comes first.
 _HEADINGS = {
@@ -104,12 +103,6 @@ class Filters:
     def of(cls, include: tuple[str, ...], exclude: tuple[str, ...], only: str) -> Filters:
         """The filters that the values of the options in `filters` mean."""
         return cls(include, exclude, next((name for name in SECTIONS if name == only), None))
-
-    @classmethod
-    def given(cls) -> Filters:
-        """Those of the command that runs."""
-        params = click.get_current_context().params
-        return cls.of(params["include"], params["exclude"], params["only"])
 
     @property
     def wants_all(self) -> bool:
@@ -321,11 +314,6 @@ def _max_memory() -> click.Parameter:
         callback=_size,
         help="Memory of all buffers together.",
     )
-
-
-def reading_given() -> ReadOptions:
-    """The options of `reading` of the command that runs."""
-    return ReadOptions(click.get_current_context().params["allow_global"])
 
 
 def size(name: str, *, default: str, text: str) -> click.Parameter:

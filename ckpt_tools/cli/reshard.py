@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import click
 
 from ckpt_tools import formats
-from ckpt_tools.cli import (
-    options,
-    param_order,
-    progress,
-    render,
-    reshard_report,
-    shaping,
-    writing,
-)
+from ckpt_tools.cli import asked, options, progress, render, reshard_report, shaping
 from ckpt_tools.cli.group import say
-from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
-from ckpt_tools.core.dtypes import DType
+from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.core.mesh_spec import (
     default_placements,
     in_words,
-    parse_mesh,
-    parse_placements,
-    parse_rule,
 )
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import (
@@ -130,42 +117,17 @@ def command(
     ckpt: str,
     out: str,
     to_mesh: str,
-    placements: str | None,
-    place: tuple[str, ...],
-    like: str | None,
     form: str,
     layout: FrameworkLayout | None,
     param_names: str | None,
-    keep_rank_states: bool,
-    device_type: str,
     engine: Engine,
-    dtype: DType | None,
     jobs: int,
     dry_run: bool,
     json: bool,
     **_shared: object,
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
-    mesh = parse_mesh(to_mesh)
-    read, chosen = replace(options.reading_given(), cuts=shaping.cuts()), options.Filters.given()
-    write = writing.given()
-    asked = ReshardOptions(
-        mesh=mesh,
-        placements=None if placements is None else parse_placements(placements, mesh),
-        rules=tuple(parse_rule(text, mesh) for text in place),
-        like=None if like is None else formats.read_index(like, options=read),
-        format=_format(form, layout),
-        layout=layout,
-        param_names=None if param_names is None else param_order.read(param_names, read),
-        keep_rank_states=keep_rank_states,
-        device_type=device_type,
-        dtype=dtype,
-        dtypes=shaping.dtype_rules(),
-        include=chosen.include,
-        exclude=chosen.exclude,
-        only=chosen.only,
-        steps=shaping.reshard_steps(ckpt, engine=engine),
-    )
+    wanted = asked.reshard(form=_format(form, layout))
     if engine != "copy" and (layout is not None or param_names is not None):
         raise UsageError(
             f"--engine {engine} keeps every name and place, and so has no --layout and no "
@@ -174,9 +136,11 @@ def command(
         )
     if dry_run and engine != "gather" and environment.is_follower():
         return  # rank 0 plans alone; to gather, each knows its own file only
-    words = f"{to_mesh} = {in_words(mesh, asked.placements or default_placements(mesh))}"
+    mesh = wanted.mesh
+    words = f"{to_mesh} = {in_words(mesh, wanted.placements or default_placements(mesh))}"
     say(words)
-    request, job = Request(ckpt, engine, jobs, read), Job(out, asked, write, ignore)
+    request = Request(ckpt, engine, jobs, asked.reading(shaping.cuts()))
+    job = Job(out, wanted, asked.writing(), ignore)
     (_rehearse if dry_run else _carry_out)(request, job, told=words, as_json=json)
 
 

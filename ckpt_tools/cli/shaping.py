@@ -1,14 +1,16 @@
 """Options that say what the output's names and tensors are to be, and the steps that they mean.
 
 Their values are kept with click's context, so that a command takes none of them as an argument.
+What makes the steps is imported when one is asked for: most commands that write ask for none.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,9 +18,11 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.options import Cut
-from ckpt_tools.transforms import hf_folder, lora, maps
 from ckpt_tools.transforms.base import Step
+
+if TYPE_CHECKING:
+    from ckpt_tools.formats.options import Cut
+    from ckpt_tools.transforms.hf_folder import Assets
 
 _KEY = "ckpt_tools.shaping"
 
@@ -126,6 +130,20 @@ def for_reshard() -> list[click.Parameter]:
     ]
 
 
+class _MapOption(click.Option):
+    """--map, whose help names the built-in maps."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The option's lines in the help."""
+        from ckpt_tools.transforms import maps
+
+        self.help = (
+            "Names and tensors of another framework, by a built-in map or a TOML file; "
+            f"auto, or one of {', '.join(maps.builtin_names())}. back:FILE reads it backwards."
+        )
+        return super().get_help_record(ctx)
+
+
 def _names() -> list[click.Parameter]:
     return [
         _kept(
@@ -136,15 +154,7 @@ def _names() -> list[click.Parameter]:
                 help="Another --dtype for names that match: '*norm*=fp32', '*.gate.*=keep'.",
             )
         ),
-        _kept(
-            click.Option(
-                ["--map"],
-                multiple=True,
-                metavar="NAME|FILE",
-                help="Names and tensors of another framework, by a built-in map or a TOML file; "
-                f"auto, or one of {', '.join(maps.builtin_names())}. back:FILE reads it backwards.",
-            )
-        ),
+        _kept(_MapOption(["--map"], multiple=True, metavar="NAME|FILE")),
         _kept(
             click.Option(
                 ["--map-value"],
@@ -217,13 +227,16 @@ def export_steps(
         raise UsageError("--adapter makes a folder of its own kind: no file, and no --hf-assets.")
     if folder is None and _flag("allow_mismatch"):
         raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
+    size = _number("vocab_size")
+    if folder is None and size is None:
+        return (*_lora_steps(index.root, dtype), *_name_steps(index.root))
+    from ckpt_tools.transforms import hf_folder, maps
+
     if folder == "auto":
         folder = hf_folder.assets_beside(index.root)
         say(f"--hf-assets: taking {folder}.")
     assets = None if folder is None else hf_folder.read_assets(folder)
-    config = assets.config if assets is not None else hf_folder.config_beside(index.root)
-    steps = [*_lora_steps(index.root, dtype), *_name_steps(config)]
-    size = _number("vocab_size")
+    steps = [*_lora_steps(index.root, dtype), *_name_steps(index.root, assets)]
     if size is not None:
         steps.append(maps.VocabularyStep(size))
     if assets is not None:
@@ -249,6 +262,8 @@ def _lora_steps(ckpt: str, dtype: DType | None) -> list[Step]:
             "of the two.",
             hint="The job's adapter_config.json has it; verl writes lora_train_meta.json.",
         )
+    from ckpt_tools.transforms import lora
+
     config = lora.LoraConfig(alpha or 0.0) if file is None else lora.read_config(file)
     if file is None:
         lora.check_beside(config, ckpt)
@@ -269,6 +284,8 @@ def sources() -> tuple[str, ...]:
 def files_read(ckpt: str) -> list[str]:
     """The files that these options have read beside the checkpoint."""
     assets = _text("hf_assets")
+    from ckpt_tools.transforms import hf_folder
+
     if assets == "auto":
         with suppress(UsageError):  # it is raised again, where the checkpoint is read
             assets = hf_folder.assets_beside(ckpt)
@@ -283,16 +300,28 @@ def is_adapter() -> bool:
 
 def reshard_steps(ckpt: str, *, engine: str) -> tuple[Step, ...]:
     """The steps of a reshard, in their order. Raises UsageError for what cannot be meant."""
+    steps = [*_name_steps(ckpt)]
     container = _text("under")
-    under = () if container is None else (maps.UnderStep(container),)
-    untie = (maps.UntieStep(),) if _flag("untie") else ()
-    steps = (*untie, *_name_steps(hf_folder.config_beside(ckpt)), *under)
+    if container is not None or _flag("untie"):
+        from ckpt_tools.transforms import maps
+
+        untie = [maps.UntieStep()] if _flag("untie") else []
+        under = [] if container is None else [maps.UnderStep(container)]
+        steps = [*untie, *steps, *under]
     if steps and engine != "copy":
         raise UsageError(f"Other names and --untie need --engine copy, not {engine}.")
-    return steps
+    return tuple(steps)
 
 
-def _name_steps(config: Mapping[str, object]) -> Sequence[Step]:
+def _name_steps(ckpt: str, assets: Assets | None = None) -> Sequence[Step]:
+    """The steps of --map and --rename; the config beside the checkpoint, or that of the assets,
+    says sizes.
+    """
+    if not any(map(_texts, ("map", "map_value", "rename"))) and not _flag("force_map"):
+        return ()
+    from ckpt_tools.transforms import hf_folder, maps
+
+    config = hf_folder.config_beside(ckpt) if assets is None else assets.config
     values = hf_folder.values_of(config) | maps.parse_values(_texts("map_value"))
     model_type, force = hf_folder.model_type_of(config), _flag("force_map")
     steps: list[Step] = []
@@ -311,7 +340,11 @@ def _name_steps(config: Mapping[str, object]) -> Sequence[Step]:
 def cuts() -> tuple[Cut, ...]:
     """How tensor-parallel parts are cut, as the first map that is named says it."""
     given = [text for text in _texts("map") if text != "auto"]
-    return maps.find(given[0]).cuts if given else ()
+    if not given:
+        return ()
+    from ckpt_tools.transforms import maps
+
+    return maps.find(given[0]).cuts
 
 
 def dtype_rules() -> tuple[tuple[str, DType | None], ...]:

@@ -13,11 +13,11 @@ from ckpt_tools.analysis.summary import (
     mesh_of,
     placement_names,
 )
-from ckpt_tools.cli import completing, corner, entries, options, reading, render
+from ckpt_tools.cli import asked, completing, corner, entries, options, reading, render
 from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats import ReadOptions, locate, open_object
+from ckpt_tools.formats import locate, open_object
 from ckpt_tools.storage.reader import Files
 
 _CHUNKS_SHOWN = 32
@@ -54,12 +54,12 @@ def command(
     part: str | None,
     raw: bool,
     json: bool,
-    allow_global: tuple[str, ...],
+    **_shared: object,
 ) -> None:
     """Find the entry, then print it in the form that was asked for."""
     if raw and json:
         raise UsageError("--raw and --json cannot be had at once.")
-    index = reading.read(ckpt, ReadOptions(allow_global))
+    index = reading.read(ckpt, asked.reading())
     entry = index.tensor(name) or index.object(name)
     if entry is None:
         index = reading.with_values(index)  # a tensor of a tuple has a name once that is opened

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import click
 
-from ckpt_tools.cli import options, progress, proving, reading, render
+from ckpt_tools.cli import asked, options, progress, proving, reading, render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
-from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import Anomaly
 from ckpt_tools.proof.stats import Statistics, TensorStats, stats
 from ckpt_tools.storage.reader import Files
@@ -60,16 +59,13 @@ def command(
     csv: bool,
     threads: int | None,
     json: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    only: str,
-    allow_global: tuple[str, ...],
+    **_shared: object,
 ) -> None:
     """Look at every value of the chosen tensors, then print what was seen."""
     if csv and json:
         raise UsageError("--csv and --json cannot be had at once.")
-    index = reading.read(ckpt, ReadOptions(allow_global))
-    chosen = reading.choose(index, options.Filters.of(include, exclude, only))
+    index = reading.read(ckpt, asked.reading())
+    chosen = reading.choose(index, asked.filters())
     found = _look(chosen, threads=threads)
     if json:
         render.emit_json(_json(index.root, found))

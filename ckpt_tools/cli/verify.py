@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import click
 
-from ckpt_tools.cli import options, progress, proving, reading, render, verdict
+from ckpt_tools.cli import asked, options, progress, proving, reading, render, verdict
 from ckpt_tools.cli.fingerprint import digest
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
@@ -82,19 +82,16 @@ def command(
     expect_ranks: int | None,
     threads: int | None,
     json: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    only: str,
-    allow_global: tuple[str, ...],
+    **_shared: object,
 ) -> None:
     """Verify all of the checkpoint, then compare what the filters choose; exit with 1 for no."""
-    chosen = options.Filters.of(include, exclude, only)
+    chosen = asked.filters()
     if not chosen.wants_all and against is None:
         raise UsageError(
             "A checkpoint is verified as a whole; --include, --exclude and --only choose what "
             "--against compares."
         )
-    read = ReadOptions(allow_global)
+    read = asked.reading()
     several = [saved.path for ckpt in ckpts for saved in run_of(ckpt) or [Saved(ckpt, None)]]
     if len(several) > 1 or several != list(ckpts):
         if against is not None:

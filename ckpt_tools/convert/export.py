@@ -124,24 +124,16 @@ def plan_export(
 ) -> ExportPlan:
     """Plan an export from headers alone; nothing is written. ``check`` leaves room for the proof.
 
-    Steps get all chunks located, whatever ``locate`` does.
-
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     names and element types that the output cannot hold.
     """
-    form = formats.named(options.format)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     of_ranks: list[str] = []
     if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
     read = chosen if _keeps_nesting(options) else replace(chosen, objects=())
     with Files() as files:
-        located = (formats.locate if options.steps else locate)(chosen, files)
-        located.require_chosen()
-        if not chosen.tensors and not _keeps_nesting(options):
-            raise AnswerNo(f"{index.root}: these filters choose objects only, and no tensor.")
-        if _keeps_nesting(options):
-            located = loadable(formats.open_objects(located, files))
+        located = _whole(chosen, options, locate, files)
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
         outcome = steps.carry_out(options.steps, made_of(located, renamed), files)
     targets, kept = _targets(index, outcome, options)
@@ -152,17 +144,14 @@ def plan_export(
         tree = located.nesting
         objects = tuple(entry for entry in located.objects if entry.opened)
         chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.opened))
-    plans = form.plan_files(
-        targets,
-        objects,
-        options=formats.PlanOptions(
-            tree=tree,
-            single_file=single_file,
-            basename=options.basename,
-            max_shard_size=options.max_shard_size,
-            metadata=_provenance(index, check=check),
-        ),
+    wanted = formats.PlanOptions(
+        tree=tree,
+        single_file=single_file,
+        basename=options.basename,
+        max_shard_size=options.max_shard_size,
+        metadata=_provenance(index, check=check),
     )
+    plans = formats.named(options.format).plan_files(targets, objects, options=wanted)
     return ExportPlan(
         files=(*plans, *outcome.files),
         targets=targets,
@@ -223,6 +212,21 @@ def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: WholeLa
         notes=(*index.notes, *kept, *of_ranks, *left_out, *arranged.notes),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
     )
+
+
+def _whole(
+    chosen: CheckpointIndex, options: ExportOptions, locate: Locate, files: Files
+) -> CheckpointIndex:
+    """The chosen entries as they are planned; steps get all chunks located, whatever ``locate``
+    does. Raises what keeps them from being whole.
+    """
+    located = (formats.locate if options.steps else locate)(chosen, files)
+    located.require_chosen()
+    if _keeps_nesting(options):
+        return loadable(formats.open_objects(located, files))
+    if not chosen.tensors:
+        raise AnswerNo(f"{chosen.root}: these filters choose objects only, and no tensor.")
+    return located
 
 
 def _keeps_nesting(options: ExportOptions) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.copying.tasks import GROUP_BYTES
-from ckpt_tools.core.plan import FilePlan, LazyPlans
+from ckpt_tools.core.plan import LazyPlans
 
 # Measured on Linux, Python 3.11: the process with numpy, the process with torch 2.13, and what one
 # box of a plan takes, with the read that fills it and the bytes around it in the file.
@@ -38,21 +38,17 @@ def of(plan: ReshardPlan) -> Forecast:
     """What a plan will do, in one pass: in both formats it has a file for each rank of the mesh."""
     files, sources = [], set()
     for file in plan.files:
-        read_from = {read.chunk.data.path for item in file.items for read in item.reads}
+        reads = [(read, item.source.itemsize) for item in file.items for read in item.reads]
+        read_from = {read.chunk.data.path for read, _ in reads}
         sources |= read_from
-        read = bytes_read(file)
-        facts = (file.path, file.length, len(file.items), read, len(read_from))
+        nbytes = sum(read.box.numel * itemsize for read, itemsize in reads)
+        facts = (file.path, file.length, len(file.items), nbytes, len(read_from))
         files.append(FileForecast(*facts))
     held = sum(file.boxes for file in files) * _PER_BOX
     if isinstance(plan.files, LazyPlans):
         largest = max((file.boxes for file in files), default=0) * _PER_BOX
         held = min(held, GROUP_BYTES + largest)
     return Forecast(tuple(files), len(sources), held)
-
-
-def bytes_read(file: FilePlan) -> int:
-    """Bytes of the elements that are read for a file, without the gaps between them."""
-    return sum(read.box.numel * item.source.itemsize for item in file.items for read in item.reads)
 
 
 def peak_memory(plan: ReshardPlan, held: int, *, engine: str, buffers: int) -> int:

@@ -121,30 +121,19 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plan a reshard from headers alone; nothing is written.
 
-    Steps and frameworks' layouts get all chunks located, whatever ``locate`` does.
-
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     layouts that the tensors or torch's own loader cannot have.
     """
-    form = formats.named(options.format)
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     chosen, of_ranks = without_old_ranks(chosen, _target_ranks(options))
     if _keeps_items(options):
         chosen = chosen.closed()
-    with Files() as files:
-        is_moved = options.steps or options.layout is not None
-        located = (formats.locate if is_moved else locate)(chosen, files)
-        located.require_chosen()
-        foreign = any(not e.opened and e.codec != form.object_codec for e in located.objects)
-        if options.layout is not None or foreign:
-            located = formats.open_objects(located, files)
-        if form.nested:
-            located = param_names.loadable(located)
-        else:
-            located = formats.copyable_objects(located, files)
-    located, left_out = arranging.without_unopened(located, form.object_codec)
+    located = _whole(chosen, options, locate)
+    located, left_out = arranging.without_unopened(
+        located, formats.named(options.format).object_codec
+    )
     sharded = _sharded(index)
     stepped: list[str] = []
     made = tuple(Made(entry, (entry.fqn,)) for entry in located.tensors)
@@ -183,6 +172,25 @@ def _keeps_items(options: ReshardOptions) -> bool:
     casts = options.dtype is not None or options.dtypes
     copied = formats.named(options.format).object_codec is not None
     return copied and not (casts or options.steps or options.layout)
+
+
+def _whole(chosen: CheckpointIndex, options: ReshardOptions, locate: Locate) -> CheckpointIndex:
+    """The chosen entries as they are planned, with objects as the target's format takes them.
+
+    Steps and frameworks' layouts get all chunks located, whatever ``locate`` does. Raises what
+    keeps the entries from being whole.
+    """
+    form = formats.named(options.format)
+    is_moved = options.steps or options.layout is not None
+    with Files() as files:
+        located = (formats.locate if is_moved else locate)(chosen, files)
+        located.require_chosen()
+        foreign = any(not e.opened and e.codec != form.object_codec for e in located.objects)
+        if options.layout is not None or foreign:
+            located = formats.open_objects(located, files)
+        if form.nested:
+            return param_names.loadable(located)
+        return formats.copyable_objects(located, files)
 
 
 def _target_ranks(options: ReshardOptions) -> TargetRanks:

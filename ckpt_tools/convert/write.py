@@ -57,7 +57,7 @@ class Plan:
     ``chosen`` is the part of the source that they come from, as its reader gave it. ``tree`` has
     the containers of the names in the output. ``works`` must be done once before the files are
     written. ``single_file`` is the name of the one file that is all of the output. What is read of
-    chunks that are not located yet, `formats.located_reads` locates with ``source``.
+    chunks that are not located yet, workers locate in ``source``.
     """
 
     files: Sequence[FilePlan]

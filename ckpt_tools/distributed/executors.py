@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckpt_tools import formats
 from ckpt_tools.convert.write import Conversion, Executor, Locate, P, Plan, WriteOptions, write
@@ -19,12 +20,13 @@ from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, gro
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan, total_length
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
-from ckpt_tools.distributed.group import Group, join
 from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import Work
+
+if TYPE_CHECKING:
+    from ckpt_tools.distributed.group import Group
 
 
 def ignore(_nbytes: int) -> None:
@@ -121,6 +123,9 @@ class _Sharing:
 
     def run(self, plan: Plan, place: Place) -> None:
         """Write this rank's share of the files that are left."""
+        # Late: only ranks of a job agree.
+        from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
+
         group, listener = self.ranks.group, self.ranks.listener
         left = begin(group, plan.files, place, source=self.source)
         if not left:
@@ -146,6 +151,8 @@ def available(options: WriteOptions, *, workers: int, listener: Listener) -> Ite
     if place is None:
         yield Here(options, workers, listener)
         return
+    from ckpt_tools.distributed.group import join  # late: only ranks of a job have others
+
     with join(place, workers=workers) as group:
         yield Ranks(group, options, listener)
 

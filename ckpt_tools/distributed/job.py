@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from tempfile import gettempdir
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.core.index import CheckpointIndex
@@ -17,6 +16,9 @@ from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.executors import ignore
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
+
+if TYPE_CHECKING:
+    from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan
 
 
 def rehearse_output(out: str, write: WriteOptions, sources: Iterable[str]) -> None:
@@ -63,4 +65,6 @@ class Job(NamedTuple):
 
     def of(self, index: CheckpointIndex) -> Reshard:
         """The conversion of a checkpoint that is read."""
+        from ckpt_tools.convert.reshard import Reshard  # late: `export` asks for room only
+
         return Reshard(index, self.out, self.write, self.options)

@@ -16,17 +16,18 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.copying.resume import Place, logged
 from ckpt_tools.copying.tasks import Share, Task
-from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan, ReadItem, WriteItem
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem, WriteItem
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError
 from ckpt_tools.storage.reader import Files
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _MODULE = "ckpt_tools.distributed.worker"
 
@@ -76,17 +77,63 @@ def write_share(order: Order, *, on_bytes: Callable[[int], None]) -> None:
 
 def _located(tasks: list[Task], source: CheckpointIndex, files: Files) -> list[Task]:
     """The same tasks with the chunks that they read, and no others, as raw elements."""
-    from ckpt_tools import formats  # late: where all is located already, no reader is needed
-
-    parts: dict[int, tuple[WriteItem, list[ReadItem]]] = {}
+    found: dict[int, list[ReadItem]] = {}
+    waiting: list[_Waiting] = []
     for piece in (piece for task in tasks for piece in task.pieces):
-        _, reads = parts.setdefault(id(piece.item), (piece.item, []))
-        reads += piece.item.finder.reads(piece.box)
-    items = dict(zip(parts, formats.located_reads([*parts.values()], source, files), strict=True))
+        reads = found.setdefault(id(piece.item), [])
+        for read in piece.item.finder.reads(piece.box):
+            if read.chunk.codec is not None:
+                waiting.append(_Waiting(reads, len(reads), piece.item))
+            reads.append(read)
+    waiting.sort(key=_place)  # what lies side by side is read at once
+    entries = [
+        TensorEntry(one.item.fqn, (), "other", one.item.source, (), (one.read.chunk,))
+        for one in waiting
+    ]
+    for one, entry in zip(waiting, _raw(entries, source, files), strict=True):
+        one.reads[one.at] = one.read._replace(chunk=entry.chunks[0])
+    known = {key: KnownReads(tuple(reads)) for key, reads in found.items()}
     return [
-        task._replace(pieces=tuple(p._replace(item=items[id(p.item)]) for p in task.pieces))
+        task._replace(
+            pieces=tuple(
+                piece._replace(item=piece.item._replace(finder=known[id(piece.item)]))
+                for piece in task.pieces
+            )
+        )
         for task in tasks
     ]
+
+
+class _Waiting(NamedTuple):
+    """A read of an item whose chunk is to be located."""
+
+    reads: list[ReadItem]
+    at: int
+    item: WriteItem
+
+    @property
+    def read(self) -> ReadItem:
+        """The read itself."""
+        return self.reads[self.at]
+
+
+def _place(waiting: _Waiting) -> tuple[str, int]:
+    data = waiting.read.chunk.data
+    return data.path, data.offset
+
+
+def _raw(
+    entries: Sequence[TensorEntry], source: CheckpointIndex, files: Files
+) -> Sequence[TensorEntry]:
+    """The entries with their chunks located. Raises what keeps one from being used."""
+    from ckpt_tools import formats  # late: where all is located already, no reader is needed
+
+    chunks = [chunk for entry in entries for chunk in entry.chunks]
+    used = {data.path for chunk in chunks for data in (chunk.data, *chunk.replicas)}
+    needed = tuple(file for file in source.files if file.path in used)
+    located = formats.locate(replace(source, tensors=tuple(entries), files=needed), files)
+    located.require_whole()
+    return located.tensors
 
 
 def write_with_workers(orders: Sequence[Order], *, on_bytes: Callable[[int], None]) -> None:
@@ -94,6 +141,8 @@ def write_with_workers(orders: Sequence[Order], *, on_bytes: Callable[[int], Non
 
     Raises what `write_share` raises, and WriteError when a worker dies.
     """
+    from multiprocessing.connection import Connection, wait  # late: only -j has workers
+
     workers: dict[Connection[object, object], subprocess.Popen[bytes]] = {}
     try:
         for _ in orders:
@@ -120,6 +169,8 @@ def write_with_workers(orders: Sequence[Order], *, on_bytes: Callable[[int], Non
 
 def _started() -> tuple[Connection[object, object], subprocess.Popen[bytes]]:
     """A new worker, and the connection to it."""
+    from multiprocessing import Pipe
+
     ours, theirs = Pipe()
     with theirs:
         fd = theirs.fileno()

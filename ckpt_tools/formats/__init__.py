@@ -7,7 +7,7 @@ knows all the rest, and is imported when it is first asked.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.index import (
@@ -17,9 +17,7 @@ from ckpt_tools.core.index import (
     FileState,
     LocatedIndex,
     ObjectEntry,
-    TensorEntry,
 )
-from ckpt_tools.core.plan import KnownReads, ReadItem, WriteItem
 from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError, paths_instead
 from ckpt_tools.formats import (
     dcp,
@@ -53,7 +51,6 @@ __all__ = [
     "is_checkpoint",
     "locate",
     "locate_later",
-    "located_reads",
     "named",
     "object_bytes",
     "of_step",
@@ -132,8 +129,9 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
 
 
 def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:
-    """The same index for plans whose readers locate what they read, by `located_reads`; opens no
-    file. Flaws of objects become problems here as there.
+    """The same index for a plan of which each worker locates what it reads itself; opens no file.
+
+    Flaws of objects become problems here as there.
     """
     from ckpt_tools.formats.torch_file.locate import flaws
 
@@ -141,33 +139,12 @@ def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:
 
 
 def to_locate_in(index: CheckpointIndex) -> CheckpointIndex:
-    """What `located_reads` needs of an index: no tensors, and an object of each kind."""
+    """The same index without entries, for some of its chunks to be located in: which formats they
+    are of, an object of each kind says.
+    """
     kinds = {entry.codec: replace(entry, flaw=None) for entry in index.objects}
     objects = tuple(kinds.values())
     return replace(index, tensors=(), objects=objects, problems=(), ties=(), tree=NO_TREE)
-
-
-def located_reads(
-    reads: Sequence[tuple[WriteItem, Sequence[ReadItem]]], source: CheckpointIndex, files: Files
-) -> list[WriteItem]:
-    """Items that read these parts of chunks and nothing else, each chunk as raw elements.
-
-    ``source`` is what `to_locate_in` gives. Raises what keeps a chunk from being used.
-    """
-    entries = (
-        TensorEntry(item.fqn, (), "other", item.source, (), [read.chunk for read in of_item])
-        for item, of_item in reads
-    )
-    located = locate(replace(source, tensors=tuple(entries)), files)
-    located.require_whole()
-    return list(map(_reading, reads, located.tensors))
-
-
-def _reading(asked: tuple[WriteItem, Sequence[ReadItem]], located: TensorEntry) -> WriteItem:
-    """An item with its reads, now of located chunks."""
-    item, parts = asked
-    boxes = (read.box for read in parts)
-    return item._replace(finder=KnownReads(tuple(map(ReadItem, located.chunks, boxes))))
 
 
 def open_objects(index: Index, files: Files) -> Index:

@@ -21,17 +21,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import contents
 
+from ckpt_tools import formats
 from ckpt_tools.cli import cli
 from ckpt_tools.convert import check as checking
-from ckpt_tools.convert.export import Export, ExportOptions
+from ckpt_tools.convert.export import Export, ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, plan_reshard
-from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.convert.write import Plan, WriteOptions
 from ckpt_tools.copying.resume import Place as OutPlace
-from ckpt_tools.copying.tasks import Share
+from ckpt_tools.copying.tasks import Share, cut
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,
@@ -51,7 +52,7 @@ from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.heartbeat import Heartbeat
 from ckpt_tools.distributed.job import Job
-from ckpt_tools.distributed.workers import Order, write_with_workers
+from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
 from ckpt_tools.errors import (
     AnswerNo,
     CkptError,
@@ -430,7 +431,7 @@ def test_a_rank_finds_a_wrong_value_in_the_rows_that_it_alone_can_read(
         first = file.read(1)
         file.seek(offset)
         file.write(bytes([first[0] ^ 1]))
-    chunks = [chunk for entry in index.tensors for chunk in entry.chunks]
+    chunks = [chunk for e in index.tensors for chunk in e.chunks if 0 not in chunk.box.sizes]
     own = {chunk.data.path for chunk in chunks if chunk.rank == rank}
     assert own
     asked = {"source": index, "threads": 1, "own": own}
@@ -738,3 +739,91 @@ def _write_big(path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 400_000_000)
+
+
+# -------------------------------------------------------------------------------------- own share
+
+
+def shares_of(plan: ReshardPlan, out: Path, count: int) -> list[Order]:
+    (out / "new").mkdir(parents=True)
+    place = OutPlace(str(out))
+    return [
+        Order(plan.files, Share(n, count), place, 1, 4 << 20, plan.source) for n in range(count)
+    ]
+
+
+def test_a_worker_looks_into_no_file_that_its_share_does_not_read(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(DCP, source)
+    mesh = parse_mesh("4")  # that of the source: a worker of four reads one file of four
+    plan = plan_reshard(read_index(str(source)), ReshardOptions(mesh), locate=formats.locate_later)
+    whole = plan_reshard(read_index(str(DCP)), ReshardOptions(mesh))
+    (source / "__3_0.distcp").unlink()
+    for order in shares_of(plan, tmp_path / "out", 4)[:3]:
+        write_share(order, on_bytes=nothing)
+    for order in shares_of(whole, tmp_path / "whole", 4)[:3]:
+        write_share(order._replace(source=None), on_bytes=nothing)
+    written = {path.name: path.read_bytes() for path in (tmp_path / "out" / "new").iterdir()}
+    assert {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp"} <= written.keys()
+    for name, data in written.items():
+        assert data == (tmp_path / "whole" / "new" / name).read_bytes()
+
+
+def test_workers_locate_each_chunk_once_and_never_the_plans_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+    real = formats.locate
+
+    def watched(index: CheckpointIndex, files: Files) -> LocatedIndex:
+        chunks = (chunk for entry in index.tensors for chunk in entry.chunks)
+        looked_at.extend(str(chunk.data) for chunk in chunks if chunk.codec is not None)
+        return real(index, files)
+
+    monkeypatch.setattr(formats, "locate", watched)
+    index = read_index(str(DCP))
+    plan = plan_reshard(index, ReshardOptions(parse_mesh("4")), locate=formats.locate_later)
+    assert not looked_at
+    for order in shares_of(plan, tmp_path / "out", 4):
+        write_share(order, on_bytes=nothing)
+    chunks = [chunk for e in index.tensors for chunk in e.chunks if 0 not in chunk.box.sizes]
+    assert len(looked_at) == len(set(looked_at)) == len(chunks)
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("command", [["export"], ["reshard", "--to-mesh", "2"]])
+def test_an_item_that_is_damaged_is_refused_by_whoever_reads_it(
+    command: list[str], jobs: str, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(DCP, source)
+    entry = next(e for e in read_index(str(DCP)).tensors if e.section == "model")
+    item = entry.chunks[1].data
+    with open(source / Path(item.path).name, "r+b") as file:
+        file.seek(item.offset)
+        file.write(bytes(item.length))
+    done = CliRunner().invoke(cli, [*command, str(source), "-o", str(out), "-j", jobs])
+    assert done.exit_code == 3
+    assert Path(item.path).name in done.stderr
+    assert not out.exists()
+
+
+def test_what_workers_wrote_of_chunks_they_located_is_checked(tmp_path: Path) -> None:
+    arguments = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "2x2", "-j", "2"]
+    done = CliRunner().invoke(cli, [*arguments, "--check"])
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "out" / "ckpt_tools_proof.json").exists()
+
+
+@pytest.mark.parametrize("name", ["fsdp2_dcp_1d_4r", "hf_sharded_safetensors"])
+@pytest.mark.parametrize("form", ["dcp", "ranks", "safetensors", "torch"])
+def test_a_plan_leaves_no_byte_of_its_files_out(name: str, form: str) -> None:
+    index = read_index(str(DATA / name / "ckpt"))
+    plan: Plan
+    if form in ("dcp", "ranks"):
+        plan = plan_reshard(index, ReshardOptions(parse_mesh("3"), format=form))
+    else:
+        options = ExportOptions(format=form, only=None, max_shard_size=2000)
+        plan = plan_export(index, options, single_file="x.pt" if form == "torch" else None)
+    for file in plan.files:
+        assert sum(task.nbytes for task in cut(file)) == file.length

@@ -1,0 +1,148 @@
+"""What was asked for: the options of the command that runs, as the dataclasses of the library.
+
+This is the one place where an option becomes a field of such a class. `options` and `shaping` say
+which options there are; what the classes mean is said where they are. Those of commands that write
+are imported when one is made: a command that looks does not pay for them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from ckpt_tools.cli.options import Filters
+from ckpt_tools.core.index import CheckpointIndex, FileEntry
+from ckpt_tools.formats.options import Cut, ReadOptions
+from ckpt_tools.storage import paths
+
+if TYPE_CHECKING:
+    from ckpt_tools.convert.export import ExportOptions
+    from ckpt_tools.convert.reshard import ReshardOptions
+    from ckpt_tools.convert.write import WriteOptions
+    from ckpt_tools.proof import DiffOptions
+
+# PEFT reads one file.
+_ONE_FILE = 1 << 62
+
+
+def filters() -> Filters:
+    """--include, --exclude and --only."""
+    params = click.get_current_context().params
+    return Filters.of(params["include"], params["exclude"], params["only"])
+
+
+def filters_of_export() -> Filters:
+    """The same; a framework's loader takes model and optimizer, where --only says nothing else."""
+    ctx = click.get_current_context()
+    is_told = ctx.get_parameter_source("only") is not ParameterSource.DEFAULT
+    return filters() if is_told or ctx.params["layout"] is None else replace(filters(), only=None)
+
+
+def reading(cuts: tuple[Cut, ...] = ()) -> ReadOptions:
+    """--allow-global, and how the parts of tensors are cut."""
+    return ReadOptions(click.get_current_context().params["allow_global"], cuts)
+
+
+def writing() -> WriteOptions:
+    """The options of `options.writing`, and all that the command reads."""
+    from ckpt_tools.cli import shaping
+    from ckpt_tools.convert.write import WriteOptions
+
+    params = click.get_current_context().params
+    others = [text for name in ("like", "param_names") if (text := params.get(name))]
+    read = [*shaping.files_read(params["ckpt"]), *filter(os.path.isfile, others)]
+    return WriteOptions(
+        force=params["force"],
+        threads=params["threads"],
+        max_memory=params["max_memory"],
+        resume=params["resume"],
+        check=params["check"],
+        sources=(params["ckpt"], *shaping.sources(), *others),
+        watched=tuple(
+            FileEntry(path, state.size, state) for path, state in paths.states_now(read).items()
+        ),
+    )
+
+
+def export(index: CheckpointIndex, *, form: str, is_folder: bool) -> ExportOptions:
+    """What `export` makes of a checkpoint, in the format ``form``: a Hugging Face folder or not.
+
+    Raises UsageError for options that cannot be meant together.
+    """
+    from ckpt_tools.cli import shaping
+    from ckpt_tools.convert.export import ExportOptions
+
+    params, chosen = click.get_current_context().params, filters_of_export()
+    is_adapter = shaping.is_adapter()
+    return ExportOptions(
+        format=form,
+        dtype=params["dtype"],
+        dtypes=shaping.dtype_rules(),
+        keep_names=params["keep_names"],
+        keep_rank_states=params["keep_rank_states"],
+        steps=shaping.export_steps(index, dtype=params["dtype"], is_folder=is_folder),
+        include=chosen.include,
+        exclude=chosen.exclude,
+        only=chosen.only,
+        max_shard_size=_ONE_FILE if is_adapter else params["max_shard_size"],
+        layout=params["layout"],
+        basename="adapter_model" if is_adapter else "model",
+    )
+
+
+def comparing() -> DiffOptions:
+    """--clean-names, --rename, --rtol, --atol and --ignore-dtypes of `diff`."""
+    from ckpt_tools.proof import DiffOptions, Naming, Tolerance, parse_rename
+
+    params = click.get_current_context().params
+    naming = Naming(
+        clean=params["clean_names"], renames=tuple(map(parse_rename, params["renames"]))
+    )
+    tolerance = Tolerance(params["rtol"], params["atol"])
+    return DiffOptions(naming, tolerance, ignore_dtypes=params["ignore_dtypes"])
+
+
+def target() -> ReshardOptions:
+    """--to-mesh, --placements and --place. Raises UsageError for texts that are none."""
+    from ckpt_tools.convert.reshard import ReshardOptions
+    from ckpt_tools.core.mesh_spec import parse_mesh, parse_placements, parse_rule
+
+    params = click.get_current_context().params
+    mesh, placements = parse_mesh(params["to_mesh"]), params["placements"]
+    return ReshardOptions(
+        mesh=mesh,
+        placements=None if placements is None else parse_placements(placements, mesh),
+        rules=tuple(parse_rule(text, mesh) for text in params["place"]),
+    )
+
+
+def reshard(*, form: str) -> ReshardOptions:
+    """What `reshard` makes, in the format ``form``; reads the checkpoints that --like and
+    --param-names name.
+
+    Raises UsageError for options that cannot be meant together, and what reading raises.
+    """
+    from ckpt_tools.cli import param_order, shaping
+    from ckpt_tools.formats import read_index
+
+    params, chosen, read = click.get_current_context().params, filters(), reading()
+    like, param_names = params["like"], params["param_names"]
+    return replace(
+        target(),
+        like=None if like is None else read_index(like, options=read),
+        format=form,
+        layout=params["layout"],
+        param_names=None if param_names is None else param_order.read(param_names, read),
+        keep_rank_states=params["keep_rank_states"],
+        device_type=params["device_type"],
+        dtype=params["dtype"],
+        dtypes=shaping.dtype_rules(),
+        include=chosen.include,
+        exclude=chosen.exclude,
+        only=chosen.only,
+        steps=shaping.reshard_steps(params["ckpt"], engine=params["engine"]),
+    )

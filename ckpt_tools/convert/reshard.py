@@ -133,7 +133,9 @@ def plan_reshard(index: CheckpointIndex, options: ReshardOptions) -> ReshardPlan
     with Files() as files:
         located = formats.locate(chosen, files)
         located.require_chosen()
-        foreign = any(e.codec != form.object_codec for e in located.objects)
+        foreign = any(
+            not e.opened and e.codec not in (None, form.object_codec) for e in located.objects
+        )
         if options.layout is not None or foreign:
             located = formats.open_objects(located, files)
         if form.nested:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.convert.write import Plan
 from ckpt_tools.copying.resume import Place
-from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import Target
 from ckpt_tools.core.text import some
@@ -32,6 +32,7 @@ from ckpt_tools.errors import (
     WriteError,
 )
 from ckpt_tools.formats import read_index
+from ckpt_tools.formats.dcp.write import archive_of
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +90,7 @@ def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
             f"{index.root} is no DCP directory with a .metadata, so dcp.load cannot read it.",
             hint=_COPY_DOES_IT,
         )
-    beside = [entry.fqn for entry in index.objects if entry.codec is None]
+    beside = [e.fqn for e in index.objects if not e.opened and _is_beside(e)]
     if beside:
         raise UnsupportedError(
             f"{index.root} keeps {some(beside)} beside its DCP files, which dcp.load cannot read.",
@@ -102,6 +103,11 @@ def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
             f"{index.root} holds {', '.join(foreign)} items, which dcp.load may not read.",
             hint=_COPY_DOES_IT,
         )
+
+
+def _is_beside(entry: ObjectEntry) -> bool:
+    """Whether an object is in a file of its own, as what Lightning keeps in meta.pt."""
+    return entry.codec is None or not entry.data.path.endswith(".distcp")
 
 
 class _Placed:
@@ -184,6 +190,7 @@ def _load_and_save(
     )
 
     chosen = {item.fqn for file in plan.files for item in file.items}
+    chosen |= {entry.fqn for entry in plan.objects}
     objects = [entry for entry in index.objects if entry.fqn in chosen]
     unordered: dict[str, object] = {**state, **{entry.fqn: Opaque() for entry in objects}}
     places = {
@@ -191,8 +198,12 @@ def _load_and_save(
     }  # torch goes by this order, too
     names = sorted(unordered, key=lambda fqn: (places.get(fqn, len(places)), fqn))
     whole = {fqn: unordered[fqn] for fqn in names}
+    # What a file beside holds is no item to load; its value is saved as the other engines do.
+    beside = {e.fqn: Opaque(archive_of(e)) for e in objects if _is_beside(e)}
+    loaded = {fqn: value for fqn, value in whole.items() if fqn not in beside}
     with _told(UnreadableError, f"dcp.load of {index.root}"):
-        load(whole, storage_reader=FileSystemReader(index.root), planner=LoadPlanner())
+        load(loaded, storage_reader=FileSystemReader(index.root), planner=LoadPlanner())
+    whole |= loaded | beside
     paths = {target.fqn: target.path for target in plan.targets}
     paths |= {entry.fqn: entry.path for entry in objects}
     with _told(WriteError, f"dcp.save to {folder}"):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.storage.reader import Files
 
 REAL = DATA / "checkpoints"
+AS_ACCELERATE = ReshardOptions(Mesh((2,)), layout="accelerate")
 TRAINER = REAL / "transformers_trainer_fsdp2_4r" / "ckpt" / "checkpoint-2"
 SHARDED = REAL / "accelerate_fsdp2_sharded_llama_tied_4r" / "ckpt" / "state"
 FULL = REAL / "accelerate_fsdp1_full_llama_tied_4r" / "ckpt" / "state"
@@ -146,4 +148,76 @@ def test_what_is_written_of_a_folder_is_proven_and_the_rest_is_named(
     options = ReshardOptions(mesh=Mesh((4,)), format=form)
     write = WriteOptions(check=True)
     plan = api.reshard(index, str(tmp_path / "out"), options=options, write=write)
-    assert any("rng_state.rank_0.numpy" in note for note in plan.notes)
+    # DCP takes a file of random states whole; rank files take values, and NumPy's are none.
+    is_named = any("rng_state.rank_0.numpy" in note for note in plan.notes)
+    assert is_named is (form == "ranks")
+    if form == "dcp":
+        entry = api.open_checkpoint(tmp_path / "out").index.object("rng_state.rank_0")
+        assert entry is not None
+        with Files() as files:
+            assert files.read(*entry.data) == (TRAINER / "rng_state_0.pth").read_bytes()
+
+
+def test_parts_of_different_formats_are_each_read_by_their_own(tmp_path: Path) -> None:
+    api.reshard(str(FULL), tmp_path / "dcp", options=AS_ACCELERATE)
+    folder = shutil.copytree(FULL, tmp_path / "mixed")
+    (folder / "optimizer.bin").unlink()
+    shutil.copytree(tmp_path / "dcp" / "optimizer_0", folder / "optimizer_0")
+    for only in ("model", "optim"):  # also where no object is left to tell the other format
+        assert _sections(folder, only) == _sections(FULL, only)
+    assert api.verify(str(folder)).whole
+
+
+def test_what_no_format_of_the_parts_can_locate_is_a_problem() -> None:
+    index = formats.read_index(str(SHARDED))
+    entry = index.tensors[0]
+    chunks = [chunk._replace(codec="other") for chunk in entry.chunks]
+    strange = replace(index, tensors=(replace(entry, chunks=chunks),), objects=(), format="torch")
+    with Files() as files, pytest.raises(CkptError, match="no reader here knows 'other'"):
+        formats.locate(strange, files).require_whole()
+
+
+def test_an_optimizer_without_groups_is_no_save_of_a_framework(tmp_path: Path) -> None:
+    folder = shutil.copytree(SHARDED, tmp_path / "state")
+    states = ReshardOptions(Mesh((2,)), include=("optimizer.state.*",))
+    shutil.rmtree(folder / "optimizer_0")
+    api.reshard(str(SHARDED), folder / "optimizer_0", options=states)
+    with pytest.raises(CkptError, match="no param_groups") as caught:
+        api.fingerprint(str(folder))
+    assert "pytorch_model_fsdp_0" in str(caught.value.hint)
+    assert not summary.resume_verdict(formats.read_index(str(folder))).yes
+    assert api.export(str(folder), tmp_path / "out", only="model").tensors
+
+
+def test_rank_files_of_accelerate_are_read_with_its_optimizer(tmp_path: Path) -> None:
+    options = replace(AS_ACCELERATE, format="ranks")
+    api.reshard(str(TRAINER), tmp_path / "out", options=options)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {f"pytorch_model_fsdp_rank{rank}.bin" for rank in range(2)} < names
+    assert (tmp_path / "out" / "optimizer_0" / ".metadata").exists()
+    for only in ("model", "optim"):
+        assert _sections(tmp_path / "out", only) == _sections(TRAINER, only)
+    assert api.verify(str(tmp_path / "out")).whole
+    assert summary.resume_verdict(formats.read_index(str(tmp_path / "out"))).yes
+    (tmp_path / "out" / "pytorch_model_fsdp_rank1.bin").unlink()
+    assert not api.verify(str(tmp_path / "out")).whole
+
+
+@pytest.mark.parametrize("second", ["pytorch_model_fsdp_1", "optimizer_1", "both"])
+def test_of_several_models_or_optimizers_each_is_listed(second: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(SHARDED, tmp_path / "state")
+    added = ("pytorch_model_fsdp_1", "optimizer_1") if second == "both" else (second,)
+    for name in added:
+        shutil.copytree(folder / name.replace("_1", "_0"), folder / name)
+    found = {Path(one.path).name for one in formats.checkpoints_in(str(folder))}
+    assert found == {"pytorch_model_fsdp_0", "optimizer_0", *added}
+    with pytest.raises(CkptError) as caught:
+        formats.read_index(str(folder))
+    assert all(name in str(caught.value.hint) for name in found)
+
+
+def _sections(path: Path, only: str) -> object:
+    """The digests of the tensors of a section."""
+    index = formats.read_index(str(path))
+    chosen = index.select({entry.fqn for entry in index.tensors if entry.section == only})
+    return api.fingerprint(chosen).sections

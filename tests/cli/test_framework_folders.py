@@ -133,3 +133,70 @@ def model_of(path: str) -> object:
     result = run("fingerprint", path, "--only", "model", "--json")
     assert result.exit_code == 0
     return json.loads(result.stdout)["sections"]
+
+
+def test_actor_and_critic_are_two_models_to_choose_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = REAL / "verl_fsdp2_4r" / "ckpt" / "global_step_1" / "actor"
+    for model in ("actor", "critic"):
+        shutil.copytree(source, tmp_path / "run" / "global_step_1" / model)
+    for level in ("run", "run/global_step_1"):
+        listed = run("inspect", level)
+        assert listed.exit_code == 0
+        assert all(name in listed.stdout for name in ("actor", "critic"))
+        assert run("verify", level).stdout.count("whole") == 2
+        for words in COMMANDS[2:]:
+            result = run(*[word.format(level) for word in words])
+            assert result.exit_code == 3
+            assert [Path(told[2]).name for told in told(result)] == ["critic", "actor"]
+            for command in told(result):
+                _assert_right(command, 0)
+
+
+def test_a_part_alone_is_answered_with_the_whole_and_with_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(REAL / "transformers_trainer_fsdp2_4r" / "ckpt", tmp_path / "run")
+    for part in ("optimizer_0", "optimizer_0/.metadata", "optimizer_0/__0_0.distcp"):
+        result = run("export", f"run/checkpoint-2/{part}", "-o", "out", "--only", "model")
+        assert result.exit_code == 1
+        assert told(result) == [
+            ["ckpt-tools", "export", "run/checkpoint-2", "-o", "out", "--only", "model"],
+            ["ckpt-tools", "export", f"run/checkpoint-2/{part}", "-o", "out", "--only", "optim"],
+        ]
+
+
+def test_a_file_of_one_rank_is_answered_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(REAL / "peft_fsdp2_adapter_torchsave_4r" / "ckpt", tmp_path / "run")
+    result = run("export", "run/adapter_rank2.pt", "-o", "out")
+    assert result.exit_code == 3
+    assert told(result) == [["ckpt-tools", "export", "run", "-o", "out"]]
+
+
+@pytest.mark.parametrize(
+    ("folder", "glob"),
+    [
+        ("hf_sharded_safetensors/ckpt", "*.safetensors"),
+        ("dcp_hf_sharded_4r/ckpt", "shard-*"),
+        ("fsdp2_dcp_1d_4r/ckpt", "*.distcp"),
+    ],
+)
+def test_a_glob_of_all_files_of_a_folder_is_the_folder(folder: str, glob: str) -> None:
+    source = str(REAL / folder)
+    by_glob, by_folder = (run("fingerprint", path) for path in (f"{source}/{glob}", source))
+    assert by_glob.exit_code == 0, by_glob.stderr
+    assert by_glob.stdout == by_folder.stdout
+
+
+def test_a_glob_of_some_files_of_a_folder_is_refused_with_the_folder() -> None:
+    source = REAL / "hf_sharded_safetensors" / "ckpt"
+    result = run("fingerprint", f"{source}/model-0000[12]*.safetensors")
+    assert result.exit_code == 2
+    assert "2 of the 3 files" in result.stderr
+    assert told(result) == [["ckpt-tools", "fingerprint", str(source)]]

@@ -232,7 +232,10 @@ def _accelerate(job: _Job) -> Arranged:
     states = _beside_source(job.source, (), _RANK_FILES)
     notes = job.left_out(*_COPIED)
     if by_ranks:
-        notes.append("Accelerate reads these files with state_dict_type LOCAL_STATE_DICT alone.")
+        notes.append(
+            "Accelerate reads these files with LOCAL_STATE_DICT alone, and into FSDP2 only: on a "
+            "mesh of the same dimension names."
+        )
     if job.target.ranks.fit("ranks", len(states)):
         copied |= states
     elif states:

@@ -311,9 +311,11 @@ def _only_one_inside(folder: str) -> str:
                 instead=paths_instead(folder, [around]),
             )
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
+    inside = [one.path for one in reversed(found)]
+    of_ranks = rank_files.globs_of(folder, inside)
     raise UnreadableError(
-        f"{folder} is no checkpoint itself; {len(found)} are inside.",
-        instead=paths_instead(folder, [one.path for one in reversed(found)]),
+        f"{folder} is no checkpoint itself; {len(inside)} are inside.",
+        instead=paths_instead(folder, of_ranks or inside),
     )
 
 

@@ -159,4 +159,4 @@ def test_a_map_read_backwards_knows_nothing_of_parts() -> None:
     there = maps.find("meta-llama-to-hf")
     assert there.cuts
     assert not there.back.cuts
-    assert there.back.back.cuts == there.cuts
+    assert set(there.back.back.cuts) < set(there.cuts)  # what it drops does not come back

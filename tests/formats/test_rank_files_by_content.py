@@ -38,8 +38,16 @@ def _renamed(folder: Path, names: Sequence[str]) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["ckpt_{}.pth", "shard-{:05}.pt", "{}.pt", "step100_{}.bin", "a.{}.of.pt"]
-    + ["part{}of4.pt", "x_{}_step100.pt", "model-{:05}-of-00004.bin"],
+    [
+        "ckpt_{}.pth",
+        "shard-{:05}.pt",
+        "{}.pt",
+        "step100_{}.bin",
+        "a.{}.of.pt",
+        "part{}of4.pt",
+        "x_{}_step100.pt",
+        "model-{:05}-of-00004.bin",
+    ],
 )
 def test_numbered_files_of_a_mesh_of_as_many_ranks_are_rank_files(
     name: str, tmp_path: Path

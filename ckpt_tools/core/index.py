@@ -344,14 +344,19 @@ class CheckpointIndex:
             raise told from error.__cause__
 
     def _whole_part(self) -> tuple[str, ...]:
-        """Options that leave out what problems are of: a few objects, or all but a whole model."""
-        if self.lost or not all(problem.about for problem in self.problems):
+        """Options that leave out what problems are of: a few objects or parts of a folder, which
+        are lost under ``NAME.*``, or all but a whole model.
+        """
+        if not all(problem.about for problem in self.problems):
             return ()
         hurt = frozenset().union(*(problem.about for problem in self.problems))
-        if len(hurt) <= _FEW and hurt <= {entry.fqn for entry in self.objects}:
-            return tuple(word for fqn in sorted(hurt) for word in ("-x", escape(fqn)))
+        parts = {name for name in self.lost if name.endswith(".*")}
+        if len(hurt) <= _FEW and hurt <= parts | {entry.fqn for entry in self.objects}:
+            named = [fqn if fqn in parts else escape(fqn) for fqn in sorted(hurt)]
+            return tuple(word for name in named for word in ("-x", name))
         model = [entry.fqn for entry in self.entries if entry.section == "model"]
-        return ("--only", "model") if model and hurt.isdisjoint(model) else ()
+        is_whole = bool(model) and not self.lost and hurt.isdisjoint(model)
+        return ("--only", "model") if is_whole else ()
 
 
 # An index whose chunks are all raw elements, but for those of tensors that its problems name. Only

@@ -1,15 +1,18 @@
 """A framework's folder is one checkpoint: its parts are joined under the names that each has."""
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from reader_contract import DATA, truth_of, whole
 
 from ckpt_tools import api, formats, proof
 from ckpt_tools.analysis import summary
+from ckpt_tools.cli import cli
 from ckpt_tools.convert.export import ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.convert.write import WriteOptions
@@ -99,6 +102,27 @@ def test_a_half_that_cannot_be_read_is_no_reason_to_call_the_rest_whole(tmp_path
     assert not summary.resume_verdict(index).yes
     with pytest.raises(CkptError, match="optimizer_0"):
         plan_export(index, ExportOptions())
+
+
+@pytest.mark.parametrize("lost", ["optimizer_0/.metadata", "trainer_state.json", "scheduler.pt"])
+def test_no_reshard_leaves_out_a_part_that_cannot_be_read(lost: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    (folder / lost).write_text("version https://git-lfs.github.com/spec/v1\n")
+    words = ["reshard", str(folder), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    refused = CliRunner().invoke(cli, words)  # also where states of the old ranks are left out
+    assert refused.exit_code == 3
+    told = shlex.split(refused.stderr.splitlines()[-1])
+    assert told[:-2] == ["ckpt-tools", *words]
+    assert CliRunner().invoke(cli, told[1:]).exit_code == 0
+    assert not api.verify(str(folder)).whole
+
+
+def test_a_hurt_file_of_other_state_does_not_hurt_the_model(tmp_path: Path) -> None:
+    folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    (folder / "scheduler.pt").write_bytes(b"")
+    (folder / "trainer_state.json").write_text("{")
+    assert api.export(str(folder), tmp_path / "out").tensors
+    assert len(formats.read_index(str(folder)).problems) == 2
 
 
 def test_halves_of_saves_by_different_numbers_of_ranks_are_told(tmp_path: Path) -> None:

@@ -58,10 +58,11 @@ class Instead(NamedTuple):
         return "\n".join(lines + ([f"and {more} more"] if more else []))
 
     def _words(self, words: Sequence[str], way: Way) -> Iterator[str]:
-        """The words, with an option of the way in the place of the same one of before."""
+        """The words, with an option of the way in the place of the same one; -x can be repeated."""
+        replaced = {option for option in way.options[::2] if option != "-x"}
         before = ""
         for word in words:
-            if before not in way.options[::2] and word not in way.options[::2]:
+            if before not in replaced and word not in replaced:
                 yield self._word(word, way)
             before = word
         yield from way.options

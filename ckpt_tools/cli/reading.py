@@ -7,7 +7,7 @@ from ckpt_tools.cli.options import Filters
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import near_names, select
 from ckpt_tools.errors import AnswerNo, Way
-from ckpt_tools.formats import ReadOptions, open_objects, read_index
+from ckpt_tools.formats import ReadOptions, is_checkpoint, open_objects, read_index
 from ckpt_tools.formats.frameworks import whole_of
 from ckpt_tools.storage.reader import Files
 
@@ -31,7 +31,8 @@ def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
     except AnswerNo as error:
         names = [name for text in chosen.include for name in near_names(index, text.strip("*"))]
         whole = whole_of(index)
-        if not names and whole is not None and error.instead is not None:
+        is_half = whole is not None and is_checkpoint(whole)
+        if not names and is_half and error.instead is not None:
             ways = (Way(whole), *error.instead.ways)
             error.instead = error.instead._replace(ways=ways)
         if not names:

@@ -185,7 +185,9 @@ def _whole(chosen: CheckpointIndex, options: ReshardOptions, locate: Locate) -> 
     with Files() as files:
         located = (formats.locate if is_moved else locate)(chosen, files)
         located.require_chosen()
-        foreign = any(not e.opened and e.codec != form.object_codec for e in located.objects)
+        foreign = any(
+            not e.opened and e.codec not in (None, form.object_codec) for e in located.objects
+        )
         if options.layout is not None or foreign:
             located = formats.open_objects(located, files)
         if form.nested:

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from glob import escape
 from itertools import pairwise
 from math import prod
 from operator import add, attrgetter
@@ -246,6 +247,7 @@ class FileEntry(NamedTuple):
     state: FileState | None = None
 
 
+_FEW = 3  # objects that are left out by name
 _Index = TypeVar("_Index", bound="CheckpointIndex")
 # Nothing is known of the containers: paths say it.
 NO_TREE: Branch[str] = Branch("dict", (), ())
@@ -385,23 +387,31 @@ class CheckpointIndex:
         raise first.reworded("\n  ".join(shown)).concerning(())
 
     def require_chosen(self) -> None:
-        """`require_whole` of what was chosen; the error says so where its model alone is whole."""
+        """`require_whole` of what was chosen; the error says what could be chosen instead."""
         try:
             self.require_whole()
         except CheckpointError as error:
-            if error.instead is not None or not self._has_whole_model():
+            options = self._whole_part() if error.instead is None else ()
+            if not options:
                 raise
             told = error.reworded(error.message)
-            told.instead = Instead(self.root, (Way(options=("--only", "model")),))
+            told.instead = Instead(self.root, (Way(options=options),))
             raise told from error.__cause__
 
-    def _has_whole_model(self) -> bool:
-        """Whether all problems are of what is beside a model, so that this can be had alone."""
-        if self.lost or not all(problem.about for problem in self.problems):
-            return False
+    def _whole_part(self) -> tuple[str, ...]:
+        """Options that leave out what problems are of: a few objects or parts of a folder, which
+        are lost under ``NAME.*``, or all but a whole model.
+        """
+        if not all(problem.about for problem in self.problems):
+            return ()
         hurt = frozenset().union(*(problem.about for problem in self.problems))
+        parts = {name for name in self.lost if name.endswith(".*")}
+        if len(hurt) <= _FEW and hurt <= parts | {entry.fqn for entry in self.objects}:
+            named = [fqn if fqn in parts else escape(fqn) for fqn in sorted(hurt)]
+            return tuple(word for name in named for word in ("-x", name))
         model = [entry.fqn for entry in self.entries if entry.section == "model"]
-        return bool(model) and hurt.isdisjoint(model)
+        is_whole = bool(model) and not self.lost and hurt.isdisjoint(model)
+        return ("--only", "model") if is_whole else ()
 
 
 # An index whose chunks are all raw elements, but for those of tensors that its problems name. Only

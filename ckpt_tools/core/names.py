@@ -168,14 +168,15 @@ def select(
     """The part of a checkpoint that a section and name patterns choose, with the problems it has.
 
     The patterns choose lost names as they would have chosen the entries; which section those were
-    in is not known, so a section alone chooses them all.
+    in is not known, so a section alone chooses them all, but for parts of a folder (``NAME.*``)
+    that hold no model and no optimizer.
 
     Raises AnswerNo when nothing is left, and what is wrong when that is because all of it is lost.
     """
     chosen = selector(include, exclude)
     entries = index.entries
     fqns = {e.fqn for e in entries if (only is None or e.section == only) and chosen(e.fqn)}
-    lost = set(filter(chosen, index.lost))
+    lost = {name for name in filter(chosen, index.lost) if only is None or _may_hold(name, only)}
     if not fqns:
         index.select(lost).require_whole()
         counts = Counter(entry.section for entry in entries)
@@ -188,6 +189,13 @@ def select(
             instead=Instead(index.root, ways) if ways else None,
         )
     return index.select(fqns | lost)
+
+
+def _may_hold(lost: str, section: Section) -> bool:
+    """Whether what is lost under a name may be of a section."""
+    container = lost.partition(".")[0]
+    is_other = lost.endswith(".*") and container not in _MODEL | _OPTIM
+    return section == "other" or not is_other
 
 
 def near_names(index: CheckpointIndex, fqn: str) -> list[str]:

@@ -16,7 +16,7 @@ from ckpt_tools import formats
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.convert.write import Locate, Plan
 from ckpt_tools.copying.resume import Place
-from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import Target
 from ckpt_tools.core.text import some
@@ -33,6 +33,7 @@ from ckpt_tools.errors import (
     WriteError,
 )
 from ckpt_tools.formats import read_index
+from ckpt_tools.formats.dcp.write import archive_of
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
             f"{index.root} is no DCP directory with a .metadata, so dcp.load cannot read it.",
             hint=_COPY_DOES_IT,
         )
-    beside = [entry.fqn for entry in index.objects if entry.codec is None]
+    beside = [e.fqn for e in index.objects if not e.opened and _is_beside(e)]
     if beside:
         raise UnsupportedError(
             f"{index.root} keeps {some(beside)} beside its DCP files, which dcp.load cannot read.",
@@ -116,6 +117,11 @@ def _refuse_parts(index: CheckpointIndex, plan: Plan) -> None:
             f"{some(parts)}: inside of an item of {index.root}, which dcp.load loads as a whole.",
             hint=_COPY_DOES_IT,
         )
+
+
+def _is_beside(entry: ObjectEntry) -> bool:
+    """Whether an object is in a file of its own, as what Lightning keeps in meta.pt."""
+    return entry.codec is None or not entry.data.path.endswith(".distcp")
 
 
 class _Placed:
@@ -198,6 +204,7 @@ def _load_and_save(
     )
 
     chosen = {item.fqn for file in plan.files for item in file.items}
+    chosen |= {entry.fqn for entry in plan.objects}
     objects = [entry for entry in index.objects if entry.fqn in chosen]
     unordered: dict[str, object] = {**state, **{entry.fqn: Opaque() for entry in objects}}
     places = {
@@ -205,8 +212,12 @@ def _load_and_save(
     }  # torch goes by this order, too
     names = sorted(unordered, key=lambda fqn: (places.get(fqn, len(places)), fqn))
     whole = {fqn: unordered[fqn] for fqn in names}
+    # What a file beside holds is no item to load; its value is saved as the other engines do.
+    beside = {e.fqn: Opaque(archive_of(e)) for e in objects if _is_beside(e)}
+    loaded = {fqn: value for fqn, value in whole.items() if fqn not in beside}
     with _told(UnreadableError, f"dcp.load of {index.root}"):
-        load(whole, storage_reader=FileSystemReader(index.root), planner=LoadPlanner())
+        load(loaded, storage_reader=FileSystemReader(index.root), planner=LoadPlanner())
+    whole |= loaded | beside
     paths = {target.fqn: target.path for target in plan.targets}
     paths |= {entry.fqn: entry.path for entry in objects}
     with _told(WriteError, f"dcp.save to {folder}"):

@@ -320,10 +320,32 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
         raise IncompleteError(f"{path} is not there.")
     if len(found) == 1:
         return read_index(found[0], options=options)
-    from ckpt_tools.formats.rank_files import read as rank_files
+    folder = paths.folder_of(found[0])
+    form = detect(folder)
+    if form not in (None, rank_files.FORMAT, torch_file.FORMAT):
+        return _read_globbed_folder(path, folder, frozenset(map(paths.normal, found)), options)
+    from ckpt_tools.formats.rank_files import read as of_ranks
 
     before = paths.states_now(found)
-    return _with_states(rank_files.read_index(found, options=options), before)
+    return _with_states(of_ranks.read_index(found, options=options), before)
+
+
+def _read_globbed_folder(
+    path: str, folder: str, found: frozenset[str], options: ReadOptions
+) -> CheckpointIndex:
+    """The checkpoint of a folder whose files a glob chooses, when it chooses all that hold tensors.
+
+    Raises UsageError when it chooses some of them: what they hold is then chosen by name.
+    """
+    index = read_index(folder, options=options)
+    held = {paths.normal(c.data.path) for e in index.tensors for c in e.chunks}
+    if held <= found:
+        return index
+    raise UsageError(
+        f"{path} chooses {len(held & found)} of the {len(held)} files that {folder} is read from.",
+        hint="A checkpoint is read from all of its files; -i and -x choose names.",
+        instead=paths_instead(path, [folder]),
+    )
 
 
 def _only_one_inside(folder: str) -> str:
@@ -342,9 +364,11 @@ def _only_one_inside(folder: str) -> str:
                 instead=paths_instead(folder, [around]),
             )
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
+    inside = [one.path for one in reversed(found)]
+    of_ranks = rank_files.globs_of(folder, inside)
     raise UnreadableError(
-        f"{folder} is no checkpoint itself; {len(found)} are inside.",
-        instead=paths_instead(folder, [one.path for one in reversed(found)]),
+        f"{folder} is no checkpoint itself; {len(inside)} are inside.",
+        instead=paths_instead(folder, of_ranks or inside),
     )
 
 

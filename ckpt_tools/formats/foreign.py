@@ -53,6 +53,11 @@ _NPY = _Tool("an npy array of numpy", "Use numpy.load, and save it as a tensor."
 _HDF5 = _Tool("an HDF5 file (Keras, TensorFlow)", "Use h5py.File, or Keras' load_weights.")
 _ONNX = _Tool("an ONNX model", "Use onnx.load and onnx.numpy_helper.to_array.")
 _KERAS = _Tool("a Keras model", "Use keras.saving.load_model.")
+_NEMO = _Tool("a NeMo archive", "Unpack it with tar -xf; the weights inside are read here.")
+_TAR = _Tool("a packed archive", "Unpack it with tar -xf, and give what was in it.")
+_LITE = _Tool(
+    "a model compiled for devices (TFLite, Core ML, TensorRT)", "Use what it was made of."
+)
 _PADDLE = _Tool("a PaddlePaddle checkpoint", "Use paddle.load.")
 
 # A folder that has one of these names is the tool's, whatever else is in it. Patterns are compiled
@@ -76,7 +81,10 @@ _FILES = (
         _TENSORFLOW,
         r"saved_model\.pbtxt|saved_model\.pb|.*\.data-\d{5}-of-\d{5}|.*\.ckpt.*\.index",
     ),
-    (_GGUF, r".*\.gguf"),
+    (_GGUF, r".*\.(gguf|ggml)"),
+    (_NEMO, r".*\.nemo"),
+    (_TAR, r".*\.(tgz|tar\.(gz|bz2|xz|zst))"),
+    (_LITE, r".*\.(tflite|mlmodel|engine|plan)"),
     (_NPZ, r".*\.npz"),
     (_NPY, r".*\.npy"),
     (_HDF5, r".*\.(h5|hdf5)"),

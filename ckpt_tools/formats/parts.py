@@ -37,6 +37,7 @@ from ckpt_tools.errors import (
     paths_instead,
     unreadable,
 )
+from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
 
@@ -210,7 +211,7 @@ class _Joining:
             self.problems.append(unreadable(path, error).concerning((names.join(place),)))
             return
         except CheckpointError as error:
-            self.problems.append(error.concerning((names.join(place),)))
+            self.problems.append(error.concerning((f"{names.join(place)}.*",)))
             return
         bare = CheckpointIndex(path, "torch", (), files=(FileEntry(path, length),), tree=tree)
         self.others.append(_of(bare, entries))
@@ -299,11 +300,19 @@ def _of(index: CheckpointIndex, entries: Sequence[Entry]) -> CheckpointIndex:
 
 
 def _archive(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Branch[str]]:
-    """A torch.save file as one object, as DCP has them; one of the old format stays closed."""
+    """A torch.save file as one object, as DCP has them; one of the old format stays closed.
+
+    Raises UnreadableError for anything else.
+    """
     from ckpt_tools.formats.dcp.items import TORCH_SAVE  # late: few folders have parts
     from ckpt_tools.formats.zip import read as torch_zip
 
-    is_archive = torch_zip.sniff(paths.head(path, 512)) == "zip"
+    head = paths.head(path, 512)
+    if is_lfs_pointer(head):
+        raise lfs_pointer(path)
+    is_archive = torch_zip.sniff(head) == "zip"
+    if not is_archive and not head.startswith(b"\x80"):
+        raise UnreadableError(f"{path} is no file of torch.save.")
     entry = ObjectEntry(
         *(names.join(place), place, "other", ByteRange(path, 0, length)),
         type_name=None if is_archive else "torch.save file",

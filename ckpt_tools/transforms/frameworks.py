@@ -243,7 +243,10 @@ def _accelerate(job: _Job) -> Arranged:
     rank_names = {"": "pytorch_model_fsdp_rank{rank}.bin"} if by_ranks else {}
     copied, notes = _side_files(job)
     if by_ranks:
-        notes.append("Accelerate reads these files with state_dict_type LOCAL_STATE_DICT alone.")
+        notes.append(
+            "Accelerate reads these files with LOCAL_STATE_DICT alone, and into FSDP2 only: on a "
+            "mesh of the same dimension names."
+        )
     elif next(optim.leaves(), None) is not None:
         notes.append(
             "With FSDP1, Accelerate's loader of SHARDED_STATE_DICT leaves a new optimizer empty, "

@@ -110,7 +110,7 @@ def without_old_ranks(
             hint="--keep-rank-states writes it as it is.",
         )
     note = f"Left out, of the old ranks: {shown}. --keep-rank-states keeps them."
-    return index.select(kept), [note]
+    return index.select(kept | set(index.lost)), [note]
 
 
 def _count(states: _States) -> str:

@@ -212,6 +212,15 @@ def test_the_engine_dcp_keeps_paths_and_the_bytes_of_objects(engines: Path, name
     assert objects(engines / f"dcp-{name}") == objects(engines / f"copy-dcp-{name}")
 
 
+def test_the_engine_dcp_saves_what_lightning_keeps_beside_its_files(tmp_path: Path) -> None:
+    source = DATA / "lightning_fsdp_sharded_4r" / "ckpt"
+    words = ("reshard", source, "--to-mesh", "2", "-o")
+    torchrun(2, "-m", "ckpt_tools", *words, tmp_path / "dcp", "--engine", "dcp")
+    ckpt_tools(*words, tmp_path / "copy")
+    told = ckpt_tools("diff", tmp_path / "dcp", tmp_path / "copy")
+    assert "All are the same" in told.stdout
+
+
 def test_the_engine_dcp_refuses_what_torch_cannot_load_on_every_rank(engines: Path) -> None:
     told = {(engines / f"dcp-ranks.error.{rank}").read_text() for rank in range(4)}
     assert len(told) == 1

@@ -1,14 +1,18 @@
 """A framework's folder is one checkpoint: its parts are joined under the names that each has."""
 
 import json
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from reader_contract import DATA, truth_of, whole
 
 from ckpt_tools import api, formats, proof
 from ckpt_tools.analysis import summary
+from ckpt_tools.cli import cli
 from ckpt_tools.convert.export import ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.convert.write import WriteOptions
@@ -17,6 +21,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.storage.reader import Files
 
 REAL = DATA / "checkpoints"
+AS_ACCELERATE = ReshardOptions(Mesh((2,)), layout="accelerate")
 TRAINER = REAL / "transformers_trainer_fsdp2_4r" / "ckpt" / "checkpoint-2"
 SHARDED = REAL / "accelerate_fsdp2_sharded_llama_tied_4r" / "ckpt" / "state"
 FULL = REAL / "accelerate_fsdp1_full_llama_tied_4r" / "ckpt" / "state"
@@ -99,6 +104,27 @@ def test_a_half_that_cannot_be_read_is_no_reason_to_call_the_rest_whole(tmp_path
         plan_export(index, ExportOptions())
 
 
+@pytest.mark.parametrize("lost", ["optimizer_0/.metadata", "trainer_state.json", "scheduler.pt"])
+def test_no_reshard_leaves_out_a_part_that_cannot_be_read(lost: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    (folder / lost).write_text("version https://git-lfs.github.com/spec/v1\n")
+    words = ["reshard", str(folder), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    refused = CliRunner().invoke(cli, words)  # also where states of the old ranks are left out
+    assert refused.exit_code == 3
+    told = shlex.split(refused.stderr.splitlines()[-1])
+    assert told[:-2] == ["ckpt-tools", *words]
+    assert CliRunner().invoke(cli, told[1:]).exit_code == 0
+    assert not api.verify(str(folder)).whole
+
+
+def test_a_hurt_file_of_other_state_does_not_hurt_the_model(tmp_path: Path) -> None:
+    folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    (folder / "scheduler.pt").write_bytes(b"")
+    (folder / "trainer_state.json").write_text("{")
+    assert api.export(str(folder), tmp_path / "out").tensors
+    assert len(formats.read_index(str(folder)).problems) == 2
+
+
 def test_halves_of_saves_by_different_numbers_of_ranks_are_told(tmp_path: Path) -> None:
     folder = shutil.copytree(SHARDED, tmp_path / "state")
     shutil.rmtree(folder / "optimizer_0")
@@ -146,4 +172,76 @@ def test_what_is_written_of_a_folder_is_proven_and_the_rest_is_named(
     options = ReshardOptions(mesh=Mesh((4,)), format=form)
     write = WriteOptions(check=True)
     plan = api.reshard(index, str(tmp_path / "out"), options=options, write=write)
-    assert any("rng_state.rank_0.numpy" in note for note in plan.notes)
+    # DCP takes a file of random states whole; rank files take values, and NumPy's are none.
+    is_named = any("rng_state.rank_0.numpy" in note for note in plan.notes)
+    assert is_named is (form == "ranks")
+    if form == "dcp":
+        entry = api.open_checkpoint(tmp_path / "out").index.object("rng_state.rank_0")
+        assert entry is not None
+        with Files() as files:
+            assert files.read(*entry.data) == (TRAINER / "rng_state_0.pth").read_bytes()
+
+
+def test_parts_of_different_formats_are_each_read_by_their_own(tmp_path: Path) -> None:
+    api.reshard(str(FULL), tmp_path / "dcp", options=AS_ACCELERATE)
+    folder = shutil.copytree(FULL, tmp_path / "mixed")
+    (folder / "optimizer.bin").unlink()
+    shutil.copytree(tmp_path / "dcp" / "optimizer_0", folder / "optimizer_0")
+    for only in ("model", "optim"):  # also where no object is left to tell the other format
+        assert _sections(folder, only) == _sections(FULL, only)
+    assert api.verify(str(folder)).whole
+
+
+def test_what_no_format_of_the_parts_can_locate_is_a_problem() -> None:
+    index = formats.read_index(str(SHARDED))
+    entry = index.tensors[0]
+    chunks = [chunk._replace(codec="other") for chunk in entry.chunks]
+    strange = replace(index, tensors=(replace(entry, chunks=chunks),), objects=(), format="torch")
+    with Files() as files, pytest.raises(CkptError, match="no reader here knows 'other'"):
+        formats.locate(strange, files).require_whole()
+
+
+def test_an_optimizer_without_groups_is_no_save_of_a_framework(tmp_path: Path) -> None:
+    folder = shutil.copytree(SHARDED, tmp_path / "state")
+    states = ReshardOptions(Mesh((2,)), include=("optimizer.state.*",))
+    shutil.rmtree(folder / "optimizer_0")
+    api.reshard(str(SHARDED), folder / "optimizer_0", options=states)
+    with pytest.raises(CkptError, match="no param_groups") as caught:
+        api.fingerprint(str(folder))
+    assert "pytorch_model_fsdp_0" in str(caught.value.hint)
+    assert not summary.resume_verdict(formats.read_index(str(folder))).yes
+    assert api.export(str(folder), tmp_path / "out", only="model").tensors
+
+
+def test_rank_files_of_accelerate_are_read_with_its_optimizer(tmp_path: Path) -> None:
+    options = replace(AS_ACCELERATE, format="ranks")
+    api.reshard(str(TRAINER), tmp_path / "out", options=options)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {f"pytorch_model_fsdp_rank{rank}.bin" for rank in range(2)} < names
+    assert (tmp_path / "out" / "optimizer_0" / ".metadata").exists()
+    for only in ("model", "optim"):
+        assert _sections(tmp_path / "out", only) == _sections(TRAINER, only)
+    assert api.verify(str(tmp_path / "out")).whole
+    assert summary.resume_verdict(formats.read_index(str(tmp_path / "out"))).yes
+    (tmp_path / "out" / "pytorch_model_fsdp_rank1.bin").unlink()
+    assert not api.verify(str(tmp_path / "out")).whole
+
+
+@pytest.mark.parametrize("second", ["pytorch_model_fsdp_1", "optimizer_1", "both"])
+def test_of_several_models_or_optimizers_each_is_listed(second: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(SHARDED, tmp_path / "state")
+    added = ("pytorch_model_fsdp_1", "optimizer_1") if second == "both" else (second,)
+    for name in added:
+        shutil.copytree(folder / name.replace("_1", "_0"), folder / name)
+    found = {Path(one.path).name for one in formats.checkpoints_in(str(folder))}
+    assert found == {"pytorch_model_fsdp_0", "optimizer_0", *added}
+    with pytest.raises(CkptError) as caught:
+        formats.read_index(str(folder))
+    assert all(name in str(caught.value.hint) for name in found)
+
+
+def _sections(path: Path, only: str) -> object:
+    """The digests of the tensors of a section."""
+    index = formats.read_index(str(path))
+    chosen = index.select({entry.fqn for entry in index.tensors if entry.section == only})
+    return api.fingerprint(chosen).sections

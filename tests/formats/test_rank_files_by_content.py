@@ -9,7 +9,12 @@ from reader_contract import DATA, whole
 
 from ckpt_tools import formats, proof
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.errors import (
+    CheckpointError,
+    CkptError,
+    IncompleteError,
+    UnsupportedError,
+)
 from ckpt_tools.storage.reader import Files
 
 FLAT = DATA / "checkpoints" / "fsdp2_torchsave_1d_4r" / "ckpt"
@@ -32,7 +37,17 @@ def _renamed(folder: Path, names: Sequence[str]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["ckpt_{}.pth", "shard-{:05}.pt", "{}.pt", "step100_{}.bin", "a.{}.of.pt"]
+    "name",
+    [
+        "ckpt_{}.pth",
+        "shard-{:05}.pt",
+        "{}.pt",
+        "step100_{}.bin",
+        "a.{}.of.pt",
+        "part{}of4.pt",
+        "x_{}_step100.pt",
+        "model-{:05}-of-00004.bin",
+    ],
 )
 def test_numbered_files_of_a_mesh_of_as_many_ranks_are_rank_files(
     name: str, tmp_path: Path
@@ -53,6 +68,34 @@ def test_a_glob_of_numbered_files_is_read(tmp_path: Path) -> None:
     (folder / "rank_notes.pt").write_bytes(b"")
     found = formats.read_index(str(folder / "ckpt_*.pth"))
     assert _values(found) == _values(formats.read_index(str(FLAT)))
+
+
+def test_of_two_steps_in_one_folder_each_has_its_glob(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    for step in (10, 20):
+        for rank in range(4):
+            shutil.copy(FLAT / f"model_rank{rank}.pt", folder / f"r{rank}_s{step}.pt")
+    with pytest.raises(CkptError, match="several families") as caught:
+        formats.read_index(str(folder))
+    for step in (10, 20):
+        assert f"{folder}/r*_s{step}.pt" in str(caught.value.hint)
+        found = formats.read_index(str(folder / f"r*_s{step}.pt"))
+        assert _values(found) == _values(formats.read_index(str(FLAT)))
+
+
+def test_rank_files_in_a_folder_of_their_own_each_are_told_by_their_glob(tmp_path: Path) -> None:
+    for rank in range(4):
+        (tmp_path / f"rank{rank}").mkdir()
+        shutil.copy(FLAT / f"model_rank{rank}.pt", tmp_path / f"rank{rank}" / "model.pt")
+    glob = str(tmp_path / "rank*" / "model.pt")
+    with pytest.raises(CkptError, match="4 are inside") as caught:
+        formats.read_index(str(tmp_path))
+    assert glob in str(caught.value.hint)
+    assert _values(formats.read_index(glob)) == _values(formats.read_index(str(FLAT)))
+    (tmp_path / "rank2" / "model.pt").unlink()
+    with pytest.raises(IncompleteError, match="4 ranks"):
+        formats.read_index(glob)
 
 
 def test_a_numbered_file_that_is_lost_is_missed(tmp_path: Path) -> None:

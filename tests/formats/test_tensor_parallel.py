@@ -8,6 +8,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from ckpt_tools.cli import cli
+from ckpt_tools.transforms import maps
 
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 8, 4, 2, 12, 20
 HEAD_DIM = HIDDEN // HEADS
@@ -152,3 +153,10 @@ def test_a_lost_last_part_is_seen_by_the_length_of_the_norm(
     result = run("export", tmp_path / "parts", "-o", tmp_path / "out", *ARGUMENTS)
     assert result.exit_code == 3
     assert "Is a part missing?" in result.stderr
+
+
+def test_a_map_read_backwards_knows_nothing_of_parts() -> None:
+    there = maps.find("meta-llama-to-hf")
+    assert there.cuts
+    assert not there.back.cuts
+    assert set(there.back.back.cuts) < set(there.cuts)  # what it drops does not come back

@@ -238,6 +238,15 @@ class _Sources:
         return known
 
 
+def archive_of(entry: ObjectEntry) -> bytes:
+    """The archive of an object's value, as an item holds it."""
+    archive = lay_out(dumps(object_node(entry)), ())
+    data = bytearray(archive.length)
+    for offset, literal in archive.literals_at(0):
+        data[offset : offset + len(literal)] = literal
+    return bytes(data)
+
+
 class _File:
     """One `.distcp` file: items one behind the other, each a whole torch.save archive."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from glob import escape
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import Format, Part, PlanOptions
 from ckpt_tools.storage.reader import Files
@@ -70,6 +73,21 @@ class RankFiles(Format):
             style=style,
             tree=options.tree,
         )
+
+
+def globs_of(folder: str, found: Sequence[str]) -> list[str]:
+    """Globs of rank files that lie in a folder of their own each (``rank0/model.pt`` …); none where
+    these are no rank files.
+    """
+    from ckpt_tools.formats.rank_files import file_names, numbered
+
+    if not all(path.endswith(file_names.SUFFIXES) for path in found):
+        return []
+    try:
+        families = numbered.families(found, ReadOptions())
+    except CheckpointError:
+        return []
+    return [os.path.join(escape(folder), family.pattern) for family in families]
 
 
 FORMAT = RankFiles()

@@ -21,12 +21,13 @@ from ckpt_tools.formats.torch_file.dtensor_read import mesh_of
 from ckpt_tools.formats.torch_file.open import open_saved
 from ckpt_tools.storage.reader import Files
 
-_LAST_NUMBER = re.compile(r"(\d+)\D*\Z")
+_NUMBER = re.compile(r"\d+")
+_LAST_STAR = re.compile(r"\*\D*\Z")
 
 
 def are_rank_files(paths: Iterable[str]) -> bool:
     """Whether files with a number hold the shards of ranks; one of each kind is opened."""
-    for group in _groups(paths).values():
+    for _, group in _groups(paths):
         try:
             mesh = _mesh(group[0], ReadOptions())
         except (CheckpointError, OSError):
@@ -39,31 +40,53 @@ def are_rank_files(paths: Iterable[str]) -> bool:
 def families(paths: Iterable[str], options: ReadOptions) -> list[Family]:
     """The families of numbered files that hold DTensors, each file with the rank that it states.
 
+    Of several numbers in a name, that of the rank is the one that as many files differ in as the
+    mesh has ranks; where none is, the last.
+
     Raises IncompleteError when there are fewer files than ranks, and UnsupportedError when there
     are more, or when two files are of one rank.
     """
-    found = []
-    for pattern, group in _groups(paths).items():
-        mesh = _mesh(group[0], options)
-        if mesh is not None:
-            found.append(_family(pattern, group, options))
-    return found
+    groups = [
+        (pattern, group, mesh_of(mesh).size)
+        for pattern, group in _groups(paths)
+        if (mesh := _mesh(group[0], options)) is not None
+    ]
+    sized = [
+        (pattern, group)
+        for pattern, group, size in groups
+        if len(group) == size and _are_of_different_ranks(group, options)
+    ]
+    last = [(pattern, group) for pattern, group, _ in groups if _LAST_STAR.search(pattern)]
+    return [_family(pattern, group, options) for pattern, group in sized or last]
 
 
-def _groups(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Files that differ in the last number of their names alone, in its order; two or more."""
-    found: dict[str, list[tuple[int, str]]] = {}
+def _are_of_different_ranks(group: Sequence[str], options: ReadOptions) -> bool:
+    meshes = [_mesh(path, options) for path in group]
+    stated = [None if mesh is None else own_rank(mesh) for mesh in meshes]
+    known = [rank for rank in stated if rank is not None]
+    return len(set(known)) == len(known)
+
+
+def _groups(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Files whose names, or those of their folders, differ in one number alone, in its order; two
+    or more of each pattern.
+    """
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for path in paths:
-        stem, suffix = os.path.splitext(os.path.basename(path))
-        number = _LAST_NUMBER.search(stem)
-        if number and suffix.lower() in SUFFIXES:
-            pattern = stem[: number.start(1)] + "*" + stem[number.end(1) :] + suffix
-            found.setdefault(pattern, []).append((int(number[1]), path))
-    return {
-        pattern: [path for _, path in sorted(held)]
-        for pattern, held in sorted(found.items())
+        stem, suffix = os.path.splitext(path)
+        if suffix.lower() not in SUFFIXES:
+            continue
+        folder, name = os.path.split(stem)
+        above, inner = os.path.split(folder)
+        for parent, text in ((folder, name), (above, os.path.join(inner, name))):
+            for number in _NUMBER.finditer(text, 0, len(text) if parent == folder else len(inner)):
+                pattern = f"{text[: number.start()]}*{text[number.end() :]}{suffix}"
+                found.setdefault((parent, pattern), []).append((int(number[0]), path))
+    return [
+        (pattern, [path for _, path in sorted(held)])
+        for (_, pattern), held in sorted(found.items())
         if len(held) > 1
-    }
+    ]
 
 
 def _mesh(path: str, options: ReadOptions) -> StoredMesh | None:

@@ -76,7 +76,8 @@ def read_index(
     can be read. Missing or damaged ranks, and ranks that disagree, become problems of the index.
     """
     file_paths = _files_in(path) if isinstance(path, str) else list(path)
-    root = path if isinstance(path, str) else os.path.dirname(file_paths[0]) or "."
+    folders = {os.path.dirname(file) for file in file_paths}
+    root = path if isinstance(path, str) else (_around(folders) or ".")
     named = rank_names.families(file_paths)
     found = named or numbered.families(file_paths, options)
     families = rank_names.joined(found, where=root)
@@ -87,6 +88,11 @@ def read_index(
         if not named:
             reading.notes += map(_ranks_from_files, families)
         return reading.index(root, families)
+
+
+def _around(folders: Collection[str]) -> str:
+    """The folder that all of these are in, or are."""
+    return next(iter(folders)) if len(folders) == 1 else os.path.commonpath(folders)
 
 
 def _ranks_from_files(family: Family) -> str:

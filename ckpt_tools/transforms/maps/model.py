@@ -72,8 +72,6 @@ class Rule:
             sources=self.targets,
             targets=self.sources,
             rotary=tuple(_OPPOSITE[one] for one in self.rotary),
-            parallel=None,
-            parallel_length=None,
             source_shape=self.target_shape,
             target_shape=self.source_shape,
         )
@@ -85,7 +83,8 @@ class TensorMap:
 
     ``requires`` are patterns of which each must match a name, ``forbids`` those of which none may;
     ``model_types`` are those of config.json that the map is for (none: any). Names without a rule
-    are refused, or stay as they are where the map ``keeps_rest``.
+    are refused, or stay as they are where the map ``keeps_rest``. ``is_back`` is of a map that is
+    read backwards: what its rules say of tensor-parallel parts is of the other side.
     """
 
     name: str
@@ -95,6 +94,7 @@ class TensorMap:
     forbids: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
     keeps_rest: bool = False
+    is_back: bool = False
 
     @property
     def back(self) -> TensorMap:
@@ -104,6 +104,7 @@ class TensorMap:
             name=f"{self.name}, back",
             rules=tuple(rule.back for rule in self.rules),
             drop=(),
+            is_back=not self.is_back,
             requires=self._there(self.requires),
             forbids=self._there(self.forbids),
         )
@@ -120,7 +121,7 @@ class TensorMap:
             Cut(pattern(text).pattern, rule.parallel, rule.parallel_length)
             for rule in self.rules
             for text in rule.sources
-            if rule.parallel is not None
+            if rule.parallel is not None and not self.is_back
         ]
         dropped = [Cut(pattern(text).pattern) for text in self.drop]
         return (*known, *dropped) if known else ()

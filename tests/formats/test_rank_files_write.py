@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from dtensor_files import device_mesh
 from plan_writer import Source, value_object, write_plans
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,11 +36,7 @@ ONE_FILE = RankFileStyle(naming="rank_{rank}.pt")
 
 
 def torch_mesh(mesh: Mesh, rank: int, device_type: str = "cpu") -> DeviceMesh:
-    """The mesh as torch makes it, without a process group."""
-    ranks = torch.arange(mesh.size).reshape(mesh.shape)
-    return DeviceMesh(
-        device_type, ranks, mesh_dim_names=mesh.dim_names, _init_backend=False, _rank=rank
-    )
+    return device_mesh(mesh.shape, rank=rank, names=mesh.dim_names, device_type=device_type)
 
 
 def written(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import Format, Part, PlanOptions
 from ckpt_tools.storage.reader import Files
+
+if TYPE_CHECKING:
+    from ckpt_tools.formats.torch_file.dtensor_write import TorchVersion
 
 
 class RankFiles(Format):
@@ -50,22 +54,42 @@ class RankFiles(Format):
 
         return checksums.parts_of_files(index, files)
 
+    def assumption(self) -> str | None:  # noqa: D102
+        if _installed_torch() is not None:
+            return None
+        from ckpt_tools.formats.torch_file.dtensor_write import NEWEST
+
+        return (
+            f"No torch is installed here, so the rank files are for torch {NEWEST[0]}.{NEWEST[1]} "
+            f"and newer: an older torch cannot load their DeviceMesh. --format dcp is for all."
+        )
+
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
     ) -> Sequence[FilePlan]:
-        from importlib.metadata import version
-
         from ckpt_tools.formats.rank_files import write
-        from ckpt_tools.formats.torch_file.dtensor_write import parse_version
+        from ckpt_tools.formats.torch_file.dtensor_write import NEWEST
 
         return write.plan_files(
             targets,
             objects,
             mesh=options.mesh,
             device_type=options.device_type,
-            style=write.RankFileStyle(torch_version=parse_version(version("torch"))),
+            style=write.RankFileStyle(torch_version=_installed_torch() or NEWEST),
             tree=options.tree,
         )
+
+
+def _installed_torch() -> TorchVersion | None:
+    """The version of torch that would be imported; None on a machine without it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from ckpt_tools.formats.torch_file.dtensor_write import parse_version
+
+    try:
+        return parse_version(version("torch"))
+    except PackageNotFoundError:
+        return None
 
 
 FORMAT = RankFiles()

@@ -1,14 +1,21 @@
 """Settings for all tests: how hypothesis searches, and which tests this machine can run."""
 
+import inspect
 import os
 
 import pytest
+from click.testing import CliRunner, Result
 from hypothesis import settings
 
 # No deadlines: processes share the cores, so one example's time says nothing about the code.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+if "mix_stderr" in inspect.signature(CliRunner).parameters:  # click 8.1: behave as 8.2 and newer
+    assert CliRunner.__init__.__defaults__ is not None
+    CliRunner.__init__.__defaults__ = (*CliRunner.__init__.__defaults__[:-1], False)
+    Result.output = property(lambda self: self.stdout + self.stderr)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

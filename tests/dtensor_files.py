@@ -1,7 +1,9 @@
 """Rank files of DTensors for tests, made without any process group."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,10 +16,19 @@ from ckpt_tools.core import layout
 Entry = tuple[torch.Tensor, Sequence[Placement]]
 
 
-def mesh_of(shape: Sequence[int], rank: int) -> DeviceMesh:
+def device_mesh(
+    shape: Sequence[int], *, rank: int, names: tuple[str, ...] | None, device_type: str = "cpu"
+) -> DeviceMesh:
+    """The mesh as torch makes it, without a process group."""
     ranks = torch.arange(layout.Mesh(tuple(shape)).size).reshape(tuple(shape))
-    names = tuple(f"dim{i}" for i in range(len(shape)))
-    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    if "_rank" in inspect.signature(DeviceMesh).parameters:
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    with mock.patch("torch.distributed.device_mesh.get_rank", return_value=rank):  # torch 2.6
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+
+
+def mesh_of(shape: Sequence[int], rank: int) -> DeviceMesh:
+    return device_mesh(shape, rank=rank, names=tuple(f"dim{i}" for i in range(len(shape))))
 
 
 def shard(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:

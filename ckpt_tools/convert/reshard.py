@@ -392,7 +392,8 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
             notes.append(
                 f"Nothing says what {', '.join(idle)} cuts, so it replicates; --place or --like do."
             )
-    return notes
+    assumed = formats.named(options.format).assumption()
+    return notes if assumed is None else [*notes, assumed]
 
 
 def _plan_files(

@@ -146,6 +146,10 @@ class Format(ABC):
         """The containers of a state dict as they are read back; None when none are kept."""
         return tree if self.nested else None
 
+    def assumption(self) -> str | None:
+        """What a writer has to assume of who reads its files; None when nothing."""
+        return None
+
     def plan_files(
         self,
         targets: Sequence[Target],

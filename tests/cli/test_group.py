@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -133,7 +134,18 @@ def test_an_answer_that_cannot_be_written_is_no_success() -> None:
     assert done.stderr.startswith("Error:")
 
 
-@pytest.mark.parametrize("args", [["ls"], ["ls", CKPT, "--only", "x"], ["nosuch"], []])
+_HELP_IS_AN_ANSWER = version("click").startswith("8.1.")  # there, exit code 0
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["ls"],
+        ["ls", CKPT, "--only", "x"],
+        ["nosuch"],
+        pytest.param([], marks=pytest.mark.skipif(_HELP_IS_AN_ANSWER, reason="needs click 8.2")),
+    ],
+)
 def test_what_cannot_be_meant_is_exit_code_2(args: list[str]) -> None:
     assert CliRunner().invoke(cli, args).exit_code == 2
 

@@ -255,11 +255,11 @@ def test_an_object_that_would_run_code_runs_none(save: Path) -> None:
 def test_a_save_without_flattening_is_refused_as_incomplete(tmp_path: Path) -> None:
     import torch
     import torch.distributed.checkpoint as torch_dcp
-    from torch.distributed.device_mesh import DeviceMesh
+    from dtensor_files import device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    mesh = device_mesh((2,), rank=0, names=None)
     meta = TensorMeta(torch.Size((4, 2)), (2, 1), torch.float32)
     spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
     shard = DTensor(torch.ones(2, 2), spec, requires_grad=False)

@@ -145,6 +145,8 @@ DTYPES = [
 @pytest.mark.parametrize("kind", ["zip", "legacy"])
 @pytest.mark.parametrize("dtype", " ".join(DTYPES).split())
 def test_every_element_type_is_read(tmp_path: Path, dtype: str, kind: str) -> None:
+    if not hasattr(torch, dtype):
+        pytest.skip(f"this torch has no {dtype}")
     size = getattr(torch, dtype).itemsize
     data = torch.arange(3 * size, dtype=torch.uint8) % 2
     tensor = data.view(getattr(torch, dtype))

@@ -57,7 +57,6 @@ def kinds(found: Statistics) -> list[tuple[str, str, int | None]]:
 )
 def test_elements_are_what_torch_says_they_are(name: str) -> None:
     torch = pytest.importorskip("torch")
-    dtype = getattr(torch, name)
     data = bytes(range(256)) * 8 if name != "bool" else bytes([0, 1]) * 8
     found = numbers(memoryview(data), BY_NAME[name])
     if name == "float8_e8m0fnu":
@@ -66,7 +65,7 @@ def test_elements_are_what_torch_says_they_are(name: str) -> None:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, name))
     expected = tensor.to(torch.float64).numpy()
     assert np.array_equal(found, expected, equal_nan=True)
 

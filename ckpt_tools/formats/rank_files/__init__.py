@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from glob import escape
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
@@ -13,6 +14,9 @@ from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import Format, Part, PlanOptions
 from ckpt_tools.storage.reader import Files
+
+if TYPE_CHECKING:
+    from ckpt_tools.formats.torch_file.dtensor_write import TorchVersion
 
 
 class RankFiles(Format):
@@ -54,15 +58,23 @@ class RankFiles(Format):
 
         return checksums.parts_of_files(index, files)
 
+    def assumption(self) -> str | None:  # noqa: D102
+        if _installed_torch() is not None:
+            return None
+        from ckpt_tools.formats.torch_file.dtensor_write import NEWEST
+
+        return (
+            f"No torch is installed here, so the rank files are for torch {NEWEST[0]}.{NEWEST[1]} "
+            f"and newer: an older torch cannot load their DeviceMesh. --format dcp is for all."
+        )
+
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
     ) -> Sequence[FilePlan]:
-        from importlib.metadata import version
-
         from ckpt_tools.formats.rank_files import write
-        from ckpt_tools.formats.torch_file.dtensor_write import parse_version
+        from ckpt_tools.formats.torch_file.dtensor_write import NEWEST
 
-        style = write.RankFileStyle(torch_version=parse_version(version("torch")))
+        style = write.RankFileStyle(torch_version=_installed_torch() or NEWEST)
         if options.rank_name is not None:
             style = replace(style, naming=options.rank_name)
         return write.plan_files(
@@ -88,6 +100,18 @@ def globs_of(folder: str, found: Sequence[str]) -> list[str]:
     except CheckpointError:
         return []
     return [os.path.join(escape(folder), family.pattern) for family in families]
+
+
+def _installed_torch() -> TorchVersion | None:
+    """The version of torch that would be imported; None on a machine without it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from ckpt_tools.formats.torch_file.dtensor_write import parse_version
+
+    try:
+        return parse_version(version("torch"))
+    except PackageNotFoundError:
+        return None
 
 
 FORMAT = RankFiles()

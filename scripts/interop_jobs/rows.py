@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Row(NamedTuple):
     """``job`` is the program, ``before`` and ``after`` are its sides.
 
-    ``convert`` are the words of the command line, with {saved}, {out} and {ranks}; ``loads`` is what
-    the framework is then given. ``packages`` are those that must be there, the first one is shown.
+    ``convert`` are the words of the command line, with {saved}, {out} and {ranks}; ``loads`` is
+    what the framework is then given. ``packages`` must be there, the first ones are shown.
     ``cause`` says why losses differ where they do so without ckpt-tools, too.
     """
 
@@ -28,6 +28,7 @@ _RESHARD = "reshard {saved} -o {out} --to-mesh {ranks}"
 _SHARDS = f"{_RESHARD} --layout accelerate"
 _WHOLE = "export {saved} -o {out} --layout accelerate"
 _LIGHTNING = f"{_RESHARD} --layout lightning"
+_COMPOSER = f"{_RESHARD} --layout composer".replace("{saved}", "{saved}/ep0-ba3")
 _EMPTY = "Accelerate's FSDP1 loads no optimizer from shards: it fills a new one by what that has"
 
 _TORCH = ("torch", "torchdata")
@@ -65,6 +66,11 @@ ROWS = (
     Row("trainer-2", "trainers", "fsdp2-sharded", _of_step(_WHOLE), "fsdp1-full", _TRAINER),
     Row("trainer-3", "trainers", "fsdp1-full", _of_step(_SHARDS), "fsdp2-sharded", _TRAINER),
     Row("titan-1", "titan", "fsdp2", _of_titan("titan"), "fsdp2", _TITAN, "{out}/step-3"),
+    Row(
+        *("composer-1", "composers", "fsdp1", _COMPOSER, "fsdp1", ("composer",)),
+        loads="{out}/ep0-ba3",
+        needs_gpu=True,
+    ),
     Row("verl-1", "verl_manager", "fsdp2", _VERL_ORDER, "fsdp2", _VERL, _ACTOR),
     Row("verl-2", "verl_manager", "fsdp1", _VERL_ORDER, "fsdp2", _VERL, _ACTOR),
 )

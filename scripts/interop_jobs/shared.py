@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 STEPS = 3  # before the checkpoint, and after it
 ROWS, LENGTH, VOCAB, WIDTH = 12, 10, 61, 20
@@ -68,7 +68,7 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(2 * WIDTH + 1, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
+        return x + self.fc2(functional.gelu(self.fc1(self.norm(x))))
 
 
 class Tiny(nn.Module):
@@ -101,7 +101,7 @@ def part(tokens: Tensor) -> Tensor:
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     """The mean loss of the next tokens."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def mean(loss: Tensor) -> float:

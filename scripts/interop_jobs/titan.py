@@ -9,8 +9,12 @@ from types import SimpleNamespace
 import shared
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
-STUB = "the device is the CPU, with no memory monitor (it takes accelerators only), and "
+STUB = (
+    "the device is the CPU, with no memory monitor and no shorter timeouts (it takes accelerators "
+    "only); gradients are summed without a factor, which gloo has not; "
+)
 SDPA = "attention is torch's, not flex, which must be compiled"
 
 
@@ -34,7 +38,8 @@ from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.config import TrainingConfig  # noqa: E402
+from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
@@ -118,6 +123,7 @@ def main() -> None:
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         metrics=Metrics.Config(log_freq=1),
         activation_checkpoint=None,
         dump_folder=want.saved if want.is_new else os.path.join(want.folder, f"{want.name}.titan"),
@@ -131,6 +137,11 @@ def main() -> None:
         ),
     )
     trainer = config.build()
+    if DEVICE.type == "cpu":
+        dist_utils.set_pg_timeouts = lambda **_: None
+        for module in trainer.model_parts[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
     trainer.train()
     shared.note(want, LOSSES, stubs=STUB + SDPA if DEVICE.type == "cpu" else SDPA)
     trainer.close()

@@ -65,6 +65,18 @@ def test_planning_never_loads_torch(command: str, tmp_path: Path) -> None:
     assert "torch" not in loaded
 
 
+@pytest.mark.parametrize("command", ["export", "reshard"])
+def test_planning_loads_no_step_and_no_job_that_nobody_asked_for(
+    command: str, tmp_path: Path
+) -> None:
+    more = ["--to-mesh", "2x2"] if command == "reshard" else []
+    loaded = _loaded(command, CKPT, "-o", str(tmp_path / "out"), "--dry-run", *more)
+    steps = {f"ckpt_tools.transforms.{name}" for name in ("lora", "maps", "hf_folder")}
+    assert not loaded & {*steps, "multiprocessing.connection"}
+    if command == "export":
+        assert not loaded & {"ckpt_tools.distributed.group", "ckpt_tools.convert.reshard"}
+
+
 def test_one_format_is_looked_at_without_loading_the_others() -> None:
     loaded = _loaded("inspect", CKPT)
     assert "ckpt_tools.formats.dcp.read" in loaded

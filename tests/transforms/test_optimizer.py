@@ -51,7 +51,7 @@ def _named(groups: list[dict[str, object]]) -> optim.Optimizer:
     return optim.Adam(named, amsgrad=True)
 
 
-MATRICES = {"Muon": optim.Muon}
+MATRICES = {"Muon": optim.Muon} if hasattr(optim, "Muon") else {}  # torch 2.9 is the first with it
 OPTIMIZERS: dict[str, Make] = {
     **{
         kind.__name__: kind

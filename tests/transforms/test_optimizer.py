@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from alone import ALONE
 from click.testing import CliRunner
 from torch import optim
 from torch.distributed.checkpoint.state_dict import (
@@ -382,7 +383,7 @@ def test_torch_loads_a_layout_as_its_own_state_dict(
     asked = {
         "optimizer" if flat else "optim": get_optimizer_state_dict(other, loading, options=options)
     }
-    dcp.load(asked, checkpoint_id=f"{out}/step-1" if flat else out, no_dist=True)
+    dcp.load(asked, checkpoint_id=f"{out}/step-1" if flat else out, **ALONE)
     found = next(iter(asked.values()))
     assert same(found, get_optimizer_state_dict(model, saved, options=options))
     set_optimizer_state_dict(other, loading, found, options=options)

@@ -166,6 +166,8 @@ def test_every_shape_of_state_comes_back_from_numbers(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if "lists" not in shape])
 def test_every_shape_of_state_is_flattened_as_torch_does_it(shape: str) -> None:
+    if "dicts of dicts" in shape and torch.__version__.startswith("2.6."):
+        pytest.skip("torch 2.6 flattens tensors and numbers only")
     forest = Forest()
     flattened = optimizer.flattened(forest.tree(SHAPES[shape]))
     beside = {key: value for key, value in SHAPES[shape].items() if key == "loss_scale"}

@@ -138,7 +138,10 @@ class Gathering:
             shard = self._source.shard(entry, box)
         except CkptError as failure:
             error = error or failure
-        whole = self._whole(entry, layout, box, shard)
+        try:
+            whole = self._whole(entry, layout, box, shard)
+        except UnsupportedError as failure:  # every rank has it: it lies in shape and layout
+            return error or failure
         mine = None if error is not None else (box, zlib.crc32(shard))
         differing = None if entry.compared else self._differing(entry.fqn, mine)
         if error is not None or differing is not None:
@@ -151,7 +154,11 @@ class Gathering:
         return None
 
     def _whole(self, entry: TensorEntry, layout: Layout, box: Box, shard: bytearray) -> Bytes:
-        """The bytes of the whole tensor, of shape (…, itemsize)."""
+        """The bytes of the whole tensor, of shape (…, itemsize).
+
+        Raises UnsupportedError where this torch cannot put such shards together: torch 2.6 asserts
+        that strided shards are even.
+        """
         import torch
         from torch.distributed.tensor import DTensor
 
@@ -168,7 +175,13 @@ class Gathering:
             shape=torch.Size(shape),
             stride=row_major_strides(shape),
         )
-        whole: torch.Tensor = tensor.full_tensor()
+        try:
+            whole: torch.Tensor = tensor.full_tensor()
+        except AssertionError as error:
+            raise UnsupportedError(
+                f"{entry.fqn}: torch {torch.__version__} cannot gather it: {error}",
+                hint="--engine copy puts it together by itself; so may a newer torch.",
+            ) from error
         return np.asarray(whole.cpu().numpy(), dtype=np.uint8)
 
     def _differing(self, fqn: str, mine: tuple[Box, int] | None) -> UnsupportedError | None:

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from alone import ALONE
 from click.testing import CliRunner, Result
 from reader_contract import DATA
 from safetensors import safe_open
@@ -77,7 +78,7 @@ def save_assets(model: nn.Module, folder: Path) -> Path:
 
 
 def save_dcp(model: nn.Module, folder: Path) -> Path:
-    dcp.save({"app": {"model": model.state_dict()}}, checkpoint_id=folder, no_dist=True)
+    dcp.save({"app": {"model": model.state_dict()}}, checkpoint_id=folder, **ALONE)
     return folder
 
 
@@ -281,7 +282,7 @@ def comes_back(model: nn.Module, tmp_path: Path, name: str, *more: str) -> bool:
     ran(*words, *more)
     wanted = {key: value for key, value in model.state_dict().items() if "expert_bias" not in key}
     state = {key: torch.full_like(value, torch.nan) for key, value in wanted.items()}
-    dcp.load(state, checkpoint_id=tmp_path / "back", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "back", **ALONE)
     return all(torch.equal(state[key], value) for key, value in wanted.items())
 
 
@@ -290,7 +291,7 @@ def test_a_torchtitan_model_has_the_same_logits_in_transformers(tmp_path: Path, 
     model = llama3(**DENSE) if kind == "llama3" else qwen3(**DENSE)
     more = {} if kind == "llama3" else {"head_dim": 16, "tie_word_embeddings": False}
     assets = save_assets(same_config(kind, model, **more), tmp_path / "assets")
-    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "ckpt", **ALONE)
     words = ("export", tmp_path / "ckpt", "-o", tmp_path / "out", "--map", "auto")
     told = ran(*words, "--hf-assets", assets).stderr
     assert f"chose torchtitan-{kind}-to-hf" in told
@@ -305,7 +306,7 @@ def test_a_tied_torchtitan_model_gets_its_head_back(tmp_path: Path) -> None:
     model.lm_head.weight = model.tok_embeddings.weight
     more = {"head_dim": 16, "tie_word_embeddings": True}
     assets = save_assets(same_config("qwen3", model, **more), tmp_path / "assets")
-    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "ckpt", **ALONE)
     words = ("export", tmp_path / "ckpt", "-o", tmp_path / "out", "--map", "auto")
     ran(*words, "--hf-assets", assets)
     assert "lm_head.weight" not in check_strictly(tmp_path / "out")
@@ -322,7 +323,7 @@ def test_torchtitans_experts_go_out_as_torchtitan_itself_writes_them(tmp_path: P
     more |= {"norm_topk_prob": True}
     hub = same_config("moe", model, **more)
     assets = save_assets(hub, tmp_path / "assets")
-    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "ckpt", **ALONE)
     words = ("export", tmp_path / "ckpt", "-o", tmp_path / "out", "--map", "torchtitan-qwen3-to-hf")
     skipped = ("-x", "*expert_bias*", "-x", "*tokens_per_expert*")
     ran(*words, "--hf-assets", assets, *skipped)

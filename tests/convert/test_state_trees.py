@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from alone import ALONE
 from click.testing import CliRunner
 from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
@@ -74,7 +75,7 @@ def emptied(value: object) -> object:
 def torchs_own(state: object, folder: Path) -> Metadata:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        dcp.save(state, checkpoint_id=folder, **ALONE)
     return metadata(folder)
 
 
@@ -88,7 +89,7 @@ def loaded(state: object, folder: Path) -> object:
     template = emptied(state)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(template, checkpoint_id=folder, no_dist=True)
+        dcp.load(template, checkpoint_id=folder, **ALONE)
     return template
 
 

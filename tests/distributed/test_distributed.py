@@ -32,7 +32,7 @@ from ckpt_tools.copying.tasks import Share, cut
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, TensorEntry
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,
@@ -59,6 +59,7 @@ from ckpt_tools.errors import (
     OutputExistsError,
     PeerFailedError,
     UnreadableError,
+    UnsupportedError,
     UsageError,
     WriteError,
 )
@@ -674,6 +675,23 @@ def test_a_tensor_in_memory_is_cast_as_the_plan_says(tmp_path: Path) -> None:
     types = dtype_named("float32"), dtype_named("float16")
     item = WriteItem("w", "file", 0, Box((0,), (2,)), *types, KnownReads(()))
     assert in_memory(tmp_path, item, values, length=4) == values.astype(np.float16).tobytes()
+
+
+def test_shards_that_torch_cannot_put_together_are_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Uneven:
+        def full_tensor(self) -> None:
+            raise AssertionError("_StridedShard requires even sharding")
+
+    cut = Layout(Mesh((2,)), (Shard(0),))
+    float32 = dtype_named("float32")
+    entry = TensorEntry("w", ("w",), "model", float32, (3,), (), layout=cut)
+    monkeypatch.setattr("torch.distributed.tensor.DTensor.from_local", lambda *_, **__: Uneven())
+    monkeypatch.setattr(gathering.Gathering, "_mesh_of", lambda *_: None)
+    gather = gathering.Gathering(None, None, "cpu")
+    with pytest.raises(UnsupportedError, match=r"w: torch .* cannot gather it: _StridedShard"):
+        gather._whole(entry, cut, Box((0,), (2,)), bytearray(8))
 
 
 # ------------------------------------------------------------------------------------- command

@@ -230,6 +230,12 @@ def test_the_engine_dcp_refuses_what_torch_cannot_load_on_every_rank(engines: Pa
 
 @pytest.mark.parametrize("name", ["1d", "tp", "dtypes", "verl"])
 def test_the_engine_gather_writes_the_files_that_copy_writes(engines: Path, name: str) -> None:
+    refused = {path.read_text() for path in engines.glob(f"gather-{name}.error.*")}
+    if refused and torch.__version__.startswith("2.6."):
+        assert len(refused) == 1
+        assert re.search(r"torch 2\.6\S+ cannot gather it", refused.pop())
+        assert not (engines / f"gather-{name}").exists()
+        pytest.skip("torch 2.6 puts only even strided shards together")
     assert contents(engines / f"gather-{name}") == contents(engines / f"copy-gather-{name}")
 
 

@@ -255,6 +255,7 @@ def test_an_object_that_would_run_code_runs_none(save: Path) -> None:
 def test_a_save_without_flattening_is_refused_as_incomplete(tmp_path: Path) -> None:
     import torch
     import torch.distributed.checkpoint as torch_dcp
+    from alone import ALONE
     from dtensor_files import device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -269,7 +270,7 @@ def test_a_save_without_flattening_is_refused_as_incomplete(tmp_path: Path) -> N
             {"model": {"w": shard}},
             storage_writer=torch_dcp.FileSystemWriter(tmp_path / "out"),
             planner=torch_dcp.DefaultSavePlanner(flatten_state_dict=False),
-            no_dist=True,
+            **ALONE,
         )
     with pytest.raises(IncompleteError, match="flatten_state_dict=False"):
         dcp.read_index(str(tmp_path / "out"))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from alone import ALONE
 from plan_writer import Source, value_object, write_plans
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.metadata import Metadata
@@ -78,7 +79,7 @@ def load(state: dict[str, torch.Tensor], folder: Path) -> None:
     """Load in place, in this one process; torch warns that it is alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), **ALONE)
 
 
 @pytest.fixture(

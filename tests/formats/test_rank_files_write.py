@@ -47,7 +47,8 @@ def written(
     """What torch loads from the file of each rank."""
     plans = plan_files(targets, [], mesh=mesh, device_type=device_type, style=ONE_FILE)
     write_plans(plans, folder)
-    return [torch.load(folder / p.path, weights_only=True, map_location="cpu") for p in plans]
+    with torch.serialization.safe_globals([_StridedShard]):  # which torch 2.6 did not yet allow
+        return [torch.load(folder / p.path, weights_only=True, map_location="cpu") for p in plans]
 
 
 LAYOUTS = [
@@ -86,8 +87,12 @@ def placements_of(layout: Layout) -> tuple[TorchShard | TorchReplicate | _Stride
 
 def same_insides(ours: DeviceMesh, theirs: DeviceMesh) -> bool:
     """Whether two meshes are equal attribute by attribute, but for names of process groups."""
-    left, right = ours.__getstate__(), theirs.__getstate__()
-    ranks = [state.pop("_rank_map") for state in (left, right)]
+    states = [
+        getattr(mesh, "__getstate__", lambda m=mesh: dict(vars(m))) for mesh in (ours, theirs)
+    ]
+    left, right = (state() for state in states)
+    of_ranks = "_rank_map" if "_rank_map" in right else "mesh"  # until torch 2.9
+    ranks = [state.pop(of_ranks) for state in (left, right)]
     for state in (left, right):
         state["_hash"] = None
         state.pop("_dim_group_names", None)
@@ -102,6 +107,7 @@ def fake_job() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.skipif(TORCH < (2, 7), reason="torch 2.6 cannot distribute without communicating")
 @pytest.mark.usefixtures("fake_job")
 @pytest.mark.parametrize("rows", [12, 7, 2, 0])
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from alone import ALONE
 from click.testing import CliRunner, Result
 from reader_contract import DATA
 from safetensors.numpy import load_file, save_file
@@ -496,7 +497,7 @@ def test_peft_loads_the_adapter_and_the_merge_with_its_logits(tmp_path: Path) ->
     model.eval()
     with torch.no_grad():
         wanted = model(input_ids=tokens).logits
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "ckpt", **ALONE)
 
     words = ("export", tmp_path / "ckpt", "--lora-alpha", 6)
     ran(*words, "-o", tmp_path / "adapter", "--adapter")

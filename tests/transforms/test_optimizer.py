@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from alone import ALONE
 from click.testing import CliRunner
 from torch import optim
 from torch.distributed.checkpoint.state_dict import (
@@ -53,7 +54,7 @@ def _named(groups: list[dict[str, object]]) -> optim.Optimizer:
     return optim.Adam(named, amsgrad=True)
 
 
-MATRICES = {"Muon": optim.Muon}
+MATRICES = {"Muon": optim.Muon} if hasattr(optim, "Muon") else {}  # torch 2.9 is the first with it
 OPTIMIZERS: dict[str, Make] = {
     **{
         kind.__name__: kind
@@ -230,6 +231,8 @@ def test_every_shape_of_state_comes_back_from_numbers(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if "lists" not in shape])
 def test_every_shape_of_state_is_flattened_as_torch_does_it(shape: str) -> None:
+    if "dicts of dicts" in shape and torch.__version__.startswith("2.6."):
+        pytest.skip("torch 2.6 flattens tensors and numbers only")
     forest = Forest()
     flattened = optimizer.flattened(forest.tree(SHAPES[shape]))
     beside = {key: value for key, value in SHAPES[shape].items() if key == "loss_scale"}
@@ -455,7 +458,7 @@ def test_torch_loads_a_layout_as_its_own_state_dict(
     asked = {
         "optimizer" if flat else "optim": get_optimizer_state_dict(other, loading, options=options)
     }
-    dcp.load(asked, checkpoint_id=f"{out}/step-1" if flat else out, no_dist=True)
+    dcp.load(asked, checkpoint_id=f"{out}/step-1" if flat else out, **ALONE)
     found = next(iter(asked.values()))
     assert same(found, get_optimizer_state_dict(model, saved, options=options))
     set_optimizer_state_dict(other, loading, found, options=options)

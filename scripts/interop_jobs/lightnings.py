@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 STUB = "the strategy's root_device is the CPU, its backend gloo: it takes CUDA devices only"
 
@@ -52,6 +52,10 @@ def strategy_of(side: str, device: torch.device) -> tuple[object, str]:
         options |= {"data_parallel_size": dist.get_world_size(), "tensor_parallel_size": 1}
     if device.type != "cpu":
         return base(**options), "nothing"
+    begin = FullyShardedDataParallel.__init__
+    FullyShardedDataParallel.__init__ = lambda self, *given, **more: begin(
+        self, *given, **{**more, "device_id": device}
+    )
     child = type(base.__name__, (base,), {"root_device": property(lambda _: device)})
     return child(**options), STUB
 

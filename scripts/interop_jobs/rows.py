@@ -35,7 +35,9 @@ _TORCH = ("torch", "torchdata")
 _TRAINER = ("transformers", "accelerate")
 _TITAN = ("torchtitan",)
 _VERL = ("verl", "transformers", "accelerate", "ray", "tensordict")
-_VERL_ORDER = f"{_RESHARD} --layout verl --param-names {{folder}}/names.txt"
+_VERL_ORDER = (
+    "reshard {saved} -o {out} --to-mesh fsdp={ranks} --layout verl --param-names {folder}/names.txt"
+)
 _ACTOR = "{out}/global_step_3/actor"
 
 
@@ -72,5 +74,4 @@ ROWS = (
         needs_gpu=True,
     ),
     Row("verl-1", "verl_manager", "fsdp2", _VERL_ORDER, "fsdp2", _VERL, _ACTOR),
-    Row("verl-2", "verl_manager", "fsdp1", _VERL_ORDER, "fsdp2", _VERL, _ACTOR),
 )

@@ -1,7 +1,7 @@
 """Exports of tiny random models, loaded by what serves them: `servers.py FOLDER`, on the CPU.
 
-Each model is saved as a DCP directory, exported with --hf-assets, and loaded; its logits are compared
-with those of the model itself. What is not installed is skipped. Prints a Markdown table.
+Each model is saved as a DCP directory, exported with --hf-assets, and loaded; its logits are
+compared with those of the model itself. What is not installed is skipped. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _tokenizer() -> object:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    return Tokenizer(WordLevel({str(n): n for n in range(128)}, unk_token="0"))
+    return Tokenizer(WordLevel({str(n): n for n in range(128)}, unk_token="0"))  # noqa: S106
 
 
 def by_vllm(one: Export) -> str:

@@ -27,7 +27,7 @@ class Row(NamedTuple):
 _RESHARD = "reshard {saved} -o {out} --to-mesh {ranks}"
 _SHARDS = f"{_RESHARD} --layout accelerate"
 _WHOLE = "export {saved} -o {out} --layout accelerate"
-_LIGHTNING = f"{_RESHARD} --layout lightning"
+_LIGHTNING = f"{_RESHARD} --layout lightning-"
 _COMPOSER = f"{_RESHARD} --layout composer".replace("{saved}", "{saved}/ep0-ba3")
 _EMPTY = "Accelerate's FSDP1 loads no optimizer from shards: it fills a new one by what that has"
 
@@ -62,8 +62,8 @@ ROWS = (
         packages=("accelerate",),
         cause=_EMPTY,
     ),
-    Row("lightning-1", "lightnings", "fsdp2", _LIGHTNING, "fsdp1", ("lightning",)),
-    Row("lightning-2", "lightnings", "fsdp1", _LIGHTNING, "fsdp2", ("lightning",)),
+    Row("lightning-1", "lightnings", "fsdp2", f"{_LIGHTNING}fsdp1", "fsdp1", ("lightning",)),
+    Row("lightning-2", "lightnings", "fsdp1", f"{_LIGHTNING}fsdp2", "fsdp2", ("lightning",)),
     Row("trainer-1", "trainers", "fsdp2-sharded", _of_step(_SHARDS), "fsdp2-sharded", _TRAINER),
     Row("trainer-2", "trainers", "fsdp2-sharded", _of_step(_WHOLE), "fsdp1-full", _TRAINER),
     Row("trainer-3", "trainers", "fsdp1-full", _of_step(_SHARDS), "fsdp2-sharded", _TRAINER),

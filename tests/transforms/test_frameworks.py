@@ -112,6 +112,19 @@ def test_lightning_gets_the_meta_file_of_a_lightning_source(tmp_path: Path) -> N
     assert (tmp_path / "out" / "meta.pt").read_bytes() == (LIGHTNING / "meta.pt").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("layout", "container"), [("lightning-fsdp1", "model"), ("lightning-fsdp2", "state_dict")]
+)
+def test_each_strategy_of_lightnings_trainer_finds_its_own_container(
+    tmp_path: Path, layout: str, container: str
+) -> None:
+    lay_out(LIGHTNING, tmp_path / "out", layout)
+    found = read_index(str(tmp_path / "out"))
+    tops = {entry.path[0] for entry in found.tensors if entry.section == "model"}
+    assert tops == {container}
+    assert (tmp_path / "out" / "meta.pt").read_bytes() == (LIGHTNING / "meta.pt").read_bytes()
+
+
 def test_a_flattened_optimizer_becomes_nested_and_back_again(tmp_path: Path) -> None:
     lay_out(TITAN, tmp_path / "plain", "plain")
     assert "optim.param_groups.0.params" in names_of(tmp_path / "plain")

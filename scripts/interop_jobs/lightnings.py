@@ -65,8 +65,9 @@ def main() -> None:
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     strategy, stubs = strategy_of(want.side, device)
     losses: list[float] = []
-    # All of one folder: `last.ckpt` is a DCP directory under both strategies.
-    callback = ModelCheckpoint(want.folder, filename="saved", every_n_train_steps=shared.STEPS)
+    callback = ModelCheckpoint(
+        want.folder, filename="saved-{step}", every_n_train_steps=shared.STEPS, save_top_k=-1
+    )
     trainer = pl.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=dist.get_world_size(),

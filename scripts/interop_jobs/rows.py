@@ -69,7 +69,7 @@ ROWS = (
     Row("trainer-3", "trainers", "fsdp1-full", _of_step(_SHARDS), "fsdp2-sharded", _TRAINER),
     Row("titan-1", "titan", "fsdp2", _of_titan("titan"), "fsdp2", _TITAN, "{out}/step-3"),
     Row(
-        *("composer-1", "composers", "fsdp1", _COMPOSER, "fsdp1", ("composer",)),
+        *("composer-1", "composers", "fsdp1", _COMPOSER, "fsdp1", ("mosaicml",)),
         loads="{out}/ep0-ba3",
         needs_gpu=True,
     ),

@@ -19,6 +19,7 @@ from ckpt_tools.cli import (
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import (
     default_placements,
     in_words,
@@ -37,7 +38,7 @@ from ckpt_tools.distributed.engines import (
 from ckpt_tools.distributed.executors import ignore
 from ckpt_tools.distributed.job import Job, check_room
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
+from ckpt_tools.transforms.frameworks import LAYOUTS, VERL_MESH, FrameworkLayout
 
 _HELP = """Write a checkpoint as the shards of another mesh, for a training job to load.
 
@@ -146,6 +147,8 @@ def command(
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
     mesh = parse_mesh(to_mesh)
+    if layout == "verl" and "=" not in to_mesh:
+        mesh = Mesh(mesh.shape, VERL_MESH[-len(mesh.shape) :])
     read, chosen = options.reading_given(), options.Filters.given()
     asked = ReshardOptions(
         mesh=mesh,

@@ -45,6 +45,8 @@ LAYOUTS: tuple[FrameworkLayout, ...] = (
     "composer",
 )
 
+# What verl calls the dimensions of its mesh; torch loads no DTensor of a mesh with other names.
+VERL_MESH = ("ddp", "fsdp")
 # Those of `export`, with whole tensors.
 WholeLayout = Literal["accelerate"]
 WHOLE_LAYOUTS: tuple[WholeLayout, ...] = ("accelerate",)

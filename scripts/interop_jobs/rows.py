@@ -36,7 +36,7 @@ _TRAINER = ("transformers", "accelerate")
 _TITAN = ("torchtitan",)
 _VERL = ("verl", "transformers", "accelerate", "ray", "tensordict")
 _VERL_ORDER = (
-    "reshard {saved} -o {out} --to-mesh fsdp={ranks} --layout verl --param-names {folder}/names.txt"
+    "reshard {saved} -o {out} --to-mesh {ranks} --layout verl --param-names {folder}/names.txt"
 )
 _ACTOR = "{out}/global_step_3/actor"
 

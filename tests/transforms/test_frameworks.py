@@ -70,6 +70,21 @@ def test_verl_gets_rank_files_with_its_own_keys(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("mesh", "names"), [("2", ("fsdp",)), ("2x2", ("ddp", "fsdp")), ("dp=2", ("dp",))]
+)
+def test_verl_gets_the_mesh_that_its_own_loader_has(
+    tmp_path: Path, mesh: str, names: tuple[str, ...]
+) -> None:
+    command = ["reshard", str(VERL), "-o", str(tmp_path / "out"), "--to-mesh", mesh]
+    placed = ["--placements", "S(0)"] if "=" in mesh else []
+    done = CliRunner().invoke(cli, [*command, "--layout", "verl", *placed])
+    assert done.exit_code == 0, done.stderr
+    found = read_index(str(tmp_path / "out" / "global_step_1" / "actor")).mesh
+    assert found is not None
+    assert found.dim_names == names
+
+
 def test_states_of_the_old_ranks_are_left_out_and_named(tmp_path: Path) -> None:
     command = ["reshard", str(COMPOSER), "-o", str(tmp_path / "a"), "--to-mesh", "4"]
     told = CliRunner().invoke(cli, [*command, "--layout", "composer"]).stderr

@@ -109,10 +109,14 @@ def comparing() -> DiffOptions:
 def target() -> ReshardOptions:
     """--to-mesh, --placements and --place. Raises UsageError for texts that are none."""
     from ckpt_tools.convert.reshard import ReshardOptions
+    from ckpt_tools.core.layout import Mesh
     from ckpt_tools.core.mesh_spec import parse_mesh, parse_placements, parse_rule
+    from ckpt_tools.transforms.frameworks import VERL_MESH
 
     params = click.get_current_context().params
     mesh, placements = parse_mesh(params["to_mesh"]), params["placements"]
+    if params.get("layout") == "verl" and mesh.dim_names is None:
+        mesh = Mesh(mesh.shape, VERL_MESH[-len(mesh.shape) :])
     return ReshardOptions(
         mesh=mesh,
         placements=None if placements is None else parse_placements(placements, mesh),

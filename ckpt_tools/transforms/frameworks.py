@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import combinations
 from typing import Literal, NamedTuple
 
@@ -24,16 +24,29 @@ from ckpt_tools.transforms import optimizer, param_names
 from ckpt_tools.transforms.optimizer import Digest, ParamNames
 from ckpt_tools.transforms.rank_states import TargetRanks
 
-FrameworkLayout = Literal["plain", "accelerate", "titan", "verl", "lightning", "composer"]
+FrameworkLayout = Literal[
+    "plain",
+    "accelerate",
+    "titan",
+    "verl",
+    "lightning",
+    "lightning-fsdp1",
+    "lightning-fsdp2",
+    "composer",
+]
 LAYOUTS: tuple[FrameworkLayout, ...] = (
     "plain",
     "accelerate",
     "titan",
     "verl",
     "lightning",
+    "lightning-fsdp1",
+    "lightning-fsdp2",
     "composer",
 )
 
+# What verl calls the dimensions of its mesh; torch loads no DTensor of a mesh with other names.
+VERL_MESH = ("ddp", "fsdp")
 # Those of `export`, with whole tensors.
 WholeLayout = Literal["accelerate"]
 WHOLE_LAYOUTS: tuple[WholeLayout, ...] = ("accelerate",)
@@ -99,6 +112,8 @@ def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: LayoutTarge
         "titan": _titan,
         "verl": _verl,
         "lightning": _lightning,
+        "lightning-fsdp1": partial(_lightning, trainers="model"),
+        "lightning-fsdp2": partial(_lightning, trainers="state_dict"),
         "composer": _composer,
     }
     arranged = makers[layout](_Job(index, _parts(index), target))
@@ -326,10 +341,15 @@ def _verl(job: _Job) -> Arranged:
     )
 
 
-def _lightning(job: _Job) -> Arranged:
-    """A sharded checkpoint of Lightning: all else that the user saved lies in ``meta.pt``."""
+def _lightning(job: _Job, trainers: str = "") -> Arranged:
+    """A sharded checkpoint of Lightning: all else that the user saved lies in ``meta.pt``.
+
+    ``trainers`` is the container in which its Trainer looks for the model: that of FSDPStrategy is
+    another one than that of ModelParallelStrategy (Lightning 2.6). Else a container stays.
+    """
     parts = job.parts
-    model, optim = _own(job.source, "model", "model"), _own(job.source, "optim", "optimizer")
+    model = trainers or _own(job.source, "model", "model")
+    optim = _own(job.source, "optim", "optimizer_0" if trainers else "optimizer")
     folders = {"": _together(_in((model,), parts.model), _in((optim,), job.nested()))}
     meta = os.path.join(job.source.root, "meta.pt")
     if job.source.framework == "lightning" and os.path.isfile(meta):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 STUB = "the strategy's root_device is the CPU, its backend gloo: it takes CUDA devices only"
 
@@ -26,8 +26,9 @@ class Task(pl.LightningModule):
                 fully_shard(block, mesh=self.device_mesh["data_parallel"])
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
-    def training_step(self, tokens: torch.Tensor) -> torch.Tensor:
-        mine = shared.part(tokens)
+    def training_step(self, _: torch.Tensor) -> torch.Tensor:
+        # By the step: Lightning begins a plain loader again when it resumes within an epoch.
+        mine = shared.part(shared.batch(self.global_step)).to(self.device)
         loss = shared.loss_of(self.model(mine), mine)
         self.losses.append(shared.mean(loss))
         return loss
@@ -52,6 +53,10 @@ def strategy_of(side: str, device: torch.device) -> tuple[object, str]:
         options |= {"data_parallel_size": dist.get_world_size(), "tensor_parallel_size": 1}
     if device.type != "cpu":
         return base(**options), "nothing"
+    begin = FullyShardedDataParallel.__init__
+    FullyShardedDataParallel.__init__ = lambda self, *given, **more: begin(
+        self, *given, **{**more, "device_id": device}
+    )
     child = type(base.__name__, (base,), {"root_device": property(lambda _: device)})
     return child(**options), STUB
 
@@ -61,8 +66,9 @@ def main() -> None:
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     strategy, stubs = strategy_of(want.side, device)
     losses: list[float] = []
-    # All of one folder: `last.ckpt` is a DCP directory under both strategies.
-    callback = ModelCheckpoint(want.folder, filename="saved", every_n_train_steps=shared.STEPS)
+    callback = ModelCheckpoint(
+        want.folder, filename="saved-{step}", every_n_train_steps=shared.STEPS, save_top_k=-1
+    )
     trainer = pl.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=dist.get_world_size(),
@@ -75,9 +81,7 @@ def main() -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    data = torch.utils.data.DataLoader(
-        [shared.batch(n) for n in range(2 * shared.STEPS)], batch_size=None
-    )
+    data = torch.utils.data.DataLoader(range(2 * shared.STEPS), batch_size=None)
     trainer.fit(Task(losses), data, ckpt_path=want.ckpt or None)
     shared.note(want, losses, stubs=stubs)
 

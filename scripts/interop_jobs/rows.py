@@ -27,7 +27,7 @@ class Row(NamedTuple):
 _RESHARD = "reshard {saved} -o {out} --to-mesh {ranks}"
 _SHARDS = f"{_RESHARD} --layout accelerate"
 _WHOLE = "export {saved} -o {out} --layout accelerate"
-_LIGHTNING = f"{_RESHARD} --layout lightning"
+_LIGHTNING = f"{_RESHARD} --layout lightning-"
 _COMPOSER = f"{_RESHARD} --layout composer".replace("{saved}", "{saved}/ep0-ba3")
 _EMPTY = "Accelerate's FSDP1 loads no optimizer from shards: it fills a new one by what that has"
 
@@ -35,7 +35,9 @@ _TORCH = ("torch", "torchdata")
 _TRAINER = ("transformers", "accelerate")
 _TITAN = ("torchtitan",)
 _VERL = ("verl", "transformers", "accelerate", "ray", "tensordict")
-_VERL_ORDER = f"{_RESHARD} --layout verl --param-names {{folder}}/names.txt"
+_VERL_ORDER = (
+    "reshard {saved} -o {out} --to-mesh {ranks} --layout verl --param-names {folder}/names.txt"
+)
 _ACTOR = "{out}/global_step_3/actor"
 
 
@@ -60,17 +62,16 @@ ROWS = (
         packages=("accelerate",),
         cause=_EMPTY,
     ),
-    Row("lightning-1", "lightnings", "fsdp2", _LIGHTNING, "fsdp1", ("lightning",)),
-    Row("lightning-2", "lightnings", "fsdp1", _LIGHTNING, "fsdp2", ("lightning",)),
+    Row("lightning-1", "lightnings", "fsdp2", f"{_LIGHTNING}fsdp1", "fsdp1", ("lightning",)),
+    Row("lightning-2", "lightnings", "fsdp1", f"{_LIGHTNING}fsdp2", "fsdp2", ("lightning",)),
     Row("trainer-1", "trainers", "fsdp2-sharded", _of_step(_SHARDS), "fsdp2-sharded", _TRAINER),
     Row("trainer-2", "trainers", "fsdp2-sharded", _of_step(_WHOLE), "fsdp1-full", _TRAINER),
     Row("trainer-3", "trainers", "fsdp1-full", _of_step(_SHARDS), "fsdp2-sharded", _TRAINER),
     Row("titan-1", "titan", "fsdp2", _of_titan("titan"), "fsdp2", _TITAN, "{out}/step-3"),
     Row(
-        *("composer-1", "composers", "fsdp1", _COMPOSER, "fsdp1", ("composer",)),
+        *("composer-1", "composers", "fsdp1", _COMPOSER, "fsdp1", ("mosaicml",)),
         loads="{out}/ep0-ba3",
         needs_gpu=True,
     ),
     Row("verl-1", "verl_manager", "fsdp2", _VERL_ORDER, "fsdp2", _VERL, _ACTOR),
-    Row("verl-2", "verl_manager", "fsdp1", _VERL_ORDER, "fsdp2", _VERL, _ACTOR),
 )

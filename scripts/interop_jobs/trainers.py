@@ -59,6 +59,7 @@ def main() -> None:
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
             "state_dict_type": f"{form.upper()}_STATE_DICT",
             "use_orig_params": True,
+            "sync_module_states": False,  # all ranks begin with the same seed
         },
     )
     rows = torch.cat([shared.batch(n) for n in range(2 * shared.STEPS)])

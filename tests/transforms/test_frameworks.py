@@ -70,6 +70,21 @@ def test_verl_gets_rank_files_with_its_own_keys(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("mesh", "names"), [("2", ("fsdp",)), ("2x2", ("ddp", "fsdp")), ("dp=2", ("dp",))]
+)
+def test_verl_gets_the_mesh_that_its_own_loader_has(
+    tmp_path: Path, mesh: str, names: tuple[str, ...]
+) -> None:
+    command = ["reshard", str(VERL), "-o", str(tmp_path / "out"), "--to-mesh", mesh]
+    placed = ["--placements", "S(0)"] if "=" in mesh else []
+    done = CliRunner().invoke(cli, [*command, "--layout", "verl", *placed])
+    assert done.exit_code == 0, done.stderr
+    found = read_index(str(tmp_path / "out" / "global_step_1" / "actor")).mesh
+    assert found is not None
+    assert found.dim_names == names
+
+
 def test_states_of_the_old_ranks_are_left_out_and_named(tmp_path: Path) -> None:
     command = ["reshard", str(COMPOSER), "-o", str(tmp_path / "a"), "--to-mesh", "4"]
     told = CliRunner().invoke(cli, [*command, "--layout", "composer"]).stderr
@@ -109,6 +124,19 @@ def test_side_files_of_all_ranks_go_along(tmp_path: Path) -> None:
 
 def test_lightning_gets_the_meta_file_of_a_lightning_source(tmp_path: Path) -> None:
     lay_out(LIGHTNING, tmp_path / "out", "lightning")
+    assert (tmp_path / "out" / "meta.pt").read_bytes() == (LIGHTNING / "meta.pt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("layout", "container"), [("lightning-fsdp1", "model"), ("lightning-fsdp2", "state_dict")]
+)
+def test_each_strategy_of_lightnings_trainer_finds_its_own_container(
+    tmp_path: Path, layout: str, container: str
+) -> None:
+    lay_out(LIGHTNING, tmp_path / "out", layout)
+    found = read_index(str(tmp_path / "out"))
+    tops = {entry.path[0] for entry in found.tensors if entry.section == "model"}
+    assert tops == {container}
     assert (tmp_path / "out" / "meta.pt").read_bytes() == (LIGHTNING / "meta.pt").read_bytes()
 
 

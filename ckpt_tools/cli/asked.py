@@ -115,7 +115,7 @@ def target() -> ReshardOptions:
 
     params = click.get_current_context().params
     mesh, placements = parse_mesh(params["to_mesh"]), params["placements"]
-    if params.get("layout") == "verl" and mesh.dim_names is None:
+    if params.get("layout") == "verl" and "=" not in params["to_mesh"]:
         mesh = Mesh(mesh.shape, VERL_MESH[-len(mesh.shape) :])
     return ReshardOptions(
         mesh=mesh,

@@ -18,7 +18,6 @@ from ckpt_tools.distributed.executors import Listener, available
 from ckpt_tools.distributed.job import check_room, rehearse_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
-from ckpt_tools.transforms.frameworks import WHOLE_LAYOUTS, WholeLayout
 
 _HELP = """Write whole tensors out of a sharded checkpoint, for loading elsewhere.
 
@@ -48,7 +47,7 @@ _PARAMS = [
     ),
     click.Option(
         ["--layout"],
-        type=click.Choice(WHOLE_LAYOUTS),
+        type=click.Choice(convert.WHOLE_LAYOUTS),
         help="The files that this framework's loader of whole tensors finds, with the optimizer.",
     ),
     options.dtype(),
@@ -72,7 +71,7 @@ def command(
     ckpt: str,
     out: str,
     form: str | None,
-    layout: WholeLayout | None,
+    layout: str | None,
     jobs: int,
     dry_run: bool,
     json: bool,

@@ -284,12 +284,14 @@ def sources() -> tuple[str, ...]:
 def files_read(ckpt: str) -> list[str]:
     """The files that these options have read beside the checkpoint."""
     assets = _text("hf_assets")
+    if assets is None:
+        return [*filter(os.path.isfile, sources())]
     from ckpt_tools.transforms import hf_folder
 
     if assets == "auto":
         with suppress(UsageError):  # it is raised again, where the checkpoint is read
             assets = hf_folder.assets_beside(ckpt)
-    taken = [] if assets is None else hf_folder.files_read(assets)
+    taken = hf_folder.files_read(assets)
     return [*taken, *filter(os.path.isfile, sources())]
 
 

@@ -29,11 +29,12 @@ from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
-from ckpt_tools.transforms import framework_files, frameworks
 from ckpt_tools.transforms.base import Made, Outcome, Step
-from ckpt_tools.transforms.frameworks import LayoutTarget, WholeLayout
 from ckpt_tools.transforms.param_names import loadable
 from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
+
+# The frameworks whose loaders of whole tensors `--layout` writes for.
+WHOLE_LAYOUTS = ("accelerate",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class ExportOptions:
     exclude: tuple[str, ...] = ()
     only: Section | None = "model"
     max_shard_size: int = 5_000_000_000
-    layout: WholeLayout | None = None
+    layout: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +188,10 @@ def _refuse_with_layout(options: ExportOptions, *, single_file: str | None, chec
         )
 
 
-def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: WholeLayout) -> ExportPlan:
+def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: str) -> ExportPlan:
     """Plan whole tensors and objects as the framework's own loader finds them."""
+    from ckpt_tools.transforms import framework_files, frameworks  # late: few exports ask for them
+
     ranks = EVERY_RANK if options.keep_rank_states else ONE_FILE
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     chosen, of_ranks = without_old_ranks(chosen, ranks)
@@ -197,7 +200,9 @@ def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: WholeLa
         located.require_chosen()
         located = loadable(formats.open_objects(located, files))
         located, left_out = without_unopened(located, None)
-        wanted = LayoutTarget(world_size=1, ranks=ranks, order=None, digest=digest_in(files))
+        wanted = frameworks.LayoutTarget(
+            world_size=1, ranks=ranks, order=None, digest=digest_in(files)
+        )
         arranged = frameworks.arrange_whole(located, layout, wanted)
     made = tuple(Made(entry, (entry.fqn,)) for entry in located.tensors)
     types, kept = casts.chosen_dtypes(made, options.dtype, options.dtypes, source=index)

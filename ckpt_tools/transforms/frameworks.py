@@ -47,9 +47,6 @@ LAYOUTS: tuple[FrameworkLayout, ...] = (
 
 # What verl calls the dimensions of its mesh; torch loads no DTensor of a mesh with other names.
 VERL_MESH = ("ddp", "fsdp")
-# Those of `export`, with whole tensors.
-WholeLayout = Literal["accelerate"]
-WHOLE_LAYOUTS: tuple[WholeLayout, ...] = ("accelerate",)
 
 _STEP = re.compile(r"(?:global_step_|step[-_=]?|checkpoint-|ep\d+-ba)(\d+)(?:\D.*)?")
 # What entries of a joined folder are called whose files are copied, or named when they are not.
@@ -120,7 +117,7 @@ def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: LayoutTarge
     return _not_empty(arranged, index, layout)
 
 
-def arrange_whole(index: CheckpointIndex, layout: WholeLayout, target: LayoutTarget) -> Arranged:
+def arrange_whole(index: CheckpointIndex, layout: str, target: LayoutTarget) -> Arranged:
     """The same for a loader of whole tensors, which lie in torch.save files.
 
     Raises what `arrange` raises.

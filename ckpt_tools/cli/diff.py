@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from ckpt_tools.cli import asked, options, progress, proving, reading, render
+from ckpt_tools.cli import asked, options, progress, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted
@@ -73,7 +73,7 @@ _PARAMS = [
         metavar="[a:|b:]PATTERN=NEW",
         help="Change names before they are compared. Repeatable.",
     ),
-    proving.threads(),
+    options.threads(),
     options.as_json(),
     *options.filters(),
     *options.reading(),
@@ -97,8 +97,8 @@ def command(
     if header_only and (wanted.tolerance != Tolerance() or wanted.ignore_dtypes):
         raise UsageError("--header-only compares no values, so tolerances mean nothing.")
     chosen = asked.filters()
-    a = reading.choose(reading.read(first, asked.reading()), chosen)
-    b = reading.choose(reading.read(second, asked.reading()), chosen)
+    a = options.choose(options.read(first, asked.reading()), chosen)
+    b = options.choose(options.read(second, asked.reading()), chosen)
     found = (
         compare_headers(a, b, naming=wanted.naming)
         if header_only
@@ -149,9 +149,9 @@ def row(entry: EntryDiff) -> tuple[str, ...]:
         *what,
         *sides,
         f"{delta.differing:,} of {delta.numel:,}",
-        proving.number(delta.max_abs),
+        options.number(delta.max_abs),
         "-" if place is None else f"[{', '.join(map(str, place))}]",
-        proving.number(delta.relative_l2),
+        options.number(delta.relative_l2),
     )
 
 

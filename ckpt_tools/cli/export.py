@@ -7,7 +7,7 @@ import time
 import click
 
 from ckpt_tools import formats
-from ckpt_tools.cli import asked, options, progress, reading, render, shaping
+from ckpt_tools.cli import asked, options, progress, render, shaping
 from ckpt_tools.cli.group import say
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import WriteOptions
@@ -118,7 +118,7 @@ def _carry_out(ckpt: str, out: str, form: str, *, jobs: int) -> convert.ExportPl
 def _conversion(ckpt: str, out: str, form: str, write: WriteOptions) -> convert.Export:
     """What is asked for, of the checkpoint that is read. Raises AnswerNo when it chooses none."""
     index = read_index(ckpt, options=asked.reading(shaping.cuts()))
-    reading.choose(index, asked.filters_of_export())
+    options.choose(index, asked.filters_of_export())
     is_folder = form == "safetensors" and not convert.is_single_file(out, form)
     return convert.Export(index, out, write, asked.export(index, form=form, is_folder=is_folder))
 

@@ -6,13 +6,13 @@ import json as jsonlib
 
 import click
 
-from ckpt_tools.cli import asked, options, progress, proving, reading, render
+from ckpt_tools.cli import asked, options, progress, render
 from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.proof import Fingerprint, fingerprint
-from ckpt_tools.proof.fingerprint_file import to_json
+from ckpt_tools.proof.fingerprint import to_json
 from ckpt_tools.storage.reader import Files
 
 _HELP = """Print a SHA-256 digest for each section of the checkpoint: model, optim, other.
@@ -36,7 +36,7 @@ _PARAMS = [
     click.Option(["-l", "--long"], is_flag=True, help="Also the digest of every tensor."),
     click.Option(["--write", "target"], metavar="FILE", help="Keep the fingerprint in this file."),
     click.Option(["--force"], is_flag=True, help="Replace a FILE that is there already."),
-    proving.threads(),
+    options.threads(),
     options.as_json(),
     *options.filters(),
     *options.reading(),
@@ -58,11 +58,11 @@ def command(
     """Digest the chosen tensors, then print and keep what came out."""
     if target is not None:
         one_file.admit(target, sources=[ckpt], force=force)
-    index = reading.read(ckpt, asked.reading())
+    index = options.read(ckpt, asked.reading())
     sources = [ckpt, *sources_of(index)]
     if target is not None:
         one_file.admit(target, sources=sources, force=force)
-    chosen = reading.choose(index, asked.filters())
+    chosen = options.choose(index, asked.filters())
     found = digest(chosen, threads=threads)
     if target is not None:
         data = jsonlib.dumps(to_json(found), indent=1).encode() + b"\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckpt_tools.cli import asked, options, reading, render, report, run_list
+from ckpt_tools.cli import asked, options, render, report, run_list
 from ckpt_tools.cli.group import say_error
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, read_index, run_of
@@ -78,7 +78,7 @@ def command(
                 objects += run_list.told(found, json=json)
                 continue
             whole = read_index(ckpt, options=asked.reading())
-            index = reading.choose(whole, chosen)
+            index = options.choose(whole, chosen)
             if json:
                 objects.append(report.as_json(whole, index, every=every, shards=shards))
             else:
@@ -121,9 +121,9 @@ def _page(
     chosen, read = given
     if html != "-":
         one_file.admit(html, sources=ckpts, force=force)
-    whole = reading.read(ckpts[0], read)
+    whole = options.read(ckpts[0], read)
     sources = (*ckpts, *sources_of(whole))
-    index = reading.with_values(reading.choose(whole, chosen))
+    index = options.with_values(options.choose(whole, chosen))
     seen = look(index) if stats else None
     files.write(html, report_page(whole, index, seen=seen), sources=sources, force=force)
     whole.require_whole()

@@ -18,7 +18,7 @@ from ckpt_tools.analysis.ownership import (
     skew_of,
 )
 from ckpt_tools.analysis.summary import mesh_of
-from ckpt_tools.cli import asked, completing, entries, options, reading, render
+from ckpt_tools.cli import asked, completion, entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import fold, text
 from ckpt_tools.copying import one_file
@@ -48,7 +48,7 @@ schema ckpt-tools/layout/1.
 
 _PARAMS = [
     options.checkpoint(),
-    click.Argument(["name"], metavar="[NAME]", required=False, shell_complete=completing.tensors),
+    click.Argument(["name"], metavar="[NAME]", required=False, shell_complete=completion.tensors),
     click.Option(["--every"], is_flag=True, help="One bar for each tensor; nothing is folded."),
     click.Option(["--svg"], metavar="FILE", help="Write a picture; - is stdout."),
     click.Option(["--html"], metavar="FILE", help="Write a page in one file; - is stdout."),
@@ -86,8 +86,8 @@ def command(
     for path in filter(None, (svg, html)):
         if path != "-":
             one_file.admit(path, sources=[ckpt], force=force)
-    whole = reading.read(ckpt, asked.reading())
-    chosen = reading.choose(whole, asked.filters())
+    whole = options.read(ckpt, asked.reading())
+    chosen = options.choose(whole, asked.filters())
     if name is not None:
         chosen = _one(whole, name)
     before = holdings_of(chosen, mesh_of(whole))
@@ -119,7 +119,7 @@ def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
     if whole.tensor(name) is None:
         if whole.object(name) is not None:
             raise UsageError(f"{name} is an object, and only tensors are held in pieces.")
-        raise reading.no_such_name(whole, name)
+        raise options.no_such_name(whole, name)
     return whole.select({name})
 
 

@@ -12,12 +12,16 @@ import click
 
 from ckpt_tools import formats
 from ckpt_tools.cli import guesses
-from ckpt_tools.cli.group import set_quiet, set_verbosity
+from ckpt_tools.cli.group import say, set_quiet, set_verbosity
 from ckpt_tools.copying import parallel
 from ckpt_tools.core.dtypes import DType, parse_dtype
-from ckpt_tools.core.index import SECTIONS, Section
+from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
+from ckpt_tools.core.names import near_names, select
 from ckpt_tools.core.text import parse_size
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import AnswerNo, UsageError, Way
+from ckpt_tools.formats import ReadOptions, is_checkpoint, open_objects, read_index
+from ckpt_tools.formats.frameworks import whole_of
+from ckpt_tools.storage.reader import Files
 
 # The headings of a command's help, each with the names of its options. Any other comes first.
 _HEADINGS = {
@@ -372,3 +376,78 @@ def _dtype(ctx: click.Context, param: click.Parameter, value: str) -> DType | No
 def examples(*lines: str) -> str:
     """The end of a command's help: examples, one a line, kept as they are."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+_MAX_SHOWN = 5
+
+
+def read(ckpt: str, options: ReadOptions) -> CheckpointIndex:
+    """The index of a checkpoint; its notes go to stderr."""
+    index = read_index(ckpt, options=options)
+    for note in index.notes:
+        say(note)
+    return index
+
+
+def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
+    """The entries that the filters choose. Raises AnswerNo, with names that are near, for none."""
+    if chosen.wants_all:
+        return index
+    try:
+        return select(index, include=chosen.include, exclude=chosen.exclude, only=chosen.only)
+    except AnswerNo as error:
+        names = [name for text in chosen.include for name in near_names(index, text.strip("*"))]
+        whole = whole_of(index)
+        is_half = whole is not None and is_checkpoint(whole)
+        if not names and is_half and error.instead is not None:
+            ways = (Way(whole), *error.instead.ways)
+            error.instead = error.instead._replace(ways=ways)
+        if not names:
+            raise
+        raise AnswerNo(error.message, hint=_did_you_mean(names)) from error
+
+
+def with_values(index: CheckpointIndex) -> CheckpointIndex:
+    """The same index with the values of its plain objects read."""
+    if not index.objects:
+        return index
+    with Files() as files:
+        return open_objects(index, files)
+
+
+def no_such_name(index: CheckpointIndex, fqn: str) -> AnswerNo:
+    """The error for a name that the checkpoint does not have, with names that are near.
+
+    Raises what is wrong when the name is lost.
+    """
+    if fqn in index.lost:
+        index.select({fqn}).require_whole()
+    names = near_names(index, fqn)
+    hint = _did_you_mean(names) if names else "`ckpt-tools ls` lists all names."
+    return AnswerNo(f"{index.root} has no entry {fqn!r}.", hint=hint)
+
+
+def _did_you_mean(names: list[str]) -> str:
+    return "Did you mean one of these?\n" + "\n".join(names[:_MAX_SHOWN])
+
+
+def threads() -> click.Parameter:
+    """-j, as ``threads``; None leaves the number to the machine and the work."""
+    return click.Option(
+        ["-j", "--threads"],
+        type=click.IntRange(min=1),
+        default=None,
+        show_default="the cores this process may use, 16 at most",
+        help="Tensors or byte ranges read at a time.",
+    )
+
+
+def number(value: complex | None) -> str:
+    """A number in a few digits, ``-`` for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) and abs(value) < 10**12:
+        return str(value)
+    if isinstance(value, (int, float)):
+        return f"{value:.4g}"
+    return f"{value.real:.4g}{value.imag:+.4g}j"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ckpt_tools.cli.reading import with_values
+from ckpt_tools.cli.options import with_values
 from ckpt_tools.errors import UsageError, reason_of
 from ckpt_tools.formats import (
     ReadOptions,

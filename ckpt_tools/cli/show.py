@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import click
 
@@ -13,7 +14,9 @@ from ckpt_tools.analysis.summary import (
     mesh_of,
     placement_names,
 )
-from ckpt_tools.cli import asked, completing, corner, entries, options, reading, render
+from ckpt_tools.cli import asked, completion, entries, options, render
+from ckpt_tools.cli.render import Json
+from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
@@ -37,7 +40,7 @@ object, or a tensor of one element, bare on stdout: strings as they are, all els
 
 _PARAMS = [
     options.checkpoint(),
-    click.Argument(["name"], metavar="NAME", shell_complete=completing.names),
+    click.Argument(["name"], metavar="NAME", shell_complete=completion.names),
     click.Option(["--slice", "part"], metavar="SLICE", help="Values of this part, e.g. '0:4,:8'."),
     click.Option(["--raw"], is_flag=True, help="Print the value bare, for scripts."),
     options.as_json(),
@@ -59,13 +62,13 @@ def command(
     """Find the entry, then print it in the form that was asked for."""
     if raw and json:
         raise UsageError("--raw and --json cannot be had at once.")
-    index = reading.read(ckpt, asked.reading())
+    index = options.read(ckpt, asked.reading())
     entry = index.tensor(name) or index.object(name)
     if entry is None:
-        index = reading.with_values(index)  # a tensor of a tuple has a name once that is opened
+        index = options.with_values(index)  # a tensor of a tuple has a name once that is opened
         entry = index.tensor(name)
     if entry is None:
-        raise reading.no_such_name(index, name)
+        raise options.no_such_name(index, name)
     one = index.select({name})
     if any(name in problem.about for problem in one.problems):
         one.require_whole()
@@ -75,7 +78,7 @@ def command(
         with Files() as files:
             _show_object(open_object(one, entry, files), raw=raw, json=json)
     elif raw:
-        _print_bare(corner.read_corner(located(one), part))
+        _print_bare(read_corner(located(one), part))
     else:
         _show_tensor(one, mesh_of(index), part=part, json=json)
     one.require_whole()
@@ -92,13 +95,13 @@ def located(one: CheckpointIndex) -> TensorEntry:
     return entry
 
 
-def _print_bare(values: corner.Corner) -> None:
+def _print_bare(values: Corner) -> None:
     if values.numel != 1:
         raise UsageError(
             f"--raw prints one value, and this part of {values.fqn} has {values.numel:,}.",
             hint="--json prints them all; --slice chooses one.",
         )
-    click.echo(render.bare(corner.flat(values)[0]))
+    click.echo(render.bare(flat(values)[0]))
 
 
 def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
@@ -141,7 +144,7 @@ def _show_tensor(
     one: CheckpointIndex, found: FoundMesh | None, *, part: str | None, json: bool
 ) -> None:
     entry = located(one)
-    values = corner.read_corner(entry, part)
+    values = read_corner(entry, part)
     if json:
         render.emit_json(
             {
@@ -151,7 +154,7 @@ def _show_tensor(
                 "slice": {
                     "offsets": list(values.box.offsets),
                     "sizes": list(values.box.sizes),
-                    "values": corner.nested(values),
+                    "values": nested(values),
                 },
             }
         )
@@ -159,7 +162,7 @@ def _show_tensor(
     click.echo(render.heading(render.printable(entry.fqn)))
     render.emit(render.facts(tensor_facts(entry, found)))
     render.emit(["", *_chunk_table(entry, one.root), ""])
-    render.emit(corner.lines(values))
+    render.emit(lines(values))
 
 
 def tensor_facts(entry: TensorEntry, found: FoundMesh | None) -> Sequence[tuple[str, str]]:
@@ -212,3 +215,131 @@ def _chunk_table(entry: TensorEntry, root: str) -> list[str]:
     if len(entry.chunks) > _CHUNKS_SHOWN:
         lines.append(f"  and {len(entry.chunks) - _CHUNKS_SHOWN:,} more; --json lists all")
     return lines
+
+
+# -------------------------------------------------------------------------------------------------
+# The values of a small part of a tensor: which part, its bytes, and how they look.
+# -------------------------------------------------------------------------------------------------
+
+
+Number = bool | int | float | complex
+
+_ROWS, _COLUMNS = 6, 6
+_MAX_VALUES = 100_000
+
+
+class Corner(NamedTuple):
+    """The elements of ``box`` of a tensor in row-major order, and what they are called."""
+
+    fqn: str
+    box: Box
+    values: Sequence[Number]
+    noun: str = "values"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return len(self.values)
+
+
+def read_corner(entry: TensorEntry, part: str | None) -> Corner:
+    """Read what the slice text chooses of a located tensor, or its first corner without one.
+
+    Raises UsageError for a slice that cannot be meant or that is too large to print.
+    """
+    # late: numpy comes with it, only values need it
+    from ckpt_tools.copying.cast import decode, has_numbers
+    from ckpt_tools.copying.write import read_array
+
+    box = first_corner(entry.shape) if part is None else parse_slice(part, entry.shape)
+    if box.numel > _MAX_VALUES:
+        raise UsageError(
+            f"--slice chooses {box.numel:,} values; at most {_MAX_VALUES:,} are printed.",
+            hint="`ckpt-tools export --format torch` writes whole tensors.",
+        )
+    with Files() as files:
+        data = read_array(entry, box, files=files)
+    noun = "values" if has_numbers(entry.dtype) else "packed bits, as integers,"
+    return Corner(entry.fqn, box, decode(bytes(data), entry.dtype), noun)
+
+
+def first_corner(shape: Sequence[int]) -> Box:
+    """The first few rows and columns of the last two dimensions, at 0 of all others."""
+    limits = [1] * (len(shape) - 2) + [_ROWS, _COLUMNS][-len(shape) :] if shape else []
+    sizes = tuple(min(size, limit) for size, limit in zip(shape, limits, strict=True))
+    return Box((0,) * len(shape), sizes)
+
+
+def parse_slice(text: str, shape: Sequence[int]) -> Box:
+    """The box that ``0:4,:8`` or ``-1`` means for this shape; dimensions left out are whole.
+
+    Raises UsageError when it cannot be read, has too many dimensions, or chooses nothing there.
+    """
+    parts = [part.strip() for part in text.strip("[] ").split(",") if part.strip()]
+    if len(parts) > len(shape):
+        raise UsageError(f"--slice {text!r} has {len(parts)} dimensions, the tensor {len(shape)}.")
+    spans = [_span(part, size) for part, size in zip(parts, shape, strict=False)]
+    spans += [(0, size) for size in shape[len(parts) :]]
+    return Box(tuple(start for start, _ in spans), tuple(size for _, size in spans))
+
+
+def _span(part: str, size: int) -> tuple[int, int]:
+    """Start and length of one dimension's part."""
+    first, colon, last = part.partition(":")
+    try:
+        if not colon:
+            start = int(first) + (size if int(first) < 0 else 0)
+            if not 0 <= start < size:
+                raise UsageError(f"--slice: index {part} is outside of a dimension of {size}.")
+            return start, 1
+        chosen = range(size)[slice(int(first) if first else None, int(last) if last else None)]
+    except ValueError as error:
+        raise UsageError(
+            f"--slice: {part!r} cannot be read.", hint="Write START:END for each dimension."
+        ) from error
+    if not chosen and size:
+        raise UsageError(f"--slice: {part} chooses nothing of a dimension of {size}.")
+    return (chosen.start if chosen else 0), len(chosen)
+
+
+def flat(corner: Corner) -> list[Json]:
+    """The values as JSON has them: complex numbers as pairs."""
+    return [[v.real, v.imag] if isinstance(v, complex) else v for v in corner.values]
+
+
+def nested(corner: Corner) -> Json:
+    """The values as nested lists, one level a dimension; a bare value for a scalar."""
+    return _nest(flat(corner), corner.box.sizes)
+
+
+def _nest(values: Sequence[Json], sizes: Sequence[int]) -> Json:
+    if not sizes:
+        return values[0]
+    step = len(values) // sizes[0] if sizes[0] else 0
+    return [_nest(values[i * step : (i + 1) * step], sizes[1:]) for i in range(sizes[0])]
+
+
+def lines(corner: Corner) -> Iterator[str]:
+    """The values as rows of the last dimension, under the slice that each block is."""
+    if not corner.values:
+        yield "  no elements"
+        return
+    texts = [value_text(value) for value in corner.values]
+    width = max(map(len, texts))
+    per_row = corner.box.sizes[-1] if corner.box.sizes else 1
+    if corner.box.sizes:
+        yield f"  {corner.noun} of {corner.box}"
+    rows_in_block = corner.box.sizes[-2] if len(corner.box.sizes) > 1 else 1
+    for number, start in enumerate(range(0, len(texts), per_row)):
+        if number and number % rows_in_block == 0:
+            yield ""
+        yield "  " + " ".join(text.rjust(width) for text in texts[start : start + per_row])
+
+
+def value_text(value: Number) -> str:
+    """A value in at most seven digits."""
+    if isinstance(value, (bool, int)):
+        return str(value)
+    if isinstance(value, complex):
+        return f"{value.real:.7g}{value.imag:+.7g}j"
+    return f"{value:.7g}"

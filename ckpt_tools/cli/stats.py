@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import click
 
-from ckpt_tools.cli import asked, options, progress, proving, reading, render
+from ckpt_tools.cli import asked, options, progress, render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
@@ -43,7 +43,7 @@ _PARAMS = [
         ["--fail-nonfinite"], is_flag=True, help="Exit with 1 when any value is NaN or infinite."
     ),
     click.Option(["--csv"], is_flag=True, help="The table as CSV, with all digits."),
-    proving.threads(),
+    options.threads(),
     options.as_json(),
     *options.filters(),
     *options.reading(),
@@ -64,8 +64,8 @@ def command(
     """Look at every value of the chosen tensors, then print what was seen."""
     if csv and json:
         raise UsageError("--csv and --json cannot be had at once.")
-    index = reading.read(ckpt, asked.reading())
-    chosen = reading.choose(index, asked.filters())
+    index = options.read(ckpt, asked.reading())
+    chosen = options.choose(index, asked.filters())
     found = _look(chosen, threads=threads)
     if json:
         render.emit_json(_json(index.root, found))
@@ -107,7 +107,7 @@ def _row(tensor: TensorStats) -> tuple[str, ...]:
         render.printable(tensor.fqn),
         tensor.dtype,
         short_shape(tensor.shape),
-        *map(proving.number, values),
+        *map(options.number, values),
         *(f"{count:,}" for count in (tensor.nan, tensor.inf, tensor.zeros)),
     )
 

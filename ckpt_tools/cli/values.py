@@ -22,8 +22,10 @@ class Seen(NamedTuple):
 
 def look(index: CheckpointIndex) -> Seen:
     """Read every tensor, twice. Raises what keeps the tensors from being whole."""
-    from ckpt_tools.proof.histograms import histograms  # late: both need numpy
-    from ckpt_tools.proof.stats import stats
+    from ckpt_tools.proof.stats import (
+        histograms,  # late: both need numpy
+        stats,
+    )
 
     total = 2 * sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:

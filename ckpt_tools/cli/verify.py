@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import click
 
-from ckpt_tools.cli import asked, options, progress, proving, reading, render, verdict
+from ckpt_tools.cli import asked, entries, options, progress, render
 from ckpt_tools.cli.fingerprint import digest
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
+from ckpt_tools.errors import CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, Saved, read_index, run_of
 from ckpt_tools.proof import (
     Comparison,
+    DamagedTensor,
+    Difference,
     Report,
     bytes_to_read,
     compare,
@@ -22,8 +25,9 @@ from ckpt_tools.proof import (
     verify_quick,
     with_objects,
 )
-from ckpt_tools.proof.expected_ranks import expecting_ranks
-from ckpt_tools.proof.fingerprint_file import is_fingerprint, load
+from ckpt_tools.proof.damage_map import describe
+from ckpt_tools.proof.fingerprint import is_fingerprint, load
+from ckpt_tools.proof.verify import expecting_ranks
 from ckpt_tools.storage.reader import Files
 
 _HELP = """Check that a checkpoint is whole; say what is hurt, and what is still whole.
@@ -65,7 +69,7 @@ _PARAMS = [
         type=click.IntRange(min=1),
         help="The job had N ranks: each of them must have left a file.",
     ),
-    proving.threads(),
+    options.threads(),
     options.as_json(),
     *options.filters(),
     *options.reading(),
@@ -106,9 +110,9 @@ def command(
         readable = replace(index, problems=())
         compared = _compare(readable, against, chosen, read=read, threads=threads)
     if json:
-        render.emit_json(verdict.as_json(report, compared, against=against))
+        render.emit_json(as_json(report, compared, against=against))
     else:
-        render.emit(verdict.lines(report, compared, against=against))
+        render.emit(lines(report, compared, against=against))
     if not report.whole or (against is not None and (compared is None or not compared.same)):
         click.get_current_context().exit(1)
 
@@ -149,8 +153,8 @@ def _each(ckpts: Sequence[str], read: ReadOptions, reader: _Reader, *, json: boo
             lines = [f"{render.printable(ckpt)}: UNREADABLE: {error.message.splitlines()[0]}"]
         else:
             worst = max(worst, 0 if report.whole else 1)
-            objects.append(verdict.as_json(report, None, against=None))
-            lines = [verdict.line(ckpt, report)]
+            objects.append(as_json(report, None, against=None))
+            lines = [line(ckpt, report)]
         if not json:
             render.emit(lines)
     if json:
@@ -174,9 +178,224 @@ def _compare(
             reference = reference.select(chosen.include, chosen.exclude, chosen.only)
     else:
         say(f"Reading {against} to compare with.")
-        other = reading.read(against, read)
-        mine, theirs = reading.choose(index, chosen), reading.choose(other, chosen)
+        other = options.read(against, read)
+        mine, theirs = options.choose(index, chosen), options.choose(other, chosen)
         digests = (digest(one, threads=threads) for one in (mine, theirs))
         with Files() as files:
             return with_objects(compare(*digests), mine, theirs, files)
-    return compare(digest(reading.choose(index, chosen), threads=threads), reference)
+    return compare(digest(options.choose(index, chosen), threads=threads), reference)
+
+
+# -------------------------------------------------------------------------------------------------
+# The report of `verify`, as lines for a person and as JSON for a program.
+# -------------------------------------------------------------------------------------------------
+
+
+_SHOWN = 10
+
+
+def lines(report: Report, compared: Comparison | None, *, against: str | None) -> Iterator[str]:
+    """The report for a person."""
+    verdict = "whole" if report.whole else "NOT WHOLE"
+    how = "" if report.reading is not None else ", by its headers"
+    yield render.heading(f"{render.printable(report.root)}: {verdict}{how}")
+    yield from render.facts(_facts(report))
+    if against is not None:
+        yield from render.facts(_comparison(compared, against))
+
+
+def line(path: str, report: Report) -> str:
+    """The report in one line."""
+    how = "" if report.reading is not None else ", by its headers"
+    if report.whole:
+        return f"{render.printable(path)}: whole{how}"
+    first = report.problems[0].message.partition("\n")[0]
+    more = f" (and {len(report.problems) - 1:,} more)" if len(report.problems) > 1 else ""
+    return render.printable(f"{path}: NOT WHOLE{how}: {first}{more}")
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    for problem in report.problems[:_SHOWN]:
+        yield "problem", _problem(problem)
+    if len(report.problems) > _SHOWN:
+        yield "", f"and {len(report.problems) - _SHOWN:,} more problems; --json has all"
+    yield "tensors", _tensors(report)
+    lost = [_lost(hurt) for hurt in report.hurt if hurt.lost]
+    lost += [f"{render.printable(fqn)}: all of it" for fqn in report.lost]
+    if lost:
+        yield "lost", "\n".join(first_of(lost, _SHOWN))
+    if report.rescued:
+        saved = [
+            f"{render.printable(r.fqn)} {r.box} of {r.lost} is also in {r.replica}"
+            for r in report.rescued
+        ]
+        yield "in replicas", "\n".join(first_of(saved, _SHOWN))
+    if report.hurt_objects:
+        shown = some([render.printable(name) for name in report.hurt_objects], _SHOWN)
+        yield "objects", f"{len(report.hurt_objects)} of {report.objects} hurt: {shown}"
+    if report.ranks:
+        yield "ranks", _ranks(report)
+    yield "proven", _proven(report)
+    unproven = _unproven(report)
+    if unproven:
+        yield "not proven", unproven
+    if report.notes:
+        yield "notes", "\n".join(map(render.printable, report.notes))
+
+
+def _problem(problem: CheckpointError) -> str:
+    hint = f"\n{problem.hint}" if problem.hint else ""
+    return "\n".join(map(render.printable, f"{problem.message}{hint}".splitlines()))
+
+
+def _tensors(report: Report) -> str:
+    lost = f", {len(report.lost):,} lost" if report.lost else ""
+    if report.hurt:
+        return f"{len(report.hurt):,} of {report.tensors:,} hurt, {_whole(report):,} whole{lost}"
+    if lost or any(not problem.about for problem in report.problems):
+        there = "all {:,} that are there are" if report.tensors != 1 else "the {} that is there is"
+    else:
+        there = "all {:,} are" if report.tensors != 1 else "the only one is"
+    return f"{there.format(report.tensors)} whole{lost}"
+
+
+def _whole(report: Report) -> int:
+    return report.tensors - len(report.hurt)
+
+
+def _lost(hurt: DamagedTensor) -> str:
+    where = some([describe(box, hurt.shape) for box in hurt.lost], _SHOWN)
+    word = "rank" if len(hurt.ranks) == 1 else "ranks"
+    ranks = f" ({word} {rank_spans(hurt.ranks)})" if hurt.ranks else ""
+    return f"{render.printable(hurt.fqn)}: {where}{ranks}"
+
+
+def _ranks(report: Report) -> str:
+    intact = [state.rank for state in report.ranks if state.whole]
+    hurt = [state.rank for state in report.ranks if not state.whole]
+    told = f"{rank_spans(intact)} intact" if intact else "none is intact"
+    return f"{told}; {rank_spans(hurt)} hurt" if hurt else told
+
+
+def _proven(report: Report) -> str:
+    reading = report.reading
+    if reading is None:
+        return (
+            "what headers say fits: files, lengths, coverage, shapes" if report.whole else "nothing"
+        )
+    checked = f"{format_size(reading.checked_bytes)} by {counted(reading.crcs, 'CRC-32')}"
+    return f"{checked}; {format_size(reading.plain_bytes)} more can be read"
+
+
+def _unproven(report: Report) -> str:
+    """What this run cannot know."""
+    if report.reading is None:
+        return "the values: nothing but headers was read"
+    if report.reading.plain_bytes:
+        return (
+            f"{format_size(report.reading.plain_bytes)} have no checksum; only a fingerprint "
+            "proves them (--against)"
+        )
+    return ""
+
+
+def _comparison(compared: Comparison | None, against: str) -> Iterator[tuple[str, str]]:
+    name = render.printable(against)
+    if compared is None:
+        yield "against", f"{name}: not compared, since tensors are hurt"
+        return
+    if not compared.compared:
+        yield "against", f"{name}: it has no tensors to compare with"
+        return
+    sections = ", ".join(compared.compared)
+    if compared.same:
+        yield "against", f"{name}: the same, bit for bit ({sections})"
+    else:
+        differing = [_difference(one) for one in compared.differences]
+        count = counted(len(differing), "difference")
+        yield "against", "\n".join([f"{name}: {count} ({sections})", *first_of(differing, _SHOWN)])
+    if compared.extra:
+        yield "", f"not compared, since the other side has none: {', '.join(compared.extra)}"
+
+
+def _difference(one: Difference) -> str:
+    name = f"{one.section}: {render.printable(one.name)}"
+    if one.kind == "missing":
+        return f"{name} is missing"
+    if one.kind == "extra":
+        return f"{name} is only here"
+    if one.kind == "values":
+        return f"{name} has other values"
+    if one.kind == "object" and not (one.found and one.expected):
+        return f"{name}, an object, is {'only here' if one.found else 'missing'}"
+    return f"{name} is {one.found}, not {one.expected}"
+
+
+def as_json(report: Report, compared: Comparison | None, *, against: str | None) -> render.Json:
+    """The object of schema ckpt-tools/verify/1."""
+    reading = report.reading
+    return {
+        "schema": "ckpt-tools/verify/1",
+        "path": report.root,
+        "format": report.format,
+        "mode": "quick" if reading is None else "full",
+        "whole": report.whole,
+        "problems": [entries.problem_json(problem) for problem in report.problems],
+        "tensors": {
+            "total": report.tensors,
+            "whole": _whole(report),
+            "hurt": [_hurt_json(hurt) for hurt in report.hurt],
+        },
+        "lost": list(report.lost),
+        "objects": {"total": report.objects, "hurt": list(report.hurt_objects)},
+        "replicas": [
+            {
+                "fqn": rescue.fqn,
+                "offsets": list(rescue.box.offsets),
+                "sizes": list(rescue.box.sizes),
+                "lost": rescue.lost,
+                "held_by": rescue.replica,
+            }
+            for rescue in report.rescued
+        ],
+        "ranks": [
+            {"rank": state.rank, "whole": state.whole, "files": list(state.paths)}
+            for state in report.ranks
+        ],
+        "crcs": None if reading is None else reading.crcs,
+        "checked_bytes": None if reading is None else reading.checked_bytes,
+        "unchecked_bytes": None if reading is None else reading.plain_bytes,
+        "notes": list(report.notes),
+        "against": None if against is None else _comparison_json(compared, against),
+    }
+
+
+def _hurt_json(hurt: DamagedTensor) -> render.Json:
+    return {
+        "fqn": hurt.fqn,
+        "shape": list(hurt.shape),
+        "lost_elements": hurt.lost_numel,
+        "lost": [{"offsets": list(b.offsets), "sizes": list(b.sizes)} for b in hurt.lost],
+        "ranks": list(hurt.ranks),
+    }
+
+
+def _comparison_json(compared: Comparison | None, against: str) -> render.Json:
+    if compared is None:
+        return {"path": against, "compared": [], "same": False, "differences": []}
+    return {
+        "path": against,
+        "compared": list(compared.compared),
+        "not_compared": list(compared.extra),
+        "same": compared.same,
+        "differences": [
+            {
+                "section": one.section,
+                "name": one.name,
+                "what": one.kind,
+                "found": one.found or None,
+                "expected": one.expected or None,
+            }
+            for one in compared.differences
+        ],
+    }

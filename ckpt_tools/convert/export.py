@@ -29,7 +29,7 @@ from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
-from ckpt_tools.transforms.base import Made, Outcome, Step
+from ckpt_tools.transforms.base import Step, TransformedTensor, TransformResult
 from ckpt_tools.transforms.param_names import loadable
 from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
 
@@ -204,7 +204,7 @@ def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: str) ->
             world_size=1, ranks=ranks, order=None, digest=digest_in(files)
         )
         arranged = frameworks.arrange_whole(located, layout, wanted)
-    made = tuple(Made(entry, (entry.fqn,)) for entry in located.tensors)
+    made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
     types, kept = casts.chosen_dtypes(made, options.dtype, options.dtypes, source=index)
     targets = tuple(Target(e.fqn, e.path, e, types[e.fqn]) for e in located.tensors)
     plans = framework_files.plan_files(arranged, located, targets, lambda *_: ())
@@ -243,7 +243,10 @@ def _keeps_nesting(options: ExportOptions) -> bool:
 
 
 def _in_containers(
-    targets: Sequence[Target], outcome: Outcome, index: CheckpointIndex, options: ExportOptions
+    targets: Sequence[Target],
+    outcome: TransformResult,
+    index: CheckpointIndex,
+    options: ExportOptions,
 ) -> tuple[Target, ...]:
     """The targets of a format without containers, each at the path of the one that its name begins
     with.
@@ -271,16 +274,18 @@ def _in_containers(
     return tuple(placed)
 
 
-def made_of(located: CheckpointIndex, renamed: Mapping[str, str]) -> tuple[Made, ...]:
+def made_of(located: CheckpointIndex, renamed: Mapping[str, str]) -> tuple[TransformedTensor, ...]:
     """The entries under their output names, as the steps begin with them."""
     return tuple(
-        Made(replace(entry, fqn=renamed[entry.fqn], path=(renamed[entry.fqn],)), (entry.fqn,))
+        TransformedTensor(
+            replace(entry, fqn=renamed[entry.fqn], path=(renamed[entry.fqn],)), (entry.fqn,)
+        )
         for entry in located.tensors
     )
 
 
 def _targets(
-    index: CheckpointIndex, outcome: Outcome, options: ExportOptions
+    index: CheckpointIndex, outcome: TransformResult, options: ExportOptions
 ) -> tuple[tuple[Target, ...], list[str]]:
     """What is written in which type, and a note on what keeps its own against --dtype."""
     entries = [one.entry for one in outcome.made]

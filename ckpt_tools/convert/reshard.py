@@ -46,7 +46,7 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import param_names
-from ckpt_tools.transforms.base import Made, Outcome, Step
+from ckpt_tools.transforms.base import Step, TransformedTensor, TransformResult
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.optimizer import ParamNames
@@ -136,7 +136,7 @@ def plan_reshard(
     )
     sharded = _sharded(index)
     stepped: list[str] = []
-    made = tuple(Made(entry, (entry.fqn,)) for entry in located.tensors)
+    made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
     if options.steps:
         outcome, stepped = _stepped(index, located, options)
         made = outcome.made
@@ -252,7 +252,7 @@ def _plan_layout(
 
 def _stepped(
     index: CheckpointIndex, located: CheckpointIndex, options: ReshardOptions
-) -> tuple[Outcome, list[str]]:
+) -> tuple[TransformResult, list[str]]:
     """What the steps make of the tensors, in the order of their new names, and what to tell."""
     renamed, notes = rename(index, located.tensors, keep_names=False)
     made = made_of(located, renamed)

@@ -115,7 +115,7 @@ def admit(out: str, *, sources: Iterable[str], force: bool, resume: bool = False
     return out
 
 
-def rehearse(out: str, *, sources: Iterable[str], force: bool, resume: bool = False) -> str:
+def dry_run(out: str, *, sources: Iterable[str], force: bool, resume: bool = False) -> str:
     """The same, but what a killed run left stays as it is."""
     out = _checked(out, sources)
     refuse_foreign(partial_of(out))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ckpt_tools.copying.strided import (
     Dim,
     Job,
-    Move,
+    StridedCopy,
     blocks_of,
     is_packed,
     move_of,
@@ -21,7 +21,7 @@ from ckpt_tools.copying.strided import (
     span_of,
     steps,
 )
-from ckpt_tools.core.geometry import Box, Nearby, slabs
+from ckpt_tools.core.geometry import Box, BoxIndex, slabs
 from ckpt_tools.core.index import ByteRange, TensorEntry
 from ckpt_tools.core.plan import Finder, ReadItem
 from ckpt_tools.errors import CheckpointError, unreadable
@@ -39,7 +39,7 @@ _NEAR = 8 << 10
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
-class Gatherer:
+class ChunkReader:
     """Fills buffers with boxes; it has one staging buffer, so each thread needs its own."""
 
     def __init__(self, files: Files, *, stage_bytes: int = SLAB_BYTES) -> None:
@@ -63,7 +63,7 @@ class Gatherer:
         if filled != box.numel:
             raise CheckpointError(f"{filled:,} of {box.numel:,} elements of {box} are to be read.")
 
-    def run(self, move: Move, out: memoryview) -> None:
+    def run(self, move: StridedCopy, out: memoryview) -> None:
         """Carry out one move. Raises UnreadableError."""
         if not self._files.has_descriptor(move.path):
             self._run_blocks(None, move, out)
@@ -108,7 +108,7 @@ class Gatherer:
         except OSError as error:
             raise unreadable(path, error) from error
 
-    def _run_blocks(self, fd: int | None, move: Move, out: memoryview) -> None:
+    def _run_blocks(self, fd: int | None, move: StridedCopy, out: memoryview) -> None:
         """Read block by block into the staging buffer, and spread each block from there."""
         blocks = blocks_of(move, limit=len(self._stage))
         for source, target in steps(blocks.outer):
@@ -126,7 +126,7 @@ class Gatherer:
                 )
                 self._spread(fd, block, out)
 
-    def _spread(self, fd: int | None, block: Move, out: memoryview) -> None:
+    def _spread(self, fd: int | None, block: StridedCopy, out: memoryview) -> None:
         """Read a block into the staging buffer, and copy it from there to its places."""
         import numpy as np  # late: it costs more than a small copy, and most copies have no strides
 
@@ -141,7 +141,7 @@ class Gatherer:
         spread = np.ndarray(shape, word, buffer=out, offset=block.target, strides=into)
         spread[...] = np.ndarray(shape, word, buffer=stage, strides=by)
 
-    def _scatter(self, fd: int, move: Move, out: memoryview) -> None:
+    def _scatter(self, fd: int, move: StridedCopy, out: memoryview) -> None:
         """Read long rows that follow one another in the file straight to their places."""
         views = self._views_for(move, out)
         source = move.source
@@ -153,7 +153,7 @@ class Gatherer:
                     self._files.read_into(move.path, source + place * move.unit, view)
             source += nbytes
 
-    def _views_for(self, move: Move, out: memoryview) -> list[memoryview]:
+    def _views_for(self, move: StridedCopy, out: memoryview) -> list[memoryview]:
         """The places of a move's rows; slabs of one box share them, so they are kept."""
         if out is not self._views_of or sum(map(len, self._views.values())) > _MAX_VIEWS:
             self._views_of = out
@@ -171,12 +171,12 @@ class Gatherer:
             self._files.read_into(path, offset, view)  # goes on after a short read, or says why not
 
 
-class Sieve:
+class ReadsNearby:
     """The reads of one item that may meet a box, found without trying them all."""
 
     def __init__(self, reads: Sequence[ReadItem]) -> None:
         self._reads = reads
-        self._nearby = Nearby([read.box for read in reads]) if len(reads) > 4 else None
+        self._nearby = BoxIndex([read.box for read in reads]) if len(reads) > 4 else None
 
     def near(self, box: Box) -> Sequence[ReadItem]:
         """The reads that may meet this box."""
@@ -197,10 +197,10 @@ def read_box(
     short or cannot be read.
     """
     itemsize = entry.dtype.itemsize
-    sieve = Sieve(Finder(entry).reads(box))
+    sieve = ReadsNearby(Finder(entry).reads(box))
     slab_bytes = max(itemsize, min(slab_bytes, box.numel * itemsize))
     buffer = memoryview(bytearray(slab_bytes))
-    gatherer = Gatherer(files, stage_bytes=max(slab_bytes, 4096))
+    gatherer = ChunkReader(files, stage_bytes=max(slab_bytes, 4096))
     for slab in slabs(box, max_numel=slab_bytes // itemsize):
         gatherer.fill(sieve.near(slab), slab, itemsize=itemsize, out=buffer)
         yield buffer[: slab.numel * itemsize]

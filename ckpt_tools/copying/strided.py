@@ -29,7 +29,7 @@ class Dim(NamedTuple):
     target: int
 
 
-class Move(NamedTuple):
+class StridedCopy(NamedTuple):
     """How the elements of one chunk go into a buffer.
 
     ``unit`` bytes lie together on both sides, at byte ``source`` of the file and ``target`` of the
@@ -50,7 +50,7 @@ class Move(NamedTuple):
 Job = tuple[str, int, int, int]
 
 
-def move_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> Move:
+def move_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> StridedCopy:
     """How ``part`` of a chunk goes into the packed row-major memory of ``within``.
 
     Raises CheckpointError when the chunk's byte range does not hold it, or is not raw bytes.
@@ -74,7 +74,7 @@ def move_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> Move:
     if dims and dims[-1].source == dims[-1].target == itemsize:
         unit *= dims.pop().size
     start = chunk.data.offset + source * itemsize
-    return Move(chunk.data.path, start, target * itemsize, unit, itemsize, tuple(dims))
+    return StridedCopy(chunk.data.path, start, target * itemsize, unit, itemsize, tuple(dims))
 
 
 def _check_range(chunk: Chunk, needed: int) -> None:
@@ -133,7 +133,7 @@ class Blocks(NamedTuple):
     step: int
 
 
-def blocks_of(move: Move, *, limit: int) -> Blocks:
+def blocks_of(move: StridedCopy, *, limit: int) -> Blocks:
     """The largest blocks whose bytes in the file, gaps included, are few and at most ``limit``."""
     dims, span, step = move.dims, move.unit, 0
     place = len(dims)
@@ -149,7 +149,7 @@ def blocks_of(move: Move, *, limit: int) -> Blocks:
     return Blocks(dims[:place], dims[place:], step)
 
 
-def is_packed(move: Move) -> bool:
+def is_packed(move: StridedCopy) -> bool:
     """Whether the bytes in the file follow one another without a gap."""
     span = move.unit
     for count, source, _ in reversed(move.dims):
@@ -159,18 +159,18 @@ def is_packed(move: Move) -> bool:
     return True
 
 
-def span_of(move: Move) -> int:
+def span_of(move: StridedCopy) -> int:
     """Bytes in the file from the first to the last, gaps included."""
     return move.unit + sum((dim.size - 1) * dim.source for dim in move.dims)
 
 
-def runs_of(reads: Sequence[ReadItem], box: Box, *, itemsize: int) -> list[Move] | None:
+def runs_of(reads: Sequence[ReadItem], box: Box, *, itemsize: int) -> list[StridedCopy] | None:
     """The moves that fill a box, in the order of the buffer, where each is one run of bytes.
 
     None when an element lies alone on either side, or the reads do not hold every one once.
     Raises CheckpointError as `move_of` does.
     """
-    runs: list[Move] = []
+    runs: list[StridedCopy] = []
     for read in reads:
         part = read.box.intersect(box)
         if part is not None and part.numel:
@@ -187,7 +187,7 @@ def runs_of(reads: Sequence[ReadItem], box: Box, *, itemsize: int) -> list[Move]
     return runs if end == box.numel * itemsize else None
 
 
-def _target(move: Move) -> int:
+def _target(move: StridedCopy) -> int:
     return move.target
 
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.copying.read import SLAB_BYTES, Gatherer, Sieve
-from ckpt_tools.copying.strided import Job, Move, add_jobs, runs_of
+from ckpt_tools.copying.read import SLAB_BYTES, ChunkReader, ReadsNearby
+from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, runs_of
 from ckpt_tools.copying.tasks import (
     SLOT_BYTES,
     Literal,
@@ -178,7 +178,7 @@ def _raw_nbytes(content: Literal | Piece) -> int:
     return content.nbytes // content.item.target.itemsize * content.item.source.itemsize
 
 
-class Carrier:
+class TaskWriter:
     """Writes tasks through buffers of at most ``memory`` bytes in all; one for each thread.
 
     ``moved`` is told how many bytes were written, ``stop`` is looked at between two slabs.
@@ -193,15 +193,15 @@ class Carrier:
         self._out = self._memory[:slab]
         self._raw: memoryview | None = None
         self._files = files
-        self._gatherer = Gatherer(files, stage_bytes=slab)
+        self._gatherer = ChunkReader(files, stage_bytes=slab)
         self._casters: dict[tuple[str, str], Caster] = {}
-        self._sieve: tuple[WriteItem, Sieve] | None = None
+        self._sieve: tuple[WriteItem, ReadsNearby] | None = None
         self._moved, self._stop = moved, stop
 
     def carry_out(self, task: Task, output: Output) -> int:
         """Write everything of one task, and give the CRC-32 of its bytes when it is ``checked``.
 
-        Raises WriteError, what `Gatherer.fill` raises, and Stopped.
+        Raises WriteError, what `ChunkReader.fill` raises, and Stopped.
         """
         if task.is_part:
             return self._write_piece(task.pieces[0], output)
@@ -255,7 +255,7 @@ class Carrier:
             self._moved(len(view))
         return crc
 
-    def _write_runs(self, runs: Sequence[Move], piece: Piece, output: Output) -> int:
+    def _write_runs(self, runs: Sequence[StridedCopy], piece: Piece, output: Output) -> int:
         """Write a piece that lies in long runs in files here, in few steps of this interpreter."""
         self._lie_as(0)
         offset, crc = piece.offset, 0
@@ -273,7 +273,7 @@ class Carrier:
             self._moved(run.unit)
         return crc
 
-    def _copy(self, fd: int, run: Move, output: Output, *, offset: int) -> None:
+    def _copy(self, fd: int, run: StridedCopy, output: Output, *, offset: int) -> None:
         """Copy one run without looking at it."""
         done = 0
         while done < run.unit:
@@ -288,7 +288,7 @@ class Carrier:
             done += count
 
     def _through_buffer(
-        self, fd: int, run: Move, output: Output, *, offset: int
+        self, fd: int, run: StridedCopy, output: Output, *, offset: int
     ) -> Iterator[memoryview]:
         """Copy one run through a buffer that stays in the processor's cache, and give each part."""
         stop, most = self._stop, min(_CACHED, self._slab)
@@ -370,7 +370,7 @@ class Carrier:
             self._casters[key] = Caster(item.source, item.target, block=block)
         return self._casters[key]
 
-    def _sieve_of(self, item: WriteItem) -> Sieve:
+    def _sieve_of(self, item: WriteItem) -> ReadsNearby:
         if self._sieve is None or self._sieve[0] is not item:
-            self._sieve = item, Sieve(item.reads)
+            self._sieve = item, ReadsNearby(item.reads)
         return self._sieve[1]

@@ -22,9 +22,9 @@ from ckpt_tools.copying.resume import Part
 from ckpt_tools.copying.task_writer import (
     BLOCK,
     SLOT,
-    Carrier,
     Output,
     Stopped,
+    TaskWriter,
 )
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.plan import FilePlan, WriteItem
@@ -238,7 +238,7 @@ class _Work:
 
     def _work(self, files: Files, memory: int, part: list[Task]) -> None:
         """Do one part of the tasks, then what the others have left: what each thread does."""
-        carrier = Carrier(files, memory=memory, moved=self._moved, stop=self._stop)
+        carrier = TaskWriter(files, memory=memory, moved=self._moved, stop=self._stop)
         try:
             while (task := self._next(part)) is not None:
                 with self._lock:

@@ -128,7 +128,7 @@ def slabs(box: Box, *, max_numel: int) -> Iterator[Box]:
             )
 
 
-class Nearby:
+class BoxIndex:
     """Which of many boxes may meet a given one, without trying them all.
 
     The boxes are sorted along the dimension that cuts them into the most pieces; a search there
@@ -174,7 +174,7 @@ class SolidBoxes:
         solid = [(box, place) for box, place in first.items() if 0 not in box.sizes]
         self._boxes = [box for box, _ in solid]
         self._places = [place for _, place in solid]
-        self._nearby: Nearby | None = None
+        self._nearby: BoxIndex | None = None
         self.numel = sum(box.numel for box in self._boxes)
 
     def all(self) -> Iterator[tuple[int, Box]]:
@@ -184,7 +184,7 @@ class SolidBoxes:
     def parts(self, box: Box) -> Iterator[tuple[int, Box]]:
         """The place of each box that meets this one, and the part that they share."""
         if self._nearby is None:
-            self._nearby = Nearby(self._boxes)
+            self._nearby = BoxIndex(self._boxes)
         for at in self._nearby.near(box):
             there = self._boxes[at]
             part = box.intersect(there)

@@ -66,7 +66,7 @@ def _by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPlan:
     return group.guarded(lambda: dcp_engine.reshard_by_dcp(group, index, job))
 
 
-def rehearse(request: Request, job: Job) -> ReshardPlan:
+def dry_run(request: Request, job: Job) -> ReshardPlan:
     """Plan the job and refuse what it would refuse, but write nothing.
 
     What only the plan shows to be in the way, such as too little space, `check_room` says.

@@ -27,7 +27,7 @@ def rehearse_output(out: str, write: WriteOptions, sources: Iterable[str]) -> No
         out_path.refuse_source(out_path.real(out), sources)
         upload.refuse_existing(out, force=write.force, resume=write.resume)
         return
-    atomic_output.rehearse(out, sources=sources, force=write.force, resume=write.resume)
+    atomic_output.dry_run(out, sources=sources, force=write.force, resume=write.resume)
 
 
 def check_room(out: str, plans: Sequence[FilePlan], *, single_file: str | None = None) -> None:

@@ -12,13 +12,20 @@ from __future__ import annotations
 from ckpt_tools.proof.anomalies import Anomaly
 from ckpt_tools.proof.check import same_objects, same_tensors
 from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
-from ckpt_tools.proof.condition import HurtTensor, Rescue
 from ckpt_tools.proof.damage import Seen, require_undamaged
-from ckpt_tools.proof.diff import Diff, DiffOptions, EntryDiff, diff, diff_headers
-from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, fingerprint
-from ckpt_tools.proof.pairs import Naming, Rename, parse_rename
+from ckpt_tools.proof.damage_map import DamagedTensor, Rescue
+from ckpt_tools.proof.diff import (
+    Diff,
+    DiffOptions,
+    EntryDiff,
+    Naming,
+    Rename,
+    diff,
+    diff_headers,
+    parse_rename,
+)
+from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, are_equal, fingerprint
 from ckpt_tools.proof.replicas import require_equal_replicas
-from ckpt_tools.proof.ties import are_equal
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.proof.verify import (
     RankState,
@@ -31,12 +38,12 @@ from ckpt_tools.proof.verify import (
 __all__ = [
     "Anomaly",
     "Comparison",
+    "DamagedTensor",
     "Diff",
     "DiffOptions",
     "Difference",
     "EntryDiff",
     "Fingerprint",
-    "HurtTensor",
     "Naming",
     "RankState",
     "Rename",

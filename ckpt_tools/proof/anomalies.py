@@ -18,7 +18,7 @@ from ckpt_tools.core.text import counted
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
-    from ckpt_tools.proof.streams import ChunkScan, Scan
+    from ckpt_tools.proof.scan import ChunkScan, Scan
 
 Kind = Literal["zero", "constant", "nan", "repeated", "zero rows"]
 

@@ -24,10 +24,9 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import are, counted, some
 from ckpt_tools.errors import WriteError
-from ckpt_tools.proof.containers import as_read_back, compare_containers
+from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
 from ckpt_tools.proof.damage import Seen
 from ckpt_tools.proof.fingerprint import digest_of
-from ckpt_tools.proof.objects import compare_objects
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
+from ckpt_tools.proof.canonical_names import Inside
+from ckpt_tools.proof.containers import compare_objects
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest
-from ckpt_tools.proof.inside import Inside
-from ckpt_tools.proof.objects import compare_objects
 from ckpt_tools.storage.reader import Files
 
 _SHOWN = 60  # characters of an object's value

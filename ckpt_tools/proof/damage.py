@@ -20,7 +20,7 @@ from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
 from ckpt_tools.formats.protocol import Checksummed, Part
-from ckpt_tools.proof.spans import Spans
+from ckpt_tools.proof.damage_map import IntervalMap
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -107,7 +107,7 @@ def require_undamaged(
     Raises UnreadableError with the names and boxes of what is damaged.
     """
     ranges = [chunk.data for entry in index.tensors for chunk in entry.chunks]
-    wanted = Spans([*ranges, *(entry.data for entry in index.objects)])
+    wanted = IntervalMap([*ranges, *(entry.data for entry in index.objects)])
     held = wanted.files()
     needed = replace(index, files=tuple(file for file in index.files if file.path in held))
     bare: list[Checksummed] = []
@@ -136,7 +136,7 @@ def require_undamaged(
 
 def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableError:
     """What to say of entries whose bytes are damaged."""
-    spans = Spans([damage.data for damage in damages])
+    spans = IntervalMap([damage.data for damage in damages])
     hurt = {
         f"{entry.fqn} {chunk.box}": entry.fqn
         for entry in index.tensors

@@ -13,7 +13,7 @@ from ckpt_tools.copying.cast import has_numbers, numbers
 from ckpt_tools.copying.write import read_box
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import TensorEntry
-from ckpt_tools.proof.moments import sum_of_squares
+from ckpt_tools.proof.scan import sum_of_squares
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 from ckpt_tools import formats
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, check_coverage
-from ckpt_tools.errors import CheckpointError
-from ckpt_tools.proof.condition import Condition, HurtTensor, Rescue
+from ckpt_tools.core.text import counted, rank_spans
+from ckpt_tools.errors import CheckpointError, IncompleteError
+from ckpt_tools.proof.canonical_names import tensors_inside
+from ckpt_tools.proof.consistency import Consistency, compare_model_and_optimizer
 from ckpt_tools.proof.damage import Damage, Reading, read_everything
-from ckpt_tools.proof.halves import Halves, compare_halves
-from ckpt_tools.proof.inside import tensors_inside
+from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
-from ckpt_tools.proof.spans import Spans
 from ckpt_tools.proof.threads import Tally, ignore_bytes
 from ckpt_tools.storage.reader import Files
 
@@ -45,7 +45,7 @@ class Report:
     problems: tuple[CheckpointError, ...]
     notes: tuple[str, ...]
     tensors: int
-    hurt: tuple[HurtTensor, ...]
+    hurt: tuple[DamagedTensor, ...]
     objects: int
     hurt_objects: tuple[str, ...]
     lost: tuple[str, ...]
@@ -80,7 +80,7 @@ def verify(
     """
     located = formats.locate(index, files)
     reading = read_everything(index, files, threads=threads, on_bytes=on_bytes)
-    condition = Condition(located, [damage.data for damage in reading.damages])
+    condition = DamageMap(located, [damage.data for damage in reading.damages])
     known = frozenset(fqn for problem in located.problems for fqn in problem.about)
     differing = differing_replicas(
         [entry for entry in located.tensors if entry.fqn not in known],
@@ -112,7 +112,7 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
     damages = findings.reading.damages if findings.reading is not None else []
     bad_items = _bad_items(index, located, findings.files)
     ranges = [damage.data for damage in (*bad_items, *damages)]
-    condition = Condition(located, ranges)
+    condition = DamageMap(located, ranges)
     halves = _halves(located)
     problems = [
         *index.problems,
@@ -173,7 +173,7 @@ def _told_once(
 ) -> list[CheckpointError]:
     """Problems that locating found, without those that a damage tells better."""
     known = {id(problem) for problem in index.problems}
-    spans = Spans([damage.data for damage in damages])
+    spans = IntervalMap([damage.data for damage in damages])
     told = {
         fqn for damage in bad_items for fqn in damage.error.about if not spans.meeting(damage.data)
     }
@@ -203,7 +203,7 @@ def _about(damages: Sequence[Damage], located: LocatedIndex) -> list[CheckpointE
     """The damages' errors, with the names of what they hurt."""
     if not damages:
         return []
-    spans = Spans([damage.data for damage in damages])
+    spans = IntervalMap([damage.data for damage in damages])
     about: list[set[str]] = [set() for _ in damages]
     for fqn, data in _held(located):
         for place in spans.meeting(data):
@@ -220,12 +220,12 @@ def _held(index: CheckpointIndex) -> Iterator[tuple[str, ByteRange]]:
     yield from ((item.fqn, item.data) for item in index.objects)
 
 
-def _halves(index: CheckpointIndex) -> Halves:
+def _halves(index: CheckpointIndex) -> Consistency:
     try:
         inside = tensors_inside(index)
     except CheckpointError as error:
-        return Halves(notes=(error.message,))
-    return compare_halves(index, inside)
+        return Consistency(notes=(error.message,))
+    return compare_model_and_optimizer(index, inside)
 
 
 def _replicas_hold(index: CheckpointIndex) -> list[str]:
@@ -248,7 +248,7 @@ def _replicas_hold(index: CheckpointIndex) -> list[str]:
     return [told]
 
 
-def _ranks(index: CheckpointIndex, condition: Condition) -> tuple[RankState, ...]:
+def _ranks(index: CheckpointIndex, condition: DamageMap) -> tuple[RankState, ...]:
     """Who saved something, and whether what they saved is whole."""
     paths: dict[int, set[str]] = {}
     for entry in index.tensors:
@@ -263,3 +263,21 @@ def _ranks(index: CheckpointIndex, condition: Condition) -> tuple[RankState, ...
         RankState(rank, not any(map(condition.is_hurt_file, held)), tuple(sorted(held)))
         for rank, held in sorted(paths.items())
     )
+
+
+def expecting_ranks(report: Report, index: CheckpointIndex, ranks: int) -> Report:
+    """The same report, with a problem when it is not these ranks, 0 to N - 1, that left files.
+
+    A DCP directory counts by its listing: there a rank with nothing to save leaves an empty file.
+    """
+    is_dcp = index.format.startswith("dcp") and index.world_size is not None
+    found = set(range(index.world_size or 0)) if is_dcp else {s.rank for s in report.ranks}
+    expected = set(range(ranks))
+    if found == expected:
+        return report
+    absent, more = sorted(expected - found), sorted(found - expected)
+    told = f"ranks {rank_spans(absent)} have no file" if absent else ""
+    told += f"{' and ' if absent and more else ''}"
+    told += f"there are files of ranks {rank_spans(more)}" if more else ""
+    problem = IncompleteError(f"{index.root} should be of {counted(ranks, 'rank')}, but {told}.")
+    return replace(report, problems=(problem, *report.problems))

@@ -16,7 +16,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
 
 
-class Made(NamedTuple):
+class TransformedTensor(NamedTuple):
     """An entry to write, and the names in the source that its elements come from."""
 
     entry: TensorEntry
@@ -34,32 +34,34 @@ class Work(Protocol):
     def __call__(self, files: Files) -> None: ...  # noqa: D102
 
 
-class Outcome(NamedTuple):
+class TransformResult(NamedTuple):
     """What a step gives.
 
     ``notes`` are for a person, ``files`` go into the output beside the tensors, ``works`` make
     bytes that the entries' chunks point at.
     """
 
-    made: tuple[Made, ...]
+    made: tuple[TransformedTensor, ...]
     notes: tuple[str, ...] = ()
     files: tuple[FilePlan, ...] = ()
     works: tuple[Work, ...] = ()
 
 
-Step = Callable[[tuple[Made, ...], Files], Outcome]
+Step = Callable[[tuple[TransformedTensor, ...], Files], TransformResult]
 
 
-def carry_out(steps: Sequence[Step], made: tuple[Made, ...], files: Files) -> Outcome:
+def carry_out(
+    steps: Sequence[Step], made: tuple[TransformedTensor, ...], files: Files
+) -> TransformResult:
     """One step after the other; what they say and leave to do is gathered.
 
     Raises UsageError when two entries end with one name.
     """
-    outcome = Outcome(made)
+    outcome = TransformResult(made)
     for step in steps:
         one = step(outcome.made, files)
         refuse_collisions(one.made)
-        outcome = Outcome(
+        outcome = TransformResult(
             one.made,
             (*outcome.notes, *one.notes),
             (*outcome.files, *one.files),
@@ -68,9 +70,9 @@ def carry_out(steps: Sequence[Step], made: tuple[Made, ...], files: Files) -> Ou
     return outcome
 
 
-def refuse_collisions(made: Sequence[Made]) -> None:
+def refuse_collisions(made: Sequence[TransformedTensor]) -> None:
     """Raise UsageError, with where they came from, when two entries have one name."""
-    first: dict[str, Made] = {}
+    first: dict[str, TransformedTensor] = {}
     for one in made:
         other = first.setdefault(one.entry.fqn, one)
         if other is not one:

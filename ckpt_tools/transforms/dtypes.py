@@ -14,7 +14,7 @@ from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transforms import quantized
-from ckpt_tools.transforms.base import Made
+from ckpt_tools.transforms.base import TransformedTensor
 from ckpt_tools.transforms.quantized import Quantized
 
 # What optimizers of mixed precision call their own float32 copy of a weight.
@@ -31,7 +31,7 @@ def cast_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
 
 
 def chosen_dtypes(
-    made: Sequence[Made],
+    made: Sequence[TransformedTensor],
     dtype: DType | None,
     rules: Sequence[tuple[str, DType | None]],
     *,
@@ -47,7 +47,7 @@ def chosen_dtypes(
     matchers = [(names.selector((pattern,), ()), wanted) for pattern, wanted in rules]
     known = quantized.recognise(source) if dtype is not None or rules else quantized.NONE
     chosen: dict[str, DType] = {}
-    kept: list[Made] = []
+    kept: list[TransformedTensor] = []
     ruled: list[str] = []
     doubtful: dict[str, str] = {}
     for one in made:
@@ -71,7 +71,7 @@ def chosen_dtypes(
     return chosen, [*_kept_notes(kept, known), *_ruled_notes(ruled)]
 
 
-def _refuse_codes(one: Made, known: Quantized) -> None:
+def _refuse_codes(one: TransformedTensor, known: Quantized) -> None:
     """Raise UsageError when packed codes in a floating type would be cast."""
     if not known.codes.isdisjoint(one.origins):
         raise UsageError(
@@ -96,9 +96,9 @@ def _refuse_doubtful(doubtful: Mapping[str, str]) -> None:
     )
 
 
-def _kept_notes(kept: Sequence[Made], known: Quantized) -> list[str]:
+def _kept_notes(kept: Sequence[TransformedTensor], known: Quantized) -> list[str]:
     """A line on the quantized weights that stay, for those that a cast could have changed."""
-    families: dict[str, list[Made]] = defaultdict(list)
+    families: dict[str, list[TransformedTensor]] = defaultdict(list)
     for one in kept:
         origin = next(name for name in one.origins if name in known.members)
         families[known.members[origin].family].append(one)

@@ -19,7 +19,7 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.transforms import quantized
-from ckpt_tools.transforms.base import Made
+from ckpt_tools.transforms.base import TransformedTensor
 from ckpt_tools.transforms.hf_architecture import Shapes
 
 CONFIG = "config.json"
@@ -60,7 +60,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(
-    made: Sequence[Made], types: Mapping[str, DType], *, source: CheckpointIndex
+    made: Sequence[TransformedTensor], types: Mapping[str, DType], *, source: CheckpointIndex
 ) -> Weights:
     """What these entries are when they are written in these types, by their new names."""
     known = quantized.recognise(source)

@@ -28,7 +28,7 @@ from ckpt_tools.errors import AnswerNo, UsageError, reason_of
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import hf_architecture, hf_config
-from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.hf_architecture import Needed, Shapes
 from ckpt_tools.transforms.hf_config import CONFIG
@@ -191,7 +191,7 @@ class AssetsStep:
     dtype: DType | None = None
     dtypes: tuple[tuple[str, DType | None], ...] = ()
 
-    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:
+    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:
         """Compare names and shapes, write tied tensors once, add the files.
 
         Raises AnswerNo, with lists, when anything is missing, unexpected or misshapen, or quantized
@@ -221,7 +221,7 @@ class AssetsStep:
             notes.append(self._compared(shapes, needed, ties))
         names = ", ".join(self.assets.files)
         notes.append(f"Puts {counted(len(self.assets.files), 'file')} beside the weights: {names}.")
-        return Outcome(left, (*notes, *changes), self._files(config))
+        return TransformResult(left, (*notes, *changes), self._files(config))
 
     def _files(self, config: Mapping[str, object]) -> tuple[FilePlan, ...]:
         """The assets as they are, but for a config that was changed."""
@@ -263,8 +263,8 @@ def _faults(shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> list[str
 
 
 def _untied(
-    made: tuple[Made, ...], ties: Mapping[str, str], files: Files
-) -> tuple[tuple[Made, ...], list[str]]:
+    made: tuple[TransformedTensor, ...], ties: Mapping[str, str], files: Files
+) -> tuple[tuple[TransformedTensor, ...], list[str]]:
     """The entries without those that are proven copies of the tensor that they are tied to."""
     entries = {one.entry.fqn: one.entry for one in made}
     notes: list[str] = []

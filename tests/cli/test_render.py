@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import entries, render
-from ckpt_tools.cli.tree import tree_lines
+from ckpt_tools.cli.ls import tree_lines
 from ckpt_tools.core.layout import Layout, Mesh, Shard
 
 HEADER = ("NAME", "N", "LAST")

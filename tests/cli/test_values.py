@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ckpt_tools.cli.corner import Corner, first_corner, lines, nested, parse_slice
+from ckpt_tools.cli.show import Corner, first_corner, lines, nested, parse_slice
 from ckpt_tools.copying.cast import decode
 from ckpt_tools.core.dtypes import BY_NAME, dtype_named
 from ckpt_tools.core.geometry import Box

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import DTYPES, Source, layouts, region
 
-from ckpt_tools.copying.read import Gatherer, read_array, read_box, stream_box
+from ckpt_tools.copying.read import ChunkReader, read_array, read_box, stream_box
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
@@ -170,7 +170,7 @@ def test_small_copies_that_lie_close_are_one_read(
         read_into = files.read_into
         monkeypatch.setattr(files, "read_into", lambda *args: calls.append(1) or read_into(*args))
         out = memoryview(bytearray(10_000))
-        Gatherer(files).run_jobs(jobs, out)
+        ChunkReader(files).run_jobs(jobs, out)
     data = path.read_bytes()
     assert bytes(out) == b"".join(data[100 * n : 100 * n + 10] for n in range(1000))
     assert len(calls) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_tools.copying.strided import (
     Dim,
-    Move,
+    StridedCopy,
     blocks_of,
     is_packed,
     move_of,
@@ -22,7 +22,7 @@ def move(
     *,
     within: Box | None = None,
     strides: tuple[int, ...] | None = None,
-) -> Move:
+) -> StridedCopy:
     chunk = Chunk(Box.whole(sizes), ByteRange("f", 100, 1 << 40), strides)
     return move_of(ReadItem(chunk, box), box, within=within or box, itemsize=4)
 

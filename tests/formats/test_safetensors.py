@@ -26,7 +26,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.safetensors import read as safetensors
 from ckpt_tools.formats.safetensors.header import read_header
-from ckpt_tools.proof.expected_ranks import expecting_ranks
+from ckpt_tools.proof.verify import expecting_ranks
 from ckpt_tools.storage.reader import Files
 
 REAL = DATA / "checkpoints"

@@ -31,7 +31,7 @@ from ckpt_tools.proof import (
     diff_headers,
     parse_rename,
 )
-from ckpt_tools.proof.objects import compare_objects
+from ckpt_tools.proof.containers import compare_objects
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data"

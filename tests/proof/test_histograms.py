@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from ckpt_tools.formats import read_index
-from ckpt_tools.proof.histograms import BINS, histograms
-from ckpt_tools.proof.stats import stats
+from ckpt_tools.proof.stats import BINS, histograms, stats
 from ckpt_tools.storage.reader import Files
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")

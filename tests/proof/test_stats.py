@@ -17,7 +17,7 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.proof.moments import Moments, moments_of
+from ckpt_tools.proof.scan import Moments, moments_of
 from ckpt_tools.proof.stats import Statistics, TensorStats, stats
 from ckpt_tools.storage.reader import Files
 

@@ -21,10 +21,9 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.formats.zip.read import Archive
 from ckpt_tools.proof import Report, bytes_to_read, verify, verify_quick
-from ckpt_tools.proof.halves import compare_halves
-from ckpt_tools.proof.holes import describe, holes
-from ckpt_tools.proof.inside import Inside, names_inside
-from ckpt_tools.proof.spans import Spans
+from ckpt_tools.proof.canonical_names import Inside, canonical_names
+from ckpt_tools.proof.consistency import compare_model_and_optimizer
+from ckpt_tools.proof.damage_map import IntervalMap, describe, holes
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data"
@@ -315,7 +314,7 @@ def halves(*names: str) -> tuple[int, tuple[str, ...]]:
     tensors = [tensor(name, "optim" if name.startswith("optim") else "model") for name in names]
     tensors.sort(key=lambda entry: entry.fqn)
     index = CheckpointIndex("ckpt", "dcp", tuple(tensors))
-    found = compare_halves(index, names_inside(index))
+    found = compare_model_and_optimizer(index, canonical_names(index))
     return len(found.problems), found.notes
 
 
@@ -362,7 +361,7 @@ def test_no_optimizer_is_no_fault() -> None:
 
 def test_the_class_that_composer_puts_above_the_state_is_seen_through() -> None:
     index = formats.read_index(str(CHECKPOINTS / "composer-0.32.1-fsdp_sharded" / "ep0-ba1"))
-    inside = names_inside(index)
+    inside = canonical_names(index)
     name = inside["state.optimizers.AdamW.state.module.0.down.bias.exp_avg"]
     assert name == Inside("optim", "AdamW.state.0.down.bias.exp_avg")
 
@@ -428,11 +427,11 @@ def test_spans_find_every_range_that_meets_another(held: list[ByteRange], asked:
         return {(data.path, data.offset + i) for i in range(data.length)}
 
     expected = [i for i, data in enumerate(held) if bytes_of(data) & bytes_of(asked)]
-    assert sorted(Spans(held).meeting(asked)) == expected
+    assert sorted(IntervalMap(held).meeting(asked)) == expected
 
 
 def test_nothing_meets_no_bytes() -> None:
-    assert Spans([ByteRange("a", 0, 9)]).meeting(ByteRange("a", 4, 0)) == []
+    assert IntervalMap([ByteRange("a", 0, 9)]).meeting(ByteRange("a", 4, 0)) == []
 
 
 boxes_in_4x5 = st.builds(

@@ -6,7 +6,7 @@ from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transforms import dtypes as casts
-from ckpt_tools.transforms.base import Made
+from ckpt_tools.transforms.base import TransformedTensor
 from ckpt_tools.transforms.dtypes import master_weights_note
 
 BF16, FP32, FP8 = BY_NAME["bfloat16"], BY_NAME["float32"], BY_NAME["float8_e4m3fn"]
@@ -22,7 +22,7 @@ def entries(**types: DType) -> list[TensorEntry]:
 def chosen_dtypes(
     tensors: list[TensorEntry], dtype: DType | None, rules: tuple[tuple[str, DType | None], ...]
 ) -> tuple[dict[str, DType], list[str]]:
-    made = [Made(entry, (entry.fqn,)) for entry in tensors]
+    made = [TransformedTensor(entry, (entry.fqn,)) for entry in tensors]
     index = CheckpointIndex("run", "dcp", tuple(tensors))
     return casts.chosen_dtypes(made, dtype, rules, source=index)
 
@@ -81,7 +81,7 @@ def test_a_cast_of_what_may_belong_to_a_quantized_weight_is_refused_with_ways_ou
 
 def test_a_quantized_weight_is_known_by_its_names_in_the_source() -> None:
     some = entries(l__weight=FP8, l__weight_scale=FP32)
-    made = [Made(replace(e, fqn=f"x{n}"), (e.fqn,)) for n, e in enumerate(some)]
+    made = [TransformedTensor(replace(e, fqn=f"x{n}"), (e.fqn,)) for n, e in enumerate(some)]
     index = CheckpointIndex("run", "dcp", tuple(some))
     assert casts.chosen_dtypes(made, BF16, (), source=index)[0] == {"x0": FP8, "x1": FP32}
 

@@ -23,7 +23,7 @@ from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import maps
-from ckpt_tools.transforms.base import Made, Step
+from ckpt_tools.transforms.base import Step, TransformedTensor
 from ckpt_tools.transforms.maps import views
 from ckpt_tools.transforms.maps.renaming import UnderStep, UntieStep
 from ckpt_tools.transforms.maps.toml import builtins_to_hf
@@ -535,9 +535,9 @@ def test_force_map_needs_a_map(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------- names and vocabulary
 
 
-def made(*names: str) -> tuple[Made, ...]:
+def made(*names: str) -> tuple[TransformedTensor, ...]:
     one = BY_NAME["float32"]
-    return tuple(Made(TensorEntry(n, (n,), "model", one, (), ()), (n,)) for n in names)
+    return tuple(TransformedTensor(TensorEntry(n, (n,), "model", one, (), ()), (n,)) for n in names)
 
 
 def renamed(names: tuple[str, ...], *rules: str) -> list[str]:

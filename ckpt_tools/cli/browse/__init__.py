@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import click
 
-from ckpt_tools.cli import options, reading
+from ckpt_tools.cli import options
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import Naming
@@ -59,7 +59,7 @@ def command(
     from ckpt_tools.cli.browse.sides import Sides
 
     paths = [ckpt] if other is None else [ckpt, other]
-    indexes = [reading.read(path, ReadOptions(allow_global)) for path in paths]
+    indexes = [options.read(path, ReadOptions(allow_global)) for path in paths]
     Browser(Sides(indexes, Naming(clean=clean_names))).run()
     for index in indexes:
         index.require_whole()

@@ -16,12 +16,13 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import DataTable, Footer, Header, Input, Static, Tree
 from textual.worker import get_current_worker
 
-from ckpt_tools.cli import corner, entries, show
+from ckpt_tools.cli import entries, show
 from ckpt_tools.cli.browse.sides import Arrangement, Sides, kinds, told_as
 from ckpt_tools.cli.diff import HEADER
 from ckpt_tools.cli.diff import row as diff_row
+from ckpt_tools.cli.ls import Leaf, Node, joined, tree_of
 from ckpt_tools.cli.render import printable
-from ckpt_tools.cli.tree import Leaf, Node, joined, tree_of
+from ckpt_tools.cli.show import Corner
 from ckpt_tools.core.index import Entry, TensorEntry
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import CkptError
@@ -183,7 +184,7 @@ class Side(VerticalScroll):
             for row in show.chunk_rows(entry, root, _MOST_CHUNKS):
                 table.add_row(*map(Text, row))
 
-    def show_values(self, values: corner.Corner | str) -> None:
+    def show_values(self, values: Corner | str) -> None:
         """Show a text, or a row for each index of all dimensions but the last."""
         text = values if isinstance(values, str) else f"{values.noun} of {values.box}"
         self.query_one(".text", Static).update(Text(text))
@@ -196,12 +197,12 @@ class Side(VerticalScroll):
             (values.box.sizes or (1,))[-1],
         )
         table.add_columns("", *map(str, range(first, first + width)))
-        texts = list(map(corner.value_text, values.values))
+        texts = list(map(show.value_text, values.values))
         for start in range(0, len(texts), max(width, 1)):
             table.add_row(_row_name(values, start // width), *texts[start : start + width])
 
 
-def _row_name(values: corner.Corner, number: int) -> str:
+def _row_name(values: Corner, number: int) -> str:
     """The place of a row of values in all dimensions but the last."""
     place: list[str] = []
     for offset, size in zip(values.box.offsets[-2::-1], values.box.sizes[-2::-1], strict=True):

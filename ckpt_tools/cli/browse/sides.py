@@ -9,18 +9,18 @@ from functools import cached_property
 from typing import Literal
 
 from ckpt_tools.analysis.summary import FoundMesh, file_loads, mesh_of
-from ckpt_tools.cli import corner, entries, report
+from ckpt_tools.cli import entries, report, show
 from ckpt_tools.cli.diff import WORDS
+from ckpt_tools.cli.ls import Leaf, parts_of
 from ckpt_tools.cli.render import facts, printable
 from ckpt_tools.cli.show import located, object_facts, tensor_facts
-from ckpt_tools.cli.tree import Leaf, parts_of
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.names import selector
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import open_object
 from ckpt_tools.proof import DiffOptions, EntryDiff, Naming, diff, diff_headers
-from ckpt_tools.proof.pairs import Pairs, pair
+from ckpt_tools.proof.diff import Pairs, pair
 from ckpt_tools.storage.reader import Files
 
 _MOST_VALUES = 10_000  # in a table
@@ -189,7 +189,7 @@ class Sides:
     def _meshes(self) -> list[FoundMesh | None]:
         return [mesh_of(index) for index in self.indexes]
 
-    def values(self, entry: Entry, side: int, part: str | None) -> corner.Corner | str:
+    def values(self, entry: Entry, side: int, part: str | None) -> show.Corner | str:
         """Values of a tensor as `show` reads them, or the value of an object as text.
 
         Raises what is wrong with the slice or with the bytes.
@@ -198,9 +198,9 @@ class Sides:
         if any(entry.fqn in problem.about for problem in one.problems):
             one.require_whole()
         if isinstance(entry, TensorEntry):
-            if part is not None and corner.parse_slice(part, entry.shape).numel > _MOST_VALUES:
+            if part is not None and show.parse_slice(part, entry.shape).numel > _MOST_VALUES:
                 raise UsageError(f"At most {_MOST_VALUES:,} values are shown at once.")
-            return corner.read_corner(located(one), part)
+            return show.read_corner(located(one), part)
         with Files() as files:
             opened = open_object(one, entry, files)
         if not opened.opened:

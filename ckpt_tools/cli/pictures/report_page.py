@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_tools.analysis.ownership import holdings_of
-from ckpt_tools.cli import entries, proving, report
+from ckpt_tools.cli import entries, options, report
 from ckpt_tools.cli.pictures.page import LIST, SCRIPTS, heads, layout_data
 from ckpt_tools.cli.pictures.shell import page, text
 from ckpt_tools.cli.values import Seen
@@ -105,7 +105,7 @@ def _statistics(seen: Seen) -> Iterator[str]:
 
 
 def _stats_row(one: TensorStats, counts: Sequence[int] | None) -> str:
-    values = map(proving.number, (one.mean, one.std, one.min, one.max, one.l2))
+    values = map(options.number, (one.mean, one.std, one.min, one.max, one.l2))
     tallies = (f"{count:,}" for count in (one.nan, one.inf, one.zeros))
     cells = "".join(f'<td class="n">{text(cell)}</td>' for cell in (*values, *tallies))
     drawn = "" if counts is None else _histogram(counts)

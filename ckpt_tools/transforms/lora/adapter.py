@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.core.text import counted
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks, content_of
 from ckpt_tools.transforms.lora.parts import PREFIX, Parts, parts_of
 
@@ -22,7 +22,7 @@ class AdapterStep:
     config: LoraConfig
     adapter: str | None = None
 
-    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Choose and rename. Raises what `parts_of` and `check_ranks` raise."""
         parts = parts_of(made, self.adapter)
         check_ranks(self.config, parts)
@@ -36,10 +36,10 @@ class AdapterStep:
             whole = counted(len(parts.saved), "tensor")
             notes.append(f"With {whole} of modules that were trained whole.")
         notes.append(f"Left out {len(made) - len(out)} other tensors: those of the base model.")
-        return Outcome(out, tuple(notes), (FilePlan(_CONFIG, len(data), ((0, data),), ()),))
+        return TransformResult(out, tuple(notes), (FilePlan(_CONFIG, len(data), ((0, data),), ()),))
 
 
-def _renamed(parts: Parts) -> Iterator[Made]:
+def _renamed(parts: Parts) -> Iterator[TransformedTensor]:
     for one in parts.factors:
         for side, made in (("A", one.a), ("B", one.b)):
             kind = f"lora_embedding_{side}" if one.embedding else f"lora_{side}.weight"
@@ -48,5 +48,5 @@ def _renamed(parts: Parts) -> Iterator[Made]:
         yield _named(f"{PREFIX}{name}", made)
 
 
-def _named(fqn: str, made: Made) -> Made:
+def _named(fqn: str, made: TransformedTensor) -> TransformedTensor:
     return made._replace(entry=replace(made.entry, fqn=fqn, path=(fqn,)))

@@ -21,7 +21,7 @@ from ckpt_tools.errors import IncompleteError, UnsupportedError, unwritable
 from ckpt_tools.storage.reader import Files, temporary_folder
 from ckpt_tools.transforms import dtypes as casts
 from ckpt_tools.transforms import quantized
-from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks
 from ckpt_tools.transforms.lora.orientation import transposed
 from ckpt_tools.transforms.lora.parts import Factors, Parts, parts_of
@@ -111,7 +111,7 @@ class MergeStep:
     dtype: DType | None = None
     dtypes: tuple[tuple[str, DType | None], ...] = ()
 
-    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Plan the merge; nothing is read.
 
         Raises what `parts_of`, `check_ranks` and `transposed` raise, IncompleteError for a base
@@ -123,7 +123,7 @@ class MergeStep:
         entries = tuple(one.entry for one in made)
         packed = quantized.recognise(CheckpointIndex("", "", entries)).members
         folder = mkdtemp(dir=temporary_folder())
-        merged: dict[str, Made] = {}
+        merged: dict[str, TransformedTensor] = {}
         works: list[Merge] = []
         for number, factors in enumerate(parts.factors):
             name = f"{factors.module}.weight"
@@ -133,9 +133,9 @@ class MergeStep:
             work = self._merge(parts, factors, path=path, turned=factors.module in turned)
             works.append(work)
             origins = (*parts.base[name].origins, *factors.a.origins, *factors.b.origins)
-            merged[name] = Made(_entry_of(work), origins)
+            merged[name] = TransformedTensor(_entry_of(work), origins)
         out = tuple(_merged_names(parts, merged))
-        return Outcome(out, tuple(self._notes(parts)), works=tuple(works))
+        return TransformResult(out, tuple(self._notes(parts)), works=tuple(works))
 
     def _merge(self, parts: Parts, factors: Factors, *, path: str, turned: bool) -> Merge:
         name = f"{factors.module}.weight"
@@ -156,7 +156,7 @@ class MergeStep:
             )
         if not {base.dtype.name, left.dtype.name, right.dtype.name} <= _FLOATS:
             raise _is_quantized(name, base.dtype.name)
-        made = Made(base, ())
+        made = TransformedTensor(base, ())
         chosen, _ = casts.chosen_dtypes(
             [made], self.dtype, self.dtypes, source=CheckpointIndex("", "", ())
         )
@@ -194,7 +194,9 @@ def _transposed(entry: TensorEntry) -> TensorEntry:
     return replace(entry, shape=view.shape, chunks=view.chunks, layout=None)
 
 
-def _merged_names(parts: Parts, merged: dict[str, Made]) -> Iterator[Made]:
+def _merged_names(
+    parts: Parts, merged: dict[str, TransformedTensor]
+) -> Iterator[TransformedTensor]:
     """Every tensor of the base model: merged, trained whole, or as it was."""
     for name in sorted(parts.base.keys() | parts.saved.keys()):
         made = merged.get(name) or parts.saved.get(name) or parts.base[name]

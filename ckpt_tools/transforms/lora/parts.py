@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.errors import AnswerNo, UnsupportedError, UsageError
-from ckpt_tools.transforms.base import Made
+from ckpt_tools.transforms.base import TransformedTensor
 
 PREFIX = "base_model.model."
 _FACTOR = re.compile(
@@ -36,8 +36,8 @@ class Factors:
     """The two factors of one module: ``a`` is (r, in), ``b`` is (out, r), or an embedding's."""
 
     module: str
-    a: Made
-    b: Made
+    a: TransformedTensor
+    b: TransformedTensor
     embedding: bool
 
     @property
@@ -62,12 +62,12 @@ class Parts:
 
     adapter: str | None
     factors: list[Factors] = field(default_factory=list)
-    saved: dict[str, Made] = field(default_factory=dict)
-    base: dict[str, Made] = field(default_factory=dict)
-    replaced: dict[str, Made] = field(default_factory=dict)
+    saved: dict[str, TransformedTensor] = field(default_factory=dict)
+    base: dict[str, TransformedTensor] = field(default_factory=dict)
+    replaced: dict[str, TransformedTensor] = field(default_factory=dict)
 
 
-def parts_of(made: Sequence[Made], adapter: str | None) -> Parts:
+def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> Parts:
     """Sort the entries; ``adapter`` names one of several adapters.
 
     Raises AnswerNo when there is no LoRA, UsageError when several adapters leave a choice, and
@@ -76,7 +76,7 @@ def parts_of(made: Sequence[Made], adapter: str | None) -> Parts:
     factors, rest = _factors(made)
     name = _chosen({adapter for _, adapter in factors} | set(_saved_adapters(rest)), adapter)
     parts = Parts(name)
-    sides: dict[tuple[str, bool], dict[str, Made]] = {}
+    sides: dict[tuple[str, bool], dict[str, TransformedTensor]] = {}
     for (found, of), one in factors.items():
         if of == name:
             sides.setdefault((found.module, found.embedding), {})[found.side] = one
@@ -101,11 +101,11 @@ class _Factor:
 
 
 def _factors(
-    made: Sequence[Made],
-) -> tuple[dict[tuple[_Factor, str | None], Made], list[Made]]:
+    made: Sequence[TransformedTensor],
+) -> tuple[dict[tuple[_Factor, str | None], TransformedTensor], list[TransformedTensor]]:
     """The LoRA factors by what they are and whose, and all other entries."""
-    factors: dict[tuple[_Factor, str | None], Made] = {}
-    rest: list[Made] = []
+    factors: dict[tuple[_Factor, str | None], TransformedTensor] = {}
+    rest: list[TransformedTensor] = []
     for one in made:
         name = one.entry.fqn
         found = _FACTOR.fullmatch(name)
@@ -122,7 +122,8 @@ def _factors(
 
 
 def _refuse_others(
-    rest: Sequence[Made], factors: Mapping[tuple[_Factor, str | None], Made]
+    rest: Sequence[TransformedTensor],
+    factors: Mapping[tuple[_Factor, str | None], TransformedTensor],
 ) -> None:
     """Raise UnsupportedError for what PEFT put into a checkpoint and is not understood here.
 
@@ -158,7 +159,7 @@ def _not_understood(name: str) -> UnsupportedError:
     )
 
 
-def _saved_adapters(rest: Sequence[Made]) -> Iterator[str]:
+def _saved_adapters(rest: Sequence[TransformedTensor]) -> Iterator[str]:
     for one in rest:
         found = _SAVED.fullmatch(one.entry.fqn)
         if found is not None:
@@ -179,7 +180,7 @@ def _chosen(names: set[str | None], asked: str | None) -> str | None:
     raise UsageError(f"There is no adapter {asked!r}; there are: {shown}.")
 
 
-def _put(parts: Parts, one: Made) -> None:
+def _put(parts: Parts, one: TransformedTensor) -> None:
     """Put an entry that is no factor where it belongs."""
     name = one.entry.fqn
     for pattern, place in ((_SAVED, parts.saved), (_ORIGINAL, parts.replaced)):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.maps import views
 from ckpt_tools.transforms.maps.model import (
     Rule,
@@ -38,18 +38,18 @@ class MapStep:
     values: Mapping[str, int]
     model_type: str | None = None
 
-    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Apply the map. Raises what `apply` raises."""
         return apply(self.tensor_map, made, values=self.values, model_type=self.model_type)
 
 
 def apply(
     tensor_map: TensorMap,
-    made: Sequence[Made],
+    made: Sequence[TransformedTensor],
     *,
     values: Mapping[str, int],
     model_type: str | None = None,
-) -> Outcome:
+) -> TransformResult:
     """The entries under their new names.
 
     Raises UsageError for a model that the map is not for, for names that it does not know, or that
@@ -76,7 +76,7 @@ def apply(
         dropped = sorted_out.dropped
         shown = some(sorted(dropped), 10)
         notes.append(f"It leaves out {counted(len(dropped), 'tensor')}: {shown}.")
-    return Outcome((*out, *sorted_out.kept), tuple(notes))
+    return TransformResult((*out, *sorted_out.kept), tuple(notes))
 
 
 def knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:
@@ -118,7 +118,7 @@ class _Group:
     rule: Rule
     bound: Mapping[str, str]
     values: Mapping[str, int]
-    found: dict[tuple[int, int], Made] = field(default_factory=dict)
+    found: dict[tuple[int, int], TransformedTensor] = field(default_factory=dict)
 
     @property
     def groups(self) -> int:
@@ -140,17 +140,17 @@ class _SortedOut(NamedTuple):
     """Entries by what the map says of them."""
 
     groups: list[_Group]
-    kept: list[Made]
+    kept: list[TransformedTensor]
     dropped: list[str]
 
 
 def _sorted_out(
-    tensor_map: TensorMap, made: Sequence[Made], *, values: Mapping[str, int]
+    tensor_map: TensorMap, made: Sequence[TransformedTensor], *, values: Mapping[str, int]
 ) -> _SortedOut:
     """Each entry in the group of its rule. Raises UsageError for names without one."""
     groups: dict[tuple[int, tuple[tuple[str, str], ...]], _Group] = {}
     dropped: list[str] = []
-    others: list[Made] = []
+    others: list[TransformedTensor] = []
     for one in made:
         name = one.entry.fqn
         claims = list(_claims(tensor_map, name))
@@ -186,7 +186,7 @@ def _claims(tensor_map: TensorMap, name: str) -> Iterator[tuple[int, int, dict[s
                 yield number, part, found.groupdict()
 
 
-def _carried_out(group: _Group) -> Iterator[Made]:
+def _carried_out(group: _Group) -> Iterator[TransformedTensor]:
     try:
         if group.rule.gathers:
             yield _gathered(group)
@@ -197,7 +197,7 @@ def _carried_out(group: _Group) -> Iterator[Made]:
         raise error.at(f"The rule for {about}") from error
 
 
-def _gathered(group: _Group) -> Made:
+def _gathered(group: _Group) -> TransformedTensor:
     """The one tensor that the parts of a group make."""
     rule = group.rule
     layers = 1 + max(layer for _, layer in group.found)
@@ -246,7 +246,7 @@ def _joined(parts: list[View], group: _Group) -> View:
     return views.concat(pieces, dim)
 
 
-def _scattered(group: _Group) -> Iterator[Made]:
+def _scattered(group: _Group) -> Iterator[TransformedTensor]:
     """The parts that the one tensor of a group falls into."""
     rule, source = group.rule, group.found[0, 0]
     whole = views.view_of(source.entry)
@@ -316,8 +316,10 @@ def _check_shape(view: View, wanted: Sequence[str], *, values: Mapping[str, int]
         raise UsageError(f"shape {list(view.shape)}, the map says [{', '.join(wanted)}].")
 
 
-def _made(fqn: str, view: View, *, like: Made, origins: tuple[str, ...]) -> Made:
+def _made(
+    fqn: str, view: View, *, like: TransformedTensor, origins: tuple[str, ...]
+) -> TransformedTensor:
     entry = replace(
         like.entry, fqn=fqn, path=(fqn,), shape=view.shape, chunks=view.chunks, layout=None
     )
-    return Made(entry, origins)
+    return TransformedTensor(entry, origins)

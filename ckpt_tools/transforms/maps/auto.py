@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.maps.apply import apply, knows_all
 from ckpt_tools.transforms.maps.toml import builtin_names, builtins_to_hf
 
@@ -21,7 +21,7 @@ class AutoMapStep:
     values: Mapping[str, int]
     model_type: str | None = None
 
-    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Choose and apply a map, or none when the names are Hugging Face's already.
 
         Raises UsageError when no map, or more than one, knows all names, and what `apply` raises.
@@ -33,7 +33,7 @@ class AutoMapStep:
             chosen = f"--map auto chose {known[0].name}: of all maps only it knows all names."
             return outcome._replace(notes=(chosen, *outcome.notes))
         if _ON_HUB in names and not known:
-            return Outcome(made, ("--map auto: the names are Hugging Face's already.",))
+            return TransformResult(made, ("--map auto: the names are Hugging Face's already.",))
         found = ", ".join(one.name for one in known) or "no built-in map"
         raise UsageError(
             f"--map auto is in doubt: {found} would fit all {len(names)} names.",

@@ -13,7 +13,7 @@ from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Made, Outcome
+from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.maps import views
 
 # Modules that have a row for each token, as the model families call them.
@@ -29,7 +29,7 @@ class RenameStep:
 
     rules: tuple[tuple[str, str], ...]
 
-    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Rename the entries.
 
         Raises UsageError for an expression that cannot be read or that changes no name.
@@ -46,7 +46,7 @@ class RenameStep:
                 )
             notes.append(f"--rename '{text}={by}' changed {counted(count, 'name')}.")
             made = changed
-        return Outcome(made, tuple(notes))
+        return TransformResult(made, tuple(notes))
 
 
 def parse_rename(text: str) -> tuple[str, str]:
@@ -64,7 +64,7 @@ def parse_rename(text: str) -> tuple[str, str]:
     return pattern, by
 
 
-def _renamed(one: Made, text: str, *, by: str) -> Made:
+def _renamed(one: TransformedTensor, text: str, *, by: str) -> TransformedTensor:
     try:
         fqn = re.sub(text, by, one.entry.fqn)
     except (re.error, IndexError) as error:
@@ -82,7 +82,7 @@ class VocabularyStep:
 
     size: int
 
-    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Take the padding off.
 
         Raises UsageError when no tensor is known to have a row for each token, or one has fewer.
@@ -99,9 +99,11 @@ class VocabularyStep:
             if one.entry.fqn in trimmed and one.entry.shape[0] != self.size
         ]
         out = tuple(trimmed.get(one.entry.fqn, one) for one in made)
-        return Outcome(out, tuple(notes) or ("--vocab-size: there is no padding to take off.",))
+        return TransformResult(
+            out, tuple(notes) or ("--vocab-size: there is no padding to take off.",)
+        )
 
-    def _trimmed(self, one: Made) -> Made:
+    def _trimmed(self, one: TransformedTensor) -> TransformedTensor:
         rows = one.entry.shape[0]
         if rows < self.size:
             raise UsageError(
@@ -112,7 +114,7 @@ class VocabularyStep:
         return one._replace(entry=entry)
 
 
-def _is_vocabulary(one: Made) -> bool:
+def _is_vocabulary(one: TransformedTensor) -> bool:
     """Whether a tensor has a row for each token: by its name, and in no numbered layer."""
     name = one.entry.fqn
     in_layer = any(part.isdecimal() for part in name.split("."))
@@ -126,19 +128,21 @@ class UntieStep:
     name: str = "lm_head.weight"
     source: str = "model.embed_tokens.weight"
 
-    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Add the entry, over the same bytes, unless it is there.
 
         Raises UsageError when there is nothing that it could be a copy of.
         """
         found = {one.entry.fqn: one for one in made}
         if self.name in found:
-            return Outcome(made, (f"--untie: {self.name} is there already.",))
+            return TransformResult(made, (f"--untie: {self.name} is there already.",))
         if self.source not in found:
             raise UsageError(f"--untie: there is no {self.source} that {self.name} could equal.")
         entry = replace(found[self.source].entry, fqn=self.name, path=(self.name,))
         note = f"--untie: {self.name} is written too, with the values of {self.source}."
-        return Outcome((*made, Made(entry, found[self.source].origins)), (note,))
+        return TransformResult(
+            (*made, TransformedTensor(entry, found[self.source].origins)), (note,)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +151,9 @@ class UnderStep:
 
     container: str
 
-    def __call__(self, made: tuple[Made, ...], files: Files) -> Outcome:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Put the container before every name and path."""
-        return Outcome(tuple(one._replace(entry=self._inside(one.entry)) for one in made))
+        return TransformResult(tuple(one._replace(entry=self._inside(one.entry)) for one in made))
 
     def _inside(self, entry: TensorEntry) -> TensorEntry:
         container = tuple(self.container.split("."))

@@ -13,19 +13,21 @@ from typing import NamedTuple
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.proof.inside import Inside, owner_of
+from ckpt_tools.proof.canonical_names import Inside, owner_of
 
 _BY_NUMBER = "Optimizer state is kept by number, so it cannot be told whose it is."
 
 
-class Halves(NamedTuple):
+class Consistency(NamedTuple):
     """What is odd about the halves: faults, and what only should be known."""
 
     problems: tuple[CheckpointError, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def compare_halves(index: CheckpointIndex, inside: Mapping[str, Inside]) -> Halves:
+def compare_model_and_optimizer(
+    index: CheckpointIndex, inside: Mapping[str, Inside]
+) -> Consistency:
     """Compare the model's names with those that the optimizer's state is for.
 
     Both are there, or nothing is compared. State that is kept by number (a plain
@@ -34,26 +36,26 @@ def compare_halves(index: CheckpointIndex, inside: Mapping[str, Inside]) -> Halv
     model = {inside[e.fqn].name: e.fqn for e in index.tensors if e.section == "model"}
     state = _states(index, inside)
     if not model or not state:
-        return Halves()
+        return Consistency()
     if all(name.isdecimal() for name in state):
-        return Halves(notes=(_BY_NUMBER,))
+        return Consistency(notes=(_BY_NUMBER,))
     tied = {inside[fqn].name for group in index.ties for fqn in group if fqn in inside}
     unknown = state.keys() - model.keys()
     notes = _notes(model.keys() - state.keys() - tied, state)
     if not unknown:
-        return Halves(notes=tuple(notes))
+        return Consistency(notes=tuple(notes))
     told = (
         f"{index.root} has optimizer state for {len(unknown)} parameters that it does not have: "
         f"{some(sorted(unknown))}."
     )
     if 2 * len(unknown) < len(state):  # as when the model's state dict splits a fused weight
-        return Halves(notes=(*notes, told))
+        return Consistency(notes=(*notes, told))
     error = CheckpointError(
         told,
         hint="The model's half is of another save or of another model, or its names were changed.",
         about=sorted(fqn for owner in unknown for fqn in state[owner].values()),
     )
-    return Halves((error,), tuple(notes))
+    return Consistency((error,), tuple(notes))
 
 
 def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> list[str]:

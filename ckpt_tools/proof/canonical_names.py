@@ -31,7 +31,7 @@ class Inside(NamedTuple):
     name: str
 
 
-def names_inside(index: CheckpointIndex) -> dict[str, Inside]:
+def canonical_names(index: CheckpointIndex) -> dict[str, Inside]:
     """The name of every tensor and object inside its section, by fqn.
 
     Raises UnsupportedError when two entries of one section have the same name there.

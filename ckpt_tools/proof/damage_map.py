@@ -1,0 +1,236 @@
+"""What of a checkpoint is still good, given which byte ranges are not. It opens no file."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, Chunk, LocatedIndex, TensorEntry
+from ckpt_tools.errors import CheckpointError
+
+
+class _Cluster(NamedTuple):
+    """Ranges of one file that overlap, and the bytes from the first to the last of them."""
+
+    start: int
+    end: int
+    places: list[int]
+
+
+class IntervalMap:
+    """Byte ranges, known by their places in the sequence that they came in."""
+
+    def __init__(self, ranges: Sequence[ByteRange]) -> None:
+        self._ranges = ranges
+        by_path: dict[str, list[int]] = defaultdict(list)
+        for place, data in enumerate(ranges):
+            by_path[data.path].append(place)
+        self._clusters = {path: self._clustered(places) for path, places in by_path.items()}
+        self._starts = {
+            path: [cluster.start for cluster in found] for path, found in self._clusters.items()
+        }
+
+    def _clustered(self, places: list[int]) -> list[_Cluster]:
+        found: list[_Cluster] = []
+        for place in sorted(places, key=lambda place: self._ranges[place].offset):
+            _, start, length = self._ranges[place]
+            end = start + length
+            if found and start < found[-1].end:
+                last = found[-1]
+                last.places.append(place)
+                found[-1] = last._replace(end=max(last.end, end))
+            else:
+                found.append(_Cluster(start, end, [place]))
+        return found
+
+    def meeting(self, data: ByteRange) -> list[int]:
+        """Places of the ranges that have bytes in common with this one."""
+        clusters = self._clusters.get(data.path)
+        if clusters is None or data.length == 0:
+            return []
+        end = data.offset + data.length
+        found: list[int] = []
+        first = max(0, bisect_right(self._starts[data.path], data.offset) - 1)
+        for cluster in clusters[first:]:
+            if cluster.start >= end:
+                break
+            found += [place for place in cluster.places if _meet(self._ranges[place], data)]
+        return found
+
+    def files(self) -> frozenset[str]:
+        """The paths of the files that have any of the ranges."""
+        return frozenset(self._clusters)
+
+
+def _meet(one: ByteRange, other: ByteRange) -> bool:
+    return one.offset < other.offset + other.length and other.offset < one.offset + one.length
+
+
+class DamagedTensor(NamedTuple):
+    """A tensor that is not whole: which boxes are lost, and which ranks had saved them.
+
+    ``lost`` is empty when all rows are there and something else is wrong.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    lost: tuple[Box, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def lost_numel(self) -> int:
+        """How many elements are lost."""
+        return sum(box.numel for box in self.lost)
+
+
+class Rescue(NamedTuple):
+    """A box whose own bytes are not good, and the path of a replica that is."""
+
+    fqn: str
+    box: Box
+    lost: str
+    replica: str
+
+
+def _owners(entry: TensorEntry, lost: Sequence[Box]) -> Iterator[int]:
+    """The ranks that held lost boxes, where the format states the layout."""
+    if entry.layout is None:
+        return
+    for rank, box in enumerate(entry.layout.boxes(entry.shape)):
+        if any(box.intersect(other) is not None for other in lost):
+            yield rank
+
+
+class DamageMap:
+    """Answers what is good; ``damaged`` are ranges beyond missing and short files."""
+
+    def __init__(self, index: LocatedIndex, damaged: Sequence[ByteRange]) -> None:
+        self._index = index
+        self._lengths = {file.path: file.length for file in index.files}
+        self._damaged = IntervalMap(damaged)
+        self._damaged_files = self._damaged.files()
+        self._needed: dict[str, int] = defaultdict(int)
+        for entry in index.tensors:
+            for chunk in entry.chunks:
+                end = chunk.data.offset + chunk.data.length
+                self._needed[chunk.data.path] = max(self._needed[chunk.data.path], end)
+
+    def is_good(self, data: ByteRange) -> bool:
+        """Whether a byte range is there and undamaged."""
+        length = self._lengths.get(data.path, data.offset + data.length)
+        if length is None or data.offset + data.length > length:
+            return False
+        return not self._damaged.meeting(data)
+
+    def is_hurt_file(self, path: str) -> bool:
+        """Whether anything that a file should hold is not good."""
+        length = self._lengths.get(path, self._needed[path])
+        return length is None or length < self._needed[path] or path in self._damaged_files
+
+    def hurt_tensors(self, problems: Sequence[CheckpointError]) -> tuple[DamagedTensor, ...]:
+        """The tensors that have lost rows, and those that any problem names."""
+        named = {fqn for problem in problems for fqn in problem.about}
+        found = (self._hurt(entry) for entry in self._index.tensors)
+        return tuple(hurt for hurt in found if hurt.lost or hurt.fqn in named)
+
+    def _hurt(self, entry: TensorEntry) -> DamagedTensor:
+        good = {chunk.box for chunk in entry.chunks if self._good_place(chunk) is not None}
+        bad = [chunk for chunk in entry.chunks if chunk.box.numel and chunk.box not in good]
+        may_lack = bool(bad) or sum(box.numel for box in good) != entry.numel
+        lost = holes(entry.shape, good) if may_lack else []
+        ranks = {chunk.rank for chunk in bad if chunk.rank is not None}
+        ranks |= set(_owners(entry, lost)) if not bad else set()
+        return DamagedTensor(entry.fqn, entry.shape, tuple(lost), tuple(sorted(ranks)))
+
+    def _good_place(self, chunk: Chunk) -> ByteRange | None:
+        """The first place of a chunk that is good, or None."""
+        return next(filter(self.is_good, (chunk.data, *chunk.replicas)), None)
+
+    def hurt_objects(self, problems: Sequence[CheckpointError]) -> tuple[str, ...]:
+        """The objects whose bytes are not good, or that any problem names."""
+        named = {fqn for problem in problems for fqn in problem.about}
+        return tuple(
+            entry.fqn
+            for entry in self._index.objects
+            if entry.fqn in named or not self.is_good(entry.data)
+        )
+
+    def rescued(self) -> tuple[Rescue, ...]:
+        """The boxes that only a replica still holds."""
+        found: list[Rescue] = []
+        for entry in self._index.tensors:
+            for chunk in entry.chunks:
+                place = self._good_place(chunk) if chunk.replicas else None
+                if place is not None and place != chunk.data:
+                    found.append(Rescue(entry.fqn, chunk.box, chunk.data.path, place.path))
+        return tuple(found)
+
+
+# -------------------------------------------------------------------------------------------------
+# Which elements of a tensor no box holds. Integers only.
+# -------------------------------------------------------------------------------------------------
+
+
+def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
+    """The elements of ``shape`` that none of ``boxes`` holds, as disjoint boxes in row-major order.
+
+    Neighbouring holes along the first dimension are one.
+    """
+    solid = [box for box in boxes if 0 not in box.sizes]
+    if 0 in shape:
+        return []
+    if not solid:
+        return [Box.whole(shape)]
+    if not shape:
+        return []
+    found: list[Box] = []
+    waiting = sorted(solid, key=_start, reverse=True)
+    active: list[Box] = []
+    for start, end in pairwise(sorted({0, shape[0], *_edges(solid, shape[0])})):
+        active = [box for box in active if box.ends[0] > start]
+        while waiting and waiting[-1].offsets[0] <= start:
+            active.append(waiting.pop())
+        if any(box.sizes[1:] == tuple(shape[1:]) for box in active):
+            continue
+        for hole in holes(shape[1:], {_below(box) for box in active}):
+            _add(found, Box((start, *hole.offsets), (end - start, *hole.sizes)))
+    return found
+
+
+def _start(box: Box) -> int:
+    return box.offsets[0]
+
+
+def _edges(boxes: Sequence[Box], size: int) -> set[int]:
+    """Where boxes begin and end along the first dimension, inside of it."""
+    edges = {edge for box in boxes for edge in (box.offsets[0], box.ends[0])}
+    return {edge for edge in edges if 0 < edge < size}
+
+
+def _below(box: Box) -> Box:
+    return Box(box.offsets[1:], box.sizes[1:])
+
+
+def _add(found: list[Box], hole: Box) -> None:
+    """Append a hole, joined to the one before it along the first dimension where they meet."""
+    for place, before in enumerate(found):
+        same = _below(before) == _below(hole)
+        if same and before.ends[0] == hole.offsets[0]:
+            found[place] = Box(before.offsets, (before.sizes[0] + hole.sizes[0], *before.sizes[1:]))
+            return
+    found.append(hole)
+
+
+def describe(box: Box, shape: Sequence[int]) -> str:
+    """Where a box lies, for a person: ``rows 3:6 of 11``, or its slices."""
+    if not shape:
+        return "its one value"
+    if box == Box.whole(shape):
+        return f"all of {list(shape)}"
+    if box.sizes[1:] == tuple(shape[1:]):
+        return f"rows {box.offsets[0]}:{box.ends[0]} of {shape[0]:,}"
+    return f"{box} of {list(shape)}"

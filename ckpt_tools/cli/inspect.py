@@ -6,7 +6,7 @@ import click
 
 from ckpt_tools.cli import options, reading, render, report, run_list
 from ckpt_tools.cli.group import say_error
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, read_index, run_of
 
 _HELP = """Say what a checkpoint is: whole or not, resumable or not, step, format, mesh, sizes.
@@ -114,6 +114,7 @@ def _page(
 ) -> None:
     """Write the report of one checkpoint as a page."""
     from ckpt_tools.cli.pictures import files  # late: most reports are for the terminal
+    from ckpt_tools.cli.pictures.banner import page_of_failure
     from ckpt_tools.cli.pictures.report_page import report_page
     from ckpt_tools.cli.values import look
     from ckpt_tools.copying import one_file
@@ -124,9 +125,17 @@ def _page(
     chosen, read = asked
     if html != "-":
         one_file.admit(html, sources=ckpts, force=force)
-    whole = reading.read(ckpts[0], read)
-    sources = (*ckpts, *sources_of(whole))
-    index = reading.with_values(reading.choose(whole, chosen))
-    seen = look(index) if stats else None
-    files.write(html, report_page(whole, index, seen=seen), sources=sources, force=force)
+    with page_of_failure(ckpts[0], html, force=force):
+        whole = reading.read(ckpts[0], read)
+    index = reading.choose(whole, chosen)
+    seen, failure = None, None
+    try:
+        index = reading.with_values(index)
+        seen = look(index) if stats else None
+    except CheckpointError as error:
+        failure = error
+    page = report_page(whole, index, seen=seen, unseen=failure)
+    files.write(html, page, sources=(*ckpts, *sources_of(whole)), force=force)
     whole.require_whole()
+    if failure is not None:
+        raise failure

@@ -18,8 +18,9 @@ incomplete checkpoint is reported, too; the exit code is then 3.
 A folder of several checkpoints is a run: they are listed by their steps, one a line, the newest
 last. --latest and --step choose one of them, here and in every other command.
 
---html writes the report as a page for a colleague, with the layout of every tensor; it opens
-without network. With --stats every value is read, and it has the statistics of each tensor.
+--html writes the report as a page for a colleague, with the layout of every tensor; it needs
+neither network nor scripts. A checkpoint that cannot be read has a page, too: it says why. With
+--stats every value is read, and the page has the statistics of each tensor.
 
 --json prints one object of schema ckpt-tools/inspect/1; for several checkpoints, one object of
 schema ckpt-tools/inspect-list/1 with those objects in "checkpoints". A run is one object of schema

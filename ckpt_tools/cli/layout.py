@@ -35,10 +35,10 @@ replicas are told by the layout, which for DCP is inferred from the boxes. Tenso
 by the numbers in their names and are held alike are one bar. With NAME, one tensor is drawn as a
 grid with each of its pieces. Formats without ranks show files instead.
 
---html writes one page with all tensors, folded by layer, with a search field; it opens without
-network. --svg writes one picture. With --to-mesh both also show the layout after `reshard`, and
-how many bytes a rank gets that the rank of the same number did not have before. --json prints
-schema ckpt-tools/layout/1.
+--html writes one page with all tensors, folded by layer; it needs neither network nor scripts, and
+a broken checkpoint has one, too. --svg writes one picture. With --to-mesh both also show the layout
+after `reshard`, and how many bytes a rank gets that the rank of the same number did not have
+before. --json prints schema ckpt-tools/layout/1.
 
 """ + options.examples(
     "ckpt-tools layout run7/step-1000",

@@ -26,7 +26,7 @@ _MAX_PROBLEMS, _MAX_FILES = 50, 500
 def banner(told: Inspection, problems: Sequence[CheckpointError]) -> Iterator[str]:
     """The verdict, the version and the date of the source, and what is wrong with it."""
     facts = [report.written_as(told), _saved(told.saved)]
-    found = first_of([problem.message for problem in problems], _MAX_PROBLEMS)
+    found = first_of(list(map(_why, problems)), _MAX_PROBLEMS)
     yield from _banner(told.root, told.state, facts, found)
 
 
@@ -54,6 +54,10 @@ def _saved(seconds: float | None) -> str:
     return f"saved {strftime('%Y-%m-%d %H:%M UTC', gmtime(seconds))}"
 
 
+def _why(error: CheckpointError) -> str:
+    return "\n".join(filter(None, [error.message, error.hint]))
+
+
 @contextmanager
 def page_of_failure(ckpt: str, html: str | None, *, force: bool) -> Iterator[None]:
     """Where reading the checkpoint fails, write a page of why to ``html``, and let it fail."""
@@ -71,8 +75,7 @@ def failure_page(ckpt: str, error: CheckpointError) -> str:
     with suppress(OSError):
         found = paths.states(ckpt)
     verdict = [Part("CANNOT BE READ", "bad")]
-    why = filter(None, [error.message, error.hint])
-    parts = list(_banner(ckpt, verdict, [_saved(last_written(found))], why))
+    parts = list(_banner(ckpt, verdict, [_saved(last_written(found))], [_why(error)]))
     shown = sorted(found.items())[:_MAX_FILES]
     rows = ((os.path.basename(path), f"{state.size:,}") for path, state in shown)
     parts += table(("FILE", "BYTES"), rows, numbers=[1])

@@ -25,7 +25,7 @@ from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.text import counted, format_size, rank_spans
 
 _WIDTH, _MARGIN = 1080, 24
-_ROW, _BAR_HEIGHT, _BAR_LEFT = 24, 16, 640
+_ROW, _BAR_HEIGHT, _BAR_LEFT = 30, 22, 640
 _NAME, _SHAPE = 44, 24  # letters
 _MAX_ROWS, _MAX_CELLS, _MAX_LOADS = 64, 256, 64
 _CELL, _LOAD_HEIGHT = 26, 64
@@ -37,7 +37,7 @@ text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#1f2328
 .r{text-anchor:end}
 @media (prefers-color-scheme:dark){
 text{fill:#e6edf3}.q{fill:#9198a1}.page{fill:#0d1117}.box{stroke:#0d1117}}
-.ink0{fill:#111}.ink1{fill:#fff}
+.ink0{fill:#111}.ink1{fill:#fff}.lost{fill:none;stroke:#d1242f;stroke-dasharray:3}
 """
 
 
@@ -56,6 +56,10 @@ def svg(
         bottom = max([bottom, *(low for low, _ in lines)])
     if change is not None and target is not None:
         parts.append(_text(_MARGIN, bottom + 28, moved_words(target, change), style="h"))
+        bottom += 28
+    words = colors.repeated(max(side.holders for side in sides))
+    if words is not None:
+        parts.append(_text(_MARGIN, bottom + 28, words, style="q"))
         bottom += 28
     drawn, height = _rows(before, target, top=bottom + 36)
     return _document([*parts, *drawn], height=height + _MARGIN)
@@ -117,13 +121,17 @@ def _square(x: float, y: float, rank: int, *, hover: str) -> str:
 
 def _box(place: tuple[float, float, float, float], holder: int | None) -> str:
     """A rectangle in the colour and the stripes of a holder."""
-    sides = zip(("x", "y", "width", "height"), place, strict=True)
-    where = " ".join(f'{side}="{round(value, 1):g}"' for side, value in sides)
+    where = _where(place)
     color = colors.NOBODY if holder is None else colors.fill(holder)
     drawn = f'<rect class="box" {where} fill="{color}"/>'
     if holder is None or not colors.stripe(holder):
         return drawn
     return f'{drawn}<rect {where} fill="url(#{_stripes(holder)})"/>'
+
+
+def _where(place: tuple[float, float, float, float]) -> str:
+    sides = zip(("x", "y", "width", "height"), place, strict=True)
+    return " ".join(f'{side}="{round(value, 1):g}"' for side, value in sides)
 
 
 def _stripes(holder: int) -> str:
@@ -204,7 +212,7 @@ def _rows(before: Holdings, target: Holdings | None, *, top: int) -> tuple[list[
 def _row_texts(row: fold.Row, *, top: int) -> list[str]:
     label = _middle_out(printable(row.label), _NAME - len(row.times)) + row.times
     shape = f"{short_shape(row.first.shape)} {row.first.dtype.name}"
-    y = top + 13
+    y = top + 16
     return [
         f"<g><title>{escape(printable(row.label))}</title>{_text(_MARGIN, y, label)}</g>",
         _text(_MARGIN + 356, y, cut_to(shape, _SHAPE), style="q"),
@@ -224,7 +232,7 @@ def _bar(held: Held, side: Holdings, *, left: int, top: int, width: int) -> Iter
     found = rects(held.pieces, held.shape)
     if len(found) > width:
         words = counted(len(held.pieces), "piece")
-        yield _text(left, top + 13, words, style="q")
+        yield _text(left, top + 16, words, style="q")
         return
     for rect in found:
         yield _piece(rect, held, side=side, place=(left, top, width))
@@ -234,15 +242,15 @@ def _piece(rect: Rect, held: Held, *, side: Holdings, place: tuple[int, int, int
     left, top, width = place
     x, wide = left + rect.x * width, rect.width * width
     y, high = top + rect.y * _BAR_HEIGHT, rect.height * _BAR_HEIGHT
-    number = ""
+    number, ink, drawn = "", "ink0", _box((x, y, wide, high), rect.holder)
+    if rect.piece.file in side.missing:
+        ink, drawn = "", f'<rect class="lost" {_where((x, y, wide, high))}/>'
+    elif rect.holder is not None and colors.ink(rect.holder) == "#fff":
+        ink = "ink1"
     if wide > 9 * len(rect.label) and high > 9:
-        ink = "ink1" if rect.holder is not None and colors.ink(rect.holder) == "#fff" else "ink0"
         middle = f'x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}"'
         number = f'<text class="in {ink}" {middle}>{rect.label}</text>'
-    return (
-        f"<g><title>{escape(_facts(rect, held, side=side))}</title>"
-        f"{_box((x, y, wide, high), rect.holder)}{number}</g>"
-    )
+    return f"<g><title>{escape(_facts(rect, held, side=side))}</title>{drawn}{number}</g>"
 
 
 def _facts(rect: Rect, held: Held, *, side: Holdings) -> str:
@@ -253,5 +261,6 @@ def _facts(rect: Rect, held: Held, *, side: Holdings) -> str:
         lines.append(f"rank {rank_spans(piece.holders) or 'unknown'}")
     lines.append(f"{piece.box.numel * held.dtype.itemsize:,} bytes")
     if piece.file is not None:
-        lines.append(printable(side.files[piece.file]))
+        lost = " (missing)" if piece.file in side.missing else ""
+        lines.append(printable(side.files[piece.file]) + lost)
     return "\n".join(lines)

@@ -9,6 +9,7 @@ import browser
 import builders
 import pytest
 
+from ckpt_tools._version import __version__
 from ckpt_tools.analysis.inspection import inspect
 from ckpt_tools.analysis.ownership import (
     Held,
@@ -132,8 +133,9 @@ def test_a_page_needs_no_network() -> None:
 
 def test_the_banner_says_the_verdict_the_format_and_the_date() -> None:
     banner = _page(_holdings(2)).split("</header>")[0]
-    for fact in ("whole by its headers", "DCP directory", "saved 1970-01-01 00:00 UTC"):
-        assert fact in banner
+    assert "whole by its headers" in banner
+    assert "DCP directory (torch.distributed.checkpoint) · saved 1970-01-01 00:00 UTC" in banner
+    assert f"read by ckpt-tools {__version__}" in banner
 
 
 def test_without_a_script_a_page_has_every_name_piece_and_file() -> None:
@@ -183,6 +185,16 @@ def test_a_piece_in_a_missing_file_is_drawn_as_lost() -> None:
     assert page.count(' lost"') == 2  # of two kinds of tensor
     assert "rank2 (missing)" in page
     assert drawing.svg("run", replace(found, missing=frozenset({2}))).count('class="lost"') == 2
+
+
+def test_rows_that_no_rank_holds_are_drawn_as_a_hole() -> None:
+    found = _ranks(4)
+    assert "holed" not in _page(found).split("</style>")[1]
+    held = found.tensors[0]
+    hole = held._replace(pieces=held.pieces[:2] + held.pieces[3:])
+    assert '<span class="bar holed"' in _page(replace(found, tensors=(hole,)))
+    nothing = held._replace(pieces=())
+    assert "all of it is lost" in _page(replace(found, tensors=(nothing,)))
 
 
 def test_tensors_that_lie_otherwise_after_a_reshard_are_rows_of_their_own() -> None:

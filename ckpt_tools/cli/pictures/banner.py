@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import gmtime, strftime
 
+from ckpt_tools._version import __version__
 from ckpt_tools.analysis.inspection import Inspection, Part
 from ckpt_tools.cli import report
 from ckpt_tools.cli.pictures import files
@@ -42,7 +43,7 @@ def _banner(
     kind = next(kind for kind in ("bad", "doubtful", "good", "plain") if kind in kinds)
     words = ", ".join(f'<span class="{part.kind}">{text(part.text)}</span>' for part in verdict)
     yield f'<header class="banner {kind}"><h1>{text(root)}</h1>'
-    yield f"<p><b>{words}</b></p><p>{text(' · '.join(facts))}</p>"
+    yield f"<p><b>{words}</b></p><p>{text(' · '.join((*facts, f'read by ckpt-tools {__version__}')))}</p>"
     for problem in problems:
         yield f"<p>{'<br>'.join(text(line.strip()) for line in problem.splitlines())}</p>"
     yield "</header>"
@@ -60,11 +61,15 @@ def _why(error: CheckpointError) -> str:
 
 @contextmanager
 def page_of_failure(ckpt: str, html: str | None, *, force: bool) -> Iterator[None]:
-    """Where reading the checkpoint fails, write a page of why to ``html``, and let it fail."""
+    """Where reading the checkpoint fails, write a page of why to ``html``, and let it fail.
+
+    A path that is not there, or in whose place another was meant, is no broken checkpoint.
+    """
     try:
         yield
     except CheckpointError as error:
-        if html is not None and paths.exists(ckpt):
+        elsewhere = error.instead is not None and any(way.path for way in error.instead.ways)
+        if html is not None and paths.exists(ckpt) and not elsewhere:
             files.write(html, failure_page(ckpt, error), sources=(ckpt,), force=force)
         raise
 

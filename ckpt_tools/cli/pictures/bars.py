@@ -15,9 +15,9 @@ from ckpt_tools.cli.pictures.shell import table, text
 from ckpt_tools.core.text import counted, format_size, rank_spans, some
 
 _COLUMN = 48  # pixels
-_OPEN_RANKS = 256
+_OPEN_RANKS, _OPEN_FILES = 256, 16
 _MAX_DRAWN, _MAX_PIECES = 256, 256
-_BUDGET = 100_000  # pieces that a page draws: rows after that say in words what they are
+_BUDGET = 30_000  # pieces that a page draws: rows after that say in words what they are
 _TOOLS = """<div id="tools" hidden>
 <input id="filter" type="search" placeholder="Filter names" aria-label="Filter names">
 <button id="open">open all</button><button id="close">close all</button>
@@ -44,7 +44,8 @@ def who_holds_what(
         yield from _holders(side, title, most=most, gets=gets)
     if len(sides) > 1:
         yield f'<p class="quiet">Both on one scale: a full column is {format_size(most)}.</p>'
-    yield from filter(None, [colors.repeated(max(side.holders for _, side in sides))])
+    repeated = colors.repeated(max(side.holders for _, side in sides))
+    yield f'<p class="quiet">{repeated}</p>' if repeated else ""
     yield from _rows(sides, change, hurt)
 
 
@@ -62,7 +63,9 @@ def _holders(side: Holdings, title: str, *, most: int, gets: Sequence[int] | Non
         cells = (_column(n, loads[n], most=most, hover=f"{names[n]}: {loads[n]:,} B") for n in line)
         yield f"<p>{''.join(cells)}</p>"
     yield "</div></details>"
-    yield f"<details><summary>Bytes of each {side.unit}</summary>"
+    # A rank is called by its number, a file is not: its name is wanted at once.
+    opened = " open" if side.unit == "file" and len(loads) <= _OPEN_FILES else ""
+    yield f"<details{opened}><summary>Bytes of each {side.unit}</summary>"
     header = [side.unit, "bytes", *(["of them moved here"] if gets else [])]
     rows = [
         [name, f"{load:,}", *([f"{gets[n]:,}"] if gets else [])]
@@ -137,14 +140,17 @@ def _rows(sides: Sequence[Side], change: Moved | None, hurt: frozenset[str]) -> 
     yield f'<div{" class=two" if later else ""}><div class="row heads">{"".join(cells)}</div>'
     budget = _BUDGET
     for row in fold.rows(before, target):
-        held = [row.first, *(found[row.first.fqn] for found in later if row.first.fqn in found)]
-        budget -= sum(len(one.pieces) for one in held)
-        moved = sum(moves.get(one.fqn, 0) for one in row.tensors) if later else None
-        drawn = list(zip(sides, held, strict=False))
+        then = [[found[held.fqn] for held in row.tensors if held.fqn in found] for found in later]
+        drawn = [
+            (side, same) for side, same in zip(sides, [row.tensors, *then], strict=True) if same
+        ]
+        budget -= sum(min(len(same[0].pieces), _MAX_PIECES) for _, same in drawn)
+        moved = sum(moves.get(held.fqn, 0) for held in row.tensors) if later else None
         yield "<details class=row><summary>" + _facts(row, moved=moved, hurt=hurt)
-        yield f"<span>{''.join(_bar(s, one, fits=budget > 0) for s, one in drawn)}</span></summary>"
-        for side, one in drawn:
-            yield from _pieces(row, side, one, fits=budget > 0)
+        bars = (_bar(side, same[0], fits=budget > 0) for side, same in drawn)
+        yield f"<span>{''.join(bars)}</span></summary>"
+        for side, same in drawn:
+            yield from _pieces(side, same, fits=budget > 0)
         if len(row.tensors) > 1:
             listed = "\n".join(text(one.fqn) for one in row.tensors)
             yield f'<pre class="names wrap">{listed}</pre>'
@@ -155,8 +161,9 @@ def _rows(sides: Sequence[Side], change: Moved | None, hurt: frozenset[str]) -> 
 def _facts(row: fold.Row, *, moved: int | None, hurt: frozenset[str]) -> str:
     """The cells of a row that are words."""
     bad = sum(held.fqn in hurt for held in row.tensors)
-    which = "" if not bad else "hurt" if len(row.tensors) == 1 else f"{bad:,} hurt"
-    marks = f'<span class="quiet">{row.times}</span>' + f' <b class="bad">{which}</b>' * bool(bad)
+    marks = f'<span class="quiet">{row.times}</span>'
+    if bad:
+        marks += f' <b class="bad">{"hurt" if len(row.tensors) == 1 else f"{bad:,} hurt"}</b>'
     shape = text(f"{short_shape(row.first.shape)} {row.first.dtype.name}")
     last = "" if moved is None else f'<span class="n moves">{format_size(moved)}</span>'
     return (
@@ -170,7 +177,8 @@ def _bar(titled: Side, held: Held, *, fits: bool) -> str:
     title, side = titled
     lead = f'<small class="quiet">{title}</small> ' if title else ""
     if not held.pieces:
-        return f'<span class="side">{lead}no elements</span>'
+        words = "all of it is lost" if held.nbytes else "no elements"
+        return f'<span class="side">{lead}{words}</span>'
     if not fits or len(held.pieces) > _MAX_DRAWN:
         who = rank_spans(sorted({n for piece in held.pieces for n in piece.holders})) or "unknown"
         words = f"{counted(len(held.pieces), 'piece')} of {side.unit}s {who}"
@@ -187,19 +195,21 @@ def _bar(titled: Side, held: Held, *, fits: bool) -> str:
         hover = f"{side.unit} {rank_spans(rect.piece.holders) or 'unknown'} {rect.piece.box}"
         parts.append(f'<i class="{style}{lost}" style="{placed}" title="{hover}">{rect.label}</i>')
     height = max(18, 12 * lines)
-    bar = f'<span class="bar" style="height:{height}px">{"".join(parts)}</span>'
+    stored = sum(piece.box.numel for piece in held.pieces) * held.dtype.itemsize
+    holed = " holed" if stored < held.nbytes else ""
+    bar = f'<span class="bar{holed}" style="height:{height}px">{"".join(parts)}</span>'
     return f'<span class="side">{lead}{bar}</span>'
 
 
-def _pieces(row: fold.Row, titled: Side, held: Held, *, fits: bool) -> Iterator[str]:
-    """A table of the pieces: who holds each, its box, its bytes and its file."""
-    title, side = titled
+def _pieces(titled: Side, same: Sequence[Held], *, fits: bool) -> Iterator[str]:
+    """A table of the pieces: who holds each, its box, its bytes, and its files in all of these."""
+    (title, side), held = titled, same[0]
     words = ": ".join(filter(None, [title, ", ".join(held.placements)]))
     yield f'<p class="quiet">{text(words)}</p>' if words else ""
     if not fits:
-        yield '<p class="quiet">`ckpt-tools layout CKPT NAME` lists its pieces.</p>'
+        yield '<p class="quiet"><code>ckpt-tools layout CKPT NAME</code> lists its pieces.</p>'
         return
-    kinds = {id(one.pieces): one.pieces for one in row.tensors} if held is row.first else {}
+    kinds = {id(one.pieces): one.pieces for one in same}
     rows = [
         (
             rank_spans(piece.holders) or "?",

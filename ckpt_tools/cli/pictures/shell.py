@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from ckpt_tools._version import __version__
 from ckpt_tools.cli.pictures import colors
 from ckpt_tools.cli.render import printable
 
@@ -34,7 +33,7 @@ def page(title: str, body: Iterable[str]) -> str:
         f"<style>\n{_file('page.css')}{colors.css()}</style></head><body>",
         '<label id="theme" title="Light or dark"><input type="checkbox">◐</label><main>',
         *body,
-        f'<footer class="quiet">Written by ckpt-tools {__version__}.</footer></main>',
+        "</main>",
         f"<script>\n{_file('filter.js')}</script></body></html>\n",
     ]
     return "\n".join(parts)

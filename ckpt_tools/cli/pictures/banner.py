@@ -43,7 +43,8 @@ def _banner(
     kind = next(kind for kind in ("bad", "doubtful", "good", "plain") if kind in kinds)
     words = ", ".join(f'<span class="{part.kind}">{text(part.text)}</span>' for part in verdict)
     yield f'<header class="banner {kind}"><h1>{text(root)}</h1>'
-    yield f"<p><b>{words}</b></p><p>{text(' · '.join((*facts, f'read by ckpt-tools {__version__}')))}</p>"
+    source = " · ".join([*facts, f"read by ckpt-tools {__version__}"])
+    yield f"<p><b>{words}</b></p><p>{text(source)}</p>"
     for problem in problems:
         yield f"<p>{'<br>'.join(text(line.strip()) for line in problem.splitlines())}</p>"
     yield "</header>"

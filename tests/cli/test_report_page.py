@@ -61,9 +61,12 @@ def test_a_broken_checkpoint_gets_its_page(tmp_path: Path, args: tuple[str, ...]
     assert "__1_0.distcp" in done.stdout
 
 
-def test_a_path_that_is_not_there_gets_no_page(tmp_path: Path) -> None:
-    done = _run(str(tmp_path / "absent"), "--html", str(tmp_path / "page.html"))
-    assert done.exit_code == 3
+@pytest.mark.parametrize("path", ["absent", "absent*.pt", "several"])
+def test_a_path_that_is_no_checkpoint_gets_no_page(tmp_path: Path, path: str) -> None:
+    for number in (1, 2):
+        shutil.copytree(DCP, tmp_path / "several" / f"copy{number}")
+    done = _run(str(tmp_path / path), "--html", str(tmp_path / "page.html"))
+    assert done.exit_code != 0
     assert not (tmp_path / "page.html").exists()
 
 

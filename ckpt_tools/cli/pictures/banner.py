@@ -70,9 +70,16 @@ def page_of_failure(ckpt: str, html: str | None, *, force: bool) -> Iterator[Non
         yield
     except CheckpointError as error:
         elsewhere = error.instead is not None and any(way.path for way in error.instead.ways)
-        if html is not None and paths.exists(ckpt) and not elsewhere:
+        if html is not None and not elsewhere and _is_there(ckpt):
             files.write(html, failure_page(ckpt, error), sources=(ckpt,), force=force)
         raise
+
+
+def _is_there(ckpt: str) -> bool:
+    try:
+        return paths.exists(ckpt) or bool(paths.glob(ckpt))
+    except OSError:
+        return False
 
 
 def failure_page(ckpt: str, error: CheckpointError) -> str:

@@ -15,21 +15,21 @@ from ckpt_tools.cli.guesses import command_line
 from ckpt_tools.distributed import environment
 
 GROUPS = {
-    "Look": {
-        "inspect": "What it is, its sizes and mesh, and whether training can resume from it.",
+    "Inspect": {
+        "inspect": "Format, sizes, mesh, and whether training can resume from it.",
         "ls": "One line for each tensor and object.",
         "show": "One entry: its chunks, placements and values.",
-        "browse": "Walk through it on the screen, or through two side by side.",
-        "layout": "A picture of who holds what; also as SVG or as a page.",
+        "browse": "Browse it on the screen, or compare two side by side.",
+        "layout": "A picture of which rank holds what; also as SVG or HTML.",
     },
-    "Prove": {
-        "verify": "Check that it is whole: every file, CRC and row; and that it is unchanged.",
-        "fingerprint": "A digest that no format, nesting or sharding changes.",
-        "diff": "What is different between two checkpoints, values included.",
-        "stats": "Mean, spread, norm, NaN of each tensor, and signs of a lost rank.",
+    "Verify": {
+        "verify": "Check that it is complete (every file, CRC and row) and unchanged.",
+        "fingerprint": "A digest that does not depend on format, nesting or sharding.",
+        "diff": "The differences between two checkpoints, including values.",
+        "stats": "Mean, spread, norm and NaN of each tensor, and signs of a missing rank.",
     },
-    "Write": {
-        "export": "Whole tensors, as safetensors or as one torch file.",
+    "Convert": {
+        "export": "Full tensors, as safetensors or as one torch file.",
         "reshard": "Shards for training on another mesh.",
     },
     "Shell": {
@@ -40,7 +40,7 @@ GROUPS = {
 cli = CommandGroup(
     groups=GROUPS,
     package="ckpt_tools.cli",
-    help="""Look into sharded PyTorch FSDP checkpoints, prove them whole, and convert them.
+    help="""Inspect, verify and convert sharded PyTorch FSDP checkpoints.
 
     CKPT is a file, a directory, a parent folder with one checkpoint inside, or a quoted glob of
     rank files.

@@ -22,7 +22,7 @@ _MENDED = {
     "fish": {'(string split "," $completion)': '(string split -m 1 "," $completion)'},
 }
 
-_HELP = """Print what your shell must read to complete commands, options, files and tensor names.
+_HELP = """Print the shell code that completes commands, options, files and tensor names.
 
 After `ckpt-tools show CKPT` and `ckpt-tools layout CKPT`, TAB offers the names in that checkpoint.
 

@@ -22,20 +22,20 @@ from ckpt_tools.proof import diff as compare_values
 from ckpt_tools.proof import diff_headers as compare_headers
 from ckpt_tools.storage.reader import Files
 
-_HELP = """Say what is different between two checkpoints: names, types, values, objects, containers.
+_HELP = """Show the differences between two checkpoints: names, types, values, objects, containers.
 
-A and B may be of different formats and meshes. Values are compared bit by bit, or with --rtol and
---atol: then |a - b| may be up to atol + rtol * |b|. Names are compared as they are; --clean-names
-takes off the containers that they stand in (app.model) and wrapper components, and names outside of
-the model then begin with their section (optim:state.emb.weight.exp_avg). --rename PATTERN=NEW
-changes names by a regular expression, on one side only after `a:` or `b:`.
+A and B can have different formats and meshes. Values are compared bit by bit, or with --rtol and
+--atol: then |a - b| can be up to atol + rtol * |b|. Names are compared unchanged; --clean-names
+removes containers (app.model) and wrapper components, and names outside the model then begin with
+their section (optim:state.emb.weight.exp_avg). --rename PATTERN=NEW changes names by a regular
+expression; with the prefix `a:` or `b:` on one side only.
 
-Objects are compared by value, those that are not opened by their bytes. The containers that entries
-are in (dicts, lists, tuples, and the types of their keys) are compared where both sides keep them:
-safetensors keep none, and other names (--clean-names, --rename) are in none.
+Objects are compared by value, unopened ones by their bytes. The containers of entries (dicts,
+lists, tuples, and the types of their keys) are compared if both sides store them: safetensors
+stores none, and they are not compared with --clean-names or --rename.
 
-Exit code 0 only when everything that was asked for was compared and is the same; 1 when something
-differs, or when an object could not be compared. --json prints schema ckpt-tools/diff/1.
+Exit code 0 means that everything requested was compared and is equal; 1 means that something
+differs, or that an object could not be compared. --json prints schema ckpt-tools/diff/1.
 
 """ + options.examples(
     "ckpt-tools diff run7/step-1000 run7-hf --clean-names --only model",
@@ -60,18 +60,22 @@ WORDS = {
 _PARAMS = [
     click.Argument(["first"], metavar="A", type=click.Path(), callback=options.of_step),
     click.Argument(["second"], metavar="B", type=click.Path(), callback=options.of_step),
-    click.Option(["--header-only"], is_flag=True, help="Names, types and shapes; no values."),
-    click.Option(["--rtol"], type=click.FloatRange(min=0), default=0.0, help="As part of |b|."),
-    click.Option(["--atol"], type=click.FloatRange(min=0), default=0.0, help="As it is."),
     click.Option(
-        ["--ignore-dtypes"], is_flag=True, help="Equal values of different types are the same."
+        ["--header-only"], is_flag=True, help="Compare names, types and shapes, no values."
     ),
-    click.Option(["--clean-names"], is_flag=True, help="Names without containers and wrappers."),
+    click.Option(["--rtol"], type=click.FloatRange(min=0), default=0.0, help="Relative tolerance."),
+    click.Option(["--atol"], type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance."),
+    click.Option(
+        ["--ignore-dtypes"], is_flag=True, help="Equal values of different types count as equal."
+    ),
+    click.Option(
+        ["--clean-names"], is_flag=True, help="Compare names without containers and wrappers."
+    ),
     click.Option(
         ["--rename", "renames"],
         multiple=True,
         metavar="[a:|b:]PATTERN=NEW",
-        help="Change names before they are compared. Repeatable.",
+        help="Change names before comparing. Repeatable.",
     ),
     options.threads(),
     options.as_json(),

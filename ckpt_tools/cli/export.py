@@ -19,12 +19,12 @@ from ckpt_tools.distributed.job import check_room, rehearse_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
 
-_HELP = """Write whole tensors out of a sharded checkpoint, for loading elsewhere.
+_HELP = """Write full tensors from a sharded checkpoint, for loading elsewhere.
 
-OUT is a folder (shards with an index), or one file when it ends in .safetensors or .pt. It appears
-whole or not at all. By default the model goes out, without the container that its names stood in
-and without wrapper components (_orig_mod, _fsdp_wrapped_module, _checkpoint_wrapped_module, a
-leading module); stderr says what was done.
+OUT is a folder (shards with an index), or one file if it ends in .safetensors or .pt. It appears
+only when it is complete. By default the model is written, and the container of its names and
+wrapper components (_orig_mod, _fsdp_wrapped_module, _checkpoint_wrapped_module, a leading module)
+are removed; notes on stderr say what was changed.
 
 """ + options.examples(
     "ckpt-tools export run7/step-1000 -o run7-hf",
@@ -43,18 +43,18 @@ _PARAMS = [
         ["--format", "form"],
         type=click.Choice([one.name for one in formats.targets("whole")]),
         default=None,
-        help="Format of the output.  [default: what OUT's ending says, else safetensors]",
+        help="Format of the output.  [default: by the suffix of OUT, else safetensors]",
     ),
     click.Option(
         ["--layout"],
         type=click.Choice(convert.WHOLE_LAYOUTS),
-        help="The files that this framework's loader of whole tensors finds, with the optimizer.",
+        help="Write the full tensors and optimizer as this framework's loader reads them.",
     ),
     options.dtype(),
     options.size(
         "--max-shard-size", default="5GB", text="Tensor bytes of one safetensors file, at most."
     ),
-    click.Option(["--keep-names"], is_flag=True, help="Leave every name as the checkpoint has it."),
+    click.Option(["--keep-names"], is_flag=True, help="Keep every name unchanged."),
     options.keep_rank_states(),
     *shaping.for_export(),
     *options.writing(),

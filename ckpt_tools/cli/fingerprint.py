@@ -17,13 +17,13 @@ from ckpt_tools.storage.reader import Files
 
 _HELP = """Print a SHA-256 digest for each section of the checkpoint: model, optim, other.
 
-The same tensors give the same digests, as FSDP1 or FSDP2, as a DCP directory on any mesh, as rank
-files, as one torch file or as safetensors: names are taken without the container that they stand in
-and without wrapper components. Only tensors count; numbers and pickled objects do not. -l adds the
-digest of every tensor, which is that of its row-major little-endian bytes.
+The same tensors give the same digests, from FSDP1 or FSDP2, as a DCP directory on any mesh, as rank
+files, as one torch file or as safetensors: containers (app.model) and wrapper components are
+removed from names. Only tensors count, not numbers or pickled objects. -l adds the digest of every
+tensor, the SHA-256 of its row-major little-endian bytes.
 
---write keeps all of it in a JSON file (schema ckpt-tools/fingerprint/1) for a later
-`ckpt-tools verify --against FILE`: write one right after a save, and any change shows.
+--write saves all digests in a JSON file (schema ckpt-tools/fingerprint/1). Write one right after a
+save: `ckpt-tools verify --against FILE` then finds any later change.
 
 """ + options.examples(
     "ckpt-tools fingerprint run7/step-1000",
@@ -33,9 +33,9 @@ digest of every tensor, which is that of its row-major little-endian bytes.
 
 _PARAMS = [
     options.checkpoint(),
-    click.Option(["-l", "--long"], is_flag=True, help="Also the digest of every tensor."),
-    click.Option(["--write", "target"], metavar="FILE", help="Keep the fingerprint in this file."),
-    click.Option(["--force"], is_flag=True, help="Replace a FILE that is there already."),
+    click.Option(["-l", "--long"], is_flag=True, help="Also print the digest of every tensor."),
+    click.Option(["--write", "target"], metavar="FILE", help="Save the fingerprint in this file."),
+    click.Option(["--force"], is_flag=True, help="Replace an existing FILE."),
     options.threads(),
     options.as_json(),
     *options.filters(),

@@ -9,18 +9,18 @@ from ckpt_tools.cli.group import say_error
 from ckpt_tools.errors import CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, read_index, run_of
 
-_HELP = """Say what a checkpoint is: whole or not, resumable or not, step, format, mesh, sizes.
+_HELP = """Show what a checkpoint is: complete or not, resumable or not, step, format, mesh, sizes.
 
 Only headers are read. A mesh that the files state is confirmed; DCP states none, so there it is
-inferred from the boxes that were saved. Several paths are reported one after another. An
-incomplete checkpoint is reported, too; the exit code is then 3.
+inferred from the saved boxes. Several paths are reported one after another. An incomplete
+checkpoint is reported, too, with exit code 3.
 
-A folder of several checkpoints is a run: they are listed by their steps, one a line, the newest
-last. --latest and --step choose one of them, here and in every other command.
+A folder of several checkpoints is a run: they are listed by step, one per line, the newest last.
+--latest and --step choose one of them, here and in every other command.
 
 --html writes the report as a page for a colleague, with the layout of every tensor; it needs
-neither network nor scripts. A checkpoint that cannot be read has a page, too: it says why. With
---stats every value is read, and the page has the statistics of each tensor.
+neither network nor scripts. A checkpoint that cannot be read gets a page, too, with the reason.
+--stats reads every value and adds the statistics of each tensor to the page.
 
 --json prints one object of schema ckpt-tools/inspect/1; for several checkpoints, one object of
 schema ckpt-tools/inspect-list/1 with those objects in "checkpoints". A run is one object of schema
@@ -38,11 +38,13 @@ ckpt-tools/run/1.
 
 _PARAMS = [
     options.checkpoints(),
-    click.Option(["--all", "every"], is_flag=True, help="Also every tensor and object."),
-    click.Option(["--shards"], is_flag=True, help="Also what each file holds, and how evenly."),
-    click.Option(["--html"], metavar="FILE", help="Write a page in one file; - is stdout."),
-    click.Option(["--stats"], is_flag=True, help="Read every value, for the page's histograms."),
-    click.Option(["--force"], is_flag=True, help="Replace a FILE that is there already."),
+    click.Option(["--all", "every"], is_flag=True, help="Also list every tensor and object."),
+    click.Option(
+        ["--shards"], is_flag=True, help="Also show what each file holds, and how evenly."
+    ),
+    click.Option(["--html"], metavar="FILE", help="Write an HTML page; - is stdout."),
+    click.Option(["--stats"], is_flag=True, help="Read every value, for histograms in the page."),
+    click.Option(["--force"], is_flag=True, help="Replace an existing FILE."),
     options.as_json(),
     *options.filters(),
     *options.reading(),

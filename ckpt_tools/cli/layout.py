@@ -27,17 +27,17 @@ from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.frameworks import sources_of
 
-_HELP = """Draw who holds what: the mesh, the bytes of each rank, and a bar for every tensor.
+_HELP = """Draw which rank holds what: the mesh, the bytes of each rank, and a bar for every tensor.
 
-A bar has one part for each stored piece, as wide as its share, with the ranks that hold it:
-replicas are told by the layout, which for DCP is inferred from the boxes. Tensors that differ only
-by the numbers in their names and are held alike are one bar. With NAME, one tensor is drawn as a
-grid with each of its pieces. Formats without ranks show files instead.
+A bar has one part for each stored chunk, as wide as its share, with the ranks that hold it.
+Replicas are known from the layout, which for DCP is inferred from the boxes. Tensors that differ
+only by the numbers in their names and have the same layout share one bar. With NAME, one tensor is
+drawn as a grid of its chunks. Formats without ranks show files instead.
 
---html writes one page with all tensors, folded by layer; it needs neither network nor scripts, and
-a broken checkpoint has one, too. --svg writes one picture. With --to-mesh both also show the layout
-after `reshard`, and how many bytes a rank gets that the rank of the same number did not have
-before. --json prints schema ckpt-tools/layout/1.
+--html writes one page with all tensors, grouped by layer; it needs neither network nor scripts,
+and a damaged checkpoint gets one, too. --svg writes one picture. With --to-mesh both also show the
+layout after `reshard`, and how many bytes each rank gets that the rank of the same number did not
+have before. --json prints schema ckpt-tools/layout/1.
 
 """ + options.examples(
     "ckpt-tools layout run7/step-1000",
@@ -49,13 +49,15 @@ before. --json prints schema ckpt-tools/layout/1.
 _PARAMS = [
     options.checkpoint(),
     click.Argument(["name"], metavar="[NAME]", required=False, shell_complete=completion.tensors),
-    click.Option(["--every"], is_flag=True, help="One bar for each tensor; nothing is folded."),
+    click.Option(["--every"], is_flag=True, help="One bar for each tensor; no shared bars."),
     click.Option(["--svg"], metavar="FILE", help="Write a picture; - is stdout."),
-    click.Option(["--html"], metavar="FILE", help="Write a page in one file; - is stdout."),
-    click.Option(["--force"], is_flag=True, help="Replace a FILE that is there already."),
-    click.Option(["--to-mesh"], metavar="MESH", help="Also the layout after resharding to this."),
-    click.Option(["--placements"], metavar="LIST", help="As of reshard: 'R,S(0)'."),
-    click.Option(["--place"], metavar="GLOB=LIST", multiple=True, help="As of reshard."),
+    click.Option(["--html"], metavar="FILE", help="Write an HTML page; - is stdout."),
+    click.Option(["--force"], is_flag=True, help="Replace an existing FILE."),
+    click.Option(
+        ["--to-mesh"], metavar="MESH", help="Also show the layout after resharding to this mesh."
+    ),
+    click.Option(["--placements"], metavar="LIST", help="As in reshard: 'R,S(0)'."),
+    click.Option(["--place"], metavar="GLOB=LIST", multiple=True, help="As in reshard."),
     options.as_json(),
     *options.filters(),
     *options.reading(),

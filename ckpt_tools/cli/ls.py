@@ -17,12 +17,12 @@ from ckpt_tools.core.index import CheckpointIndex, Entry, TensorEntry
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UsageError
 
-_HELP = """List the tensors and objects of a checkpoint, one a line, by name.
+_HELP = """List the tensors and objects of a checkpoint, one per line, by name.
 
-On a terminal, long names stand on a line of their own; when piped nothing is folded. PLACEMENTS
-have one part for each mesh dimension: S(0) is cut along dimension 0, R is replicated; for DCP they
-are inferred from the stored boxes. Values of objects follow an equals sign, cut after 80
-characters; `show`, --json, --jsonl and --csv have them whole.
+On a terminal, long names get their own line; piped output is not wrapped. PLACEMENTS has one part
+for each mesh dimension: S(0) is sharded along dimension 0, R is replicated; for DCP they are
+inferred from the stored boxes. Values of objects follow an equals sign, cut after 80 characters;
+`show`, --json, --jsonl and --csv print them in full.
 
 """ + options.examples(
     "ckpt-tools ls run7/step-1000",
@@ -34,10 +34,10 @@ characters; `show`, --json, --jsonl and --csv have them whole.
 
 _PARAMS = [
     options.checkpoint(),
-    click.Option(["-l", "--long"], is_flag=True, help="Also section, mesh, chunks, and ranks."),
-    click.Option(["--tree"], is_flag=True, help="A tree, with sums for each part of the names."),
+    click.Option(["-l", "--long"], is_flag=True, help="Also show section, mesh, chunks and ranks."),
+    click.Option(["--tree"], is_flag=True, help="A tree, with the sum of each level of the names."),
     options.as_json(),
-    click.Option(["--jsonl"], is_flag=True, help="One JSON object a line, one for each entry."),
+    click.Option(["--jsonl"], is_flag=True, help="One JSON object per line, one for each entry."),
     click.Option(["--csv"], is_flag=True, help="CSV with a header line."),
     *options.filters(),
     *options.reading(),

@@ -145,7 +145,7 @@ def reading() -> list[click.Parameter]:
             is_eager=True,
             expose_value=False,
             callback=_remember_latest,
-            help="CKPT is a folder of several: take that of the last step.",
+            help="If CKPT is a folder of several: use the last step.",
         ),
         click.Option(
             ["--step"],
@@ -154,13 +154,13 @@ def reading() -> list[click.Parameter]:
             is_eager=True,
             expose_value=False,
             callback=_remember_step,
-            help="CKPT is a folder of several: take that of this step.",
+            help="If CKPT is a folder of several: use this step.",
         ),
         click.Option(
             ["--allow-global"],
             multiple=True,
             metavar="NAME",
-            help="Accept this class name in pickles; nothing of it is imported or run.",
+            help="Accept this class name in pickles; it is never imported or run.",
         ),
     ]
 
@@ -178,7 +178,7 @@ def talk() -> list[click.Parameter]:
             count=True,
             expose_value=False,
             callback=_remember_verbosity,
-            help="Say what led to an error; -vv shows tracebacks.",
+            help="Show the cause of an error; -vv shows tracebacks.",
         ),
         click.Option(
             ["-q", "--quiet"],
@@ -245,7 +245,7 @@ def output() -> click.Parameter:
         metavar="OUT",
         required=True,
         callback=_out,
-        help="Where the result goes.",
+        help="Output folder or file.",
     )
 
 
@@ -273,21 +273,19 @@ def _out(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa
 def writing() -> list[click.Parameter]:
     """--dry-run, --force, --resume, --check, --jobs, --threads and --max-memory."""
     return [
-        click.Option(
-            ["--dry-run"], is_flag=True, help="Plan and check everything, but write nothing."
-        ),
-        click.Option(["--force"], is_flag=True, help="Replace an output that is there already."),
+        click.Option(["--dry-run"], is_flag=True, help="Plan and check, but write nothing."),
+        click.Option(["--force"], is_flag=True, help="Replace an existing output."),
         click.Option(
             ["--resume"],
             is_flag=True,
-            help="Keep the files that the same command had finished when it stopped, and write the "
-            "others; an output of one file begins again.",
+            help="Continue the same command after it was interrupted: keep finished files, write "
+            "the others. An output of one file starts again.",
         ),
         click.Option(
             ["--check"],
             is_flag=True,
-            help="Before the result gets its name: read it back, compare it with the source, and "
-            "check the checksums that the source itself keeps.",
+            help="Read the result back before it is renamed to OUT, compare it with the source, "
+            "and check the source's own checksums.",
         ),
         click.Option(
             ["-j", "--jobs"],
@@ -314,9 +312,9 @@ def _max_memory() -> click.Parameter:
         ["--max-memory"],
         metavar="SIZE",
         default=lambda: str(parallel.default_memory()),
-        show_default="64MiB; 128MiB from 16 cores on",
+        show_default="64MiB; 128MiB with 16 cores or more",
         callback=_size,
-        help="Memory of all buffers together.",
+        help="Total memory of all buffers.",
     )
 
 
@@ -343,8 +341,8 @@ def keep_rank_states() -> click.Parameter:
     return click.Option(
         ["--keep-rank-states"],
         is_flag=True,
-        help="Keep data positions and random states that each rank saved for itself, though the "
-        "target has another number of ranks. Else they are left out and named.",
+        help="Keep each rank's own data positions and random states even if the target has another "
+        "number of ranks. By default they are then left out, with a note.",
     )
 
 
@@ -437,8 +435,8 @@ def threads() -> click.Parameter:
         ["-j", "--threads"],
         type=click.IntRange(min=1),
         default=None,
-        show_default="the cores this process may use, 16 at most",
-        help="Tensors or byte ranges read at a time.",
+        show_default="the cores this process may use, at most 16",
+        help="Tensors or byte ranges to read at a time.",
     )
 
 

@@ -35,14 +35,14 @@ from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
 
 _HELP = """Write a checkpoint as the shards of another mesh, for a training job to load.
 
---to-mesh 32 is one mesh dimension that shards; 4x8 is HSDP, 4 replicas of 8 shards. For anything
-else name the dimensions (dp_replicate=4,dp_shard=8) and use --placements, --place or --like: how
-tensor parallelism shards a tensor is never guessed. The number of processes has nothing to do with
-the mesh: one can write 4x8, and the bytes are always the same.
+--to-mesh 32 is FSDP, one mesh dimension that shards; 4x8 is HSDP, 4 replicas of 8 shards. For
+anything else name the dimensions (dp_replicate=4,dp_shard=8) and use --placements, --place or
+--like: how tensor parallelism shards a tensor is never guessed. The number of processes is
+independent of the mesh: one process can write 4x8, and the bytes are always the same.
 
-Engines: copy moves byte ranges and needs no torch. dcp loads and saves with torch's own DCP, under
-torchrun with one rank for each of the mesh. gather is for rank files on the nodes' own disks, under
-torchrun with one rank for each of the source. Only copy goes on with --resume.
+Engines: copy copies byte ranges and needs no torch. dcp loads and saves with torch's own DCP, under
+torchrun with as many ranks as the target mesh. gather is for rank files on node-local disks, under
+torchrun with as many ranks as the source mesh. Only copy supports --resume.
 
 """ + options.examples(
     "ckpt-tools reshard run7/step-1000 -o run7-4x8 --to-mesh 4x8",
@@ -60,19 +60,21 @@ _PARAMS = [
         ["--to-mesh"],
         metavar="MESH",
         required=True,
-        help="The target: 32, 4x8, or names: dp_replicate=4,dp_shard=8.",
+        help="The target mesh: 32, 4x8, or with names: dp_replicate=4,dp_shard=8.",
     ),
-    click.Option(["--placements"], metavar="LIST", help="One for each mesh dimension: 'R,S(0)'."),
+    click.Option(
+        ["--placements"], metavar="LIST", help="One placement for each mesh dimension: 'R,S(0)'."
+    ),
     click.Option(
         ["--place"],
         metavar="GLOB=LIST",
         multiple=True,
-        help="Placements of names that match. Repeatable; the last match wins.",
+        help="Placements for names that match. Repeatable; the last match wins.",
     ),
     click.Option(
         ["--like"],
         metavar="CKPT",
-        help="Lay tensors out as this other checkpoint of the mesh does.",
+        help="Place tensors as in this other checkpoint of the mesh.",
     ),
     click.Option(
         ["--format", "form"],
@@ -84,13 +86,13 @@ _PARAMS = [
     click.Option(
         ["--layout"],
         type=click.Choice(LAYOUTS),
-        help="Folders, containers and side files that this framework's loader expects.",
+        help="Write the folders, containers and extra files that this framework's loader expects.",
     ),
     click.Option(
         ["--param-names"],
         metavar="FILE",
-        help="Names for a numbered optimizer state: a list, one a line, in the optimizer's own "
-        "order; a checkpoint that has them; or 'stored', those in its own param_groups.",
+        help="Names for a numbered optimizer state: a text file, one name per line, in the "
+        "optimizer's own order; a checkpoint that has them; or 'stored', those in its own param_groups.",
     ),
     options.keep_rank_states(),
     click.Option(
@@ -98,14 +100,14 @@ _PARAMS = [
         metavar="TYPE",
         default="cuda",
         show_default=True,
-        help="What the mesh of --format ranks is made of.",
+        help="Device type of the mesh in --format ranks.",
     ),
     click.Option(
         ["--engine"],
         type=click.Choice(ENGINES),
         default="copy",
         show_default=True,
-        help="What moves the tensors.",
+        help="What copies the tensors.",
     ),
     options.dtype(),
     *shaping.for_reshard(),

@@ -44,7 +44,7 @@ def for_export() -> list[click.Parameter]:
                 ["--hf-assets"],
                 metavar="DIR|auto",
                 help="Copy config, tokenizer and chat template from this folder, and refuse "
-                "tensors that are not what its config's model needs. auto: the folder that was "
+                "tensors that do not fit its config. auto: the folder that was "
                 "saved with the checkpoint (verl's huggingface/, or one with config.json).",
             )
         ),
@@ -65,7 +65,7 @@ def _adapters() -> list[click.Parameter]:
             click.Option(
                 ["--adapter"],
                 is_flag=True,
-                help="Write only the LoRA weights, as the folder that PEFT loads an adapter from.",
+                help="Write only the LoRA weights, as an adapter folder for PEFT.",
             )
         ),
         _kept(
@@ -80,29 +80,29 @@ def _adapters() -> list[click.Parameter]:
                 ["--lora-alpha"],
                 type=float,
                 metavar="ALPHA",
-                help="LoRA's alpha; the rank is taken from the tensors.",
+                help="LoRA's alpha; the LoRA rank is read from the tensors.",
             )
         ),
         _kept(
             click.Option(
                 ["--adapter-config"],
                 metavar="FILE",
-                help="The adapter_config.json (or verl's lora_train_meta.json) that says alpha.",
+                help="The adapter_config.json (or verl's lora_train_meta.json) with alpha.",
             )
         ),
         _kept(
             click.Option(
                 ["--lora-fan-in-fan-out"],
                 type=click.Choice(["yes", "no"]),
-                help="Whether square weights with LoRA are transformers' Conv1D (GPT-2), which are "
-                "(in, out). Needed only where the checkpoint does not say.",
+                help="Whether square weights with LoRA are transformers' Conv1D (GPT-2), stored as "
+                "(in, out). Needed only if the checkpoint does not say.",
             )
         ),
         _kept(
             click.Option(
                 ["--adapter-name"],
                 metavar="NAME",
-                help="Which adapter, where there are several.",
+                help="Which adapter, if there are several.",
             )
         ),
     ]
@@ -116,15 +116,15 @@ def for_reshard() -> list[click.Parameter]:
             click.Option(
                 ["--untie"],
                 is_flag=True,
-                help="Write lm_head too where the source has only the embedding that it is tied "
-                "to, for a job that loads both. Before --map.",
+                help="Also write lm_head if the source has only the embedding that it is tied "
+                "to, for a job that loads both. Applied before --map.",
             )
         ),
         _kept(
             click.Option(
                 ["--under"],
                 metavar="NAME",
-                help="Put the names into this container, for a job that loads {NAME: …}.",
+                help="Put all names into this container, for a job that loads {NAME: …}.",
             )
         ),
     ]
@@ -138,8 +138,8 @@ class _MapOption(click.Option):
         from ckpt_tools.transforms import maps
 
         self.help = (
-            "Names and tensors of another framework, by a built-in map or a TOML file; "
-            f"auto, or one of {', '.join(maps.builtin_names())}. back:FILE reads it backwards."
+            "Convert names and tensors to another framework's, by a built-in map or a TOML file: "
+            f"auto, or one of {', '.join(maps.builtin_names())}. back:FILE applies it in reverse."
         )
         return super().get_help_record(ctx)
 
@@ -160,14 +160,14 @@ def _names() -> list[click.Parameter]:
                 ["--map-value"],
                 multiple=True,
                 metavar="NAME=N",
-                help="A size that a map needs, such as head_dim, when config.json does not say it.",
+                help="A size that a map needs, such as head_dim, if config.json does not have it.",
             )
         ),
         _kept(
             click.Option(
                 ["--force-map"],
                 is_flag=True,
-                help="Use the map even though it was made for another kind of model.",
+                help="Use the map even if it is for another kind of model.",
             )
         ),
         _kept(

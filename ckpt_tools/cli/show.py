@@ -28,8 +28,8 @@ CHUNK_HEADER = ("CHUNK", "RANK", "FILE", "AT BYTE", "BYTES", "REPLICAS")
 
 _HELP = """Show one entry of a checkpoint: type, shape, placements, each chunk, and values.
 
-Of a tensor the first corner is read, or what --slice chooses, never the whole. --raw prints a plain
-object, or a tensor of one element, bare on stdout: strings as they are, all else as JSON.
+Of a tensor only the first corner is read, or what --slice chooses. --raw prints only the value of a
+plain object or of a tensor with one element: strings without quotes, everything else as JSON.
 
 """ + options.examples(
     "ckpt-tools show run7/step-1000 model.layers.0.attn.wq.weight",
@@ -41,8 +41,10 @@ object, or a tensor of one element, bare on stdout: strings as they are, all els
 _PARAMS = [
     options.checkpoint(),
     click.Argument(["name"], metavar="NAME", shell_complete=completion.names),
-    click.Option(["--slice", "part"], metavar="SLICE", help="Values of this part, e.g. '0:4,:8'."),
-    click.Option(["--raw"], is_flag=True, help="Print the value bare, for scripts."),
+    click.Option(
+        ["--slice", "part"], metavar="SLICE", help="Show the values of this part, e.g. '0:4,:8'."
+    ),
+    click.Option(["--raw"], is_flag=True, help="Print only the value, for scripts."),
     options.as_json(),
     *options.reading(),
     *options.talk(),

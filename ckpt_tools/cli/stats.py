@@ -18,12 +18,12 @@ from ckpt_tools.storage.reader import Files
 
 _HELP = """Mean, standard deviation, extremes, L2 norm, NaN, infinities and zeros of each tensor.
 
-All are over the finite values, added up in double precision; the standard deviation divides by n.
-Of complex numbers, MIN and MAX are those of the magnitudes.
+All are over the finite values, summed in double precision; the standard deviation divides by n.
+For complex numbers, MIN and MAX are of the magnitudes.
 
-Below the table, regions that point at a lost rank: a chunk that is zero, constant or NaN while the
-rest of its tensor is not, a chunk that repeats another one, and, in weights stored in one piece,
-zero rows that are one rank's share of several tensors. They say where to look, and prove nothing.
+Below the table are regions that look like a missing rank: a chunk that is zero, constant or NaN
+while the rest of its tensor is not, a chunk that repeats another one, and, in unsharded weights,
+zero rows that are one rank's share of several tensors. They show where to look, and prove nothing.
 
 --json prints one object of schema ckpt-tools/stats/1.
 
@@ -40,9 +40,9 @@ _CSV_HEADER += tuple(name.lower() for name in _HEADER[3:])
 _PARAMS = [
     options.checkpoint(),
     click.Option(
-        ["--fail-nonfinite"], is_flag=True, help="Exit with 1 when any value is NaN or infinite."
+        ["--fail-nonfinite"], is_flag=True, help="Exit with 1 if any value is NaN or infinite."
     ),
-    click.Option(["--csv"], is_flag=True, help="The table as CSV, with all digits."),
+    click.Option(["--csv"], is_flag=True, help="Print the table as CSV, with all digits."),
     options.threads(),
     options.as_json(),
     *options.filters(),

@@ -30,21 +30,21 @@ from ckpt_tools.proof.fingerprint import is_fingerprint, load
 from ckpt_tools.proof.verify import expecting_ranks
 from ckpt_tools.storage.reader import Files
 
-_HELP = """Check that a checkpoint is whole; say what is hurt, and what is still whole.
+_HELP = """Check that a checkpoint is complete; say what is damaged, and what is still complete.
 
-Every byte range is read once and every CRC-32 is checked, several at a time, and replicas are
-compared with one another. --quick reads headers only: files and their lengths, coverage, overlaps,
-ranks, the shapes of items, both halves of a checkpoint.
+Every byte is read once, every CRC-32 is checked, and replicas are compared. --quick reads headers
+only: files and their lengths, coverage, overlaps, ranks, the shapes of items, and whether model and
+optimizer belong together.
 
-Only torch.save archives carry checksums: the report says how many bytes have none. No checksum
-tells this save's file from the same file of an older save either. --against does, with the
-fingerprint that was written when the checkpoint was good, or with another checkpoint; when that is
-of the same format and names, its objects are compared, too.
+Only torch.save archives have checksums: the report says how many bytes have none. No checksum
+shows that a file is of an older save. --against does: it compares with a fingerprint that was
+written when the checkpoint was good, or with another checkpoint; objects are compared, too, if
+that checkpoint has the same format and names.
 
-Of several checkpoints, or of a folder of several, there is one line each, and the exit code is the
+For several checkpoints, or a folder of several, it prints one line each, and the exit code is the
 worst of all. --json then prints schema ckpt-tools/verify-list/1.
 
-Exit codes: 0 whole, 1 not whole or not the same, 3 not readable at all. --json prints schema
+Exit codes: 0 complete, 1 damaged, incomplete or different, 3 not readable. --json prints schema
 ckpt-tools/verify/1.
 
 """ + options.examples(
@@ -57,17 +57,17 @@ ckpt-tools/verify/1.
 
 _PARAMS = [
     options.checkpoints(),
-    click.Option(["--quick"], is_flag=True, help="Headers only; no values are read."),
+    click.Option(["--quick"], is_flag=True, help="Read headers only, no values."),
     click.Option(
         ["--against"],
         metavar="FILE|CKPT",
-        help="Compare the tensors with this fingerprint or checkpoint; filters choose which.",
+        help="Compare the tensors that the filters choose with this fingerprint or checkpoint.",
     ),
     click.Option(
         ["--expect-ranks"],
         metavar="N",
         type=click.IntRange(min=1),
-        help="The job had N ranks: each of them must have left a file.",
+        help="The job had N ranks: each must have a file.",
     ),
     options.threads(),
     options.as_json(),

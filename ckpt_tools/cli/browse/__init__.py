@@ -12,17 +12,17 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import Naming
 
-_HELP = """Walk through a checkpoint on the screen: sizes, shards, values; or through two at once.
+_HELP = """Browse a checkpoint on the screen: sizes, shards, values; or compare two.
 
-The largest part stands first, with a bar against its siblings. Enter opens a part; / searches by
-name; s, n and f arrange the tree by section, by name or by the files that ranks saved; `:` takes a
-slice such as 0:4,:8 of a tensor's values. The keys stand in the last line.
+The largest part is first, with a bar that compares it with its siblings. Enter opens a part; /
+searches by name; s, n and f group the tree by section, by name or by the files that ranks saved;
+`:` selects a slice of a tensor's values, such as 0:4,:8. The last line shows the keys.
 
-With OTHER each part says what `diff` says of it, at first by headers alone; c compares the values
-below the cursor, and d leaves only what differs. --clean-names compares names as `diff` does.
+With OTHER each part shows what `diff` says of it, at first by headers only; c compares the values
+below the cursor, and d shows only what differs. --clean-names compares names as `diff` does.
 
-Only headers are read, and the few values that are shown. It needs textual: pip install
-'ckpt-tools[browse]'. Exit code 3, after the end, for a checkpoint that is not whole.
+Only headers and the values on the screen are read. It needs textual: pip install
+'ckpt-tools[browse]'. The exit code is 3 if the checkpoint is not complete.
 
 """ + options.examples(
     "ckpt-tools browse run7/step-1000",
@@ -35,7 +35,9 @@ _PARAMS = [
     click.Argument(
         ["other"], metavar="[OTHER]", required=False, type=click.Path(), callback=options.of_step
     ),
-    click.Option(["--clean-names"], is_flag=True, help="Names without containers and wrappers."),
+    click.Option(
+        ["--clean-names"], is_flag=True, help="Compare names without containers and wrappers."
+    ),
     *options.reading(),
     *options.talk(),
 ]

@@ -344,7 +344,7 @@ class Checkpoint:
             found = formats.open_object(self.index, entry, files)
         if not found.opened:
             what = found.type_name or "too large"
-            raise UnsupportedError(f"{fqn} is no plain value, and is not opened: {what}.")
+            raise UnsupportedError(f"{fqn} is not a plain value and was not opened: {what}.")
         return found.value
 
     def _entry(self, fqn: str) -> TensorEntry:
@@ -369,7 +369,7 @@ class Checkpoint:
         return data
 
     def _unknown(self, fqn: str, noun: str) -> NoSuchEntry:
-        """The error for a name that is not there. Raises what is wrong when the name is lost."""
+        """The error for a name that does not exist. Raises what is wrong when the name is lost."""
         self.index.select({fqn}).require_whole()
         names = near_names(self.index, fqn)
         hint = f"Did you mean {' or '.join(names)}?" if names else None

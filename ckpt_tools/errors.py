@@ -2,7 +2,7 @@
 
     CkptError                    exit code
     ├── UsageError               2   an option or an argument cannot be meant
-    │   └── OutputExistsError    2   the output is there already and --force was not given
+    │   └── OutputExistsError    2   the output already exists and --force was not given
     ├── AnswerNo                 1   the question was understood and the answer is no
     ├── CheckpointError          3   the checkpoint itself is the trouble
     │   ├── UnreadableError      3   bytes that are not what the format says
@@ -125,7 +125,7 @@ class UsageError(CkptError):
 
 
 class OutputExistsError(UsageError):
-    """The output is there already, and nobody said that it may go."""
+    """The output already exists, and nobody said that it may go."""
 
 
 class AnswerNo(CkptError):
@@ -164,7 +164,7 @@ class UnsafePickleError(UnreadableError):
 
 
 class IncompleteError(CheckpointError):
-    """Something that the checkpoint needs is not there: a file, a rank, some rows."""
+    """Something that the checkpoint needs does not exist: a file, a rank, some rows."""
 
 
 class UnsupportedError(CheckpointError):
@@ -202,7 +202,7 @@ def unwritable(
 ) -> WriteError:
     """What to raise for the system's error while writing this path; a full disk has a hint."""
     if hint is None and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        hint = "Free some space, or name an output on another file system."
+        hint = "Free some space, or choose an output on another file system."
     return WriteError(f"{path} cannot be {doing}: {reason_of(error)}.", hint=hint)
 
 

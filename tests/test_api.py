@@ -248,7 +248,7 @@ def test_the_mesh_says_how_it_is_known(checkpoint: Checkpoint) -> None:
 def test_a_checkpoint_shows_itself_in_a_few_lines(checkpoint: Checkpoint) -> None:
     shown = repr(checkpoint).splitlines()
     assert 3 <= len(shown) <= 8
-    assert shown[1] == "  whole by its headers, training can resume"
+    assert shown[1] == "  complete by its headers, training can resume"
     html = checkpoint._repr_html_()
     assert html.startswith("<b>")
     assert "more tensors" in html

@@ -52,7 +52,7 @@ class Inspection:
     def state(self) -> tuple[Part, ...]:
         """The part of the verdict that stays true when it is read later: all but the age."""
         parts = [
-            Part("whole by its headers", "good") if self.whole else Part("NOT WHOLE", "bad"),
+            Part("complete by its headers", "good") if self.whole else Part("NOT COMPLETE", "bad"),
             Part("training can resume", "good")
             if self.resume.yes
             else Part("training cannot resume", "doubtful"),

@@ -202,5 +202,5 @@ def report_crash(
     place = traceback.extract_tb(trace)[-1:] if trace else []
     where = "".join(f" at {os.path.basename(p.filename)}:{p.lineno}" for p in place)
     sys.stderr.write(f"Error: ckpt-tools itself failed{where}: {kind.__name__}: {error}\n")
-    sys.stderr.write("  This is a fault of ours; the same command with -vv says where it was.\n")
+    sys.stderr.write("  This is a bug in ckpt-tools; the same command with -vv shows where.\n")
     raise SystemExit(_UNREADABLE)

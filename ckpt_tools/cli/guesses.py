@@ -104,7 +104,7 @@ def no_command(word: str, names: Sequence[str]) -> UsageError:
         meant = command_line(near)[0] if near else None
         hint = (f"Did you mean `ckpt-tools {meant}`?",) if meant else ()
     every = f"The commands are {', '.join(names)}."
-    return UsageError(f"There is no command {word!r}.", hint="\n".join(hint) or every)
+    return UsageError(f"Unknown command {word!r}.", hint="\n".join(hint) or every)
 
 
 def arguments(command: click.Command, args: Sequence[str]) -> list[str]:

@@ -82,7 +82,7 @@ def command(
 ) -> None:
     """Draw what the filters choose, in the one form that was asked for."""
     if sum(map(bool, (svg, html, json))) > 1:
-        raise UsageError("--svg, --html and --json cannot be had at once.")
+        raise UsageError("--svg, --html and --json cannot be used together.")
     if to_mesh is None and (placements or place):
         raise UsageError("--placements and --place say how tensors lie on --to-mesh.")
     for path in filter(None, (svg, html)):

@@ -60,7 +60,7 @@ def command(
     forms = {"long": long, "tree": tree, "json": json, "jsonl": jsonl, "csv": csv}
     wanted = [name for name, on in forms.items() if on]
     if len(wanted) > 1:
-        raise UsageError(f"--{wanted[0]} and --{wanted[1]} cannot be had at once.")
+        raise UsageError(f"--{wanted[0]} and --{wanted[1]} cannot be used together.")
     chosen = asked.filters()
     whole = options.read(ckpt, asked.reading())
     found = mesh_of(whole)

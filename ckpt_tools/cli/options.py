@@ -219,7 +219,7 @@ def of_step(ctx: click.Context, param: click.Parameter, value: Given) -> Given: 
     """The paths of checkpoints that --latest or --step choose in those that were given."""
     latest, step = ctx.meta.get(_LATEST, False), ctx.meta.get(_STEP)
     if latest and step is not None:
-        raise UsageError("--latest and --step cannot both be meant.")
+        raise UsageError("--latest and --step cannot be used together.")
     if not value or ctx.resilient_parsing or not (latest or isinstance(step, int)):
         return value
     from ckpt_tools import formats  # late: most commands name their checkpoint
@@ -364,7 +364,7 @@ def _dtype(ctx: click.Context, param: click.Parameter, value: str) -> DType | No
     found = parse_dtype(value)
     if found is None or not found.holds_weights:
         raise click.BadParameter(
-            f"{value!r} is no floating type for weights; write keep, bf16, fp16 or fp32.",
+            f"{value!r} is not a floating type for weights; use keep, bf16, fp16 or fp32.",
             ctx,
             param,
         )

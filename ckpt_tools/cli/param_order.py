@@ -30,7 +30,7 @@ def read(text: str, options: ReadOptions) -> ParamNames:
     if os.path.isfile(text) and detect(frameworks.member(text)) is None:
         return ParamNames(param_names.parse_names(_text_of(text), where=text))
     if not os.path.exists(text):
-        raise UsageError(f"--param-names: {text} is not there.")
+        raise UsageError(f"--param-names: {text} does not exist.")
     return param_names.names_in(with_values(read_index(text, options=options)))
 
 

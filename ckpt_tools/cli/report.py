@@ -275,11 +275,11 @@ def _number(index: CheckpointIndex, files: Files) -> int | None:
 def read_single(entry: TensorEntry, files: Files) -> object:
     """The value of a located one-element tensor, read without any mover of tensors.
 
-    Raises IncompleteError when its shard is not there.
+    Raises IncompleteError when its shard does not exist.
     """
     chunk = next((chunk for chunk in entry.chunks if chunk.box.numel == 1), None)
     if chunk is None:
-        raise IncompleteError(f"{entry.fqn}: the shard that holds its element is not there.")
+        raise IncompleteError(f"{entry.fqn}: the shard that holds its element does not exist.")
     data = files.read(chunk.data.path, chunk.data.offset, entry.dtype.itemsize)
     if entry.dtype.name in _STRUCT:
         return struct.unpack(_STRUCT[entry.dtype.name], data)[0]

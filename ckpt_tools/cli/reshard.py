@@ -92,7 +92,7 @@ _PARAMS = [
         ["--param-names"],
         metavar="FILE",
         help="Names for a numbered optimizer state: a text file, one name per line, in the "
-        "optimizer's own order; a checkpoint that has them; or 'stored', those in its own param_groups.",
+        "optimizer's order; a checkpoint with names; or 'stored', those in its own param_groups.",
     ),
     options.keep_rank_states(),
     click.Option(

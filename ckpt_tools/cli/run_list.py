@@ -93,7 +93,7 @@ def lines(run: Run) -> Iterator[str]:
     yield from (f"  {row}" for row in render.columns(_HEADER, rows, align="rllrrll", width=None))
     for line in run.lines:
         if line.problem is not None:
-            yield f"  not whole: {render.printable(line.problem)}"
+            yield f"  not complete: {render.printable(line.problem)}"
     yield ""
 
 

@@ -255,7 +255,7 @@ def _lora_steps(ckpt: str, dtype: DType | None) -> list[Step]:
             raise UsageError("LoRA options need --adapter or --merge-lora.")
         return []
     if alone and merged:
-        raise UsageError("--adapter and --merge-lora cannot both be meant.")
+        raise UsageError("--adapter and --merge-lora cannot be used together.")
     if (file is None) == (alpha is None):
         raise UsageError(
             "LoRA's alpha is in no tensor: give it with --lora-alpha or with --adapter-config, one "

@@ -63,7 +63,7 @@ def command(
 ) -> None:
     """Find the entry, then print it in the form that was asked for."""
     if raw and json:
-        raise UsageError("--raw and --json cannot be had at once.")
+        raise UsageError("--raw and --json cannot be used together.")
     index = options.read(ckpt, asked.reading())
     entry = index.tensor(name) or index.object(name)
     if entry is None:
@@ -109,7 +109,7 @@ def _print_bare(values: Corner) -> None:
 def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
     if (raw or json) and not entry.opened and entry.value is None:
         raise UnsupportedError(
-            f"{entry.fqn} is no plain value, and is not opened: {entry.type_name or 'too large'}."
+            f"{entry.fqn} is not a plain value, not opened: {entry.type_name or 'too large'}."
         )
     if raw:
         click.echo(render.bare(entries.plain_json(entry.value)))
@@ -297,10 +297,10 @@ def _span(part: str, size: int) -> tuple[int, int]:
         chosen = range(size)[slice(int(first) if first else None, int(last) if last else None)]
     except ValueError as error:
         raise UsageError(
-            f"--slice: {part!r} cannot be read.", hint="Write START:END for each dimension."
+            f"--slice: {part!r} is not valid.", hint="Write START:END for each dimension."
         ) from error
     if not chosen and size:
-        raise UsageError(f"--slice: {part} chooses nothing of a dimension of {size}.")
+        raise UsageError(f"--slice: {part} is empty in a dimension of {size}.")
     return (chosen.start if chosen else 0), len(chosen)
 
 

@@ -63,7 +63,7 @@ def command(
 ) -> None:
     """Look at every value of the chosen tensors, then print what was seen."""
     if csv and json:
-        raise UsageError("--csv and --json cannot be had at once.")
+        raise UsageError("--csv and --json cannot be used together.")
     index = options.read(ckpt, asked.reading())
     chosen = options.choose(index, asked.filters())
     found = _look(chosen, threads=threads)
@@ -116,7 +116,7 @@ def _anomaly_lines(found: Statistics) -> Iterator[str]:
     if not found.anomalies:
         return
     yield ""
-    yield render.heading("Look at these: their edges are shard edges")
+    yield render.heading("Suspicious regions: their edges are shard edges")
     for odd in found.anomalies:
         rank = "" if odd.rank is None else f", rank {odd.rank}"
         where = f"{render.printable(odd.fqn)} {odd.box}{rank}, {render.printable(odd.path)}"

@@ -92,14 +92,14 @@ def command(
     chosen = asked.filters()
     if not chosen.wants_all and against is None:
         raise UsageError(
-            "A checkpoint is verified as a whole; --include, --exclude and --only choose what "
+            "verify always checks everything; --include, --exclude and --only choose only what "
             "--against compares."
         )
     read = asked.reading()
     several = [saved.path for ckpt in ckpts for saved in run_of(ckpt) or [Saved(ckpt, None)]]
     if len(several) > 1 or several != list(ckpts):
         if against is not None:
-            raise UsageError("--against compares one checkpoint; here are several.")
+            raise UsageError("--against compares one checkpoint; several were given.")
         _each(several, read, _Reader(quick=quick, threads=threads, ranks=expect_ranks), json=json)
         return
     index = read_index(ckpts[0], options=read)  # the report has its notes
@@ -177,7 +177,7 @@ def _compare(
         if not chosen.wants_all:
             reference = reference.select(chosen.include, chosen.exclude, chosen.only)
     else:
-        say(f"Reading {against} to compare with.")
+        say(f"Reading {against} for comparison.")
         other = options.read(against, read)
         mine, theirs = options.choose(index, chosen), options.choose(other, chosen)
         digests = (digest(one, threads=threads) for one in (mine, theirs))
@@ -196,7 +196,7 @@ _SHOWN = 10
 
 def lines(report: Report, compared: Comparison | None, *, against: str | None) -> Iterator[str]:
     """The report for a person."""
-    verdict = "whole" if report.whole else "NOT WHOLE"
+    verdict = "complete" if report.whole else "NOT COMPLETE"
     how = "" if report.reading is not None else ", by its headers"
     yield render.heading(f"{render.printable(report.root)}: {verdict}{how}")
     yield from render.facts(_facts(report))
@@ -208,10 +208,10 @@ def line(path: str, report: Report) -> str:
     """The report in one line."""
     how = "" if report.reading is not None else ", by its headers"
     if report.whole:
-        return f"{render.printable(path)}: whole{how}"
+        return f"{render.printable(path)}: complete{how}"
     first = report.problems[0].message.partition("\n")[0]
     more = f" (and {len(report.problems) - 1:,} more)" if len(report.problems) > 1 else ""
-    return render.printable(f"{path}: NOT WHOLE{how}: {first}{more}")
+    return render.printable(f"{path}: NOT COMPLETE{how}: {first}{more}")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -223,7 +223,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     lost = [_lost(hurt) for hurt in report.hurt if hurt.lost]
     lost += [f"{render.printable(fqn)}: all of it" for fqn in report.lost]
     if lost:
-        yield "lost", "\n".join(first_of(lost, _SHOWN))
+        yield "missing", "\n".join(first_of(lost, _SHOWN))
     if report.rescued:
         saved = [
             f"{render.printable(r.fqn)} {r.box} of {r.lost} is also in {r.replica}"
@@ -232,7 +232,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "in replicas", "\n".join(first_of(saved, _SHOWN))
     if report.hurt_objects:
         shown = some([render.printable(name) for name in report.hurt_objects], _SHOWN)
-        yield "objects", f"{len(report.hurt_objects)} of {report.objects} hurt: {shown}"
+        yield "objects", f"{len(report.hurt_objects)} of {report.objects} damaged: {shown}"
     if report.ranks:
         yield "ranks", _ranks(report)
     yield "proven", _proven(report)
@@ -249,14 +249,16 @@ def _problem(problem: CheckpointError) -> str:
 
 
 def _tensors(report: Report) -> str:
-    lost = f", {len(report.lost):,} lost" if report.lost else ""
+    lost = f", {len(report.lost):,} missing" if report.lost else ""
     if report.hurt:
-        return f"{len(report.hurt):,} of {report.tensors:,} hurt, {_whole(report):,} whole{lost}"
+        return (
+            f"{len(report.hurt):,} of {report.tensors:,} damaged, {_whole(report):,} complete{lost}"
+        )
     if lost or any(not problem.about for problem in report.problems):
-        there = "all {:,} that are there are" if report.tensors != 1 else "the {} that is there is"
+        there = "all {:,} that exist are" if report.tensors != 1 else "the {} that exists is"
     else:
         there = "all {:,} are" if report.tensors != 1 else "the only one is"
-    return f"{there.format(report.tensors)} whole{lost}"
+    return f"{there.format(report.tensors)} complete{lost}"
 
 
 def _whole(report: Report) -> int:
@@ -274,14 +276,16 @@ def _ranks(report: Report) -> str:
     intact = [state.rank for state in report.ranks if state.whole]
     hurt = [state.rank for state in report.ranks if not state.whole]
     told = f"{rank_spans(intact)} intact" if intact else "none is intact"
-    return f"{told}; {rank_spans(hurt)} hurt" if hurt else told
+    return f"{told}; {rank_spans(hurt)} damaged" if hurt else told
 
 
 def _proven(report: Report) -> str:
     reading = report.reading
     if reading is None:
         return (
-            "what headers say fits: files, lengths, coverage, shapes" if report.whole else "nothing"
+            "headers are consistent: files, lengths, coverage, shapes"
+            if report.whole
+            else "nothing"
         )
     checked = f"{format_size(reading.checked_bytes)} by {counted(reading.crcs, 'CRC-32')}"
     return f"{checked}; {format_size(reading.plain_bytes)} more can be read"
@@ -290,7 +294,7 @@ def _proven(report: Report) -> str:
 def _unproven(report: Report) -> str:
     """What this run cannot know."""
     if report.reading is None:
-        return "the values: nothing but headers was read"
+        return "the values: only headers were read"
     if report.reading.plain_bytes:
         return (
             f"{format_size(report.reading.plain_bytes)} have no checksum; only a fingerprint "
@@ -302,7 +306,7 @@ def _unproven(report: Report) -> str:
 def _comparison(compared: Comparison | None, against: str) -> Iterator[tuple[str, str]]:
     name = render.printable(against)
     if compared is None:
-        yield "against", f"{name}: not compared, since tensors are hurt"
+        yield "against", f"{name}: not compared, because tensors are damaged"
         return
     if not compared.compared:
         yield "against", f"{name}: it has no tensors to compare with"

@@ -230,7 +230,7 @@ def _whole(
     if _keeps_nesting(options):
         return loadable(formats.open_objects(located, files))
     if not chosen.tensors:
-        raise AnswerNo(f"{chosen.root}: these filters choose objects only, and no tensor.")
+        raise AnswerNo(f"{chosen.root}: these filters choose only objects, no tensors.")
     return located
 
 
@@ -329,7 +329,7 @@ def rename(
     _refuse_collisions(cleaned)
     notes = []
     if prefix:
-        notes.append(f"Took off the container {names.join(prefix)!r} that the names stood in.")
+        notes.append(f"Removed the container {names.join(prefix)!r} from all names.")
     changed = sum(cleaned[fqn] != name for fqn, name in bare.items())
     if changed:
         notes.append(
@@ -345,7 +345,7 @@ def _refuse_collisions(renamed: Mapping[str, str]) -> None:
         if other != fqn:
             raise UsageError(
                 f"{other} and {fqn} would both be called {name}.",
-                hint="--keep-names keeps them apart; --exclude leaves one out.",
+                hint="--keep-names keeps both names; --exclude leaves one out.",
             )
 
 
@@ -356,12 +356,12 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
     rest = Counter(entry.section for entry in index.tensors if entry.fqn not in kept)
     if rest:
         counts = ", ".join(f"{count} of {section}" for section, count in sorted(rest.items()))
-        notes.append(f"Left out {counts} (tensors); --only, --include and --exclude choose.")
+        notes.append(f"Left out {counts} (tensors); choose with --only, --include and --exclude.")
     notes += casts.master_weights_note(index, chosen.tensors)
     if chosen.objects:
         shown = some([entry.fqn for entry in chosen.objects])
         skipped = counted(len(chosen.objects), "object")
-        notes.append(f"Left out {skipped}, since only tensors are written: {shown}.")
+        notes.append(f"Left out {skipped}, because only tensors are written: {shown}.")
     return notes
 
 

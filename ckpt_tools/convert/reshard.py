@@ -327,7 +327,7 @@ def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
         return {entry.fqn: entry.layout for entry in like.tensors}
     inferred = inference.infer(like.tensors, world_size=like.world_size)
     if inferred is None:
-        raise UsageError(f"{like.root}: it tells no mesh, so nothing can be laid out like it.")
+        raise UsageError(f"{like.root}: it has no mesh, so --like cannot use it.")
     return {entry.fqn: inferred.layout_of(entry) for entry in like.tensors}
 
 
@@ -377,7 +377,7 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
     whole = sum(layout is None for layout in layouts.values())
     if whole:
         notes.append(
-            f"{counted(whole, 'tensor')} (scalars, buffers, other state) kept whole on each rank."
+            f"{counted(whole, 'tensor')} (scalars, buffers, other state) replicated on each rank."
         )
     if options.placements is None and options.mesh.dim_names is not None:
         placed = default_placements(options.mesh)
@@ -390,7 +390,7 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
         ]
         if idle and not options.rules and options.like is None:
             notes.append(
-                f"Nothing says what {', '.join(idle)} cuts, so it replicates; --place or --like do."
+                f"No placement uses {', '.join(idle)}, so it replicates; see --place and --like."
             )
     assumed = formats.named(options.format).assumption()
     return notes if assumed is None else [*notes, assumed]

@@ -60,7 +60,7 @@ class Order:
 
     ``source`` are the files that it is made from, which must stay as they are until its end.
     ``resume`` goes on with what an earlier run of the same order has finished. ``replaceable`` are
-    globs of what may be replaced in a folder that is there already: a loader would take it for part
+    globs of what may be replaced in a folder that already exists: a loader would take it for part
     of a checkpoint. Anything else in the folder is the user's and survives.
     """
 
@@ -138,8 +138,8 @@ def _checked(out: str, sources: Iterable[str]) -> str:
 def _refuse_taken(out: str, *, force: bool) -> None:
     if os.path.lexists(out) and not force:
         raise OutputExistsError(
-            f"{out} is there already; nothing was read or written.",
-            hint="Name another output, or add --force to replace the checkpoint files in it.",
+            f"{out} already exists; nothing was read or written.",
+            hint="Choose another output, or use --force to replace the checkpoint files in it.",
         )
 
 
@@ -183,8 +183,8 @@ def _refuse_obstacles(out: str, single_file: str | None) -> None:
     if os.path.lexists(out) and os.path.isdir(out) != (single_file is None):
         there, wanted = ("folder", "one file") if single_file else ("file", "a folder")
         raise OutputExistsError(
-            f"{out} is a {there}, and {wanted} is to be written.",
-            hint="Name another output; --force replaces a file by a file, a folder by a folder.",
+            f"{out} is a {there}, but {wanted} would be written.",
+            hint="Choose another output; --force replaces a file by a file, a folder by a folder.",
         )
     parent = existing_parent(out)
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -203,7 +203,7 @@ def _check_space(out: str, plans: Sequence[FilePlan]) -> None:
         raise WriteError(
             f"{out} needs {needed:,} bytes, and its file system has {free:,} free; "
             "nothing was written.",
-            hint="Free some space, or name an output on another file system.",
+            hint="Free some space, or choose an output on another file system.",
         )
 
 
@@ -298,10 +298,10 @@ def _start(manifest: Manifest, order: Order) -> Started:
         going_on = _resumed(manifest, order)
         if going_on is not None:
             return going_on
-        notes = ("Nothing to resume: began anew.",)
+        notes = ("Nothing to resume: started from the beginning.",)
     if os.path.lexists(replaced_of(order.out)):
         raise OutputExistsError(
-            f"{replaced_of(order.out)} is there; nothing may be lost in it.", hint="Move it away."
+            f"{replaced_of(order.out)} exists; its content must not be lost.", hint="Move it away."
         )
     manifest.begin(order.origin, single_file=order.single_file)
     return Started(order.place, order.plans, notes)
@@ -317,16 +317,16 @@ def _resumed(manifest: Manifest, order: Order) -> Started | None:
     different = manifest.origin.differences(order.origin)
     if different:
         raise UsageError(
-            f"{order.partial} was begun otherwise, so it cannot be gone on with. "
+            f"{order.partial} was started with other inputs or options, so it cannot be resumed. "
             + " ".join(different[:3]),
-            hint="Without --resume it is removed, and the output is made anew.",
+            hint="Without --resume it is removed, and the output is written again.",
         )
     if is_written:
-        return Started(order.place, (), ("An earlier run had written everything.",))
+        return Started(order.place, (), ("An earlier run had already written everything.",))
     finished = keep_finished(order.place, order.plans)
     if not finished:
         return None
-    note = f"Going on: {_progress(finished, order)} were finished before."
+    note = f"Resuming: {_progress(finished, order)} were already finished."
     return Started(order.place, without(order.plans, finished), (note,))
 
 
@@ -353,10 +353,12 @@ def _kept(manifest: Manifest, order: Order) -> str | None:
         manifest.remove()
         return None
     if manifest.has("complete"):
-        return f"All is written in {order.partial}: the same command with --resume ends it."
+        return (
+            f"All is written in {order.partial}: run the same command with --resume to finish it."
+        )
     return (
         f"{_progress(finished, order)} are finished and kept in {order.partial}: the same command "
-        "with --resume goes on; delete that folder to give it up."
+        "with --resume continues; delete that folder to discard it."
     )
 
 

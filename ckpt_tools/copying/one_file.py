@@ -28,7 +28,7 @@ def admit(path: str, *, sources: Iterable[str], force: bool) -> str:
     if os.path.isdir(out):
         raise OutputExistsError(f"{path} is a folder, and one file is to be written.")
     if os.path.lexists(out) and not force:
-        raise OutputExistsError(f"{path} is there already.", hint="--force replaces it.")
+        raise OutputExistsError(f"{path} already exists.", hint="--force replaces it.")
     return out
 
 
@@ -43,7 +43,7 @@ def write(path: str, data: bytes, *, sources: Iterable[str], force: bool) -> Non
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError as error:
         raise OutputExistsError(
-            f"{partial} is there already: the same file is being written, or that was interrupted.",
+            f"{partial} already exists: the same file is being written, or that was interrupted.",
             hint=f"Remove {partial} if nothing is writing it.",
         ) from error
     except OSError as error:

@@ -60,7 +60,7 @@ class Origin:
             if was != new:
                 found.append(f"{name} of the source has changed: was {was}, is {new}.")
         if not found and self.layout != now.layout:
-            found.append("The files to write would be other ones.")
+            found.append("The files to write would be different.")
         return found
 
 
@@ -80,7 +80,7 @@ def require_unchanged(files: Sequence[FileEntry]) -> None:
         more = f" {len(changed) - 1} more files have changed, too." if len(changed) > 1 else ""
         raise SourceChangedError(
             f"{first.path} has changed since it was first read: was {was}, is {new}.{more}",
-            hint="The output would be of two sources, so it was not given its name. Run the "
+            hint="The output would mix two sources, so OUT was not created. Run the "
             "command again when nothing writes there any more.",
         )
 

@@ -1,6 +1,6 @@
 """Where an output may be: the one door that every OUT goes through before a byte is read for it.
 
-The source is sacred: nothing is written over, into or around what is read. Files and folders are
+The source is sacred: OUT cannot be an input, inside an input or above it. Files and folders are
 compared by device and inode, so that links, ``..``, slashes and another case hide nothing. This
 room knows paths, never what is in files.
 """
@@ -39,15 +39,15 @@ def real(out: str) -> str:
     a device, FIFO, socket or mount point, the working directory and what is above it.
     """
     if not out.strip() or "\0" in out:
-        raise UsageError(f"{out!r} is no name for an output.")
+        raise UsageError(f"{out!r} is not a name for an output.")
     here = paths.local(out)
     if here is None:
         return paths.normal(out)
     given = here.rstrip(os.sep) or os.sep
     if os.path.islink(given) and not os.path.isdir(given):
         raise UsageError(
-            f"{out} is a link to {os.readlink(given)}, which is no folder.",
-            hint="A link is never replaced: name the file itself, or another output.",
+            f"{out} is a link to {os.readlink(given)}, which is not a folder.",
+            hint="A link is never replaced: give the file itself, or another output.",
         )
     try:
         path = os.path.realpath(given)
@@ -63,7 +63,7 @@ def _refuse_kind(path: str) -> None:
     """Raise UsageError for what may not be replaced, OSError for what cannot be looked at."""
     parent = existing_parent(path)
     if not os.path.isdir(parent):
-        raise UsageError(f"{path} cannot be made: {parent} is no folder.")
+        raise UsageError(f"{path} cannot be made: {parent} is not a folder.")
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -71,18 +71,18 @@ def _refuse_kind(path: str) -> None:
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise UsageError(
             f"{path} is {paths.kind_of(mode)}, and only files and folders are written.",
-            hint="Name a file or a folder that is not there yet.",
+            hint="Name a file or a folder that does not exist yet.",
         )
     here = os.getcwd()
     if _inode(path) in map(_inode, (here, *_parents(here))):
         raise UsageError(
             f"{path} is the working directory, or above it.",
-            hint="Name a folder in it that is not there yet.",
+            hint="Name a folder in it that does not exist yet.",
         )
     if os.path.ismount(path) or path in _mount_points():
         raise UsageError(
             f"{path} is a mount point, which no output can replace.",
-            hint="Name a folder in it that is not there yet.",
+            hint="Name a folder in it that does not exist yet.",
         )
 
 
@@ -147,8 +147,8 @@ def _refuse_same_address(out: str, sources: Iterable[str]) -> None:
 
 def _sacred(out: str, how: str, source: str) -> UsageError:
     return UsageError(
-        f"{out} {how} the source {source}: nothing is written over, into or around what is read.",
-        hint="Name an output beside it; --force does not help.",
+        f"{out} {how} the source {source}: OUT cannot be an input, inside an input or above it.",
+        hint="Choose an output beside it; --force does not help.",
     )
 
 

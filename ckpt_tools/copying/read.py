@@ -52,7 +52,7 @@ class ChunkReader:
         """Write the elements of ``box``, packed row-major, to the start of ``out``.
 
         Raises CheckpointError when the reads do not hold every element once, UnreadableError when a
-        file is cut short or cannot be read.
+        file is truncated or cannot be read.
         """
         filled = 0
         for read in reads:

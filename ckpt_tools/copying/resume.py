@@ -294,8 +294,8 @@ def refuse_foreign(partial: str) -> None:
     )
     if not is_ours or os.path.islink(partial):
         raise OutputExistsError(
-            f"{partial} is there, and no unfinished output of ckpt-tools.",
-            hint="Move it away, or name another output.",
+            f"{partial} exists and is not an unfinished output of ckpt-tools.",
+            hint="Move it away, or choose another output.",
         )
 
 
@@ -316,8 +316,8 @@ def _open_locked(path: str, *, what: str) -> int:
                 continue
             os.close(fd)
             raise OutputExistsError(
-                f"Another process is writing {what} at this moment.",
-                hint="Wait until it is done, or name another output.",
+                f"Another process is writing {what} now.",
+                hint="Wait until it has finished, or choose another output.",
             ) from error
         except OSError:
             pass
@@ -329,7 +329,7 @@ def _line_of(body: str) -> bytes:
 
 
 def _lines_in(path: str) -> Iterator[str]:
-    """The lines of a manifest or log up to the first that is torn; none when it is not there."""
+    """The lines of a manifest or log up to the first that is torn; none when it does not exist."""
     try:
         with open(path, "rb") as file:
             data = file.read()

@@ -237,7 +237,7 @@ class FileState(NamedTuple):
 
 
 class FileEntry(NamedTuple):
-    """A file that the checkpoint needs; ``length`` in bytes, None when it is not there.
+    """A file that the checkpoint needs; ``length`` in bytes, None when it does not exist.
 
     ``state`` is that before its first byte was read, None where nobody has looked.
     """
@@ -476,7 +476,7 @@ def check_coverage(entry: TensorEntry) -> None:
         raise IncompleteError(
             f"{entry.fqn}: chunks cover {covered:,} of {entry.numel:,} elements; "
             f"the first hole is {where}.",
-            hint="Some shards are not there. Look for the missing files, or for an older save.",
+            hint="Some shards are missing. Look for the missing files, or use an older save.",
             about=(entry.fqn,),
         )
     raise CheckpointError(

@@ -52,7 +52,7 @@ def parse_mesh(text: str) -> Mesh:
     pairs = [_NAMED.fullmatch(part) for part in spec.split(",")]
     if not spec or any(pair is None for pair in pairs):
         raise UsageError(
-            f"{text!r} is no mesh.", hint="Say 32, 4x8, or names: dp_replicate=4,dp_shard=8."
+            f"{text!r} is not a mesh.", hint="Write 32, 4x8, or names: dp_replicate=4,dp_shard=8."
         )
     found = [(pair[1], int(pair[2])) for pair in pairs if pair is not None]
     names = tuple(name for name, _ in found)
@@ -71,8 +71,8 @@ def parse_placements(text: str, mesh: Mesh) -> tuple[Placement, ...]:
         match = _PLACEMENT.fullmatch(word.strip())
         if match is None:
             raise UsageError(
-                f"{word!r} in {text!r} is no placement.",
-                hint="R is a replica, S(0) a cut along dimension 0. Partial cannot be saved.",
+                f"{word!r} in {text!r} is not a placement.",
+                hint="R is Replicate, S(0) is Shard(0). Partial cannot be saved.",
             )
         dim = next((group for group in match.group(2, 3, 5) if group is not None), None)
         found.append(Replicate() if dim is None else Shard(int(dim)))
@@ -89,7 +89,7 @@ def parse_rule(text: str, mesh: Mesh) -> PlaceRule:
     pattern, equals, placements = text.rpartition("=")
     if not equals or not pattern:
         raise UsageError(
-            f"{text!r} is no rule.", hint="For example --place '*.wq.weight=S(0),S(0)'."
+            f"{text!r} is not a rule.", hint="For example --place '*.wq.weight=S(0),S(0)'."
         )
     return PlaceRule(pattern, parse_placements(placements, mesh))
 

@@ -184,7 +184,7 @@ def select(
         held = {entry.section for entry in index.tensors} if not (include or exclude) else set()
         ways = tuple(Way(options=("--only", section)) for section in SECTIONS if section in held)
         raise AnswerNo(
-            f"{index.root}: no entry is chosen by these filters; it holds {there}.",
+            f"{index.root}: these filters choose no entry; it holds {there}.",
             hint=None if ways else "`ckpt-tools ls` lists the names; --only chooses a section.",
             instead=Instead(index.root, ways) if ways else None,
         )

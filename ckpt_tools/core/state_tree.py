@@ -45,7 +45,7 @@ _MAX_HOLES = 100_000
 class Branch(Generic[L]):
     """A container: its kind, its keys (None for a list or a tuple), and what it holds, in order.
 
-    An item that is None is a place whose value is not there; a dict has no such items. The texts
+    An item that is None is a place whose value does not exist; a dict has no such items. The texts
     of a dict's keys are all different.
     """
 

@@ -135,7 +135,7 @@ def require_all_written(
             more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
             error = WriteError(
                 f"{folder} is not all written: {faults[0]}{more}.",
-                hint="The output was not given its name. Do all ranks see the same file system?",
+                hint="OUT was not created. Do all ranks see the same file system?",
             )
     group.barrier(error)
 

@@ -178,7 +178,7 @@ def _require_saved(plan: Plan, folder: str) -> None:
     except CheckpointError as error:
         raise WriteError(
             f"{folder} is not all written: {error.message}",
-            hint="The output was not given its name. Do all ranks see the same file system?",
+            hint="OUT was not created. Do all ranks see the same file system?",
         ) from error
     expected = {(t.fqn, t.dtype.name, t.entry.shape) for t in plan.targets}
     missing = expected - {(e.fqn, e.dtype.name, e.shape) for e in saved.tensors}

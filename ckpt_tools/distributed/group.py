@@ -296,7 +296,7 @@ def _stores(place: Place, name: str) -> tuple[Store, Store]:
         raise errors[0]
     if errors and isinstance(errors[0], ConnectionRefusedError):
         raise PeerFailedError(
-            f"Nobody listens at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: the "
+            f"Nothing listens at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: the "
             "torchrun agent that holds the job's store has ended."
         )
     why = str(errors[0]).partition("\n")[0] if errors else f"waited {seconds:.0f} seconds"

@@ -133,7 +133,7 @@ class Heartbeat:
             self._watched = [0] if self._place.rank else list(range(1, self._place.world_size))
             return
         limit = environment.join_timeout()
-        # Rank 0 alone makes the list, unless it is not there.
+        # Rank 0 alone makes the list, unless it does not exist.
         later = _SECOND_LOOK * (1 + self._place.local_rank) if self._place.rank else 0
         if self._looks_since_joined * self._interval >= limit + later:
             ranks = range(self._place.world_size)
@@ -149,7 +149,7 @@ class Heartbeat:
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             error = _gone(
-                f"{self._name(lost[0])}{more} gave no sign of life for {self._limit:.0f} "
+                f"{self._name(lost[0])}{more} sent no heartbeat for {self._limit:.0f} "
                 "seconds: killed, stopped, or cut off from the network."
             )
             self._report(lost, error)

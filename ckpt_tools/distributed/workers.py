@@ -192,7 +192,7 @@ def _heard(
         why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         raise WriteError(
             f"Worker {share.index + 1} of {share.count} died ({why}) before its share was written.",
-            hint="Killed for want of memory? Fewer workers (-j) need less.",
+            hint="Out of memory? Use fewer workers (-j).",
         ) from None
     if isinstance(told, str):
         raise messages.decode(told)

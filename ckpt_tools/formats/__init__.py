@@ -221,7 +221,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     if paths.normal(place) != paths.normal(path):
         notes.insert(0, f"Reading {place}.")
     if told_by is not None:
-        notes.append(f"Framework: {framework}, told by {told_by}.")
+        notes.append(f"Framework: {framework}, recognized by {told_by}.")
     others = _beside(place, index)
     if others:
         shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
@@ -259,7 +259,7 @@ def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
     form = detect(path)
     if form is None:
         raise UnreadableError(
-            f"{path} is no checkpoint of a known format.", hint=frameworks.SUPPORTED
+            f"{path} is not a checkpoint of a known format.", hint=frameworks.SUPPORTED
         )
     return form.read_index(path, options=options)
 
@@ -317,7 +317,7 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     """The rank files that a glob chooses, as one checkpoint."""
     found = paths.glob(path) if any(c in path for c in "*?[") else []
     if not found:
-        raise IncompleteError(f"{path} is not there.")
+        raise IncompleteError(f"{path} does not exist.")
     if len(found) == 1:
         return read_index(found[0], options=options)
     folder = paths.folder_of(found[0])
@@ -343,7 +343,7 @@ def _read_globbed_folder(
         return index
     raise UsageError(
         f"{path} chooses {len(held & found)} of the {len(held)} files that {folder} is read from.",
-        hint="A checkpoint is read from all of its files; -i and -x choose names.",
+        hint="A checkpoint is read from all of its files; choose names with -i and -x.",
         instead=paths_instead(path, [folder]),
     )
 
@@ -360,14 +360,14 @@ def _only_one_inside(folder: str) -> str:
         around = paths.folder_of(folder)
         if is_checkpoint(around):  # verl's huggingface/, a config.json's folder
             raise UnreadableError(
-                f"{folder} holds no checkpoint, but lies in one.",
+                f"{folder} holds no checkpoint, but is inside one.",
                 instead=paths_instead(folder, [around]),
             )
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
     inside = [one.path for one in reversed(found)]
     of_ranks = rank_files.globs_of(folder, inside)
     raise UnreadableError(
-        f"{folder} is no checkpoint itself; {len(inside)} are inside.",
+        f"{folder} is not a checkpoint; {len(inside)} are inside.",
         instead=paths_instead(folder, of_ranks or inside),
     )
 

@@ -41,9 +41,9 @@ class Index:
         return found
 
     def missing(self, path: str, fqns: Sequence[str]) -> IncompleteError:
-        """The error for a file that is not there."""
+        """The error for a file that does not exist."""
         return IncompleteError(
-            f"{path} is not there; {self.path.name} has {listing(fqns)} in it.",
+            f"{path} does not exist; {self.path.name} has {listing(fqns)} in it.",
             hint="Copy the missing file into the folder, or download it again.",
             about=fqns,
         )
@@ -78,7 +78,7 @@ def parse_index(path: Place, files: Files) -> Index:
     try:
         raw: object = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path} is not sound JSON: {error}.") from error
+        raise UnreadableError(f"{path} is not valid JSON: {error}.") from error
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(raw, dict) or not isinstance(weight_map, dict):
         raise UnreadableError(f"{path} has no weight_map.")
@@ -145,7 +145,7 @@ def gaps_in_numbers(folder: str, present: Iterable[str]) -> Gaps:
         for number in absent({int(match[2]) for match in matches}, counts[0]):
             path = f"{folder}/{stem}-{number:0{width}}-of-{matches[0][3]}.{suffix}"
             gaps.paths.append(path)
-            gaps.problems.append(IncompleteError(f"{path} is not there."))
+            gaps.problems.append(IncompleteError(f"{path} does not exist."))
     return gaps
 
 

@@ -312,7 +312,7 @@ def _archive(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Br
         raise lfs_pointer(path)
     is_archive = torch_zip.sniff(head) == "zip"
     if not is_archive and not head.startswith(b"\x80"):
-        raise UnreadableError(f"{path} is no file of torch.save.")
+        raise UnreadableError(f"{path} is not a file of torch.save.")
     entry = ObjectEntry(
         *(names.join(place), place, "other", ByteRange(path, 0, length)),
         type_name=None if is_archive else "torch.save file",
@@ -330,7 +330,7 @@ def _values(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Bra
     try:
         value: object = json.loads(paths.head(path, min(length, _MAX_JSON)))
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path} is not sound JSON: {error}.") from error
+        raise UnreadableError(f"{path} is not valid JSON: {error}.") from error
     state = flatten(value, where=path, under=[str(part) for part in place])
     data = ByteRange(path, 0, length)
     entries = [

@@ -69,7 +69,7 @@ def chosen(run: str, saved: Sequence[Saved], step: int | None) -> str:
     found = [one.path for one in saved if one.step == wanted and wanted is not None]
     if not found:
         if not steps:
-            raise AnswerNo(f"{run} has no checkpoint whose name tells a step.")
+            raise AnswerNo(f"{run} has no checkpoint with a step in its name.")
         shown = ", ".join(map(str, steps[-_SHOWN:]))
         raise AnswerNo(f"{run} has no checkpoint of step {step}; its last steps are {shown}.")
     if len(found) > 1:

@@ -54,7 +54,7 @@ def _number(path: str) -> int:
 def read_index(path: str, parts: Sequence[str], options: ReadOptions) -> CheckpointIndex:
     """The index of all parts joined as the ``cuts`` of the options say.
 
-    Raises UnsupportedError where nothing says it, IncompleteError for a number that is not there.
+    Raises UnsupportedError where nothing says it, IncompleteError for a number that does not exist.
     What does not fit is a problem of its tensor.
     """
     folder = os.path.dirname(parts[0]) or "."

@@ -15,7 +15,7 @@ from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.canonical_names import Inside, owner_of
 
-_BY_NUMBER = "Optimizer state is kept by number, so it cannot be told whose it is."
+_BY_NUMBER = "Optimizer state is kept by number, so its parameters are not known."
 
 
 class Consistency(NamedTuple):

@@ -147,8 +147,8 @@ def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableErr
     return UnreadableError(
         f"{index.root}: what was read of it is damaged: {some(list(hurt))}. "
         f"{damages[0].error.message}",
-        hint="The output was not given its name. `ckpt-tools verify` says all that is damaged and "
-        "what is still whole; --exclude leaves out what is not.",
+        hint="OUT was not created. `ckpt-tools verify` lists what is damaged and "
+        "what is still complete; --exclude leaves out damaged tensors.",
         about=set(hurt.values()),
     )
 

@@ -128,7 +128,7 @@ def _asked_again(address: str, ask: Callable[[], Result]) -> Result:
 
 
 def _cause(error: Exception) -> Exception:
-    """What a client ran into: a web client says of every fault that the file is not there."""
+    """What a client ran into: a web client says of every fault that the file does not exist."""
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
@@ -149,7 +149,7 @@ def _fault(error: Exception, address: str) -> OSError:
     """The same as a sentence for a person."""
     status = getattr(error, "status", None)
     if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(ENOENT, "it is not there", address)
+        return FileNotFoundError(ENOENT, "it does not exist", address)
     if _is_timeout(error):
         what = f"its server sent nothing for {STALLED:g} seconds, {len(PAUSES) + 1} times"
     elif type(error).__name__ == "TooManyRedirects":

@@ -193,7 +193,7 @@ def size(path: str) -> int:
 
 
 def _facts(address: str) -> fsspec_store.Facts | None:
-    """What a store says, or None for what is not there. Raises other faults as OSError."""
+    """What a store says, or None for what does not exist. Raises other faults as OSError."""
     try:
         return fsspec_store.facts(address)
     except FileNotFoundError:

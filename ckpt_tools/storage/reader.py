@@ -124,7 +124,7 @@ class Files:
             return file.name, 0, file.tell()
 
     def size(self, path: str) -> int:
-        """Length of the file in bytes. Raises IncompleteError when it is not there."""
+        """Length of the file in bytes. Raises IncompleteError when it does not exist."""
         if paths.is_address(path):
             return self._remote_size(path)
         with self.descriptor(path) as fd:
@@ -134,7 +134,7 @@ class Files:
         try:
             return fsspec_store.facts(address).size
         except FileNotFoundError as error:
-            raise IncompleteError(f"{address} is not there.") from error
+            raise IncompleteError(f"{address} does not exist.") from error
         except OSError as error:
             raise unreadable(address, error) from error
 
@@ -143,7 +143,7 @@ class Files:
         try:
             data = fsspec_store.read(address, offset, length)
         except FileNotFoundError as error:
-            raise IncompleteError(f"{address} is not there.") from error
+            raise IncompleteError(f"{address} does not exist.") from error
         except OSError as error:
             raise unreadable(address, error) from error
         if len(data) > length:
@@ -222,7 +222,7 @@ def _open_file(path: str) -> int:
     try:
         return paths.open_file(path)
     except FileNotFoundError as error:
-        raise IncompleteError(f"{path} is not there.") from error
+        raise IncompleteError(f"{path} does not exist.") from error
     except OSError as error:
         raise unreadable(path, error, doing="opened") from error
 
@@ -240,6 +240,6 @@ def refuse_special(files: Iterable[str]) -> None:
 
 def _too_short(path: str, *, found: int, needed: int) -> UnreadableError:
     return UnreadableError(
-        f"{path} is cut short: {found:,} bytes, the index needs {needed:,}.",
+        f"{path} is truncated: {found:,} bytes, the index needs {needed:,}.",
         hint="It may still be copying, or the disk was full; compare its size with the original's.",
     )

@@ -44,7 +44,7 @@ def refuse_existing(out: str, *, force: bool, resume: bool) -> None:
     """
     if resume:
         raise UsageError(
-            f"--resume goes on with what lies on a file system; {out} is an address.",
+            f"--resume works only on a file system; {out} is an address.",
             hint="Write to a folder of this machine, and copy it with the store's own tool.",
         )
     try:
@@ -52,9 +52,9 @@ def refuse_existing(out: str, *, force: bool, resume: bool) -> None:
     except OSError as error:
         raise unwritable(out, error, doing="looked at") from error
     if is_taken:
-        hint = "Name another output, or remove it with the store's own tool."
+        hint = "Choose another output, or remove it with the store's own tool."
         more = "; --force replaces nothing in a store" if force else ""
-        raise OutputExistsError(f"{out} is there already{more}.", hint=hint)
+        raise OutputExistsError(f"{out} already exists{more}.", hint=hint)
 
 
 def _send(here: str, out: str) -> None:

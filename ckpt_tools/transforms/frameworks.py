@@ -157,7 +157,7 @@ class _Job(NamedTuple):
         if not paths:
             return []
         shown = ", ".join(dict.fromkeys(names.join(path[:2]) for path in paths))
-        return [f"Left out, since this layout has no place for it: {shown}."]
+        return [f"Left out, because this layout has no place for it: {shown}."]
 
     def step(self) -> int:
         """The step that the folder of the source is named after, else 1.
@@ -179,7 +179,7 @@ class _Job(NamedTuple):
         """What to tell of a step that nothing told."""
         if self.named_step() is not None:
             return []
-        return ["No folder's name tells the step, so it is 1; rename it."]
+        return ["No folder name has the step, so it is 1; rename the folder if needed."]
 
 
 def _parts(index: CheckpointIndex) -> _Parts:
@@ -283,7 +283,7 @@ def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
     states = _beside_source(job.source, (), _RANK_FILES)
     if job.target.ranks.fit("ranks", len(states)):
         return copied | states, job.left_out(*_COPIED)
-    notes = [f"Left out, of the old ranks: {', '.join(sorted(states))}."] if states else []
+    notes = [f"Left out, state of the old ranks: {', '.join(sorted(states))}."] if states else []
     return copied, [*job.left_out(*_COPIED), *notes]
 
 
@@ -308,7 +308,7 @@ def _titan(job: _Job) -> Arranged:
     notes = job.about_step() + job.left_out(*tops)
     absent = ",".join(sorted(set(tops) - set(map(str, taken.parts()))))
     if absent:
-        notes = [f"TorchTitan must be told: --checkpoint.exclude_from_loading={absent}.", *notes]
+        notes = [f"TorchTitan needs: --checkpoint.exclude_from_loading={absent}.", *notes]
     return Arranged({f"step-{job.step()}": tree}, notes=tuple(notes))
 
 
@@ -381,7 +381,7 @@ def _composer(job: _Job) -> Arranged:
     )
     notes = job.left_out("state", "rng")
     if taken.get("state") is None:
-        notes.append("Composer's own state (timestamp, …) is not there: load_weights_only=True.")
+        notes.append("Composer's own state (timestamp, …) is missing: use load_weights_only=True.")
     return Arranged({folder: tree}, notes=tuple(notes))
 
 

@@ -129,7 +129,7 @@ def _with_quantization(
         f"and {CONFIG} has no {_QUANTIZATIONS[0]}: loaders would take the codes for numbers."
     )
     if must_fit:
-        hint = "Give the assets of the quantized model; --allow-mismatch goes on without."
+        hint = "Give the assets of the quantized model; --allow-mismatch continues without."
         raise AnswerNo(text, hint=hint)
     return config, [text]
 

@@ -202,7 +202,7 @@ class AssetsStep:
             raise UsageError(
                 f"Nothing says which tensors the model of {self.assets.folder} needs.",
                 hint="Install transformers, or put the model's safetensors index there; "
-                "--allow-mismatch goes on without.",
+                "--allow-mismatch continues without.",
             )
         ties = dict(needed.ties) if needed else hf_architecture.usual_ties(self.assets.config)
         left, notes = _untied(made, ties, files)
@@ -236,13 +236,13 @@ class AssetsStep:
         """One line on the comparison. Raises AnswerNo."""
         faults = _faults(shapes, needed, ties)
         if not faults:
-            return f"Names and shapes are what the model needs, told by {needed.told_by}."
+            return f"Names and shapes are what the model needs, according to {needed.told_by}."
         text = f"The tensors are not what {needed.told_by} needs:\n" + "\n".join(faults)
         if not self.allow_mismatch:
             raise AnswerNo(
                 text,
                 hint="--map or --rename give other names, --exclude leaves tensors out; "
-                "--allow-mismatch writes the folder all the same.",
+                "--allow-mismatch writes the folder anyway.",
             )
         return text
 

@@ -109,7 +109,7 @@ def without_old_ranks(
             f"{index.root}: all that is chosen is state of the ranks that saved it: {shown}.",
             hint="--keep-rank-states writes it as it is.",
         )
-    note = f"Left out, of the old ranks: {shown}. --keep-rank-states keeps them."
+    note = f"Left out, state of the old ranks: {shown}. --keep-rank-states keeps them."
     return index.select(kept | set(index.lost)), [note]
 
 

@@ -106,10 +106,10 @@ def test_one_section_alone_cannot_be_resumed_from(section: str) -> None:
 
 def test_what_is_missing_is_why_it_cannot_be_resumed_from() -> None:
     whole = index(tensor("model.a", (2,)), tensor("optim.a.exp_avg", (2,), section="optim"))
-    hurt = replace(whole, problems=(IncompleteError("rank 3 is not there.\nHurt: all."),))
+    hurt = replace(whole, problems=(IncompleteError("rank 3 does not exist.\nHurt: all."),))
     verdict = resume_verdict(hurt)
     assert not verdict.yes
-    assert verdict.reason == "rank 3 is not there."
+    assert verdict.reason == "rank 3 does not exist."
 
 
 def test_placements_are_counted_in_words() -> None:

@@ -112,7 +112,7 @@ def look(*paths: Path, act: Act, size: tuple[int, int] = (150, 40), clean: bool 
 def test_the_largest_part_stands_first_and_the_root_says_what_inspect_says() -> None:
     async def act(screen: Screen) -> None:
         assert screen.below() == ["optim", "model", "other"]
-        assert "whole by its headers, training can resume" in screen.text()
+        assert "complete by its headers, training can resume" in screen.text()
         assert screen.lines()[1].split()[:2] == ["19.4", "KB"]
         assert "██████████" in screen.lines()[1]
         assert "█░░░░░░░░░" in screen.lines()[2]
@@ -270,7 +270,7 @@ def test_what_is_not_whole_is_marked_and_the_rest_is_shown(tmp_path: Path) -> No
     (hurt / "__5_0.distcp").unlink()
 
     async def act(screen: Screen) -> None:
-        assert "NOT WHOLE" in screen.text()
+        assert "NOT COMPLETE" in screen.text()
         assert "__5_0.distcp" in screen.text()
         assert "damaged" in screen.lines()[1]
         await screen.go_to("model", "model", "emb.weight")

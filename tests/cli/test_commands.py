@@ -94,12 +94,12 @@ def test_what_inspect_adds_to_its_text_it_adds_to_its_json() -> None:
 
 def test_the_verdict_comes_first() -> None:
     lines = run("inspect", DCP).stdout.splitlines()
-    assert lines[1].startswith("  whole by its headers, training can resume, step 2, saved ")
+    assert lines[1].startswith("  complete by its headers, training can resume, step 2, saved ")
 
 
 def test_the_verdict_on_a_hurt_checkpoint_is_no(hurt: Path) -> None:
     verdict = run("inspect", str(hurt)).stdout.splitlines()[1]
-    assert verdict.startswith("  NOT WHOLE, training cannot resume, ")
+    assert verdict.startswith("  NOT COMPLETE, training cannot resume, ")
 
 
 def test_what_is_wrong_is_in_the_json_too(hurt: Path) -> None:
@@ -113,7 +113,7 @@ def test_what_is_wrong_is_in_the_json_too(hurt: Path) -> None:
 
 def test_a_verdict_has_its_colour_on_a_terminal() -> None:
     shown = CliRunner().invoke(cli, ["inspect", DCP], color=True).stdout
-    assert "\x1b[32mwhole by its headers\x1b[0m" in shown
+    assert "\x1b[32mcomplete by its headers\x1b[0m" in shown
 
 
 @pytest.mark.parametrize("step", [float("nan"), float("inf"), 2.5, "x"])
@@ -172,7 +172,7 @@ def test_a_parent_of_one_checkpoint_is_followed_and_told(tmp_path: Path) -> None
 def test_a_path_that_is_not_there_is_one_line() -> None:
     result = run("inspect", "/nowhere/at/all")
     assert result.exit_code == 3
-    assert result.stderr.startswith("Error: /nowhere/at/all is not there.")
+    assert result.stderr.startswith("Error: /nowhere/at/all does not exist.")
 
 
 # --------------------------------------------------------------------------------------------- ls
@@ -363,4 +363,4 @@ def test_inspect_tells_no_step_where_the_shard_with_it_is_lost(tmp_path: Path) -
     first.unlink()
     done = run("inspect", str(tmp_path))
     assert done.exit_code == 3, done.output
-    assert "NOT WHOLE" in done.stdout
+    assert "NOT COMPLETE" in done.stdout

@@ -54,10 +54,10 @@ def test_each_error_has_its_exit_code(
 
 
 def test_an_error_is_one_line_and_its_hint_is_indented(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = UnreadableError("It is cut short.\n  Hurt: all.", hint="Try this,\nor that.")
+    error = UnreadableError("It is truncated.\n  Hurt: all.", hint="Try this,\nor that.")
     shown = ending(monkeypatch, error)
     assert shown.stdout == ""
-    assert shown.stderr == "Error: It is cut short.\n  Hurt: all.\n  Try this,\n  or that.\n"
+    assert shown.stderr == "Error: It is truncated.\n  Hurt: all.\n  Try this,\n  or that.\n"
 
 
 def test_a_traceback_is_shown_with_vv_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_values_of_a_hurt_tensor_are_refused_and_whole_ones_shown(tmp_path: Path
     os.truncate(hurt / "__2_0.distcp", 1000)
     result = CliRunner().invoke(cli, ["show", str(hurt), "app.model.emb.weight"])
     assert (result.exit_code, result.stdout) == (3, "")
-    assert "__2_0.distcp is cut short" in result.stderr
+    assert "__2_0.distcp is truncated" in result.stderr
     assert CliRunner().invoke(cli, ["show", "--raw", str(hurt), "app.model.seen"]).exit_code == 0
 
 

@@ -53,8 +53,8 @@ def test_help_ends_with_examples(name: str) -> None:
 def test_a_whole_checkpoint_ends_with_0() -> None:
     result = run("verify", DCP)
     assert result.exit_code == 0, result.output
-    assert ": whole\n" in result.stdout
-    assert "all 46 are whole" in result.stdout
+    assert ": complete\n" in result.stdout
+    assert "all 46 are complete" in result.stdout
 
 
 def test_quick_says_that_values_were_not_read() -> None:
@@ -66,9 +66,9 @@ def test_quick_says_that_values_were_not_read() -> None:
 def test_a_damaged_checkpoint_ends_with_1_and_says_what_is_whole(damaged: str) -> None:
     result = run("verify", damaged)
     assert result.exit_code == 1
-    assert "NOT WHOLE" in result.stdout
-    assert "is cut short" in result.stdout
-    assert "0-2 intact; 3 hurt" in result.stdout
+    assert "NOT COMPLETE" in result.stdout
+    assert "is truncated" in result.stdout
+    assert "0-2 intact; 3 damaged" in result.stdout
 
 
 def test_a_hole_is_told_by_rows_and_rank() -> None:
@@ -136,7 +136,7 @@ def test_a_checkpoint_is_compared_with_its_kept_fingerprint(tmp_path: Path) -> N
 def test_hurt_tensors_are_not_compared(damaged: str) -> None:
     result = run("verify", damaged, "--against", damaged)
     assert result.exit_code == 1
-    assert "not compared, since tensors are hurt" in result.stdout
+    assert "not compared, because tensors are damaged" in result.stdout
 
 
 def test_a_lost_file_of_replicas_keeps_nothing_from_being_compared(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ def test_what_is_missing_stands_in_the_page_and_in_the_exit_code(tmp_path: Path)
     done = _run(str(tmp_path / "ckpt"), "--html", str(tmp_path / "page.html"), "-q")
     assert done.exit_code == 3
     page = (tmp_path / "page.html").read_text()
-    assert "NOT WHOLE" in page.split("</header>")[0]
-    assert '<b class="bad">hurt</b>' in page
+    assert "NOT COMPLETE" in page.split("</header>")[0]
+    assert '<b class="bad">damaged</b>' in page
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_a_broken_checkpoint_gets_its_page(tmp_path: Path, args: tuple[str, ...]
     command = [args[0], str(tmp_path / "ckpt"), *args[1:], "--html", "-", "-q"]
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 3
-    assert "NOT WHOLE" in done.stdout.split("</header>")[0]
+    assert "NOT COMPLETE" in done.stdout.split("</header>")[0]
     metadata = tmp_path / "ckpt" / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:300])
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 3
     assert "CANNOT BE READ" in done.stdout
-    assert ".metadata is cut short" in done.stdout
+    assert ".metadata is truncated" in done.stdout
     assert "__1_0.distcp" in done.stdout
 
 

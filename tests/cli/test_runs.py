@@ -93,7 +93,7 @@ def test_verify_of_a_run_has_a_line_for_each_and_the_worst_exit_code(steps: Path
     (steps / "step-20" / "__1_0.distcp").unlink()
     result = run("verify", steps / "step-9", steps / "step-20", "--quick")
     assert result.exit_code == 1
-    assert "NOT WHOLE" in result.stdout.splitlines()[1]
+    assert "NOT COMPLETE" in result.stdout.splitlines()[1]
     told = json.loads(run("verify", steps / "step-9", steps / "step-20", "--json").stdout)
     assert told["schema"] == "ckpt-tools/verify-list/1"
     assert [one["whole"] for one in told["checkpoints"]] == [True, False]

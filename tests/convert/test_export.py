@@ -135,7 +135,7 @@ def test_an_output_that_is_there_is_refused_untouched(tmp_path: Path) -> None:
     case = CASES / "C29_stale_output"
     out = shutil.copytree(case / "prefilled_out", tmp_path / "out")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(OutputExistsError, match="is there already"):
+    with pytest.raises(OutputExistsError, match="already exists"):
         export(case / "ckpt.pt", out)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 

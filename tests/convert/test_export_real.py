@@ -125,7 +125,7 @@ def test_a_trained_model_loads_with_the_same_logits(tmp_path: Path, kind: str) -
     words = ("export", source, "-o", out, "--hf-assets", assets, "--max-shard-size", "40KB")
     told = ran(*words).stderr
     names = check_strictly(out)
-    assert "Names and shapes are what the model needs, told by" in told
+    assert "Names and shapes are what the model needs, according to" in told
     tied = bool(MODELS[kind][1].get("tie_word_embeddings"))
     assert ("lm_head.weight" in names) == (not tied)
     assert torch.equal(logits(loaded(out)), logits(model))

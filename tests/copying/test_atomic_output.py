@@ -175,7 +175,7 @@ def test_without_force_the_old_output_comes_back(tmp_path: Path) -> None:
 
     assert not killed_before(9999, die)
     assert not out.exists()
-    with pytest.raises(OutputExistsError, match="is there already"):
+    with pytest.raises(OutputExistsError, match="already exists"):
         export(out)
     assert content(out) == {"mine.txt": b"mine"}
 
@@ -211,7 +211,7 @@ def test_a_full_disk_keeps_what_is_finished_and_says_how_to_go_on(tmp_path: Path
     error = failing(tmp_path, FULL, after=SOME)
     assert error.exit_code == 4
     assert "No space left" in error.message
-    assert "--resume goes on" in (error.hint or "")
+    assert "--resume continues" in (error.hint or "")
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     told: list[int] = []
     export(tmp_path / "out", resume=True, told=told)
@@ -318,7 +318,7 @@ def stop_before_the_end(out: Path, source: str = FSDP2) -> str:
 
 
 def test_ctrl_c_keeps_what_is_finished_and_says_so(tmp_path: Path) -> None:
-    assert "--resume goes on" in stop_before_the_end(tmp_path / "out")
+    assert "--resume continues" in stop_before_the_end(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
 
 
@@ -360,7 +360,7 @@ def test_nothing_to_resume_is_a_fresh_start_with_a_note(tmp_path: Path) -> None:
         write=WriteOptions(resume=True),
         on_bytes=lambda _: None,
     )
-    assert "Nothing to resume: began anew." in plan.notes
+    assert "Nothing to resume: started from the beginning." in plan.notes
 
 
 def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def test_a_dry_run_refuses_what_the_real_run_refuses(tmp_path: Path) -> None:
     for command in (("export",), ("reshard", "--to-mesh", "2")):
         done = run(*command, FSDP2, "-o", tmp_path / "out", "--dry-run")
         assert done.exit_code == 2
-        assert "is there already" in done.stderr
+        assert "already exists" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_a_stream_of_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
     chunk = chunk_of(tmp_path / "f", values, (1 << 20,), (1,))
     entry = entry_of(tmp_path / "f", (1 << 20,), chunk)
     os.truncate(tmp_path / "f", 3_000_000)
-    with Files() as files, pytest.raises(UnreadableError, match="cut short: 3,000,000 bytes"):
+    with Files() as files, pytest.raises(UnreadableError, match="truncated: 3,000,000 bytes"):
         list(stream_box(entry, chunk.box, files=files))
 
 
@@ -155,7 +155,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
     chunk = chunk_of(tmp_path / "f", np.arange(4, dtype="<i4"), (4,), (1,))
     (tmp_path / "f").write_bytes(b"123")
     entry = entry_of(tmp_path / "f", (4,), chunk)
-    with Files() as files, pytest.raises(UnreadableError, match="f is cut short"):
+    with Files() as files, pytest.raises(UnreadableError, match="f is truncated"):
         read_array(entry, Box.whole((4,)), files=files)
 
 

@@ -22,7 +22,12 @@ from safetensors.numpy import save_file
 KILLS = int(os.environ.get("CKPT_TOOLS_KILLS", "5"))
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node"]
 # What a run says that goes on with a killed one; the last when that was killed after its work.
-STATES = ("began anew", "Going on", "had written everything", "is there already")
+STATES = (
+    "started from the beginning",
+    "Resuming",
+    "had already written everything",
+    "already exists",
+)
 HERE = [sys.executable, "-m", "ckpt_tools"]
 MIB = 1 << 20
 
@@ -185,4 +190,4 @@ def test_memory_stays_under_the_limit_whatever_the_tensor(
 def test_a_job_script_may_always_say_resume(tmp_path: Path, large: Path) -> None:
     small = large / "small.safetensors"
     done = ckpt_tools("export", small, "-o", tmp_path / "out", "--resume")
-    assert "Nothing to resume: began anew." in done.stderr
+    assert "Nothing to resume: started from the beginning." in done.stderr

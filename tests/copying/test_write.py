@@ -208,7 +208,7 @@ def test_a_file_without_contents_is_made(tmp_path: Path) -> None:
 def test_a_source_that_is_cut_short_is_named(tmp_path: Path) -> None:
     plan = checked_plan(tmp_path)
     (tmp_path / "source-3").write_bytes(b"?" * 9)
-    with Files() as files, pytest.raises(UnreadableError, match="source-3 is cut short"):
+    with Files() as files, pytest.raises(UnreadableError, match="source-3 is truncated"):
         write([plan], str(tmp_path), files)
 
 
@@ -326,7 +326,7 @@ def plain_bytes(plan: FilePlan) -> bytes:
 def test_a_source_cut_short_under_a_long_run_is_an_error(tmp_path: Path) -> None:
     plan = unchecked(checked_plan(tmp_path, sizes=(1 << 20,)))
     os.truncate(tmp_path / "source-0", 700_000)
-    with Files() as files, pytest.raises(UnreadableError, match="cut short: 700,000 bytes"):
+    with Files() as files, pytest.raises(UnreadableError, match="truncated: 700,000 bytes"):
         write([plan], str(tmp_path), files)
 
 
@@ -337,7 +337,7 @@ def test_an_error_stops_the_other_threads(tmp_path: Path) -> None:
     def fail(nbytes: int) -> None:
         told.append(nbytes)
         if len(told) >= 2:
-            raise UnreadableError("cut short")
+            raise UnreadableError("truncated")
 
     with Files() as files, pytest.raises(UnreadableError), small_steps(1024):
         write_files(

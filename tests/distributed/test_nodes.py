@@ -173,7 +173,7 @@ def resumes(arguments: tuple[str | Path, ...], folder: Path) -> str:
     ("stall", "words"),
     [
         ("1:executors:join", r"Of the 2 ranks of this torchrun job, 1 did not join within 10 s"),
-        ("1:engines:read_index", r"Rank 1 on .* gave no sign of life for 5 seconds"),
+        ("1:engines:read_index", r"Rank 1 on .* sent no heartbeat for 5 seconds"),
     ],
 )
 def test_a_rank_killed_before_all_have_met_ends_the_job_with_one_error(
@@ -191,7 +191,7 @@ def test_a_rank_killed_before_all_have_met_ends_the_job_with_one_error(
 @pytest.mark.parametrize(
     ("stall", "words"),
     [
-        ("0::", "Nobody listens at .*: the torchrun agent that holds the job's store has ended"),
+        ("0::", "Nothing listens at .*: the torchrun agent that holds the job's store has ended"),
         ("1::", "Rank 1 on .* has lost the torchrun agent that started it"),
     ],
 )
@@ -227,7 +227,7 @@ def test_an_agent_killed_in_the_middle_ends_the_job_and_resume_goes_on(
     gone = "has lost the torchrun agent that started it|The torchrun job's store at .* is gone"
     assert errors
     assert all(re.search(gone, error) for error in errors)
-    assert "Going on: " in resumes(job.arguments, tmp_path)
+    assert "Resuming: " in resumes(job.arguments, tmp_path)
 
 
 @pytest.mark.parametrize(("killed", "speaks"), [(1, 0), (0, 1)])
@@ -240,4 +240,4 @@ def test_a_rank_killed_under_a_static_rendezvous_ends_the_job_and_resume_goes_on
     said = job.end()
     assert "exitcode  : 4" in said[speaks]
     assert len(re.findall(r"^Error: ", said[speaks], re.MULTILINE)) == 1
-    assert "Going on: " in resumes(job.arguments, tmp_path)
+    assert "Resuming: " in resumes(job.arguments, tmp_path)

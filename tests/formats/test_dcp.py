@@ -153,7 +153,7 @@ def test_a_short_data_file_is_named_with_both_lengths(save: Path) -> None:
     need = data.stat().st_size
     os.truncate(data, 20_000)
     problem = _only_problem(save)
-    assert f"is cut short: 20,000 bytes, the index needs {need:,}" in problem.message
+    assert f"is truncated: 20,000 bytes, the index needs {need:,}" in problem.message
 
 
 def test_an_empty_data_file_hurts_every_tensor_in_it(save: Path) -> None:

@@ -80,7 +80,7 @@ def test_verify_checks_its_checksums_and_names_the_damaged_tensor(raw: str) -> N
 
 def test_verify_names_a_lost_file(raw: str) -> None:
     (Path(raw) / "0.raw").unlink()
-    assert "0.raw is not there" in run("verify", "--quick", raw, exit_code=1).output
+    assert "0.raw does not exist" in run("verify", "--quick", raw, exit_code=1).output
 
 
 def test_it_is_resharded_and_exported_without_a_difference(raw: str, tmp_path: Path) -> None:

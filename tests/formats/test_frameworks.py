@@ -92,7 +92,7 @@ def test_a_glob_chooses_rank_files() -> None:
 
 
 def test_a_glob_that_fits_nothing_is_told() -> None:
-    with pytest.raises(IncompleteError, match="is not there"):
+    with pytest.raises(IncompleteError, match="does not exist"):
         formats.read_index(str(DCP / "nothing_*.pt"))
 
 

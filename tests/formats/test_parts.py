@@ -161,7 +161,7 @@ def test_a_damaged_trainer_state_is_no_empty_one(tmp_path: Path) -> None:
     folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
     (folder / "trainer_state.json").write_text('{"global_step": 2')
     problems = formats.read_index(str(folder)).problems
-    assert any("trainer_state.json is not sound JSON" in problem.message for problem in problems)
+    assert any("trainer_state.json is not valid JSON" in problem.message for problem in problems)
 
 
 @pytest.mark.parametrize("form", ["dcp", "ranks"])

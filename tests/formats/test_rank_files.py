@@ -336,7 +336,7 @@ def test_a_damaged_file_is_named_and_hides_no_other(tmp_path: Path) -> None:
     paths[1].write_bytes(paths[1].read_bytes()[:1000])
     index = read(tmp_path)
     assert index.tensor("buffer") is not None
-    with pytest.raises(UnreadableError, match=r"rank_1\.pt is cut short"):
+    with pytest.raises(UnreadableError, match=r"rank_1\.pt is truncated"):
         index.require_whole()
 
 

@@ -124,12 +124,12 @@ class TestContract(ReaderContract):
         (b"PK\x03\x04" + bytes(100), "zip archive"),
         (b"\x80\x02}q\x00." + bytes(20), "pickle"),
         (b'{"weight_map": {}}', "JSON file"),
-        (b"abc", "cut short"),
+        (b"abc", "truncated"),
         (bytes(64), "header of 0 bytes"),
         (b"\xff" * 64, "2 to 100,000,000"),
         ((10**8 + 1).to_bytes(8, "little") + b"{}", "2 to 100,000,000"),
         ((2).to_bytes(8, "little") + b"[]", "does not begin with"),
-        ((50).to_bytes(8, "little") + b'{"a"', "cut short inside its header"),
+        ((50).to_bytes(8, "little") + b'{"a"', "truncated inside its header"),
     ],
 )
 def test_what_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes, said: str) -> None:
@@ -142,12 +142,12 @@ def test_what_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes, sa
 @pytest.mark.parametrize(
     ("header", "said"),
     [
-        (b'{"a": ', "not sound JSON"),
-        (b'{"a": "\xff"}', "not sound JSON"),
-        (b"{" + b'"a":{' * 100_000, "not sound JSON"),
+        (b'{"a": ', "not valid JSON"),
+        (b'{"a": "\xff"}', "not valid JSON"),
+        (b"{" + b'"a":{' * 100_000, "not valid JSON"),
         (
             b'{"a": {"dtype": "U8", "shape": [' + b"9" * 5000 + b"]}}",
-            "not sound JSON|cannot be meant",
+            "not valid JSON|are not valid",
         ),
         (
             b'{"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "w": {}}',
@@ -158,11 +158,11 @@ def test_what_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes, sa
         (b'{"w": 1}', "'w' describes no tensor"),
         (b'{"\\ud800": {}}', "describes no tensor"),
         (b'{"w": {"dtype": 3}}', "its dtype is no string"),
-        (b'{"w": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 0]}}', "cannot be meant"),
-        (b'{"w": {"dtype": "U8", "shape": [true], "data_offsets": [0, 1]}}', "cannot be meant"),
-        (b'{"w": {"dtype": "U8", "shape": [1.0], "data_offsets": [0, 1]}}', "cannot be meant"),
-        (b'{"w": {"dtype": "U8", "shape": [0], "data_offsets": [1, 0]}}', "cannot be meant"),
-        (b'{"w": {"dtype": "U8", "shape": [0], "data_offsets": [0]}}', "cannot be meant"),
+        (b'{"w": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 0]}}', "are not valid"),
+        (b'{"w": {"dtype": "U8", "shape": [true], "data_offsets": [0, 1]}}', "are not valid"),
+        (b'{"w": {"dtype": "U8", "shape": [1.0], "data_offsets": [0, 1]}}', "are not valid"),
+        (b'{"w": {"dtype": "U8", "shape": [0], "data_offsets": [1, 0]}}', "are not valid"),
+        (b'{"w": {"dtype": "U8", "shape": [0], "data_offsets": [0]}}', "are not valid"),
         (b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 7]}}', "takes 8 bytes.* has 7"),
     ],
 )
@@ -359,7 +359,7 @@ def test_an_odd_total_size_does_no_harm(tmp_path: Path, total: object) -> None:
         (b"", "is empty"),
         (b"<html>", "HTML"),
         (b"version https://git-lfs.github.com", "LFS"),
-        (b'{"weight_map": {', "not sound JSON"),
+        (b'{"weight_map": {', "not valid JSON"),
         (b"[]", "has no weight_map"),
         (b'{"weight_map": 1}', "has no weight_map"),
         (b'{"weight_map": {"a": 1}}', "no file beside it"),
@@ -404,7 +404,7 @@ def test_a_gap_in_the_numbers_is_a_missing_file(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model-00003-of-00003.safetensors").unlink()
     assert read(folder).missing == (str(folder / "model-00003-of-00003.safetensors"),)
-    assert "model-00003-of-00003.safetensors is not there" in messages(folder)
+    assert "model-00003-of-00003.safetensors does not exist" in messages(folder)
 
 
 def test_numbers_of_two_saves_are_a_problem(tmp_path: Path) -> None:
@@ -523,7 +523,7 @@ def test_shards_of_two_saves_are_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("info", "said"),
     [
-        ("{", "not sound JSON"),
+        ("{", "not valid JSON"),
         ("[]", "no JSON object"),
         ("{}", "w: DCP_SHARDING_INFO should give 1 offsets"),
         ('{"w": {"saved_offsets": [0, 0]}}', "should give 1 offsets"),

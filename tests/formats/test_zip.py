@@ -95,7 +95,7 @@ def test_a_flipped_bit_in_a_record_is_told_by_its_crc() -> None:
 
 
 def test_a_cut_archive_is_told_so() -> None:
-    with pytest.raises(UnreadableError, match="is cut short: 50,000 bytes"):
+    with pytest.raises(UnreadableError, match="is truncated: 50,000 bytes"):
         opened(archive_of(RECORDS)[:50_000])
 
 

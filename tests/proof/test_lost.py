@@ -143,11 +143,11 @@ def test_showing_what_is_lost_says_so(tmp_path: Path) -> None:
     folder = bins(tmp_path / "ckpt", lost="pytorch_model-00002-of-00002.bin")
     result = run("show", str(folder), "c")
     assert result.exit_code == 3
-    assert "pytorch_model-00002-of-00002.bin is not there" in result.stderr
+    assert "pytorch_model-00002-of-00002.bin does not exist" in result.stderr
     assert run("show", str(folder), "a").exit_code == 0
     assert run("show", str(folder), "none").exit_code == 1
     index = ckpt_tools.open_checkpoint(str(folder))
-    with pytest.raises(IncompleteError, match="is not there"):
+    with pytest.raises(IncompleteError, match="does not exist"):
         index.read("c")
     with pytest.raises(AnswerNo):
         index.read("none")
@@ -162,4 +162,4 @@ def test_verify_names_what_went_with_a_file(tmp_path: Path) -> None:
     assert told["lost"] == ["c"]
     assert not told["against"]["same"]
     assert not any("all the same" in note for note in told["notes"])
-    assert "all 2 that are there are whole, 1 lost" in run("verify", str(folder)).stdout
+    assert "all 2 that exist are complete, 1 missing" in run("verify", str(folder)).stdout

@@ -108,7 +108,7 @@ def test_a_server_that_knows_no_ranges_is_not_believed(monkeypatch: pytest.Monke
 def test_what_is_not_there_is_said_in_one_line() -> None:
     done = _run("inspect", "memory://bucket/nowhere")
     assert done.exit_code == 3
-    assert done.stderr == "Error: memory://bucket/nowhere is not there.\n"
+    assert done.stderr == "Error: memory://bucket/nowhere does not exist.\n"
 
 
 def test_an_unknown_protocol_is_a_matter_of_usage() -> None:
@@ -138,7 +138,7 @@ def test_nothing_in_a_store_is_replaced(flags: tuple[str, ...], put) -> None:  #
     there = put(REAL / KINDS[0], "run")
     done = _run("export", str(REAL / KINDS[0]), "-o", there, *flags)
     assert done.exit_code == 2
-    assert "is there already" in done.stderr
+    assert "already exists" in done.stderr
 
 
 def test_what_makes_a_checkpoint_is_sent_last(
@@ -183,12 +183,12 @@ def test_a_rehearsal_sends_nothing() -> None:
 
 def test_a_file_that_shrank_is_cut_short(put) -> None:  # noqa: ANN001
     there = put(REAL / KINDS[0], "run")
-    with Files() as files, pytest.raises(UnreadableError, match="cut short"):
+    with Files() as files, pytest.raises(UnreadableError, match="truncated"):
         files.read(f"{there}/.metadata", 10, 10**9)
 
 
 def test_a_file_that_is_gone_is_incomplete() -> None:
-    with Files() as files, pytest.raises(IncompleteError, match="is not there"):
+    with Files() as files, pytest.raises(IncompleteError, match="does not exist"):
         files.size("memory://bucket/gone")
 
 
@@ -321,7 +321,7 @@ def troubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("stalled.pt", "sent nothing for 0.2 seconds, 3 times"),
         ("loop.pt", "sends on from address to address"),
         ("busy.pt", "its server answers 503 (Service Unavailable)"),
-        ("nowhere.pt", "is not there"),
+        ("nowhere.pt", "does not exist"),
     ],
 )
 def test_a_fault_of_a_web_server_is_a_sentence(troubled: str, path: str, said: str) -> None:

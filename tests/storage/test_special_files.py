@@ -90,7 +90,7 @@ def test_dcp_items_are_found_by_any_form_of_their_path(tmp_path: Path, before: s
     for quick in ((), ("--quick",)):
         done = CliRunner().invoke(cli, ["verify", str(folder), *quick])
         assert done.exit_code == 0, done.stderr
-        assert "all 48 are whole" in done.stdout
+        assert "all 48 are complete" in done.stdout
         assert "0-3 intact" in done.stdout
 
 

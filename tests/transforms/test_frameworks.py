@@ -88,10 +88,10 @@ def test_verl_gets_the_mesh_that_its_own_loader_has(
 def test_states_of_the_old_ranks_are_left_out_and_named(tmp_path: Path) -> None:
     command = ["reshard", str(COMPOSER), "-o", str(tmp_path / "a"), "--to-mesh", "4"]
     told = CliRunner().invoke(cli, [*command, "--layout", "composer"]).stderr
-    assert "Left out, of the old ranks: rng (2 ranks)." in told
+    assert "Left out, state of the old ranks: rng (2 ranks)." in told
     assert "rng" in names_of(tmp_path / "a" / "ep0-ba1")  # an empty list, which its loader asks for
     told = lay_out(TITAN, tmp_path / "b", "titan")
-    assert "Left out, of the old ranks: dataloader (4 data-parallel ranks)." in told
+    assert "Left out, state of the old ranks: dataloader (4 data-parallel ranks)." in told
     told = lay_out(ACCELERATE / "optimizer_0", tmp_path / "c", "accelerate")
     assert "of the old ranks: random_states_0.pkl, random_states_1.pkl" in told
 

@@ -556,7 +556,7 @@ def test_a_rename_that_changes_nothing_or_cannot_be_read_is_refused() -> None:
     for text in ("nothing", "=x", "(=x"):
         with pytest.raises(UsageError):
             maps.parse_rename(text)
-    with pytest.raises(UsageError, match="cannot be meant"):
+    with pytest.raises(UsageError, match="is not valid"):
         renamed(("a",), r"a=\7")
 
 

@@ -124,7 +124,7 @@ def test_a_plain_reshard_takes_no_positions_of_other_ranks_along(tmp_path: FileP
         command = ["reshard", str(TITAN), "-o", str(out), "--to-mesh", mesh, *more]
         done = CliRunner().invoke(cli, command)
         assert done.exit_code == 0, done.stderr
-        assert ("Left out, of the old ranks: dataloader" in done.stderr) == (
+        assert ("Left out, state of the old ranks: dataloader" in done.stderr) == (
             mesh == "2" and not more
         )
         return {entry.fqn for entry in read_index(str(out)).objects if "dataloader" in entry.fqn}
@@ -140,7 +140,7 @@ def test_a_plain_reshard_takes_no_positions_of_other_ranks_along(tmp_path: FileP
 def test_a_file_for_any_ranks_has_no_states_of_four(tmp_path: FilePath) -> None:
     command = ["export", str(VERL), "--only", "all", "--keep-names", "-o"]
     done = CliRunner().invoke(cli, [*command, str(tmp_path / "a.pt")])
-    assert "Left out, of the old ranks: extra_state.rng (4 ranks)." in done.stderr
+    assert "Left out, state of the old ranks: extra_state.rng (4 ranks)." in done.stderr
     found = {entry.fqn for entry in read_index(str(tmp_path / "a.pt")).entries}
     assert not [fqn for fqn in found if ".rng." in fqn]
     CliRunner().invoke(cli, [*command, str(tmp_path / "b.pt"), "--keep-rank-states"])

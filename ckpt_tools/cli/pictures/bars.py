@@ -163,7 +163,7 @@ def _facts(row: fold.Row, *, moved: int | None, hurt: frozenset[str]) -> str:
     bad = sum(held.fqn in hurt for held in row.tensors)
     marks = f'<span class="quiet">{row.times}</span>'
     if bad:
-        marks += f' <b class="bad">{"hurt" if len(row.tensors) == 1 else f"{bad:,} hurt"}</b>'
+        marks += f' <b class="bad">{"damaged" if len(row.tensors) == 1 else f"{bad:,} damaged"}</b>'
     shape = text(f"{short_shape(row.first.shape)} {row.first.dtype.name}")
     last = "" if moved is None else f'<span class="n moves">{format_size(moved)}</span>'
     return (
@@ -177,7 +177,7 @@ def _bar(titled: Side, held: Held, *, fits: bool) -> str:
     title, side = titled
     lead = f'<small class="quiet">{title}</small> ' if title else ""
     if not held.pieces:
-        words = "all of it is lost" if held.nbytes else "no elements"
+        words = "all of it is missing" if held.nbytes else "no elements"
         return f'<span class="side">{lead}{words}</span>'
     if not fits or len(held.pieces) > _MAX_DRAWN:
         who = rank_spans(sorted({n for piece in held.pieces for n in piece.holders})) or "unknown"

@@ -59,7 +59,7 @@ def _anomalies(found: Sequence[Anomaly]) -> Iterator[str]:
     if not found:
         yield '<p class="quiet">No value stands out along the edges of a shard.</p>'
         return
-    yield '<h2 class="bad">Look at these: their edges are shard edges</h2>'
+    yield '<h2 class="bad">Suspicious regions: their edges are shard edges</h2>'
     rows = [
         (odd.kind, odd.fqn, str(odd.box), "-" if odd.rank is None else str(odd.rank), odd.detail)
         for odd in found[:500]

@@ -84,7 +84,7 @@ def _file_problems(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Che
         elif size is not None:
             problems.append(
                 UnreadableError(
-                    f"{path} is cut short: {size:,} bytes, the index needs {needs[path]:,}.",
+                    f"{path} is truncated: {size:,} bytes, the index needs {needs[path]:,}.",
                     hint=_damage(index, hurt, [path]),
                     about=sorted(hurt[path]),
                 )
@@ -131,7 +131,7 @@ def _damage(index: CheckpointIndex, hurt: Mapping[str, set[str]], paths: Sequenc
     ranks = {chunk.rank for entry in index.tensors for chunk in entry.chunks}
     bad_ranks = {rank_of(path) for path in hurt}
     intact = sorted(rank for rank in ranks - bad_ranks if rank is not None)
-    text = f"Hurt: {len(tensors)} of {total} tensors; {total - len(tensors)} are whole."
+    text = f"Damaged: {len(tensors)} of {total} tensors; {total - len(tensors)} are complete."
     if intact:
         verb = "Rank {} is" if len(intact) == 1 else "Ranks {} are"
         text += f" {verb.format(some([str(rank) for rank in intact], 8))} intact."

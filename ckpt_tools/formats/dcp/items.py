@@ -270,4 +270,4 @@ def _inflate(blocks: Iterator[bytes], write: Callable[[bytes], object], where: s
     except zstandard.ZstdError as error:
         raise UnreadableError(f"{where}: its zstd data is damaged: {error}.") from error
     if not inflater.eof:
-        raise UnreadableError(f"{where}: its zstd data is cut short.")
+        raise UnreadableError(f"{where}: its zstd data is truncated.")

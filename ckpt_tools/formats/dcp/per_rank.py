@@ -186,7 +186,7 @@ def _differing(found: Mapping[str, int | None]) -> Iterator[CheckpointError]:
     if found:
         fqns = list(found)
         yield UnsupportedError(
-            f"{some(fqns)}: replicas that differ between ranks, so that none is known to be right; "
+            f"{some(fqns)}: replicas that differ between ranks, so it is not known which is right; "
             f"rank {found[fqns[0]]} is the first that differs.",
             hint="Leave them out with -x, or save again from a job in which all ranks agree.",
             about=fqns,

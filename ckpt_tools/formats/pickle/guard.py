@@ -64,7 +64,7 @@ def end_of_pickle(data: bytes, start: int = 0) -> int:
                 return at
     except IndexError as error:
         if at >= len(data):
-            raise CutPickleError("is cut short: it ends inside of its pickle.") from error
+            raise CutPickleError("is truncated: it ends inside of its pickle.") from error
         raise UnreadableError(f"is damaged: its pickle is not one, at byte {at:,}.") from error
 
 
@@ -409,7 +409,7 @@ def _counted(effect: _Effect, width: int) -> _Step:
         data = walk.data
         end = at + width + int.from_bytes(data[at : at + width], "little")
         if end > len(data):
-            raise CutPickleError("is cut short: it ends inside of its pickle.")
+            raise CutPickleError("is truncated: it ends inside of its pickle.")
         return effect(walk, at, end)
 
     return step
@@ -423,7 +423,7 @@ def _lined(effect: _Effect, lines: int) -> _Step:
         for _ in range(lines):
             end = walk.data.find(b"\n", end) + 1
             if end == 0:
-                raise CutPickleError("is cut short: it ends inside of its pickle.")
+                raise CutPickleError("is truncated: it ends inside of its pickle.")
         return effect(walk, at, end)
 
     return step

@@ -204,7 +204,7 @@ def _opaque(
 
 def _sharded_tensor_error() -> UnsupportedError:
     return UnsupportedError(
-        "holds a ShardedTensor, which opens only inside the job that saved it.",
+        "holds a ShardedTensor, which can be loaded only inside the job that saved it.",
         hint="Save it again with a device_mesh given to FSDP (then it holds DTensors), with "
         "FULL_STATE_DICT, or with torch.distributed.checkpoint.",
     )

@@ -52,7 +52,9 @@ def notes(families: Sequence[Family], world: int) -> Iterator[str]:
         have = {file.rank for file in family.files}
         absent = [rank for rank in range(world) if rank not in have]
         own = (
-            " What each of them saved for itself is lost." if holds_other_state(family.name) else ""
+            " State that each of them saved for itself is missing."
+            if holds_other_state(family.name)
+            else ""
         )
         yield (
             f"{family.pattern}: the replicas of ranks {rank_spans(absent)} are absent; the "

@@ -85,7 +85,7 @@ def parse_header(files: Files, path: str, *, offset: int, length: int) -> Header
     try:
         parsed: object = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path}: its header is not sound JSON: {error}.") from error
+        raise UnreadableError(f"{path}: its header is not valid JSON: {error}.") from error
     if not isinstance(parsed, dict):
         raise UnreadableError(f"{path}: its header is no JSON object.")
     metadata = _metadata(parsed.pop("__metadata__", {}), path)
@@ -110,8 +110,8 @@ def length_problem(header: Header, path: str, *, end: int) -> UnreadableError | 
         if stored.data.offset + stored.data.length > end
     ]
     return UnreadableError(
-        f"{path} is cut short: {end:,} bytes, its header needs {header.end:,}; "
-        f"{len(hurt):,} of {len(header.tensors):,} tensors {are(len(hurt))} hurt.",
+        f"{path} is truncated: {end:,} bytes, its header needs {header.end:,}; "
+        f"{len(hurt):,} of {len(header.tensors):,} tensors {are(len(hurt))} damaged.",
         hint="It may still be copying, or the disk was full; compare its size with the original's.",
         about=hurt,
     )
@@ -131,7 +131,7 @@ def foreign(path: str, start: bytes) -> UnreadableError | None:
         )
     for magic, what, hint in _FOREIGN:
         if start.lstrip().startswith(magic) and not looks_like_safetensors(start):
-            return UnreadableError(f"{path} is no safetensors file: it {what}.", hint=hint)
+            return UnreadableError(f"{path} is not a safetensors file: it {what}.", hint=hint)
     return None
 
 
@@ -142,20 +142,20 @@ def _header_text(files: Files, path: str, *, offset: int, length: int) -> bytes:
     if stranger is not None:
         raise stranger
     if length < PREFIX + 2:
-        raise UnreadableError(f"{path} is cut short: {length:,} bytes hold no safetensors header.")
+        raise UnreadableError(f"{path} is truncated: {length:,} bytes hold no safetensors header.")
     size = int.from_bytes(start[:PREFIX], "little")
     if not 2 <= size <= MAX_HEADER:
         raise UnreadableError(
-            f"{path} is no safetensors file: its first 8 bytes give a header of {size:,} bytes, "
+            f"{path} is not a safetensors file: its first 8 bytes give a header of {size:,} bytes, "
             f"2 to {MAX_HEADER:,} expected."
         )
     if start[PREFIX : PREFIX + 1] != b"{":
         raise UnreadableError(
-            f"{path} is no safetensors file: its header does not begin with '{{'."
+            f"{path} is not a safetensors file: its header does not begin with '{{'."
         )
     if PREFIX + size > length:
         raise UnreadableError(
-            f"{path} is cut short inside its header: {length:,} bytes, "
+            f"{path} is truncated inside its header: {length:,} bytes, "
             f"the header alone needs {PREFIX + size:,}.",
             hint="It may still be copying; compare its size with the original's.",
         )
@@ -217,7 +217,7 @@ def _stored(name: str, entry: dict[str, object], *, dtype: DType, path: str, sta
     if shape is None or span is None or len(span) != 2 or span[0] > span[1]:
         raise UnreadableError(
             f"{path}: {name}: its shape {entry.get('shape')!r:.60} or its data_offsets "
-            f"{entry.get('data_offsets')!r:.60} cannot be meant."
+            f"{entry.get('data_offsets')!r:.60} are not valid."
         )
     shape = _in_packs(name, shape, dtype=dtype, path=path)
     found, needed = span[1] - span[0], prod(shape) * dtype.itemsize

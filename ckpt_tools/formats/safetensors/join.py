@@ -70,7 +70,7 @@ def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
     try:
         info: object = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path}: {_SHARDING_INFO} is not sound JSON: {error}.") from error
+        raise UnreadableError(f"{path}: {_SHARDING_INFO} is not valid JSON: {error}.") from error
     if not isinstance(info, dict):
         raise UnreadableError(f"{path}: {_SHARDING_INFO} is no JSON object.")
     absent = sorted(name for name in info if name not in header.tensors)
@@ -262,7 +262,7 @@ def _shard_name(rank: int, number: int, count: int) -> str:
 
 def _missing_rank(path: str, rank: int, *, top: int) -> IncompleteError:
     return IncompleteError(
-        f"{path} is not there: rank {rank - 1} has no file, ranks up to {top - 1} have.",
+        f"{path} does not exist: rank {rank - 1} has no file, ranks up to {top - 1} have.",
         hint="Copy the files of every rank into one folder.",
     )
 
@@ -290,7 +290,7 @@ def _shortened(
             gaps.paths.append(f"{folder}/{_shard_name(top, number, count)}")
             gaps.problems.append(
                 IncompleteError(
-                    f"{gaps.paths[-1]} is not there, and {cut.fqn} ends early without it: "
+                    f"{gaps.paths[-1]} does not exist, and {cut.fqn} ends early without it: "
                     f"{list(cut.chunks[0].box.sizes)} is no even piece of {list(cut.shape)}."
                 )
             )

@@ -43,7 +43,7 @@ def plan_files(
     ordered = sorted(targets, key=lambda target: target.fqn)
     _check_targets(ordered)
     if max_shard_size < 1 or not basename or "/" in basename:
-        raise UsageError(f"Shards {basename!r} of at most {max_shard_size} bytes cannot be meant.")
+        raise UsageError(f"Shards {basename!r} of at most {max_shard_size} bytes are not possible.")
     homes = {t.fqn: Home(t.path[:-1], t.entry.section) for t in ordered}
     metadata = {**metadata, **encoded(homes)}
     shards = _split(ordered, max_shard_size)

@@ -100,7 +100,7 @@ def _records(
         offset += _COUNT
         if offset + storage.numel * itemsize > length:
             raise UnreadableError(
-                f"{path} is cut short: {length:,} bytes, its storages need "
+                f"{path} is truncated: {length:,} bytes, its storages need "
                 f"{offset + storage.numel * itemsize:,} or more."
             )
         if count != storage.numel:

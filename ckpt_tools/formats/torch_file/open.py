@@ -81,7 +81,7 @@ def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
 def _record_of(storage: StoredStorage, records: Mapping[str, Record], path: str) -> Record:
     record = records.get(storage.key)
     if record is None:
-        raise UnreadableError(f"{path} is cut short or damaged: it lacks storage {storage.key!r}.")
+        raise UnreadableError(f"{path} is truncated or damaged: it lacks storage {storage.key!r}.")
     return record
 
 

@@ -301,14 +301,14 @@ class _Source:
         kind = sniff(self.take(0, min(512, self.length)))
         if kind == "zip":
             raise UnreadableError(
-                f"{self.where} is cut short: {self.length:,} bytes, and its end record is missing.",
+                f"{self.where} is truncated: {self.length:,} bytes, and its end record is missing.",
                 hint="Copy the file again, or save the checkpoint again.",
             )
-        raise UnreadableError(f"{self.where} is no torch.save archive: {_FOREIGN[kind]}.")
+        raise UnreadableError(f"{self.where} is not a torch.save archive: {_FOREIGN[kind]}.")
 
     def _raise_cut(self, found: int, expected: int) -> None:
         raise UnreadableError(
-            f"{self.where} is cut short: {found:,} bytes, the archive needs {expected:,}."
+            f"{self.where} is truncated: {found:,} bytes, the archive needs {expected:,}."
         )
 
 
@@ -348,7 +348,7 @@ def _directory(data: bytes, where: str, *, start: int) -> Iterator[_Entry]:
         extra_at = name_at + name_length
         at = extra_at + extra_length + comment
         if at > len(data):
-            raise UnreadableError(f"{where}: its central directory is cut short.")
+            raise UnreadableError(f"{where}: its central directory is truncated.")
         name = data[name_at:extra_at]
         if _ABSENT_32 in (packed, length, header):
             extra = data[extra_at:at]

@@ -107,7 +107,7 @@ def _refuse_others(tensor_map: TensorMap, names: Sequence[str], model_type: str 
         raise UsageError(
             f"The map {tensor_map.name} is not for this model: {'; '.join(reasons)}.",
             hint="Choose another map (--map auto looks for one by the names), or a part that it is "
-            "for; --force-map takes it all the same.",
+            "for; --force-map uses it anyway.",
         )
 
 
@@ -210,7 +210,7 @@ def _gathered(group: _Group) -> TransformedTensor:
 
 
 def _layer_of(group: _Group, layer: int) -> list[View]:
-    """The parts of one layer of the stack. Raises UsageError for one that is not there."""
+    """The parts of one layer of the stack. Raises UsageError for one that does not exist."""
     sources = group.rule.sources
     absent = [
         group.name(text, layer)
@@ -218,7 +218,7 @@ def _layer_of(group: _Group, layer: int) -> list[View]:
         if (part, layer) not in group.found
     ]
     if absent:
-        raise UsageError(f"parts are not there: {some(sorted(absent), 10)}.")
+        raise UsageError(f"parts are missing: {some(sorted(absent), 10)}.")
     return [views.view_of(group.found[part, layer].entry) for part in range(len(sources))]
 
 

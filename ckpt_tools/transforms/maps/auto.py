@@ -30,12 +30,12 @@ class AutoMapStep:
         known = [one for one in builtins_to_hf() if not one.keeps_rest and knows_all(one, names)]
         if len(known) == 1:
             outcome = apply(known[0], made, values=self.values, model_type=self.model_type)
-            chosen = f"--map auto chose {known[0].name}: of all maps only it knows all names."
+            chosen = f"--map auto chose {known[0].name}: the only map that knows all names."
             return outcome._replace(notes=(chosen, *outcome.notes))
         if _ON_HUB in names and not known:
             return TransformResult(made, ("--map auto: the names are Hugging Face's already.",))
         found = ", ".join(one.name for one in known) or "no built-in map"
         raise UsageError(
-            f"--map auto is in doubt: {found} would fit all {len(names)} names.",
+            f"--map auto is not certain: {found} would fit all {len(names)} names.",
             hint=f"Name the map: {', '.join(builtin_names())}, or a file of your own.",
         )

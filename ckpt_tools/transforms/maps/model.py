@@ -181,7 +181,7 @@ def evaluate(text: str, values: Mapping[str, int]) -> int:
             product *= values[factor]
         else:
             raise UsageError(
-                f"The map needs the value of {factor!r}, and nothing tells it.",
+                f"The map needs the value of {factor!r}, which is not known.",
                 hint=f"Give it with --map-value {factor}=N, or name a folder that has the model's "
                 "config.json with --hf-assets.",
             )

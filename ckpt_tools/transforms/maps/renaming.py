@@ -68,7 +68,7 @@ def _renamed(one: TransformedTensor, text: str, *, by: str) -> TransformedTensor
     try:
         fqn = re.sub(text, by, one.entry.fqn)
     except (re.error, IndexError) as error:
-        raise UsageError(f"--rename '{text}={by}' cannot be meant: {error}.") from error
+        raise UsageError(f"--rename '{text}={by}' is not valid: {error}.") from error
     if fqn == one.entry.fqn:
         return one
     if not fqn:
@@ -135,7 +135,7 @@ class UntieStep:
         """
         found = {one.entry.fqn: one for one in made}
         if self.name in found:
-            return TransformResult(made, (f"--untie: {self.name} is there already.",))
+            return TransformResult(made, (f"--untie: {self.name} already exists.",))
         if self.source not in found:
             raise UsageError(f"--untie: there is no {self.source} that {self.name} could equal.")
         entry = replace(found[self.source].entry, fqn=self.name, path=(self.name,))

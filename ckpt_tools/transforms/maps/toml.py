@@ -149,7 +149,7 @@ class _Table:
             )
 
     def text(self, key: str, default: str) -> str:
-        """A string, or what stands for one that is not there; a whole number is taken for one."""
+        """A string, or what stands for one that does not exist; a whole number is taken for one."""
         value = self._content.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (str, int)):
             raise self._wrong(key, "a string")
@@ -164,14 +164,14 @@ class _Table:
         return tuple(map(str, values))
 
     def number(self, key: str) -> int:
-        """A whole number of 0 or more; 0 when it is not there."""
+        """A whole number of 0 or more; 0 when it does not exist."""
         value = self._content.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self._wrong(key, "a number of 0 or more")
         return value
 
     def flag(self, key: str) -> bool:
-        """True or false; false when it is not there."""
+        """True or false; false when it does not exist."""
         value = self._content.get(key, False)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false")

@@ -418,7 +418,7 @@ def _dtype(dtype: str | DType) -> DType:
     """The element type of a name such as ``bf16``. Raises UsageError for one that is not known."""
     found = parse_dtype(dtype) if isinstance(dtype, str) else dtype
     if found is None:
-        raise UsageError(f"{dtype!r} is no element type; write bf16, fp16 or fp32.")
+        raise UsageError(f"{dtype!r} is not an element type; use bf16, fp16 or fp32.")
     return found
 
 

@@ -238,9 +238,9 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
         return Verdict(yes=False, reason=index.problems[0].message.partition("\n")[0])
     held = {entry.section for entry in index.tensors}
     if "model" not in held:
-        return Verdict(yes=False, reason="there are no model weights here")
+        return Verdict(yes=False, reason="the model weights are missing")
     if "optim" not in held:
-        reason = "there is no optimizer state; the weights can start a new run"
+        reason = "the optimizer state is missing; the weights can start a new run"
         return Verdict(yes=False, reason=reason)
     flawed = [entry for entry in index.objects if entry.flaw is not None]
     unread = [entry for entry in flawed if entry.section in ("model", "optim")]
@@ -248,9 +248,11 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
         shown, flaw = some([entry.fqn for entry in unread]), unread[0].flaw
         return Verdict(yes=False, reason=f"{shown} cannot be read: {flaw}".partition("\n")[0])
     if not any(map(_is_of_groups, index.entries)):
-        reason = "the optimizer's param_groups are not here, and no optimizer loads without them"
+        reason = (
+            "the optimizer's param_groups are missing, and an optimizer cannot load without them"
+        )
         return Verdict(yes=False, reason=reason)
-    return Verdict(yes=True, reason="model and optimizer state are there, and nothing is missing")
+    return Verdict(yes=True, reason="model and optimizer state are complete")
 
 
 def _is_of_groups(entry: TensorEntry | ObjectEntry) -> bool:

@@ -81,5 +81,5 @@ def digest(index: CheckpointIndex, *, threads: int | None) -> Fingerprint:
     with progress.byte_bar(total, label="fingerprint") as on_bytes, Files() as files:
         found = fingerprint(index, files, threads=threads, on_bytes=on_bytes)
     if not index.tensors:
-        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to digest.")
+        raise AnswerNo(f"{index.root} has no tensors to digest.")
     return found

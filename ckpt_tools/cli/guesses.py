@@ -32,7 +32,7 @@ _COMMANDS = {
     "version": ("--version",),
 }
 _EXPORT = (
-    "`ckpt-tools export CKPT -o OUT` writes whole tensors, as safetensors or as one torch file."
+    "`ckpt-tools export CKPT -o OUT` writes full tensors, as safetensors or as one torch file."
 )
 _RESHARD = (
     "`ckpt-tools reshard CKPT -o OUT --to-mesh 8` writes shards for training on another mesh."

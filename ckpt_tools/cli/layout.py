@@ -84,7 +84,7 @@ def command(
     if sum(map(bool, (svg, html, json))) > 1:
         raise UsageError("--svg, --html and --json cannot be used together.")
     if to_mesh is None and (placements or place):
-        raise UsageError("--placements and --place say how tensors lie on --to-mesh.")
+        raise UsageError("--placements and --place need --to-mesh.")
     for path in filter(None, (svg, html)):
         if path != "-":
             one_file.admit(path, sources=[ckpt], force=force)

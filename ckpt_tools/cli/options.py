@@ -263,7 +263,7 @@ def _out(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa
             "\nllama.cpp's convert_hf_to_gguf.py makes GGUF of a folder exported with --hf-assets."
         )
     if not is_export:
-        hint = "Name a folder. `ckpt-tools export` writes whole tensors into one file."
+        hint = "Name a folder. `ckpt-tools export` writes full tensors into one file."
     raise UsageError(
         f"{value}: {ctx.command.name} does not write {suffix} files.",
         hint=f"{hint}\nA / at the end makes a folder of this name.",

@@ -141,7 +141,7 @@ def identity(told: Inspection) -> Iterator[tuple[str, str]]:
         yield "framework", told.framework
     if told.world_size is not None:
         yield "world size", counted(told.world_size, "rank")
-    yield "mesh", str(told.mesh or "none is stated, and nothing is cut")
+    yield "mesh", str(told.mesh or "none stated, nothing sharded")
     if told.mesh is not None and told.placements:
         yield (
             "placements",

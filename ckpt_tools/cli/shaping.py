@@ -224,7 +224,9 @@ def export_steps(
     if folder is not None and not is_folder:
         raise UsageError("--hf-assets completes a folder of safetensors; OUT is one file.")
     if is_adapter() and (folder is not None or not is_folder):
-        raise UsageError("--adapter makes a folder of its own kind: no file, and no --hf-assets.")
+        raise UsageError(
+            "--adapter writes a PEFT folder: OUT cannot be a file, and --hf-assets does not apply."
+        )
     if folder is None and _flag("allow_mismatch"):
         raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
     size = _number("vocab_size")

@@ -84,7 +84,7 @@ def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
     with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
         found = stats(index, files, threads=threads, on_bytes=on_bytes)
     if not index.tensors:
-        raise AnswerNo(f"{index.root} holds no tensors, so there is nothing to look at.")
+        raise AnswerNo(f"{index.root} has no tensors.")
     return found
 
 

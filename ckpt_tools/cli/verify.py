@@ -319,7 +319,7 @@ def _comparison(compared: Comparison | None, against: str) -> Iterator[tuple[str
         count = counted(len(differing), "difference")
         yield "against", "\n".join([f"{name}: {count} ({sections})", *first_of(differing, _SHOWN)])
     if compared.extra:
-        yield "", f"not compared, since the other side has none: {', '.join(compared.extra)}"
+        yield "", f"not compared, because the other side has none: {', '.join(compared.extra)}"
 
 
 def _difference(one: Difference) -> str:

@@ -177,7 +177,7 @@ def _refuse_with_layout(options: ExportOptions, *, single_file: str | None, chec
         )
     if options.steps or options.keep_names:
         raise UsageError(
-            f"--layout {options.layout} gives the names itself: no --keep-names, no --map or "
+            f"--layout {options.layout} sets the names: no --keep-names, no --map or "
             "--rename, no LoRA or Hugging Face options."
         )
     if check:
@@ -356,7 +356,7 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
     rest = Counter(entry.section for entry in index.tensors if entry.fqn not in kept)
     if rest:
         counts = ", ".join(f"{count} of {section}" for section, count in sorted(rest.items()))
-        notes.append(f"Left out {counts} (tensors); choose with --only, --include and --exclude.")
+        notes.append(f"Left out tensors: {counts}; choose with --only, --include and --exclude.")
     notes += casts.master_weights_note(index, chosen.tensors)
     if chosen.objects:
         shown = some([entry.fqn for entry in chosen.objects])

@@ -367,7 +367,7 @@ def _checked(entry: TensorEntry, layout: Layout | None) -> Layout | None:
         raise UnsupportedError(
             f"{entry.fqn}: dimension {placement.dim} of {list(entry.shape)} does not divide by "
             f"{layout.mesh.shape[first]}, and torch itself loads such shards wrong.",
-            hint=f"Leave it whole on that mesh dimension: --place '{entry.fqn}=…' with R there.",
+            hint=f"Replicate it on that mesh dimension: --place '{entry.fqn}=…' with R there.",
         )
     return layout
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Origin:
     """What an output is made from; with equal origins every byte of two outputs is equal.
 
-    ``sources`` are the source's files, by names that do not tell where it is, with their states
+    ``sources`` equal the source's files, by names that do not tell where it is, with their states
     before they were first read; ``options`` what was asked for, in words; ``layout`` a digest of
     the plan.
     """

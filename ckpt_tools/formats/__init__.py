@@ -83,7 +83,7 @@ def named(name: str) -> Format:
         if form.name == name:
             return form
     known = ", ".join(dict.fromkeys(form.name for form in FORMATS))
-    raise UsageError(f"There is no format {name!r}.", hint=f"Formats are {known}.")
+    raise UsageError(f"Unknown format {name!r}.", hint=f"Formats are {known}.")
 
 
 def _formats_of(index: CheckpointIndex) -> list[Format]:

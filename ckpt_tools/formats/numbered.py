@@ -85,7 +85,7 @@ def parse_index(path: Place, files: Files) -> Index:
     for fqn, name in weight_map.items():
         if not is_text(fqn) or not isinstance(name, str) or not _is_below(name):
             raise UnreadableError(
-                f"{path}: {fqn!r} is in {name!r:.60}, which is no file beside it."
+                f"{path}: {fqn!r} is in {name!r:.60}, which is not a file beside it."
             )
     placed = {fqn: str(path.parent / name) for fqn, name in weight_map.items()}
     return Index(path, placed, _total_size(raw))

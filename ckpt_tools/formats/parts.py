@@ -252,7 +252,7 @@ class _Joining:
         yield IncompleteError(
             f"{self.parts.root}: the optimizer has states of parameters and no param_groups, so "
             f"{self.parts.framework} did not save this, and could not resume from it.",
-            hint="Give one part by itself.",
+            hint="Give one part alone.",
             instead=paths_instead(self.parts.root, read),
             about=[entry.fqn for entry in optim],
         )

@@ -171,7 +171,7 @@ class _Joining:
         first, *others = held
         stored = self._bytes(first)
         if any(e.shape != first.shape or self._bytes(e) != stored for e in others):
-            raise UnsupportedError("each part should have it whole, and they differ.")
+            raise UnsupportedError("it should be equal in every part, but differs.")
         return first
 
     def _bytes(self, entry: TensorEntry) -> list[object]:

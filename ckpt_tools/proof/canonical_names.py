@@ -83,6 +83,6 @@ def _refuse_twins(inside: Mapping[str, Inside], root: str) -> None:
         if other != fqn:
             raise UnsupportedError(
                 f"{root}: {other} and {fqn} are both {place.name!r} inside of {place.section!r}, "
-                "once containers and wrapper components are taken off.",
+                "without containers and wrapper components.",
                 hint="--exclude leaves one of them out.",
             )

@@ -129,9 +129,9 @@ def require_undamaged(
     if found.damages:
         raise _damaged(index, found.damages)
     if not found.crcs:
-        return " The source keeps no checksums of them."
-    some_of = "as far as it keeps any, " if bare else ""
-    return f" The source's own checksums of them were checked, {some_of}and are right."
+        return " The source has no checksums of them."
+    some_of = "as far as they exist, " if bare else ""
+    return f" Their checksums in the source were checked, {some_of}and are right."
 
 
 def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableError:

@@ -242,7 +242,7 @@ def _replicas_hold(index: CheckpointIndex) -> list[str]:
     if not stated and not placed.issuperset(index.missing):
         return []
     told = (
-        "Every row of every tensor is there all the same: replicas in other files hold what the "
+        "Every row of every tensor is still present: replicas in other files hold what the "
         f"{len(index.missing)} missing files held."
     )
     return [told]

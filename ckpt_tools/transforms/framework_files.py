@@ -36,7 +36,7 @@ def plan_files(
 ) -> Sequence[FilePlan]:
     """All files of the arrangement, folder by folder, then what lies beside them.
 
-    ``targets`` are the source's tensors under their own names; ``plan_folder`` plans the files of
+    ``targets`` equal the source's tensors under their own names; ``plan_folder`` plans the files of
     a folder, by its name, from its targets and its part of the index, both under new names.
     """
     parts: list[Sequence[FilePlan]] = []

@@ -130,7 +130,7 @@ def _not_empty(arranged: Arranged, index: CheckpointIndex, layout: str) -> Arran
     if not any(next(tree.leaves(), None) for tree in trees):
         raise AnswerNo(
             f"{index.root}: nothing that is chosen has a place in --layout {layout}.",
-            hint="Leave --layout out to keep it as it is.",
+            hint="Leave --layout out to keep it unchanged.",
         )
     return arranged
 
@@ -189,14 +189,14 @@ def _parts(index: CheckpointIndex) -> _Parts:
         shown = ", ".join(sorted(map(names.join, optimizers)))
         raise UsageError(
             f"{index.root} has several optimizers: {shown}. A framework's layout is of one.",
-            hint="Choose one with --include, or leave --layout out to keep them as they are.",
+            hint="Choose one with --include, or leave --layout out to keep them unchanged.",
         )
     optim = next(iter(optimizers.values()), None)
     stray = next((entry for entry in index.entries if entry.section == "optim"), None)
     if optim is None and stray is not None:
         raise UsageError(
             f"{stray.fqn}: no state dict of an optimizer has it, with state and param_groups.",
-            hint="Leave it out with --exclude, or leave --layout out to keep it as it is.",
+            hint="Leave it out with --exclude, or leave --layout out to keep it unchanged.",
         )
     entries = index.entries
     kinds = names.classify([e.path for e in entries], objects={e.path for e in index.objects})

@@ -220,7 +220,7 @@ class AssetsStep:
                 shapes = weights.plain(shapes, set().union(*needed.choices))
             notes.append(self._compared(shapes, needed, ties))
         names = ", ".join(self.assets.files)
-        notes.append(f"Puts {counted(len(self.assets.files), 'file')} beside the weights: {names}.")
+        notes.append(f"Added {counted(len(self.assets.files), 'file')}: {names}.")
         return TransformResult(left, (*notes, *changes), self._files(config))
 
     def _files(self, config: Mapping[str, object]) -> tuple[FilePlan, ...]:

@@ -107,7 +107,7 @@ def without_old_ranks(
     if not kept:
         raise AnswerNo(
             f"{index.root}: all that is chosen is state of the ranks that saved it: {shown}.",
-            hint="--keep-rank-states writes it as it is.",
+            hint="--keep-rank-states writes it unchanged.",
         )
     note = f"Left out, state of the old ranks: {shown}. --keep-rank-states keeps them."
     return index.select(kept | set(index.lost)), [note]

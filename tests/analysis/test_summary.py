@@ -88,7 +88,7 @@ def test_model_and_optimizer_can_be_resumed_from(path: tuple[str, ...]) -> None:
 def test_an_optimizer_without_groups_cannot_be_resumed_from() -> None:
     verdict = resume_verdict(index(*HALVES))
     assert not verdict.yes
-    assert "param_groups are not here" in verdict.reason
+    assert "param_groups are missing" in verdict.reason
 
 
 def test_an_optimizer_with_an_entry_that_cannot_be_read_cannot_be_resumed_from() -> None:

@@ -108,7 +108,7 @@ def test_the_same_tensors_in_another_format_are_the_same() -> None:
 def test_sections_that_the_reference_lacks_are_told() -> None:
     result = run("verify", DCP, "--against", SAFE)
     assert result.exit_code == 0
-    assert "not compared, since the other side has none: optim" in result.stdout
+    assert "not compared, because the other side has none: optim" in result.stdout
 
 
 def test_sections_that_the_checkpoint_lacks_are_a_difference() -> None:

@@ -51,7 +51,7 @@ def test_a_reshard_keeps_the_proof_beside_the_shards(tmp_path: Path) -> None:
         run("reshard", DCP, "-o", str(tmp_path / "out"), "--to-mesh", "3", "--check").exit_code == 0
     )
     told = json.loads((tmp_path / "out" / "ckpt_tools_proof.json").read_text())
-    assert "are the source's: 46 bit for bit." in told["proof"]
+    assert "equal the source's: 46 bit for bit." in told["proof"]
     assert "So are its 14 objects and 17 containers, by value." in told["proof"]
 
 
@@ -149,7 +149,7 @@ def test_the_proof_says_when_a_source_has_no_checksums(tmp_path: Path) -> None:
     source = tmp_path / "model.safetensors"
     save_file({"w": torch.ones(3)}, source)
     result = run("export", str(source), "-o", str(tmp_path / "out"), "--check")
-    assert result.stderr.rstrip().endswith("The source keeps no checksums of them.")
+    assert result.stderr.rstrip().endswith("The source has no checksums of them.")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -55,7 +55,7 @@ def test_what_is_the_same_is_said_in_one_line() -> None:
     source = real(SOURCE)
     told = checked(source, real(RESULT), model_names(source))
     assert told.startswith("Proven by SHA-256: the 13 tensors written")
-    assert told.endswith("are the source's: 13 bit for bit.")
+    assert told.endswith("equal the source's: 13 bit for bit.")
     assert "\n" not in told
 
 

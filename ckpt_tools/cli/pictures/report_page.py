@@ -57,7 +57,7 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 def _anomalies(found: Sequence[Anomaly]) -> Iterator[str]:
     if not found:
-        yield '<p class="quiet">No value stands out along the edges of a shard.</p>'
+        yield '<p class="quiet">No suspicious values at the edges of shards.</p>'
         return
     yield '<h2 class="bad">Suspicious regions: their edges are shard edges</h2>'
     rows = [

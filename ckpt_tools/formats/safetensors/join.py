@@ -251,8 +251,8 @@ def _nothing_to_save(ranks: Sequence[int]) -> str:
     """What to say of ranks without a file when every row is there: they write none for nothing."""
     return (
         f"No file of {'ranks' if len(ranks) > 1 else 'rank'} {rank_spans(ranks)}: every row of "
-        "every tensor is there without, so it had nothing to save, or whole tensors that no other "
-        "file names. `verify --expect-ranks N` says that all N ranks must have a file."
+        "every tensor is in the other files: it had nothing to save, or tensors that no other "
+        "file names. `verify --expect-ranks N` checks that all N ranks have a file."
     )
 
 

@@ -100,7 +100,7 @@ class VocabularyStep:
         ]
         out = tuple(trimmed.get(one.entry.fqn, one) for one in made)
         return TransformResult(
-            out, tuple(notes) or ("--vocab-size: there is no padding to take off.",)
+            out, tuple(notes) or ("--vocab-size: there is no padding to remove.",)
         )
 
     def _trimmed(self, one: TransformedTensor) -> TransformedTensor:

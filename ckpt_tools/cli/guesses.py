@@ -98,12 +98,12 @@ def no_command(word: str, names: Sequence[str]) -> UsageError:
 
     hint = _WRITERS.get(word)
     if hint is None and os.path.exists(word):
-        hint = (f"A command comes first: `ckpt-tools inspect {shlex.quote(word)}`.",)
+        hint = (f"Give a command first: `ckpt-tools inspect {shlex.quote(word)}`.",)
     if hint is None:
         near = get_close_matches(word, [*names, *_COMMANDS], n=1)
         meant = command_line(near)[0] if near else None
         hint = (f"Did you mean `ckpt-tools {meant}`?",) if meant else ()
-    every = f"The commands are {', '.join(names)}."
+    every = f"Commands: {', '.join(names)}."
     return UsageError(f"Unknown command {word!r}.", hint="\n".join(hint) or every)
 
 
@@ -215,7 +215,7 @@ def _rejoined(args: Sequence[str]) -> Iterator[str]:
         if set(glob.glob(pattern)) != set(files):
             raise UsageError(
                 f"{len(files)} files are given where one checkpoint is expected.",
-                hint="Give their folder, or quote the glob: 'model_world_size_8_rank_*.pt'.",
+                hint="Give the folder, or quote the glob: 'model_world_size_8_rank_*.pt'.",
             )
         yield pattern
 

@@ -338,7 +338,7 @@ def _alike(entry: TensorEntry, layout: Layout | None, mesh: Mesh) -> Layout | No
     found = on_mesh(layout, mesh)
     if found is None:
         raise UsageError(
-            f"{entry.fqn}: the other checkpoint has it on mesh {layout.mesh}, which is no part of "
+            f"{entry.fqn}: the other checkpoint has it on mesh {layout.mesh}, which is not part of "
             f"{mesh}.",
             hint=f"Give --to-mesh that checkpoint's mesh, or --place '{entry.fqn}=…'.",
         )

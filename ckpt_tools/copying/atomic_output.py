@@ -420,7 +420,7 @@ class _Planned(NamedTuple):
 
 
 def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") -> None:
-    """Give the new folder what of the old is no part of a checkpoint, and the modes of the rest.
+    """Give the new folder what of the old is not part of a checkpoint, and the modes of the rest.
 
     ``inside`` is the path of both folders in the output, as the plan has it.
     """

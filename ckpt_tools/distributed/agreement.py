@@ -75,7 +75,7 @@ def require_same_plan(
             error = failure
     if group.broadcast(mine) != mine and error is None:
         error = UnreadableError(
-            "This rank finds another checkpoint than rank 0 does.",
+            "This rank finds another checkpoint than rank 0.",
             hint="All nodes must see the same files. Is the path on a node's own disk?",
         )
     group.barrier(error)
@@ -97,7 +97,7 @@ def require_same_folder(group: Group, place: Place) -> None:
         error = UsageError(
             f"{os.path.abspath(place.partial)} on {os.uname().nodename} is not the folder that "
             "rank 0 made under this name; nothing was written.",
-            hint="All ranks write one output: name an OUT on a file system that all nodes share.",
+            hint="All ranks write one output: choose an OUT on a file system that all nodes share.",
         )
     try:
         group.barrier(error)
@@ -134,7 +134,7 @@ def require_all_written(
         if faults:
             more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
             error = WriteError(
-                f"{folder} is not all written: {faults[0]}{more}.",
+                f"{folder} is incomplete: {faults[0]}{more}.",
                 hint="OUT was not created. Do all ranks see the same file system?",
             )
     group.barrier(error)
@@ -167,7 +167,7 @@ def identity(index: CheckpointIndex) -> str:
 
     It goes by the lengths of all files, what was read of objects, and samples of the files' bytes,
     where a disk holds them; stores tell a version. Where files lie and when they were copied there
-    is no part of it.
+    is not part of it.
     """
     state = blake2b(digest_size=16)
     files = sorted(file for file in index.files if file.length is not None)

@@ -90,7 +90,7 @@ def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
         )
     if index.format != "dcp" or not os.path.exists(os.path.join(index.root, ".metadata")):
         raise UnsupportedError(
-            f"{index.root} is no DCP directory with a .metadata, so dcp.load cannot read it.",
+            f"{index.root} is not a DCP directory with a .metadata, so dcp.load cannot read it.",
             hint=_COPY_DOES_IT,
         )
     beside = [e.fqn for e in index.objects if not e.opened and _is_beside(e)]
@@ -177,14 +177,14 @@ def _require_saved(plan: Plan, folder: str) -> None:
         saved.require_whole()
     except CheckpointError as error:
         raise WriteError(
-            f"{folder} is not all written: {error.message}",
+            f"{folder} is incomplete: {error.message}",
             hint="OUT was not created. Do all ranks see the same file system?",
         ) from error
     expected = {(t.fqn, t.dtype.name, t.entry.shape) for t in plan.targets}
     missing = expected - {(e.fqn, e.dtype.name, e.shape) for e in saved.tensors}
     if missing:
         raise WriteError(
-            f"{folder} is not all written: {len(missing)} of {len(expected)} tensors are not in "
+            f"{folder} is incomplete: {len(missing)} of {len(expected)} tensors are not in "
             f"its .metadata as planned, e.g. {min(missing)[0]}."
         )
 
@@ -236,5 +236,5 @@ def _told(kind: type[UnreadableError | WriteError], what: str) -> Iterator[None]
         lines = str(failure).splitlines() or [""]
         raise kind(
             f"{what} failed on rank {rank}: {type(failure).__name__}: {lines[0]}",
-            hint="--engine copy does the same without torch, and says more of what is wrong.",
+            hint="--engine copy does the same without torch, with more precise errors.",
         ) from error

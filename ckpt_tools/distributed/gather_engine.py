@@ -199,7 +199,7 @@ def _owner(item: WriteItem, owners: Mapping[str, int]) -> int:
     ranks = {owners.get(read.chunk.data.path) for read in item.reads}
     if len(ranks) > 1 or None in ranks:
         raise UnsupportedError(
-            f"{item.fqn}: no rank alone has all of it, and it is no DTensor.",
+            f"{item.fqn}: no rank alone has all of it, and it is not a DTensor.",
             hint="Bring all rank files into one folder, and use --engine copy.",
         )
     rank = next(iter(ranks), 0)

@@ -180,7 +180,7 @@ class Gathering:
         except AssertionError as error:
             raise UnsupportedError(
                 f"{entry.fqn}: torch {torch.__version__} cannot gather it: {error}",
-                hint="--engine copy puts it together by itself; so may a newer torch.",
+                hint="Use --engine copy; a newer torch may also work.",
             ) from error
         return np.asarray(whole.cpu().numpy(), dtype=np.uint8)
 

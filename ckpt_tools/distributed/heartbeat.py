@@ -168,7 +168,7 @@ class Heartbeat:
 
 
 def _gone(text: str) -> PeerFailedError:
-    return PeerFailedError(text, hint="Look at that node, then start the same command again.")
+    return PeerFailedError(text, hint="Check that node, then run the same command again.")
 
 
 def _not_joined(absent: Sequence[int], *, ranks: int, after: float) -> PeerFailedError:
@@ -177,6 +177,6 @@ def _not_joined(absent: Sequence[int], *, ranks: int, after: float) -> PeerFaile
     return PeerFailedError(
         f"Of the {ranks} ranks of this torchrun job, {shown}{more} did not join within {after:.0f} "
         "seconds of the last that did: killed as they started, or on a slow or lost node.",
-        hint="Look at that node, then start the same command again on all of them. Inside of "
+        hint="Check that node, then run the same command again on all of them. Inside of "
         "another torchrun job, run it without that job's variables: env -u RANK ckpt-tools …",
     )

@@ -61,7 +61,7 @@ class Index:
         if extra:
             yield CheckpointError(
                 f"{path} holds {listing(extra)}; {self.path.name} does not have it there.",
-                hint="They are of two saves, or one was edited without the other.",
+                hint="They are from two saves, or one was edited.",
                 about=extra,
             )
 

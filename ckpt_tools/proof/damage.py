@@ -247,7 +247,7 @@ class _Checker:
         try:
             self._files.read_into(path, offset, block)
         except OSError as error:
-            hint = "The disk or the file system fails there. Copy what can be read elsewhere."
+            hint = "The disk or the file system fails there. Copy the readable data elsewhere."
             doing = f"read at byte {offset:,}"
             raise unreadable(path, error, doing=doing, hint=hint) from error
 
@@ -263,5 +263,5 @@ def _wrong_crc(where: ByteRange, one: Checksummed, found: int) -> UnreadableErro
     return UnreadableError(
         f"{where.path}: {one.name} (bytes {where.offset:,} to {end:,}) is damaged: "
         f"its CRC-32 is {found:08x}, the archive says {one.crc:08x}.",
-        hint="Take the file from another copy; what is in it cannot be mended.",
+        hint="Use another copy of the file; its data cannot be repaired.",
     )

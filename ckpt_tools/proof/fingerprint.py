@@ -206,8 +206,8 @@ def load(path: str) -> Fingerprint:
     """Read back what `to_json` gave.
 
     Names inside sections are not in the file; they are worked out from the raw names, and proven
-    right by the digests of the sections. Raises UnreadableError for a file that is no fingerprint,
-    or one whose digests do not fit its tensors.
+    right by the digests of the sections. Raises UnreadableError for what is not a fingerprint, or
+    one whose digests do not fit its tensors.
     """
     try:
         if os.path.getsize(path) > _LARGEST:
@@ -215,12 +215,12 @@ def load(path: str) -> Fingerprint:
         with open(open_file(path), encoding="utf-8") as file:
             value: object = json.load(file)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path} is no JSON: {error}.") from error
+        raise UnreadableError(f"{path} is not JSON: {error}.") from error
     except OSError as error:
         raise unreadable(path, error) from error
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise UnreadableError(
-            f"{path} is no fingerprint: it has no schema {SCHEMA}.",
+            f"{path} is not a fingerprint: it has no schema {SCHEMA}.",
             hint=f"`ckpt-tools fingerprint CKPT --write {path}` writes one.",
         )
     sections = _sections(value.get("sections"), path)

@@ -241,5 +241,5 @@ def refuse_special(files: Iterable[str]) -> None:
 def _too_short(path: str, *, found: int, needed: int) -> UnreadableError:
     return UnreadableError(
         f"{path} is truncated: {found:,} bytes, the index needs {needed:,}.",
-        hint="It may still be copying, or the disk was full; compare its size with the original's.",
+        hint="It may still be copying, or the disk was full; compare its size with the original.",
     )

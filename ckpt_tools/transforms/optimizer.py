@@ -79,7 +79,7 @@ class Optimizer:
     """What a state dict holds: the state of each parameter, the groups, and keys beside these.
 
     A group is None where the list has a place for one that was left out; ``groups`` is None where
-    there is no list of groups at all.
+    there is not a list of groups at all.
     """
 
     states: Mapping[Param, Tree[Entry]]
@@ -289,7 +289,7 @@ def read(tree: Branch[Entry]) -> Optimizer:
     if state is None or _is_value(state, {}):
         state = _dict({})
     if not isinstance(state, Branch) or state.keys is None:
-        raise UnsupportedError("The optimizer's state is no dict, so it is of no parameter.")
+        raise UnsupportedError("The optimizer's state is not a dict, so it is of no parameter.")
     held = None if groups is None else _groups_of(groups)
     found = Optimizer(dict(state.pairs()), held, dict(items.values()))
     listed = found.members()
@@ -308,13 +308,13 @@ def _groups_of(tree: Tree[Entry]) -> tuple[Group | None, ...]:
     if _is_value(tree, []):
         return ()
     if not isinstance(tree, Branch) or tree.keys is not None:
-        raise UnsupportedError("The optimizer's param_groups are no list of groups.")
+        raise UnsupportedError("The optimizer's param_groups are not a list of groups.")
     return tuple(None if g is None else _group_of(n, g) for n, g in enumerate(tree.items))
 
 
 def _group_of(number: int, tree: Tree[Entry]) -> Group:
     if not isinstance(tree, Branch) or tree.keys is None:
-        raise UnsupportedError(f"Group {number} of the optimizer is no dict.")
+        raise UnsupportedError(f"Group {number} of the optimizer is not a dict.")
     entry = tree.get(_PARAMS)
     value = entry.value if isinstance(entry, ObjectEntry) else None
     if not _is_list(value) or not all(type(one) in (str, int) for one in value):

@@ -54,13 +54,13 @@ def test_info_is_inspect_and_version_is_the_version() -> None:
 def test_a_guessed_command_that_would_write_is_answered_with_the_right_one(word: str) -> None:
     done = run(word, DCP, "-o", "out")
     assert done.exit_code == 2
-    assert f"There is no command '{word}'." in done.stderr
+    assert f"Unknown command '{word}'." in done.stderr
     assert "`ckpt-tools export" in done.stderr or "`ckpt-tools reshard" in done.stderr
 
 
 def test_a_misspelled_command_is_answered_with_the_one_that_is_near() -> None:
     assert "Did you mean `ckpt-tools inspect`?" in run("inpsect", DCP).stderr
-    assert "The commands are inspect, ls," in run("zzzzzz").stderr
+    assert "Commands: inspect, ls," in run("zzzzzz").stderr
 
 
 def test_every_guess_means_a_command_that_is_there() -> None:

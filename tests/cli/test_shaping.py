@@ -119,7 +119,7 @@ def test_only_the_copy_engine_knows_other_names(hub: Path, tmp_path: Path) -> No
         (("--allow-mismatch",), "--hf-assets, which is not given"),
         (("--hf-assets", "."), "no config.json"),
         (("--adapter-name", "x"), "LoRA options need"),
-        (("--adapter", "--merge-lora", "--lora-alpha", "1"), "cannot both"),
+        (("--adapter", "--merge-lora", "--lora-alpha", "1"), "cannot be used together"),
         (("--vocab-size", "7"), "fewer than --vocab-size"),
     ],
 )

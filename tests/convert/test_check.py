@@ -126,7 +126,7 @@ def test_damage_of_what_was_not_chosen_is_no_damage_of_the_copy(base: str, tmp_p
     hurt = victim(base, tmp_path / "source")
     name = flipped(hurt)
     words = ["export", str(hurt.path), "-o", str(tmp_path / "out"), "--check"]
-    assert "checksums of them were checked, and are right" in run(*words, "-x", name).stderr
+    assert "checksums in the source were checked, and are right" in run(*words, "-x", name).stderr
     assert run(*words, "--force").exit_code == 3
 
 

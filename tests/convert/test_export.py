@@ -161,7 +161,7 @@ def test_a_file_name_asks_for_one_file(tmp_path: Path) -> None:
 
 
 def test_nothing_chosen_is_an_answer_and_not_a_success(tmp_path: Path) -> None:
-    with pytest.raises(AnswerNo, match="no entry is chosen"):
+    with pytest.raises(AnswerNo, match="filters choose no entry"):
         export(FSDP2, tmp_path / "out", include=("nothing.*",))
     assert not list(tmp_path.iterdir())
 

@@ -413,7 +413,7 @@ def test_what_dcp_saved_is_counted_by_its_own_metadata(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match=r"tensors are not in its \.metadata"):
         dcp_engine._require_saved(plan, str(tmp_path / "less"))
     (tmp_path / "out" / "__1_0.distcp").unlink()
-    with pytest.raises(WriteError, match=r"not all written: .*__1_0\.distcp"):
+    with pytest.raises(WriteError, match=r"is incomplete: .*__1_0\.distcp"):
         dcp_engine._require_saved(plan, str(tmp_path / "out"))
 
 

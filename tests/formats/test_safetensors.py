@@ -153,11 +153,11 @@ def test_what_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes, sa
             b'{"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "w": {}}',
             "'w' is there twice",
         ),
-        (b'{"__metadata__": 1}', "__metadata__ is no JSON object"),
-        (b'{"__metadata__": {"step": 1}}', "'step' is no string"),
+        (b'{"__metadata__": 1}', "__metadata__ is not a JSON object"),
+        (b'{"__metadata__": {"step": 1}}', "'step' is not a string"),
         (b'{"w": 1}', "'w' describes no tensor"),
         (b'{"\\ud800": {}}', "describes no tensor"),
-        (b'{"w": {"dtype": 3}}', "its dtype is no string"),
+        (b'{"w": {"dtype": 3}}', "its dtype is not a string"),
         (b'{"w": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 0]}}', "are not valid"),
         (b'{"w": {"dtype": "U8", "shape": [true], "data_offsets": [0, 1]}}', "are not valid"),
         (b'{"w": {"dtype": "U8", "shape": [1.0], "data_offsets": [0, 1]}}', "are not valid"),
@@ -362,10 +362,10 @@ def test_an_odd_total_size_does_no_harm(tmp_path: Path, total: object) -> None:
         (b'{"weight_map": {', "not valid JSON"),
         (b"[]", "has no weight_map"),
         (b'{"weight_map": 1}', "has no weight_map"),
-        (b'{"weight_map": {"a": 1}}', "no file beside it"),
-        (b'{"weight_map": {"a": "/etc/passwd"}}', "no file beside it"),
-        (b'{"weight_map": {"a": "../x.safetensors"}}', "no file beside it"),
-        (b'{"weight_map": {"a": "\\ud800"}}', "no file beside it"),
+        (b'{"weight_map": {"a": 1}}', "not a file beside it"),
+        (b'{"weight_map": {"a": "/etc/passwd"}}', "not a file beside it"),
+        (b'{"weight_map": {"a": "../x.safetensors"}}', "not a file beside it"),
+        (b'{"weight_map": {"a": "\\ud800"}}', "not a file beside it"),
     ],
 )
 def test_an_unsound_index_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
@@ -494,7 +494,7 @@ def test_a_last_ranks_missing_file_shows_in_uneven_pieces(tmp_path: Path) -> Non
             write_shard(tmp_path, name, {fqn: box})
     assert messages(tmp_path) == ""
     (tmp_path / "shard-00004-model-00002-of-00002.safetensors").unlink()
-    assert "b ends early without it: [3000] is no even piece of [9000]" in messages(tmp_path)
+    assert "b ends early without it: [3000] is not an even piece of [9000]" in messages(tmp_path)
 
 
 def test_a_last_rank_may_have_nothing_for_one_file(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _gap(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (_other_norm, "norm.weight: each part should have it whole, and they differ"),
+        (_other_norm, "norm.weight: it should be equal in every part, but differs"),
         (_without_a_name, "output.weight: only 1 of 2 parts have it"),
         (_gap, "lacks the tensor-parallel parts 01; it has 02"),
     ],

@@ -258,7 +258,7 @@ def test_a_missing_rank_whose_rows_are_in_a_replica_loses_nothing(tmp_path: Path
     report = full(path)
     assert not report.whole
     assert report.hurt == ()
-    assert "Every row of every tensor is there all the same" in report.notes[-1]
+    assert "Every row of every tensor is still present" in report.notes[-1]
 
 
 def test_a_damaged_chunk_that_a_replica_holds_is_told(tmp_path: Path) -> None:

@@ -209,8 +209,8 @@ def assert_equal(found: object, wanted: object) -> None:
     ("more", "told"),
     [
         (["--format", "safetensors"], "folder of torch files"),
-        (["--keep-names"], "gives the names itself"),
-        (["--rename", "a=b"], "gives the names itself"),
+        (["--keep-names"], "sets the names"),
+        (["--rename", "a=b"], "sets the names"),
         (["--check"], "diff CKPT OUT"),
     ],
 )

@@ -425,7 +425,7 @@ def test_an_adapters_names_become_pefts_own(tmp_path: Path) -> None:
 def test_auto_leaves_the_hubs_names_and_refuses_unknown_ones(tmp_path: Path) -> None:
     plan = export(REAL / "hf_sharded_safetensors" / "ckpt", tmp_path / "a", maps.AutoMapStep({}))
     assert any("Hugging Face's already" in note for note in plan.notes)
-    with pytest.raises(UsageError, match="auto is in doubt: no built-in map"):
+    with pytest.raises(UsageError, match="auto is not certain: no built-in map"):
         export(REAL / "fsdp2_dcp_1d_4r" / "ckpt", tmp_path / "b", maps.AutoMapStep({}))
 
 

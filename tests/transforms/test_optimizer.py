@@ -299,8 +299,8 @@ def test_a_state_belongs_to_the_longest_name_that_it_begins_with() -> None:
     ("found", "said"),
     [
         ({"state": {}, "param_groups.w.lr": 0.1}, "nested and flattened at once"),
-        ({"state": [{"a": torch.ones(1)}], "param_groups": []}, "state is no dict"),
-        ({"state": {}, "param_groups": {"a": {"params": []}}}, "no list of groups"),
+        ({"state": [{"a": torch.ones(1)}], "param_groups": []}, "state is not a dict"),
+        ({"state": {}, "param_groups": {"a": {"params": []}}}, "not a list of groups"),
         ({"state": {}, "param_groups": [{"lr": 0.1}]}, "Group 0 .* does not list its parameters"),
         ({"state": {}, "param_groups": [{"params": ["a", 1]}]}, "names and numbers at once"),
         ({"state": {}, "param_groups": [{"params": ["a", "a"]}]}, "list parameter a twice"),

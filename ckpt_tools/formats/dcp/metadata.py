@@ -254,7 +254,7 @@ def _resolved(name: str) -> object:
 
 
 def _no_storage(_pid: object) -> object:
-    raise UnreadableError("is no DCP metadata: it holds a tensor.")
+    raise UnreadableError("is not DCP metadata: it holds a tensor.")
 
 
 def _metadata(value: object) -> Metadata:
@@ -314,7 +314,9 @@ class _Cuts:
             if known_offsets == offsets and known_sizes == sizes:
                 return boxes
         if not _are_counts(offsets, len(shape)) or not _are_counts(sizes, len(shape)):
-            raise UnreadableError(f"describes {fqn} with a chunk that is no box in {len(shape)}-D.")
+            raise UnreadableError(
+                f"describes {fqn} with a chunk that is not a box in {len(shape)}-D."
+            )
         boxes = tuple(dict.fromkeys(map(Box, offsets, sizes)))
         if len(alike) < _MAX_ALIKE:
             alike.append((offsets, sizes, boxes))

@@ -145,7 +145,7 @@ class Containers:
         self._copy(_BYTES_OF_ITEM * len(pairs))
         for pair in pairs:
             if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in _ATOMS:
-                raise UnreadableError("has an OrderedDict that is no list of pairs.")
+                raise UnreadableError("has an OrderedDict that is not a list of pairs.")
             made[pair[0]] = pair[1]
         return made
 
@@ -297,7 +297,7 @@ def as_name(value: object) -> str:
     if type(value) is not str:
         raise UnreadableError(f"has {shown(value)} where a name should be.")
     if not _is_text(value):
-        raise UnreadableError(f"has a name that is no text: {value[:80]!a}.")
+        raise UnreadableError(f"has a name that is not text: {value[:80]!a}.")
     return value
 
 

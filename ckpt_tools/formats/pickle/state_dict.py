@@ -305,7 +305,7 @@ def _check_names(found: Iterable[TensorLeaf | ObjectLeaf], where: str) -> None:
     for leaf in found:
         fqn, path = leaf.fqn, leaf.path
         if not _is_text(fqn):
-            raise UnreadableError(f"{where} is damaged: {fqn!a:.80} is no name.")
+            raise UnreadableError(f"{where} is damaged: {fqn!a:.80} is not a name.")
         other = seen.setdefault(fqn, path)
         if other is not path:
             raise UnsupportedError(

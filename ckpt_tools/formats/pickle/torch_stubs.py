@@ -276,7 +276,7 @@ class StateRecord(StandIn):
         if type(state) is tuple and len(state) == 2 and state[0] is None:
             state = state[1]
         if type(state) is not dict:
-            raise TypeError("a state that is no dict")
+            raise TypeError("a state that is not a dict")
         self.state = state
 
 
@@ -343,7 +343,7 @@ def _dot(left: tuple[int, ...], right: tuple[int, ...]) -> int:
 def as_count(value: object, what: str) -> int:
     """An integer from 0 to 2**63 - 1, else UnreadableError."""
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise UnreadableError(f"{what} is no count: {shown(value)}.")
+        raise UnreadableError(f"{what} is not a count: {shown(value)}.")
     return value
 
 
@@ -352,7 +352,7 @@ def as_counts(value: object, what: str) -> tuple[int, ...]:
     if type(value) is int:
         value = (value,)
     if not isinstance(value, tuple | list) or len(value) > _MAX_NDIM:
-        raise UnreadableError(f"{what} is no list of counts: {shown(value)}.")
+        raise UnreadableError(f"{what} is not a list of counts: {shown(value)}.")
     for item in value:
         if type(item) is not int or not 0 <= item < 1 << 63:  # inline: shapes are most of the work
             as_count(item, what)

@@ -87,7 +87,7 @@ def parse_header(files: Files, path: str, *, offset: int, length: int) -> Header
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path}: its header is not valid JSON: {error}.") from error
     if not isinstance(parsed, dict):
-        raise UnreadableError(f"{path}: its header is no JSON object.")
+        raise UnreadableError(f"{path}: its header is not a JSON object.")
     metadata = _metadata(parsed.pop("__metadata__", {}), path)
     start = offset + PREFIX + len(text)
     tensors = _tensors(parsed, path=path, start=start)
@@ -112,7 +112,7 @@ def length_problem(header: Header, path: str, *, end: int) -> UnreadableError | 
     return UnreadableError(
         f"{path} is truncated: {end:,} bytes, its header needs {header.end:,}; "
         f"{len(hurt):,} of {len(header.tensors):,} tensors {are(len(hurt))} damaged.",
-        hint="It may still be copying, or the disk was full; compare its size with the original's.",
+        hint="It may still be copying, or the disk was full; compare its size with the original.",
         about=hurt,
     )
 
@@ -157,7 +157,7 @@ def _header_text(files: Files, path: str, *, offset: int, length: int) -> bytes:
         raise UnreadableError(
             f"{path} is truncated inside its header: {length:,} bytes, "
             f"the header alone needs {PREFIX + size:,}.",
-            hint="It may still be copying; compare its size with the original's.",
+            hint="It may still be copying; compare its size with the original.",
         )
     return files.read(path, offset + PREFIX, size)
 
@@ -173,10 +173,12 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _metadata(raw: object, path: str) -> dict[str, str]:
     if not isinstance(raw, dict):
-        raise UnreadableError(f"{path}: its __metadata__ is no JSON object.")
+        raise UnreadableError(f"{path}: its __metadata__ is not a JSON object.")
     for name, value in raw.items():
         if not isinstance(value, str):
-            raise UnreadableError(f"{path}: __metadata__ {name!r} is no string but {value!r:.40}.")
+            raise UnreadableError(
+                f"{path}: __metadata__ {name!r} is not a string but {value!r:.40}."
+            )
     return raw
 
 
@@ -189,7 +191,7 @@ def _tensors(raw: dict[str, object], *, path: str, start: int) -> dict[str, Stor
             raise UnreadableError(f"{path}: the header entry {name!r} describes no tensor.")
         dtype = entry.get("dtype")
         if not isinstance(dtype, str):
-            raise UnreadableError(f"{path}: {name}: its dtype is no string but {dtype!r:.40}.")
+            raise UnreadableError(f"{path}: {name}: its dtype is not a string but {dtype!r:.40}.")
         known = BY_SAFETENSORS.get(dtype)
         if known is None:
             unknown.setdefault(dtype, []).append(name)

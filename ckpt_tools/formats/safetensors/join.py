@@ -72,7 +72,7 @@ def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path}: {_SHARDING_INFO} is not valid JSON: {error}.") from error
     if not isinstance(info, dict):
-        raise UnreadableError(f"{path}: {_SHARDING_INFO} is no JSON object.")
+        raise UnreadableError(f"{path}: {_SHARDING_INFO} is not a JSON object.")
     absent = sorted(name for name in info if name not in header.tensors)
     if absent:
         raise UnreadableError(
@@ -291,7 +291,7 @@ def _shortened(
             gaps.problems.append(
                 IncompleteError(
                     f"{gaps.paths[-1]} does not exist, and {cut.fqn} ends early without it: "
-                    f"{list(cut.chunks[0].box.sizes)} is no even piece of {list(cut.shape)}."
+                    f"{list(cut.chunks[0].box.sizes)} is not an even piece of {list(cut.shape)}."
                 )
             )
 

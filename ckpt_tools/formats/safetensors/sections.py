@@ -87,8 +87,8 @@ def decoded(metadata: Mapping[str, str], path: str) -> Homes | None:
 
 def _home(raw: object) -> Home:
     if not isinstance(raw, list) or len(raw) != 2 or not isinstance(raw[0], list):
-        raise TypeError(f"{raw!r:.60} is no container with its section")
+        raise TypeError(f"{raw!r:.60} is not a container with its section")
     section = next((one for one in SECTIONS if one == raw[1]), None)
     if section is None or not all(type(part) in (str, int) for part in raw[0]):
-        raise TypeError(f"{raw!r:.60} is no container with its section")
+        raise TypeError(f"{raw!r:.60} is not a container with its section")
     return Home(tuple(raw[0]), section)

@@ -53,7 +53,7 @@ def parse_version(text: str) -> TorchVersion:
     """
     found = re.match(r"(\d+)\.(\d+)", text)
     if found is None:
-        raise UsageError(f"{text!r} is no version of torch, which looks like 2.13.")
+        raise UsageError(f"{text!r} is not a version of torch, which looks like 2.13.")
     return int(found[1]), int(found[2])
 
 

@@ -72,7 +72,7 @@ def read_config(path: str) -> LoraConfig:
     _refuse_others(said, path)
     patterns = said.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or not all(map(_is_number, patterns.values())):
-        raise UsageError(f"{path}: `alpha_pattern` is no object of numbers.")
+        raise UsageError(f"{path}: `alpha_pattern` is not an object of numbers.")
     return LoraConfig(
         alpha=said["lora_alpha"],
         alphas=patterns,
@@ -113,7 +113,7 @@ def _refuse_others(said: Mapping[str, object], path: str) -> None:
         odd = [one for one in odd if one.startswith(("use_", "lora_", "trainable_", "target_"))]
     if odd:
         raise UnsupportedError(
-            f"{path} is not for plain LoRA, or for a kind that is not supported here: {', '.join(odd)}.",
+            f"{path} is not for plain LoRA, or is not supported here: {', '.join(odd)}.",
             hint="PEFT itself can merge or save it.",
         )
 

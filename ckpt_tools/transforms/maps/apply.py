@@ -253,7 +253,7 @@ def _scattered(group: _Group) -> Iterator[TransformedTensor]:
     _check_shape(whole, rule.source_shape, values=group.values)
     unstacks = rule.stack is not None and rule.stack in placeholders(rule.targets[0])
     if unstacks and not whole.shape:
-        raise UsageError("a scalar is no stack.")
+        raise UsageError("a scalar is not a stack.")
     for layer in range(whole.shape[0] if unstacks else 1):
         one = views.unstack(whole, layer) if unstacks else whole
         for number, part in enumerate(_split(one, group)):

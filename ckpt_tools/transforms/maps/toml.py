@@ -183,7 +183,7 @@ class _Table:
 
 def _rule(row: object, where: str) -> Rule:
     if not isinstance(row, dict):
-        raise UsageError(f"{where} is no table.")
+        raise UsageError(f"{where} is not a table.")
     table = _Table(row, where)
     table.refuse_others(_RULE_KEYS)
     sources, targets = table.texts("from"), table.texts("to")

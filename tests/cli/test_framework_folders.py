@@ -146,7 +146,7 @@ def test_actor_and_critic_are_two_models_to_choose_from(
         listed = run("inspect", level)
         assert listed.exit_code == 0
         assert all(name in listed.stdout for name in ("actor", "critic"))
-        assert run("verify", level).stdout.count("whole") == 2
+        assert run("verify", level).stdout.count(": complete") == 2
         for words in COMMANDS[2:]:
             result = run(*[word.format(level) for word in words])
             assert result.exit_code == 3

@@ -88,7 +88,7 @@ def test_verify_of_a_run_has_a_line_for_each_and_the_worst_exit_code(steps: Path
     result = run("verify", steps)
     assert result.exit_code == 3
     assert [line.split(": ")[1] for line in result.stdout.splitlines()] == [
-        *("whole", "whole", "UNREADABLE")
+        *("complete", "complete", "UNREADABLE")
     ]
     (steps / "step-20" / "__1_0.distcp").unlink()
     result = run("verify", steps / "step-9", steps / "step-20", "--quick")

@@ -85,3 +85,17 @@ def test_every_command_is_in_readme_or_docs() -> None:
 def test_every_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_each_place_that_readme_names_for_a_change_is_there() -> None:
+    places = re.findall(
+        r"`(ckpt_tools/\S+\.py)`(?: \(`([\w.]+)`\))?", (ROOT / "README.md").read_text()
+    )
+    assert len(places) == 5
+    for path, name in places:
+        source = (ROOT / path).read_text()
+        for part in filter(None, name.split(".")):
+            assert re.search(rf"^ *(def|class) {part}\b|^{part}\b", source, re.MULTILINE), (
+                path,
+                part,
+            )

@@ -288,7 +288,7 @@ def _proven(report: Report) -> str:
             else "nothing"
         )
     checked = f"{format_size(reading.checked_bytes)} by {counted(reading.crcs, 'CRC-32')}"
-    return f"{checked}; {format_size(reading.plain_bytes)} more can be read"
+    return f"{checked}; {format_size(reading.plain_bytes)} more are readable"
 
 
 def _unproven(report: Report) -> str:

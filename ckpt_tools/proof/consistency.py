@@ -63,7 +63,7 @@ def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> lis
     if bare:
         notes.append(
             f"No optimizer state for {counted(len(bare), 'tensor')} of the model "
-            f"({some(sorted(bare))}): so it is for buffers and frozen parameters."
+            f"({some(sorted(bare))}): normal for buffers and frozen parameters."
         )
     kinds = {frozenset(fqns) for fqns in state.values()}
     for kind in kinds:

@@ -262,7 +262,7 @@ def _accelerate(job: _Job) -> Arranged:
     elif next(optim.leaves(), None) is not None:
         notes.append(
             "With FSDP1, Accelerate's loader of SHARDED_STATE_DICT leaves a new optimizer empty, "
-            "whoever saved. For FSDP1: ckpt-tools export CKPT -o OUT --layout accelerate, and "
+            "also from its own shards. For FSDP1: ckpt-tools export CKPT -o OUT --layout accelerate, and "
             "state_dict_type FULL_STATE_DICT."
         )
     folders["optimizer_0"] = optim

@@ -262,8 +262,8 @@ def _accelerate(job: _Job) -> Arranged:
     elif next(optim.leaves(), None) is not None:
         notes.append(
             "With FSDP1, Accelerate's loader of SHARDED_STATE_DICT leaves a new optimizer empty, "
-            "also from its own shards. For FSDP1: ckpt-tools export CKPT -o OUT --layout accelerate, and "
-            "state_dict_type FULL_STATE_DICT."
+            "also from its own shards. For FSDP1: ckpt-tools export CKPT -o OUT --layout "
+            "accelerate, and state_dict_type FULL_STATE_DICT."
         )
     folders["optimizer_0"] = optim
     return Arranged(folders, rank_names, copied=copied, notes=tuple(notes))

@@ -491,7 +491,7 @@ def replicas_differ(where: Mapping[str, str]) -> UnsupportedError:
     """
     shown = text.some([f"{fqn} {place}" for fqn, place in where.items()])
     return UnsupportedError(
-        "Ranks that should hold the same rows hold different ones, so that none is known to be "
+        "Ranks that should hold the same rows hold different ones, so it is not known which is "
         f"right: {shown}.",
         hint="A file is of another save or step, or replicas drifted apart in training. Bring the "
         "file of this save, or leave them out with -x.",

@@ -22,7 +22,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import are, counted, some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
 from ckpt_tools.proof.damage import Seen
@@ -223,8 +223,8 @@ def _statement(pairs: list[_Pair], *, method: str) -> str:
     nbytes = sum(pair.result.nbytes for pair in pairs)
     kept = len(pairs) - sum(casts.values())
     parts = [f"{kept:,} bit for bit"] if kept or not casts else []
-    parts += [f"{count:,} as the source cast from {cast}" for cast, count in sorted(casts.items())]
+    parts += [f"{count:,} cast from {cast}" for cast, count in sorted(casts.items())]
     return (
         f"Proven by {method}: the {counted(len(pairs), 'tensor')} written ({nbytes:,} bytes), "
-        f"read back, {are(len(pairs))} the source's: {', '.join(parts)}."
+        f"read back, {'equals' if len(pairs) == 1 else 'equal'} the source: {', '.join(parts)}."
     )

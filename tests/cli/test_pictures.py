@@ -194,7 +194,7 @@ def test_rows_that_no_rank_holds_are_drawn_as_a_hole() -> None:
     hole = held._replace(pieces=held.pieces[:2] + held.pieces[3:])
     assert '<span class="bar holed"' in _page(replace(found, tensors=(hole,)))
     nothing = held._replace(pieces=())
-    assert "all of it is lost" in _page(replace(found, tensors=(nothing,)))
+    assert "all of it is missing" in _page(replace(found, tensors=(nothing,)))
 
 
 def test_tensors_that_lie_otherwise_after_a_reshard_are_rows_of_their_own() -> None:

@@ -51,7 +51,7 @@ def test_a_reshard_keeps_the_proof_beside_the_shards(tmp_path: Path) -> None:
         run("reshard", DCP, "-o", str(tmp_path / "out"), "--to-mesh", "3", "--check").exit_code == 0
     )
     told = json.loads((tmp_path / "out" / "ckpt_tools_proof.json").read_text())
-    assert "equal the source's: 46 bit for bit." in told["proof"]
+    assert "equal the source: 46 bit for bit." in told["proof"]
     assert "So are its 14 objects and 17 containers, by value." in told["proof"]
 
 

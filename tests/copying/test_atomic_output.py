@@ -367,7 +367,7 @@ def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path: Path) ->
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.tex").write_text("all of it")
     for going_on in (True, False):
-        with pytest.raises(OutputExistsError, match="no unfinished output"):
+        with pytest.raises(OutputExistsError, match="not an unfinished output"):
             export(tmp_path / "out", resume=going_on)
     assert (tmp_path / "out.partial" / "thesis.tex").read_text() == "all of it"
 

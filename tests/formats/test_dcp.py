@@ -145,7 +145,7 @@ def test_a_missing_data_file_is_named_with_what_it_hurts(save: Path) -> None:
     assert isinstance(problem, IncompleteError)
     assert "__2_0.distcp" in problem.message
     assert "Ranks 0, 1, 3 are intact" in str(problem.hint)
-    assert "Hurt: " in str(problem.hint)
+    assert "Damaged: " in str(problem.hint)
 
 
 def test_a_short_data_file_is_named_with_both_lengths(save: Path) -> None:

@@ -524,7 +524,7 @@ def test_shards_of_two_saves_are_a_problem(tmp_path: Path) -> None:
     ("info", "said"),
     [
         ("{", "not valid JSON"),
-        ("[]", "no JSON object"),
+        ("[]", "not a JSON object"),
         ("{}", "w: DCP_SHARDING_INFO should give 1 offsets"),
         ('{"w": {"saved_offsets": [0, 0]}}', "should give 1 offsets"),
         ('{"w": {"saved_offsets": [-1]}}', "should give 1 offsets"),

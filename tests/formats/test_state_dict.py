@@ -79,7 +79,7 @@ def test_keys_of_one_text_are_refused_as_torch_refuses_them(keys: tuple[object, 
 
 
 def test_a_name_that_is_no_text_is_refused() -> None:
-    with pytest.raises(UnreadableError, match="is no name"):
+    with pytest.raises(UnreadableError, match="is not a name"):
         flatten({"\ud800": T}, where="x.pt")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,6 +27,10 @@ _ROOM = 400
 UNPROVEN = "-" * _ROOM
 
 
+def ignore(_nbytes: int) -> None:
+    """Nobody watches."""
+
+
 class Written(NamedTuple):
     """What was to be written: tensors as planned, objects, and the tree of all names."""
 
@@ -42,14 +46,17 @@ def check(
     source: CheckpointIndex,
     threads: int | None,
     own: Collection[str] | None = None,
+    on_bytes: Callable[[int], None] = ignore,
 ) -> str:
     """Compare what lies in ``folder`` with what was to be written; says in one line what is proven.
 
     ``source`` is the part of the source that it comes from, as its reader gave it. ``own`` are the
     source's files that this process can read, when that is not all of them: then only tensors are
-    compared, and the rest is for others. Raises WriteError when a tensor, an object or a container
-    differs, UnreadableError when the source's own checksums say that what was read is damaged, and
-    UnsupportedError when its replicas differ.
+    compared, and the rest is for others. ``on_bytes`` is told how much was read back.
+
+    Raises WriteError when a tensor, an object or a container differs, UnreadableError when the
+    source's own checksums say that what was read is damaged, and UnsupportedError when its replicas
+    differ.
     """
     targets = written.targets
     entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in targets]
@@ -77,6 +84,7 @@ def check(
             threads=threads,
             own=own,
             seen=seen,
+            on_bytes=on_bytes,
         )
         if own is None:
             words += proof.same_objects(wanted, result, files)

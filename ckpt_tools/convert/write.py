@@ -125,8 +125,12 @@ class Executor(Protocol):
         """Do the works of a plan and write its files: none, when all was written before."""
 
 
-def write(conversion: Conversion[P], executor: Executor) -> P:
+def write(
+    conversion: Conversion[P], executor: Executor, on_bytes: Callable[[int], None] | None = None
+) -> P:
     """Make the output of a conversion; an address gets what was made whole here first.
+
+    ``on_bytes`` is told how many bytes of the output --check has read back.
 
     Raises what its `plan`, the executor, `atomic_output.appearing` and `upload.staged` raise; in
     every case what was at ``out`` before is as it was.
@@ -138,7 +142,7 @@ def write(conversion: Conversion[P], executor: Executor) -> P:
     if is_address(out):
         out_path.refuse_source(out, sources)
         with upload.staged(out, force=options.force, resume=options.resume) as here:
-            return write(replace(conversion, out=here), executor)
+            return write(replace(conversion, out=here), executor, on_bytes)
     out = atomic_output.admit(out, sources=sources, force=options.force, resume=options.resume)
     plan = conversion.plan(executor.locate)
     order = atomic_output.Order(
@@ -152,17 +156,22 @@ def write(conversion: Conversion[P], executor: Executor) -> P:
     )
     with atomic_output.appearing(order) as started:
         executor.run(replace(plan, files=started.plans), started.place)
-        proven = _check(conversion, plan, started.place.folder) if options.check else ()
+        folder = started.place.folder
+        proven = _check(conversion, plan, folder, on_bytes) if options.check else ()
     return replace(plan, notes=(*plan.notes, *started.notes, *proven))
 
 
-def _check(conversion: Conversion[P], plan: P, folder: str) -> tuple[str, ...]:
+def _check(
+    conversion: Conversion[P], plan: P, folder: str, on_bytes: Callable[[int], None] | None
+) -> tuple[str, ...]:
     """Read the output back, and record the proof in it where it has room."""
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
     wanted = checking.Written(plan.targets, plan.objects, plan.tree)
     threads = conversion.write.threads
-    words = checking.check(written, wanted, source=plan.chosen, threads=threads)
+    words = checking.check(
+        written, wanted, source=plan.chosen, threads=threads, on_bytes=on_bytes or checking.ignore
+    )
     conversion.record(plan, folder, words)
     return (words,)

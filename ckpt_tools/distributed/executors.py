@@ -70,7 +70,7 @@ class Here:
 
     def write(self, conversion: Conversion[P]) -> P:
         """`convert.write`. Raises what it raises, and WriteError when a worker dies."""
-        return write(conversion, self)
+        return write(conversion, self, self.listener.on_bytes)
 
     def run(self, plan: Plan, place: Place) -> None:
         """Do the works of a plan and write its files."""
@@ -78,7 +78,8 @@ class Here:
             return
         with Files() as files:
             _do(plan.works, files)
-        self.listener.on_total(total_length(plan.files))
+        times = 2 if self.options.check else 1  # written, and read back
+        self.listener.on_total(times * total_length(plan.files))
         if self.workers == 1:
             order = _order(self.options, plan, place, ALL)._replace(source=None)
             write_share(order, on_bytes=self.listener.on_bytes)
@@ -110,7 +111,8 @@ class Ranks:
     def write(self, conversion: Conversion[P]) -> P:
         """`convert.write`. Raises what it raises, on all ranks the same."""
         with self.group.collective():
-            return lead_or_follow(self.group, conversion, _Sharing(self, conversion.index))
+            sharing = _Sharing(self, conversion.index)
+            return lead_or_follow(self.group, conversion, sharing, self.listener.on_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,8 @@ class _Sharing:
         left = begin(group, plan.files, place, source=self.source)
         if not left:
             return
-        listener.on_total(total_length(left) // group.size)
+        read_back = total_length(left) if self.ranks.options.check else 0  # by rank 0, which prints
+        listener.on_total(total_length(left) // group.size + read_back)
         progress = Progress(group, listener.on_bytes)
         with group.collective():  # nobody writes any more when rank 0 tidies up
             with Files() as files:
@@ -157,10 +160,15 @@ def available(options: WriteOptions, *, workers: int, listener: Listener) -> Ite
         yield Ranks(group, options, listener)
 
 
-def lead_or_follow(group: Group, conversion: Conversion[P], executor: Executor) -> P:
+def lead_or_follow(
+    group: Group,
+    conversion: Conversion[P],
+    executor: Executor,
+    on_bytes: Callable[[int], None] = ignore,
+) -> P:
     """Plan on every rank, and write in the folder that rank 0 makes and renames."""
     if group.rank == 0:
-        return write(conversion, executor)
+        return write(conversion, executor, on_bytes)
     plan = conversion.plan(executor.locate)
     executor.run(plan, atomic_output.place_of(conversion.out))
     return plan

@@ -27,7 +27,7 @@ from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
 from ckpt_tools.proof.damage import Seen
 from ckpt_tools.proof.fingerprint import digest_of
-from ckpt_tools.proof.threads import in_threads
+from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.reader import Files
 
 _BLOCK_NUMEL = 128 << 10
@@ -41,7 +41,7 @@ class _Pair(NamedTuple):
     dtype: DType
 
 
-def same_tensors(
+def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
     source: CheckpointIndex,
     result: CheckpointIndex,
     files: Files,
@@ -51,13 +51,15 @@ def same_tensors(
     threads: int | None = None,
     own: Collection[str] | None = None,
     seen: Seen | None = None,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> str:
     """Read back ``result`` and compare the SHA-256 of each tensor with the source's.
 
     ``renamed`` gives the name in the result of each source tensor that was written, ``dtypes`` the
     type that it was to have there; where that is another one, the source is cast again, in memory.
     With ``own``, the only files of the source that can be read here, the boxes that they hold are
-    compared instead. ``seen`` takes in the CRC-32s of what is read of the source in its order.
+    compared instead. ``seen`` takes in the CRC-32s of what is read of the source in its order,
+    ``on_bytes`` how many bytes of the result were read.
     Returns one line that says what was proven.
 
     Raises WriteError when a tensor differs, is missing, or is there without a source, and what
@@ -68,13 +70,13 @@ def same_tensors(
     here.require_whole()
     there.require_whole()
     pairs = _pairs(here, there, renamed, dtypes)
-    on_run = None if seen is None else seen.add
+    on_run, tally = None if seen is None else seen.add, Tally(on_bytes)
 
     def differs(pair: _Pair) -> bool:
         if own is not None:
             return _boxes_differ(pair, own, files)
         expected = _digest_as(pair, files, on_run)
-        return digest_of(pair.result, files) != expected
+        return digest_of(pair.result, files, on_bytes=tally.add) != expected
 
     verdicts = in_threads(differs, pairs, threads=threads, nbytes=_nbytes)
     wrong = [pair.result.fqn for pair, bad in zip(pairs, verdicts, strict=True) if bad]

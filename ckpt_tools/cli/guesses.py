@@ -224,9 +224,10 @@ def _folder_of_rank_file(arg: str) -> str | None:
     """The folder of this file when its name says which rank saved it, else None."""
     if arg.startswith("-") or "rank" not in arg.lower() or not os.path.isfile(arg):
         return None
-    from ckpt_tools.formats.rank_files.file_names import parse  # late: few arguments are such files
+    from ckpt_tools import formats  # late: few arguments are such files
 
-    return None if parse(arg) is None else os.path.dirname(arg)
+    is_of_rank = formats.named("ranks").rank_of(arg) is not None
+    return os.path.dirname(arg) if is_of_rank else None
 
 
 def _pattern(names: Sequence[str]) -> str:

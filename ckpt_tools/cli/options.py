@@ -257,7 +257,8 @@ def _out(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa
     if not name.endswith(_FOREIGN) and (is_export or not name.endswith(single)):
         return value
     suffix = name[name.rindex(".") :]
-    hint = "Name a folder, or a file that ends in .safetensors or .pt."
+    usual = " or ".join(form.suffixes[0] for form in formats.targets("whole"))
+    hint = f"Name a folder, or a file that ends in {usual}."
     if suffix == ".gguf":
         hint += (
             "\nllama.cpp's convert_hf_to_gguf.py makes GGUF of a folder exported with --hf-assets."

@@ -137,7 +137,8 @@ def write(conversion: Conversion[P], executor: Executor) -> P:
     out = out_path.real(conversion.out)
     if is_address(out):
         out_path.refuse_source(out, sources)
-        with upload.staged(out, force=options.force, resume=options.resume) as here:
+        last = formats.index_files()
+        with upload.staged(out, force=options.force, resume=options.resume, last=last) as here:
             return write(replace(conversion, out=here), executor)
     out = atomic_output.admit(out, sources=sources, force=options.force, resume=options.resume)
     plan = conversion.plan(executor.locate)

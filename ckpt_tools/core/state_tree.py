@@ -21,6 +21,7 @@ depth is that of its trees: readers refuse what is nested deeper than `MAX_DEPTH
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias, TypeVar, Union
@@ -222,6 +223,21 @@ def dict_of(items: Mapping[str, Tree[L]]) -> Branch[L]:
 def list_of(items: Iterable[Tree[L]]) -> Branch[L]:
     """A list of these items."""
     return Branch("list", None, tuple(items))
+
+
+def nested(tree: Branch[L], value_of: Callable[[L], M]) -> M:
+    """The nested dicts, lists and tuples of a tree, with the value of each leaf at its place.
+
+    A place without a value becomes None.
+    """
+
+    def branch(old: Branch[L], values: list[M | None]) -> M:
+        if old.keys is None:
+            return tuple(values) if old.kind == "tuple" else values  # type: ignore[return-value]
+        pairs = zip(old.keys, values, strict=True)  # containers of values are values, too
+        return OrderedDict(pairs) if old.kind == "OrderedDict" else dict(pairs)  # type: ignore[return-value]
+
+    return tree.fold(value_of, branch)
 
 
 def of_paths(placed: Iterable[tuple[Path, L]]) -> Branch[L]:

@@ -48,6 +48,7 @@ __all__ = [
     "checksummed",
     "copyable_objects",
     "detect",
+    "index_files",
     "is_checkpoint",
     "locate",
     "locate_later",
@@ -103,6 +104,11 @@ def targets(writes: Writes) -> list[Format]:
 def checkpoint_files() -> tuple[str, ...]:
     """Globs of the names that files of checkpoints have: what --force may replace in a folder."""
     return tuple(glob for form in FORMATS for glob in form.files)
+
+
+def index_files() -> tuple[str, ...]:
+    """Ends of the names of files without which the others of a checkpoint say nothing."""
+    return tuple(end for form in FORMATS for end in form.index_files)
 
 
 def rank_of(path: str) -> int | None:

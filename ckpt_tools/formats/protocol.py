@@ -84,6 +84,9 @@ class Format(ABC):
     or None; an output with one of ``suffixes`` is one file. ``nested`` says that it keeps a state
     dict's containers and objects as they are; ``object_codec`` is that of objects whose bytes its
     writer copies unopened, ``codecs`` are those of chunks and objects that only it can locate.
+    ``index_files`` end the names of files without which the others say nothing: a store gets them
+    last. ``counts_ranks``: also a rank with nothing to save leaves a file, so `world_size` of an
+    index is the number of ranks.
     """
 
     name: ClassVar[str]
@@ -94,6 +97,8 @@ class Format(ABC):
     nested: ClassVar[bool] = False
     object_codec: ClassVar[str | None] = None
     codecs: ClassVar[frozenset[str]] = frozenset()
+    index_files: ClassVar[tuple[str, ...]] = ()
+    counts_ranks: ClassVar[bool] = False
 
     @abstractmethod
     def matches(self, path: str) -> bool:
@@ -145,6 +150,10 @@ class Format(ABC):
     ) -> Branch[str] | None:
         """The containers of a state dict as they are read back; None when none are kept."""
         return tree if self.nested else None
+
+    def packs(self, branch: Branch[str], *, is_tensor: Callable[[str], bool]) -> bool:
+        """Whether a container of a state dict and all that it holds are in one pickle."""
+        return self.nested
 
     def assumption(self) -> str | None:
         """What a writer has to assume of who reads its files; None when nothing."""

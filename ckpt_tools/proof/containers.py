@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core import names
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry, PlainValue
-from ckpt_tools.core.state_tree import Branch, Path, Tree
-from ckpt_tools.formats.dcp.flattening import is_one_item
-from ckpt_tools.formats.pickle.nest import nested
+from ckpt_tools.core.state_tree import Branch, Path, Tree, nested
 from ckpt_tools.storage.reader import Files
 
 _KEYS_SHOWN = 3
@@ -64,15 +62,16 @@ def as_read_back(index: CheckpointIndex, form: str) -> CheckpointIndex:
     """
     if all(branch.keys is not None for _, branch in index.nesting.branches()):
         return index
+    packs = formats.named(form).packs
     found = {entry.fqn: entry for entry in index.objects}
     objects = dict(found)
 
     def settled(item: Tree[str], path: Path, *, is_pickled: bool) -> Tree[str]:
         if not isinstance(item, Branch):
             return item
-        pickled = is_pickled or is_one_item(item, lambda fqn: index.tensor(fqn) is not None)
+        pickled = is_pickled or packs(item, is_tensor=lambda fqn: index.tensor(fqn) is not None)
         if pickled and item.keys is None and not _is_walked(item, found, tensors_only=False):
-            value = cast("PlainValue", nested(item, lambda fqn: found[fqn].value))
+            value = nested(item, lambda fqn: found[fqn].value)
             first, *_ = [objects.pop(fqn) for fqn in item.leaves()]
             one = replace(first, fqn=names.join(path), path=path, value=value)
             objects[one.fqn] = one
@@ -81,7 +80,7 @@ def as_read_back(index: CheckpointIndex, form: str) -> CheckpointIndex:
             [settled(inner, (*path, part), is_pickled=pickled) for part, inner in item.pairs()]
         )
 
-    tree = settled(index.nesting, (), is_pickled=formats.named(form).nested)
+    tree = settled(index.nesting, (), is_pickled=False)
     ordered = tuple(sorted(objects.values(), key=lambda entry: entry.fqn))
     return replace(index, objects=ordered, tree=tree if isinstance(tree, Branch) else NO_TREE)
 

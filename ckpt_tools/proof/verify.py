@@ -268,10 +268,11 @@ def _ranks(index: CheckpointIndex, condition: DamageMap) -> tuple[RankState, ...
 def expecting_ranks(report: Report, index: CheckpointIndex, ranks: int) -> Report:
     """The same report, with a problem when it is not these ranks, 0 to N - 1, that left files.
 
-    A DCP directory counts by its listing: there a rank with nothing to save leaves an empty file.
+    In some formats also a rank with nothing to save leaves a file, of which no tensor tells.
     """
-    is_dcp = index.format.startswith("dcp") and index.world_size is not None
-    found = set(range(index.world_size or 0)) if is_dcp else {s.rank for s in report.ranks}
+    found = {state.rank for state in report.ranks}
+    if formats.named(index.format).counts_ranks and index.world_size is not None:
+        found = set(range(index.world_size))
     expected = set(range(ranks))
     if found == expected:
         return report

@@ -15,7 +15,7 @@ from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.executors import Listener, available
-from ckpt_tools.distributed.job import check_room, rehearse_output
+from ckpt_tools.distributed.job import check_room, dry_run_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
 
@@ -82,7 +82,7 @@ def command(
     form = _form("torch" if layout is not None and form is None else form, out)
     if dry_run and environment.is_follower():
         return  # rank 0 plans alone
-    plan = _rehearse(ckpt, out, form) if dry_run else _carry_out(ckpt, out, form, jobs=jobs)
+    plan = _dry_run(ckpt, out, form) if dry_run else _write(ckpt, out, form, jobs=jobs)
     for note in plan.notes:
         say(note)
     if json:
@@ -93,16 +93,16 @@ def command(
         check_room(out, plan.files, single_file=plan.single_file)
 
 
-def _rehearse(ckpt: str, out: str, form: str) -> convert.ExportPlan:
+def _dry_run(ckpt: str, out: str, form: str) -> convert.ExportPlan:
     """Plan it, and refuse what writing it would refuse."""
     write = asked.writing()
-    rehearse_output(out, write, write.sources)
+    dry_run_output(out, write, write.sources)
     conversion = _conversion(ckpt, out, form, write)
-    rehearse_output(out, write, conversion.sources)
+    dry_run_output(out, write, conversion.sources)
     return conversion.plan(formats.locate)
 
 
-def _carry_out(ckpt: str, out: str, form: str, *, jobs: int) -> convert.ExportPlan:
+def _write(ckpt: str, out: str, form: str, *, jobs: int) -> convert.ExportPlan:
     """Write it, alone or with all ranks of a job."""
     write = asked.writing()
     with (

@@ -147,10 +147,10 @@ def command(
     say(words)
     request = Request(ckpt, engine, jobs, asked.reading(shaping.cuts()))
     job = Job(out, wanted, asked.writing(), ignore)
-    (_rehearse if dry_run else _carry_out)(request, job, told=words, as_json=json)
+    (_dry_run if dry_run else _write)(request, job, told=words, as_json=json)
 
 
-def _rehearse(request: Request, job: Job, *, told: str, as_json: bool) -> None:
+def _dry_run(request: Request, job: Job, *, told: str, as_json: bool) -> None:
     """Say what would be done."""
     plan = dry_run(request, job)
     _say_notes(plan, told)
@@ -158,11 +158,11 @@ def _rehearse(request: Request, job: Job, *, told: str, as_json: bool) -> None:
     if as_json:
         render.emit_json(report.json(plan, dry_run=True))
     else:
-        render.emit(report.rehearsal(plan))
+        render.emit(report.dry_run(plan))
     check_room(job.out, plan.files)
 
 
-def _carry_out(request: Request, job: Job, *, told: str, as_json: bool) -> None:
+def _write(request: Request, job: Job, *, told: str, as_json: bool) -> None:
     """Do it, then say on stdout what was done."""
     started = time.monotonic()
     with progress.byte_bar(label="reshard") as bar:
@@ -216,7 +216,7 @@ class Report(NamedTuple):
         out = render.printable(self.job.out)
         return f"{out}: {tensors}, {format_size(plan.nbytes)} in {files} for mesh {plan.mesh}"
 
-    def rehearsal(self, plan: ReshardPlan) -> Iterator[str]:
+    def dry_run(self, plan: ReshardPlan) -> Iterator[str]:
         """What will be read, written and held in memory, in all and for each file."""
         found = forecast.of(plan)
         files, sources = found.files, counted(found.sources, "file")

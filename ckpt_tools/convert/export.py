@@ -136,7 +136,7 @@ def plan_export(
     with Files() as files:
         located = _whole(chosen, options, locate, files)
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
-        outcome = steps.carry_out(options.steps, made_of(located, renamed), files)
+        outcome = steps.apply_steps(options.steps, made_of(located, renamed), files)
     targets, kept = _targets(index, outcome, options)
     targets = _in_containers(targets, outcome, index, options)
     objects: tuple[ObjectEntry, ...] = ()

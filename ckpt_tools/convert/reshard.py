@@ -257,7 +257,7 @@ def _stepped(
     renamed, notes = rename(index, located.tensors, keep_names=False)
     made = made_of(located, renamed)
     with Files() as files:
-        outcome = steps.carry_out(options.steps, made, files)
+        outcome = steps.apply_steps(options.steps, made, files)
     ordered = tuple(sorted(outcome.made, key=lambda one: one.entry.fqn))
     return outcome._replace(made=ordered), [*notes, *outcome.notes]
 

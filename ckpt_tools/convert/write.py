@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
-from ckpt_tools.copying.resume import Place
+from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
@@ -121,14 +121,14 @@ class Executor(Protocol):
     @property
     def locate(self) -> Locate: ...  # noqa: D102 (said above)
 
-    def run(self, plan: Plan, place: Place) -> None:
+    def run(self, plan: Plan, place: OutputPlace) -> None:
         """Do the works of a plan and write its files: none, when all was written before."""
 
 
 def write(conversion: Conversion[P], executor: Executor) -> P:
     """Make the output of a conversion; an address gets what was made whole here first.
 
-    Raises what its `plan`, the executor, `atomic_output.appearing` and `upload.staged` raise; in
+    Raises what its `plan`, the executor, `atomic_output.open_output` and `upload.staged` raise; in
     every case what was at ``out`` before is as it was.
     """
     from ckpt_tools import formats  # the readers: not needed to name the options
@@ -142,7 +142,7 @@ def write(conversion: Conversion[P], executor: Executor) -> P:
             return write(replace(conversion, out=here), executor)
     out = atomic_output.admit(out, sources=sources, force=options.force, resume=options.resume)
     plan = conversion.plan(executor.locate)
-    order = atomic_output.Order(
+    spec = atomic_output.OutputSpec(
         out,
         plan.files,
         Origin.of(index, plan.files, conversion.words(plan)),
@@ -151,7 +151,7 @@ def write(conversion: Conversion[P], executor: Executor) -> P:
         resume=options.resume,
         replaceable=formats.checkpoint_files(),
     )
-    with atomic_output.appearing(order) as started:
+    with atomic_output.open_output(spec) as started:
         executor.run(replace(plan, files=started.plans), started.place)
         proven = _check(conversion, plan, started.place.folder) if options.check else ()
     return replace(plan, notes=(*plan.notes, *started.notes, *proven))

@@ -107,8 +107,8 @@ def digest_of_reads(plans: Sequence[FilePlan]) -> str:
 def in_words(options: DataclassInstance) -> dict[str, str]:
     """Options as words that a person can compare, field by field.
 
-    Of another checkpoint only its place is told: what it changes is seen in the plan. A step is
-    told by its own fields, and no address of a function gets into the words.
+    Of another checkpoint only its path is given: what it changes is seen in the plan. A step is
+    given by its own fields, and no address of a function gets into the words.
     """
     return {field.name: _in_words(getattr(options, field.name)) for field in fields(options)}
 

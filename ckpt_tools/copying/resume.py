@@ -38,7 +38,7 @@ _TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OutputPlace:
     """The folder in which an output is made, ``OUT.partial``."""
 
     partial: str
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     of: int
 
 
-def noted_files(place: Place) -> set[str]:
+def noted_files(place: OutputPlace) -> set[str]:
     """The files whose parts were all written and synced."""
     parts: dict[str, list[Part]] = {}
     for log in place.logs():
@@ -76,8 +76,8 @@ def noted_files(place: Place) -> set[str]:
     return {path for path, found in parts.items() if _is_all(found)}
 
 
-def finished_files(place: Place, plans: Sequence[FilePlan]) -> set[str]:
-    """The same, as far as they are of these plans, and still have their length."""
+def finished_files(place: OutputPlace, plans: Sequence[FilePlan]) -> set[str]:
+    """The noted files that are in these plans and still have their planned length."""
     noted = noted_files(place)
     return {
         file.path
@@ -86,10 +86,10 @@ def finished_files(place: Place, plans: Sequence[FilePlan]) -> set[str]:
     }
 
 
-def keep_finished(place: Place, plans: Sequence[FilePlan]) -> set[str]:
-    """Put what all logs say together into one, before anybody goes on; gives the finished files.
+def keep_finished(place: OutputPlace, plans: Sequence[FilePlan]) -> set[str]:
+    """Merge all logs into one before the run resumes; returns the finished files.
 
-    For the one who holds the manifest. Raises OSError.
+    Only for the process that holds the manifest. Raises OSError.
     """
     finished = finished_files(place, plans)
     old, kept = place.logs(), place.log(-1)
@@ -122,8 +122,8 @@ def _length(path: str) -> int | None:
 
 
 @contextmanager
-def logged(place: Place, index: int) -> Iterator[FileLog]:
-    """The log of one share, held by this process alone as long as the block lasts.
+def logged(place: OutputPlace, index: int) -> Iterator[FileLog]:
+    """The log of one share, locked by this process during the block.
 
     Raises WriteError, and OutputExistsError when another process holds it.
     """
@@ -131,7 +131,7 @@ def logged(place: Place, index: int) -> Iterator[FileLog]:
     try:
         yield log
     except BaseException:
-        with suppress(WriteError):  # what ended the block says more
+        with suppress(WriteError):  # the error that ended the block says more
             log.close()
         raise
     log.close()
@@ -140,7 +140,7 @@ def logged(place: Place, index: int) -> Iterator[FileLog]:
 class FileLog:
     """Syncs what a process has written of a file, and notes it; several files at a time."""
 
-    def __init__(self, place: Place, index: int) -> None:
+    def __init__(self, place: OutputPlace, index: int) -> None:
         self._place, self._path = place, place.log(index)
         try:
             self._fd = _open_locked(self._path, what=place.partial)
@@ -193,7 +193,7 @@ class Manifest:
     """The manifest of one ``OUT.partial``, held by this process."""
 
     def __init__(self, partial: str, fd: int) -> None:
-        self.place = Place(partial)
+        self.place = OutputPlace(partial)
         self._fd = fd
         self._path = os.path.join(partial, _MANIFEST)
         first, *marks = list(_lines_in(self._path)) or ["{}"]
@@ -234,7 +234,7 @@ class Manifest:
         self._clear()
         with suppress(FileNotFoundError):
             os.unlink(self._path)
-        with suppress(OSError):  # somebody else has come by and holds it already
+        with suppress(OSError):  # another process holds it already
             os.rmdir(self.place.partial)
 
     def _clear(self) -> None:
@@ -250,7 +250,7 @@ class Manifest:
 
 @contextmanager
 def held(partial: str) -> Iterator[Manifest]:
-    """Hold the manifest of an output in this folder; both are made if need be.
+    """Lock the manifest of an output in this folder; both are created if need be.
 
     Raises OutputExistsError when another process holds it, when a worker of a run that was killed
     still writes, and when the folder is not ours.
@@ -260,7 +260,7 @@ def held(partial: str) -> Iterator[Manifest]:
     except OSError as error:
         raise unwritable(partial, error) from error
     try:
-        for log in Place(partial).logs():
+        for log in OutputPlace(partial).logs():
             os.close(_open_locked(log, what=partial))
         yield Manifest(partial, fd)
     finally:

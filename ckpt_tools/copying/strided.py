@@ -1,4 +1,4 @@
-"""Where the elements of a chunk lie in its file, and where they go in a packed buffer: all numbers.
+"""Where the elements of a chunk lie in its file and go in a packed buffer: pure arithmetic.
 
 Boxes and strides in elements come in, byte offsets and byte steps go out. Nothing here reads.
 """
@@ -124,7 +124,7 @@ def _many_steps(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
 class Blocks(NamedTuple):
     """A move cut into blocks that are read in one go.
 
-    Each step along ``outer`` begins anew; along the first dimension of ``inner`` (none: a block is
+    Each step along ``outer`` starts again; along the first dimension of ``inner`` (none: a block is
     one unit) ``step`` elements are one block, and all of the other dimensions.
     """
 

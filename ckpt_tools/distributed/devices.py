@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def process_group(group: Group) -> Iterator[str]:
-    """Torch's default process group for as long as the block lasts; gives the device type.
+    """Torch's default process group during the block; yields the device type.
 
     NCCL on GPUs when this machine has one for each of its ranks, else gloo on CPUs. All ranks must
     find the same. Collectives of objects go through gloo in both cases.
@@ -49,7 +49,7 @@ def process_group(group: Group) -> Iterator[str]:
     try:
         yield device_type
     except PeerFailedError:
-        is_broken = True  # its end would wait for the ranks that are gone
+        is_broken = True  # destroying it would wait for the ranks that are gone
         raise
     finally:
         if not is_broken:

@@ -50,7 +50,7 @@ class TransformResult(NamedTuple):
 Step = Callable[[tuple[TransformedTensor, ...], Files], TransformResult]
 
 
-def carry_out(
+def apply_steps(
     steps: Sequence[Step], made: tuple[TransformedTensor, ...], files: Files
 ) -> TransformResult:
     """One step after the other; what they say and leave to do is gathered.

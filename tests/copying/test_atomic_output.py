@@ -252,7 +252,7 @@ def test_a_single_file_begins_again(tmp_path: Path) -> None:
 
 
 def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> None:
-    place = resume.Place(str(tmp_path))
+    place = resume.OutputPlace(str(tmp_path))
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "file").write_bytes(b"data")
     plans = [FilePlan("file", 4, (), ())]
@@ -269,7 +269,7 @@ def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> Non
 def test_a_file_is_synced_before_it_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = resume.Place(str(tmp_path))
+    place = resume.OutputPlace(str(tmp_path))
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "file").write_bytes(b"data")
     plans = [FilePlan("file", 4, (), ())]

@@ -1,8 +1,8 @@
-"""The one way to an output, for `export` and `reshard` alike.
+"""Writes an output, for `export` and `reshard`.
 
-What must be refused is refused, the files are planned from the index alone, an executor fills them
-in a folder beside their place, they are compared with the source, and get their name. Who fills
-them (threads, workers, the ranks of a job) is handed in, and not known here.
+Check the paths, plan the files from the index alone, let an executor fill them in a folder beside
+OUT, compare them with the source, rename. The executor (threads, workers, the ranks of a job) is
+handed in.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Files to write, the tensors and objects in them, and what a person should know.
+    """Files to write, the tensors and objects in them, and notes for people.
 
     A target's entry is what is written, under its new name, as boxes over the source's bytes.
     ``chosen`` is the part of the source that they come from, as its reader gave it. ``tree`` has
@@ -73,7 +73,7 @@ class Plan:
 
 
 P = TypeVar("P", bound=Plan)
-# Gives an index as a plan needs it: with all chunks located, or to be located by who reads them.
+# Gives an index as a plan needs it: with all chunks located, or to be located when they are read.
 Locate = Callable[[CheckpointIndex, Files], CheckpointIndex]
 
 
@@ -108,25 +108,25 @@ class Conversion(ABC, Generic[P]):
 
     @abstractmethod
     def words(self, plan: P) -> dict[str, str]:
-        """What was asked for, as words that a person can compare."""
+        """The options, as text that people can compare."""
 
     @abstractmethod
     def record(self, plan: P, folder: str, words: str) -> None:
-        """Write down in the output what was proven of it."""
+        """Record in the output what was proven of it."""
 
 
 class Executor(Protocol):
-    """Carries plans out; ``locate`` is how it wants them made."""
+    """Executes plans; ``locate`` is how it wants their chunks located."""
 
     @property
     def locate(self) -> Locate: ...  # noqa: D102 (said above)
 
     def run(self, plan: Plan, place: OutputPlace) -> None:
-        """Do the works of a plan and write its files: none, when all was written before."""
+        """Do the works of a plan and write its files; none when all is written already."""
 
 
 def write(conversion: Conversion[P], executor: Executor) -> P:
-    """Make the output of a conversion; an address gets what was made whole here first.
+    """Write the output of a conversion; for an address, locally first, and then sent.
 
     Raises what its `plan`, the executor, `atomic_output.open_output` and `upload.staged` raise; in
     every case what was at ``out`` before is as it was.

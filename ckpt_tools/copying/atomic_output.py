@@ -50,8 +50,8 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.storage.paths import is_address
 
-# Replaced with the checkpoint, beside what the caller names: the record of its proof.
-_PROOF = "ckpt_tools_proof.json"
+# The record of what --check has proven, which is replaced together with the checkpoint.
+PROOF_FILE = "ckpt_tools_proof.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +414,7 @@ class _Planned(NamedTuple):
     def of(cls, spec: OutputSpec) -> _Planned:
         files = frozenset(file.path for file in files_of(spec.plans))
         folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
-        return cls(files, frozenset(folders), (*spec.replaceable, _PROOF))
+        return cls(files, frozenset(folders), (*spec.replaceable, PROOF_FILE))
 
 
 def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") -> None:

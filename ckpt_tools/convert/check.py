@@ -43,7 +43,7 @@ def check(
     threads: int | None,
     own: Collection[str] | None = None,
 ) -> str:
-    """Compare what is in ``folder`` with what was to be written; returns what is proven, in one line.
+    """Compare what is in ``folder`` with what was to be written; one line says what is proven.
 
     ``source`` is the part of the source that it comes from, as its reader gave it. ``own`` are the
     source's files that this process can read, when that is not all of them: then only tensors in

@@ -2,9 +2,9 @@
 
 `verify` and `verify_quick` look for damage, `fingerprint` gives digests that do not depend on
 format or sharding, `diff` compares two checkpoints, `stats` looks at values, and `same_tensors` and
-`same_objects` prove an output against its source. This room writes no checkpoint, and of formats it
-knows only which archives carry checksums and what DCP keeps of containers. What needs numpy
-(`stats`, and the values of `diff`) is imported when it is called.
+`same_objects` prove an output against its source. Nothing here writes a checkpoint; formats are
+asked through their protocol. What needs numpy (`stats`, and the values of `diff`) is imported when
+it is called.
 """
 
 from __future__ import annotations

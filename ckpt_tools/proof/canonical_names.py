@@ -1,4 +1,4 @@
-"""What an entry is called inside its section, whatever format, framework or wrapper it came from.
+"""The name of an entry inside its section, independent of format, framework and wrappers.
 
 The container (``app.model``) is taken off by path, wrapper components by whole component, so that
 the same weights have the same names as a DCP directory, as rank files and as safetensors. Strings

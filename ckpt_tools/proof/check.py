@@ -57,7 +57,7 @@ def same_tensors(
     ``renamed`` gives the name in the result of each source tensor that was written, ``dtypes`` the
     type that it was to have there; where that is another one, the source is cast again, in memory.
     With ``own``, the only files of the source that can be read here, the boxes that they hold are
-    compared instead. ``seen`` takes in the CRC-32s of what is read of the source in its order.
+    compared instead. ``seen`` gets the CRC-32s of what is read of the source in its order.
     Returns one line that says what was proven.
 
     Raises WriteError when a tensor differs, is missing, or is there without a source, and what
@@ -76,7 +76,7 @@ def same_tensors(
         expected = _digest_as(pair, files, on_run)
         return digest_of(pair.result, files) != expected
 
-    verdicts = in_threads(differs, pairs, threads=threads, nbytes=_nbytes)
+    verdicts = in_threads(differs, pairs, threads=threads, nbytes=lambda pair: pair.source.nbytes)
     wrong = [pair.result.fqn for pair, bad in zip(pairs, verdicts, strict=True) if bad]
     if wrong:
         raise WriteError(
@@ -127,10 +127,6 @@ def _has(source: CheckpointIndex, entry: ObjectEntry) -> bool:
         return True
     holder = source.nesting.get(*entry.path[:-1]) if entry.opened and entry.value is None else None
     return isinstance(holder, Branch) and (entry.path[-1], None) in holder.pairs()
-
-
-def _nbytes(pair: _Pair) -> int:
-    return pair.source.nbytes
 
 
 def _pairs(

@@ -1,9 +1,9 @@
-"""Whether two checkpoints have their entries in the same containers.
+"""Compares the containers and the objects of two checkpoints.
 
 Between two pickles (torch files, rank files) kinds and the types of keys must be equal; an
 OrderedDict is a dict. Where one side is DCP, both are taken as DCP has them: keys as text, no empty
 dicts, a tuple only where it is pickled whole. Safetensors have no containers, and DCP directories
-may have none; then nothing is compared.
+may have none; then no containers are compared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersComp
 
     Names that only one side has are no difference of containers.
     """
-    if not (_tells(a) and _tells(b)):
+    if not (_keeps_containers(a) and _keeps_containers(b)):
         return None
     here, there = a.nesting, b.nesting
     for form in {formats.named(index.format) for index in (a, b)}:
@@ -95,7 +95,7 @@ def _is_walked(item: Tree[str], objects: Mapping[str, ObjectEntry], *, tensors_o
     return item is not None and not (item in objects and objects[item].opened)
 
 
-def _tells(index: CheckpointIndex) -> bool:
+def _keeps_containers(index: CheckpointIndex) -> bool:
     """Whether the format keeps all containers, or this checkpoint has one that it keeps."""
     form = formats.named(index.format)
     if form.nested:
@@ -170,11 +170,11 @@ _MAX_COMPARED = 64 << 20
 
 
 def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool | None, str]:
-    """Whether two objects are equal and, if not, why; None when it cannot be told.
+    """Whether two objects are equal and, if not, why; None when it cannot be known.
 
     Plain values are equal when they are equal in Python and of the same types, with keys of the
     same types; only an OrderedDict equals a dict, and a NaN another. What is not opened is compared
-    by its pickle: equal bytes are equal, different ones cannot be told.
+    by its pickle: equal bytes are equal values, different bytes may be, too.
     """
     if a.opened and b.opened:
         same = _same(a.value, b.value)
@@ -193,9 +193,9 @@ def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool 
 
 def _of_equal_pickles(a: ObjectEntry, b: ObjectEntry, files: Files) -> bool:
     """Whether two are the same part of two equal pickles (NumPy's arrays are in the pickle)."""
-    alike = a.codec is None and b.codec is None and a.path == b.path
+    comparable = a.codec is None and b.codec is None and a.path == b.path
     return (
-        alike
+        comparable
         and 0 < a.data.length == b.data.length <= _MAX_COMPARED
         and files.read(*a.data) == files.read(*b.data)
     )

@@ -1,4 +1,7 @@
-"""What of a checkpoint is still good, given which byte ranges are not. It opens no file."""
+"""Damaged byte ranges -> damaged tensors, rows, objects and files. No file is opened.
+
+`IntervalMap` finds byte ranges that overlap, `holes` the elements of a tensor that no box holds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class _Cluster(NamedTuple):
 
 
 class IntervalMap:
-    """Byte ranges, known by their places in the sequence that they came in."""
+    """Finds which byte ranges of a sequence overlap another one, by their places in it."""
 
     def __init__(self, ranges: Sequence[ByteRange]) -> None:
         self._ranges = ranges
@@ -58,16 +61,15 @@ class IntervalMap:
         for cluster in clusters[first:]:
             if cluster.start >= end:
                 break
-            found += [place for place in cluster.places if _meet(self._ranges[place], data)]
+            for place in cluster.places:
+                _, start, length = self._ranges[place]
+                if start < end and data.offset < start + length:
+                    found.append(place)
         return found
 
     def files(self) -> frozenset[str]:
         """The paths of the files that have any of the ranges."""
         return frozenset(self._clusters)
-
-
-def _meet(one: ByteRange, other: ByteRange) -> bool:
-    return one.offset < other.offset + other.length and other.offset < one.offset + one.length
 
 
 class DamagedTensor(NamedTuple):
@@ -106,7 +108,7 @@ def _owners(entry: TensorEntry, lost: Sequence[Box]) -> Iterator[int]:
 
 
 class DamageMap:
-    """Answers what is good; ``damaged`` are ranges beyond missing and short files."""
+    """What of a checkpoint is good; ``damaged`` are ranges beyond missing and short files."""
 
     def __init__(self, index: LocatedIndex, damaged: Sequence[ByteRange]) -> None:
         self._index = index
@@ -127,7 +129,7 @@ class DamageMap:
         return not self._damaged.meeting(data)
 
     def is_hurt_file(self, path: str) -> bool:
-        """Whether anything that a file should hold is not good."""
+        """Whether a file is missing, too short, or damaged anywhere."""
         length = self._lengths.get(path, self._needed[path])
         return length is None or length < self._needed[path] or path in self._damaged_files
 
@@ -188,7 +190,7 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
     if not shape:
         return []
     found: list[Box] = []
-    waiting = sorted(solid, key=_start, reverse=True)
+    waiting = sorted(solid, key=lambda box: box.offsets[0], reverse=True)
     active: list[Box] = []
     for start, end in pairwise(sorted({0, shape[0], *_edges(solid, shape[0])})):
         active = [box for box in active if box.ends[0] > start]
@@ -199,10 +201,6 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
         for hole in holes(shape[1:], {_below(box) for box in active}):
             _add(found, Box((start, *hole.offsets), (end - start, *hole.sizes)))
     return found
-
-
-def _start(box: Box) -> int:
-    return box.offsets[0]
 
 
 def _edges(boxes: Sequence[Box], size: int) -> set[int]:
@@ -226,7 +224,7 @@ def _add(found: list[Box], hole: Box) -> None:
 
 
 def describe(box: Box, shape: Sequence[int]) -> str:
-    """Where a box lies, for a person: ``rows 3:6 of 11``, or its slices."""
+    """A box in words: ``rows 3:6 of 11``, or its slices."""
     if not shape:
         return "its one value"
     if box == Box.whole(shape):

@@ -1,37 +1,28 @@
-"""One pass over a tensor, chunk by chunk: sums, a checksum, and which rows are zero."""
+"""One pass over a tensor, chunk by chunk: moments, a checksum, and which rows are zero.
+
+`Moments` are sums over blocks of numbers that can be joined: mean, variance, extremes, counts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import prod, sqrt
 from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
 
-from ckpt_tools.copying.cast import has_numbers
+from ckpt_tools.copying.cast import exact_extremes, has_numbers, numbers
 from ckpt_tools.copying.write import read_box
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import Chunk, TensorEntry
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
-from math import sqrt
-from typing import TYPE_CHECKING
-
-from ckpt_tools.copying.cast import exact_extremes, numbers
-from ckpt_tools.core.dtypes import DType
-
-if TYPE_CHECKING:
     from ckpt_tools.copying.cast import Numbers
-
-# -------------------------------------------------------------------------------------------------
-# Sums over numbers that come block by block, and can be joined: mean, variance, extremes, counts.
-# -------------------------------------------------------------------------------------------------
-
 
 _BLOCK = 64 << 10  # elements: 512 KiB of float64 stay in the cache
 
@@ -132,7 +123,7 @@ def sum_of_squares(values: Numbers) -> float:
     return float(np.einsum("i,i->", flat, flat))
 
 
-# More rows than this are not told apart: one flag each would cost memory.
+# Tensors with more rows are not looked through: one flag a row would cost memory.
 _MAX_ROWS = 1 << 22
 
 
@@ -192,7 +183,7 @@ class _Rows:
         self._at = 0
 
     def see(self, piece: memoryview, *, may_be_zero: bool) -> None:
-        """Take in the next bytes: some whole rows, or a part of one."""
+        """Add the next bytes: some whole rows, or a part of one."""
         first, last = self._at // self._row, (self._at + len(piece) - 1) // self._row
         self._at += len(piece)
         if not may_be_zero:

@@ -175,10 +175,10 @@ def _summary(found: Diff) -> str:
         compared += " and the containers they are in"
     by = "" if found.values_compared else " by headers only: VALUES WERE NOT COMPARED"
     counts = Counter(WORDS[e.status] for e in found.entries if e.status != "same")
-    told = ", ".join(f"{word} ({count:,})" for word, count in counts.items())
-    if not told:
+    kinds = ", ".join(f"{word} ({count:,})" for word, count in counts.items())
+    if not kinds:
         return f"Compared {compared}{by}. All are the same."
-    return f"Compared {compared}{by}. {found.same:,} are the same. Different: {told}."
+    return f"Compared {compared}{by}. {found.same:,} are the same. Different: {kinds}."
 
 
 def _json(a: CheckpointIndex, b: CheckpointIndex, found: Diff) -> render.Json:
@@ -197,7 +197,7 @@ def _json(a: CheckpointIndex, b: CheckpointIndex, found: Diff) -> render.Json:
 
 
 def _entry_json(entry: EntryDiff) -> render.Json:
-    told: dict[str, render.Json] = {
+    facts: dict[str, render.Json] = {
         "name": entry.name,
         "what": entry.status.replace(" ", "_"),
         "a": entry.a,
@@ -207,7 +207,7 @@ def _entry_json(entry: EntryDiff) -> render.Json:
     }
     delta = entry.delta
     if delta is not None:
-        told["values"] = {
+        facts["values"] = {
             "numel": delta.numel,
             "differing": delta.differing,
             "nonfinite": delta.nan,
@@ -216,4 +216,4 @@ def _entry_json(entry: EntryDiff) -> render.Json:
             "first": None if delta.first is None else list(delta.first),
             "relative_l2": delta.relative_l2,
         }
-    return told
+    return facts

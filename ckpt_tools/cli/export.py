@@ -116,7 +116,7 @@ def _write(ckpt: str, out: str, form: str, *, jobs: int) -> convert.ExportPlan:
 
 
 def _conversion(ckpt: str, out: str, form: str, write: WriteOptions) -> convert.Export:
-    """What is asked for, of the checkpoint that is read. Raises AnswerNo when it chooses none."""
+    """The export with all its options. Raises AnswerNo when filters choose nothing."""
     index = read_index(ckpt, options=asked.reading(shaping.cuts()))
     options.choose(index, asked.filters_of_export())
     is_folder = form == "safetensors" and not convert.is_single_file(out, form)
@@ -124,17 +124,17 @@ def _conversion(ckpt: str, out: str, form: str, write: WriteOptions) -> convert.
 
 
 def _form(form: str | None, out: str) -> str:
-    """The format that was asked for, by name or by the ending of the output.
+    """The format that was asked for, by --format or by the suffix of the output.
 
     Raises UsageError where the two differ.
     """
-    told = convert.format_of(out)
-    if form is not None and told is not None and form != told:
+    by_suffix = convert.format_of(out)
+    if form is not None and by_suffix is not None and form != by_suffix:
         raise UsageError(
-            f"{out} has the ending of a {told} file, but --format says {form}.",
+            f"{out} has the ending of a {by_suffix} file, but --format says {form}.",
             hint="Name the output as its format is named, or leave --format out.",
         )
-    return form or told or formats.targets("whole")[0].name
+    return form or by_suffix or formats.targets("whole")[0].name
 
 
 def _summary(plan: convert.ExportPlan, out: str, *, dry_run: bool, seconds: float) -> str:

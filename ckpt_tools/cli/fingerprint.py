@@ -70,7 +70,7 @@ def command(
     if json:
         render.emit_json(to_json(found))
         return
-    render.emit(f"{section:<6} {told}" for section, told in found.sections.items())
+    render.emit(f"{section:<6} {value}" for section, value in found.sections.items())
     if long:
         render.emit(f"{t.sha256}  {render.printable(t.fqn)}" for t in found.tensors)
 

@@ -75,7 +75,7 @@ def command(
             run = run_of(ckpt)
             if run:
                 found = run_list.look(ckpt, run, asked.reading())
-                objects += run_list.told(found, json=json)
+                objects += run_list.printed(found, json=json)
                 continue
             whole = read_index(ckpt, options=asked.reading())
             index = options.choose(whole, chosen)

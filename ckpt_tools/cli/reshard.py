@@ -1,4 +1,7 @@
-"""`ckpt-tools reshard`: shards for training on another mesh."""
+"""`ckpt-tools reshard`: shards for training on another mesh.
+
+The command, and what it says on stdout: a summary, the forecast of --dry-run, or JSON.
+"""
 
 from __future__ import annotations
 
@@ -147,13 +150,13 @@ def command(
     say(words)
     request = Request(ckpt, engine, jobs, asked.reading(shaping.cuts()))
     job = Job(out, wanted, asked.writing(), ignore)
-    (_dry_run if dry_run else _write)(request, job, told=words, as_json=json)
+    (_dry_run if dry_run else _write)(request, job, said=words, as_json=json)
 
 
-def _dry_run(request: Request, job: Job, *, told: str, as_json: bool) -> None:
+def _dry_run(request: Request, job: Job, *, said: str, as_json: bool) -> None:
     """Say what would be done."""
     plan = dry_run(request, job)
-    _say_notes(plan, told)
+    _say_notes(plan, said)
     report = Report(request, job)
     if as_json:
         render.emit_json(report.json(plan, dry_run=True))
@@ -162,12 +165,12 @@ def _dry_run(request: Request, job: Job, *, told: str, as_json: bool) -> None:
     check_room(job.out, plan.files)
 
 
-def _write(request: Request, job: Job, *, told: str, as_json: bool) -> None:
+def _write(request: Request, job: Job, *, said: str, as_json: bool) -> None:
     """Do it, then say on stdout what was done."""
     started = time.monotonic()
     with progress.byte_bar(label="reshard") as bar:
         plan = reshard_by(request, job._replace(on_bytes=bar, on_total=bar.expect))
-    _say_notes(plan, told)
+    _say_notes(plan, said)
     report = Report(request, job)
     if as_json:
         render.emit_json(report.json(plan, dry_run=False))
@@ -175,9 +178,9 @@ def _write(request: Request, job: Job, *, told: str, as_json: bool) -> None:
         click.echo(report.summary(plan, seconds=time.monotonic() - started))
 
 
-def _say_notes(plan: ReshardPlan, told: str) -> None:
+def _say_notes(plan: ReshardPlan, said: str) -> None:
     for note in plan.notes:
-        if note not in told:
+        if note not in said:
             say(note)
 
 
@@ -190,17 +193,12 @@ def _format(form: str, layout: FrameworkLayout | None) -> str:
     return form
 
 
-# -------------------------------------------------------------------------------------------------
-# What `reshard` says on stdout: one line when it is done, a forecast before, or JSON.
-# -------------------------------------------------------------------------------------------------
-
-
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 _MOST_FILES = 16
 
 
 class Report(NamedTuple):
-    """What was asked for; a plan says the rest."""
+    """What is said of a plan; ``request`` and ``job`` are what was asked for."""
 
     request: Request
     job: Job

@@ -1,4 +1,4 @@
-"""Looks at every value of a checkpoint for a page: statistics, and how they are spread."""
+"""Reads every value of a checkpoint for a page: statistics and histograms."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ContainersCompared:
 
 
 def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersCompared | None:
-    """Compare the containers of two checkpoints; None where one of them does not tell them.
+    """Compare the containers of two checkpoints; None where one of them keeps none.
 
     Names that only one side has are no difference of containers.
     """

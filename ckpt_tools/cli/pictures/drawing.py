@@ -125,9 +125,9 @@ def _loads(side: Holdings, *, left: int, top: int, width: int) -> Iterator[tuple
     """A column of bytes for each holder, and the skew."""
     totals = bytes_held(side)
     skew = skew_of(totals)
-    told = "" if skew is None or len(totals) < 2 else f", {skew:.2f} × the average"
+    average = "" if skew is None or len(totals) < 2 else f", {skew:.2f} × the average"
     fullest = format_size(max(totals, default=0))
-    yield top, _text(left, top, f"bytes per {side.unit}: {fullest} the most{told}", style="h")
+    yield top, _text(left, top, f"bytes per {side.unit}: {fullest} the most{average}", style="h")
     shown = totals[:_MAX_LOADS]
     most = max(totals, default=0) or 1
     step = min(_CELL, width // max(1, len(shown)))

@@ -1,6 +1,6 @@
 """Who holds what as a page: every tensor, folded by layer, to be searched and hovered over.
 
-Tensors that are cut and held alike share one entry in the page's data, so that 100,000 fit.
+Tensors with the same cut and holders share one entry in the page's data, so that 100,000 fit.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _dtype(dtype: DType) -> Json:
 def _side(holdings: Holdings, tensors: Sequence[Held | None], *, title: str) -> dict[str, Json]:
     """One layout: its mesh, its bytes, each way of being cut once, and which tensor has which."""
     kinds: dict[tuple[int, tuple[str, ...]], int] = {}
-    told: list[Json] = []
+    drawn: list[Json] = []
     numbers = []
     for held in tensors:
         if held is None:
@@ -104,8 +104,8 @@ def _side(holdings: Holdings, tensors: Sequence[Held | None], *, title: str) -> 
             continue
         key = id(held.pieces), held.placements
         if key not in kinds:
-            kinds[key] = len(told)
-            told.append(_kind(held))
+            kinds[key] = len(drawn)
+            drawn.append(_kind(held))
         numbers.append(kinds[key])
     totals = bytes_held(holdings)
     return {
@@ -115,7 +115,7 @@ def _side(holdings: Holdings, tensors: Sequence[Held | None], *, title: str) -> 
         "mesh": None if holdings.mesh is None else _mesh(holdings.mesh, holdings.status),
         "loads": totals,
         "loadWords": _load_words(holdings, totals),
-        "kinds": told,
+        "kinds": drawn,
         "kind": numbers,
     }
 
@@ -144,7 +144,7 @@ def _mesh(mesh: Mesh, status: str | None) -> Json:
 def _load_words(holdings: Holdings, totals: Sequence[int]) -> str:
     skew = skew_of(totals)
     most = format_size(max(totals, default=0))
-    told = f": {most} the most" if len(totals) > 1 else f": {most}"
+    text = f": {most} the most" if len(totals) > 1 else f": {most}"
     if skew is not None and len(totals) > 1:
-        told += f", {skew:.2f} times the average"
-    return f"Bytes per {holdings.unit}{told}"
+        text += f", {skew:.2f} times the average"
+    return f"Bytes per {holdings.unit}{text}"

@@ -22,11 +22,11 @@ _STATS_HEADER = ("NAME", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "INF", "ZEROS
 def report_page(whole: CheckpointIndex, index: CheckpointIndex, *, seen: Seen | None) -> str:
     """The page of a checkpoint; the filters chose ``index`` out of ``whole``."""
     parts = ["<main>", f"<h1>{text(whole.root)}</h1>"]
-    told = report.look(whole, index)
-    parts.append(f"<p><b>{text(', '.join(part.text for part in told.verdict))}</b></p>")
-    parts += _facts(report.identity(told))
+    facts = report.look(whole, index)
+    parts.append(f"<p><b>{text(', '.join(part.text for part in facts.verdict))}</b></p>")
+    parts += _facts(report.identity(facts))
     parts += _table(report.SECTION_HEADER, report.section_rows(index), numbers=range(1, 5))
-    parts += _facts(report.state(whole, told))
+    parts += _facts(report.state(whole, facts))
     parts += _problems(whole)
     if seen is not None:
         parts += _anomalies(seen.statistics.anomalies)
@@ -34,14 +34,14 @@ def report_page(whole: CheckpointIndex, index: CheckpointIndex, *, seen: Seen | 
     parts += ["<h2>Who holds what</h2>", '<div id="sides" class="sides"></div>']
     parts += [LIST.format(heads=heads(None)), *_objects(index.objects), "</main>"]
     parts += ['<div id="tip" role="tooltip"></div>', '<aside id="detail"></aside>']
-    data = layout_data(holdings_of(index, told.mesh))
+    data = layout_data(holdings_of(index, facts.mesh))
     return page(f"Report of {whole.root}", parts, scripts=SCRIPTS, data=data)
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield "<dl>"
-    for label, told in pairs:
-        lines = "<br>".join(text(line) for line in told.split("\n"))
+    for label, words in pairs:
+        lines = "<br>".join(text(line) for line in words.split("\n"))
         yield f"<dt>{text(label)}</dt><dd>{lines}</dd>"
     yield "</dl>"
 
@@ -88,10 +88,10 @@ def _anomalies(found: Sequence[Anomaly]) -> Iterator[str]:
 def _statistics(seen: Seen) -> Iterator[str]:
     """A row of numbers for each tensor, with its histogram."""
     tensors = seen.statistics.tensors
-    bad = seen.statistics.nonfinite
-    told = f", <span class=bad>{bad:,} values are NaN or infinite</span>" if bad else ""
+    bad = seen.statistics.odd
+    odd = f", <span class=bad>{bad:,} values are NaN or infinite</span>" if bad else ""
     opened = " open" if len(tensors) <= _MAX_OPEN else ""
-    yield f"<details{opened}><summary>Values of {counted(len(tensors), 'tensor')}{told}</summary>"
+    yield f"<details{opened}><summary>Values of {counted(len(tensors), 'tensor')}{odd}</summary>"
     yield '<div class="scroll"><table class="mono"><thead><tr>'
     for name in _STATS_HEADER:
         yield f'<th class="{"" if name in ("NAME", "SPREAD") else "n"}">{name.lower()}</th>'

@@ -88,7 +88,7 @@ def _anomalies(found: Sequence[Anomaly]) -> Iterator[str]:
 def _statistics(seen: Seen) -> Iterator[str]:
     """A row of numbers for each tensor, with its histogram."""
     tensors = seen.statistics.tensors
-    bad = seen.statistics.odd
+    bad = seen.statistics.nonfinite
     odd = f", <span class=bad>{bad:,} values are NaN or infinite</span>" if bad else ""
     opened = " open" if len(tensors) <= _MAX_OPEN else ""
     yield f"<details{opened}><summary>Values of {counted(len(tensors), 'tensor')}{odd}</summary>"

@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 class Held(NamedTuple):
-    """One tensor in pieces; tensors that are cut and held alike share the same ``pieces``.
+    """One tensor in pieces; tensors with the same cut and holders share the same ``pieces``.
 
     ``placements`` are torch's words, empty where nothing tells them.
     """
@@ -87,7 +87,7 @@ def _paths(index: CheckpointIndex) -> list[str]:
 
 
 def _relative(paths: Iterable[str], root: str) -> tuple[str, ...]:
-    """Paths below the root, for a person."""
+    """Paths below the root, to be shown."""
     lead = root.rstrip(os.sep) + os.sep
     return tuple(
         path[len(lead) :] if path.startswith(lead) else os.path.basename(path) for path in paths
@@ -95,7 +95,7 @@ def _relative(paths: Iterable[str], root: str) -> tuple[str, ...]:
 
 
 class _Known:
-    """Gives tensors that are cut alike the same pieces: thousands are, and pages list them once."""
+    """Gives tensors with the same cut the same pieces: thousands are, and pages list them once."""
 
     def __init__(self, numbers: Mapping[str, int], unit: Unit, mesh: Mesh | None) -> None:
         self._numbers = numbers

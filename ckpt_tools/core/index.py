@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from glob import escape
@@ -227,13 +227,13 @@ class FileState(NamedTuple):
     version: str = ""
 
     def __str__(self) -> str:
-        """In words that a person can compare."""
-        told = [f"{self.size:,} bytes"]
+        """As text that people can compare."""
+        words = [f"{self.size:,} bytes"]
         if self.changed:
             seconds, nanoseconds = divmod(self.changed, 10**9)
             date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-            told = [f"{told[0]} of {date}.{nanoseconds:09d} UTC"]
-        return ", ".join([*told, *filter(None, [self.version])])
+            words = [f"{words[0]} of {date}.{nanoseconds:09d} UTC"]
+        return ", ".join([*words, *filter(None, [self.version])])
 
 
 class FileEntry(NamedTuple):
@@ -394,9 +394,9 @@ class CheckpointIndex:
             options = self._whole_part() if error.instead is None else ()
             if not options:
                 raise
-            told = error.reworded(error.message)
-            told.instead = Instead(self.root, (Way(options=options),))
-            raise told from error.__cause__
+            reworded = error.reworded(error.message)
+            reworded.instead = Instead(self.root, (Way(options=options),))
+            raise reworded from error.__cause__
 
     def _whole_part(self) -> tuple[str, ...]:
         """Options that leave out what problems are of: a few objects or parts of a folder, which
@@ -453,6 +453,18 @@ def completed(tree: Branch[str], placed: Sequence[Placed]) -> Branch[str]:
 
 _offsets = attrgetter("offsets")
 _sizes = attrgetter("sizes")
+
+
+def uncovered(
+    tensors: Iterable[TensorEntry], *, known: Collection[str]
+) -> Iterator[CheckpointError]:
+    """What `check_coverage` raises for each tensor; those with ``known`` problems are skipped."""
+    for entry in tensors:
+        if entry.fqn not in known:
+            try:
+                check_coverage(entry)
+            except CheckpointError as error:
+                yield error
 
 
 def check_coverage(entry: TensorEntry) -> None:

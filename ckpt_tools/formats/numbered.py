@@ -1,6 +1,6 @@
 """Files of one checkpoint as Hugging Face names them: ``NAME-00001-of-00003`` and an index JSON.
 
-What the numbers and the index prove to be missing, for safetensors and .bin files alike. What is in
+What the numbers and the index prove to be missing, for safetensors and .bin files. What is in
 the files is not known here.
 """
 

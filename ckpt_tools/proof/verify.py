@@ -7,13 +7,13 @@ the same file of an older one. Fingerprints do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, check_coverage
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, uncovered
 from ckpt_tools.core.text import counted, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.proof.canonical_names import tensors_inside
@@ -114,10 +114,12 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
     ranges = [damage.data for damage in (*bad_items, *damages)]
     condition = DamageMap(located, ranges)
     halves = _halves(located)
+    known = {fqn for problem in located.problems for fqn in problem.about}
     problems = [
         *index.problems,
         *_not_in_damages(index, located, bad_items, damages),
-        *_uncovered(located),
+        # The problem of missing files names the rows that are lost with them.
+        *([] if located.missing else uncovered(located.tensors, known=known)),
         *_about(damages, located),
         *findings.differing,
         *halves.problems,
@@ -183,20 +185,6 @@ def _not_in_damages(
         for problem in located.problems
         if id(problem) not in known and (not problem.about or problem.about & names)
     ]
-
-
-def _uncovered(located: LocatedIndex) -> Iterable[CheckpointError]:
-    """Holes and overlaps of tensors without other problems."""
-    known = {fqn for problem in located.problems for fqn in problem.about}
-    if located.missing:
-        return  # the problem of missing files names the rows that are lost with them
-    for entry in located.tensors:
-        if entry.fqn in known:
-            continue
-        try:
-            check_coverage(entry)
-        except CheckpointError as error:
-            yield error
 
 
 def _about(damages: Sequence[Damage], located: LocatedIndex) -> list[CheckpointError]:

@@ -146,7 +146,7 @@ def _is_timeout(error: Exception) -> bool:
 
 
 def _fault(error: Exception, address: str) -> OSError:
-    """The same as a sentence for a person."""
+    """The same as a sentence."""
     status = getattr(error, "status", None)
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(ENOENT, "it is not there", address)
@@ -256,8 +256,8 @@ def _facts(entry: Mapping[str, object]) -> Facts:
     # To a web client all is a file; a page in the place of one is the listing of a folder.
     is_page = str(entry.get("mimetype", "")).startswith("text/html")
     is_dir = entry.get("type") == "directory" or is_page
-    told = (entry.get(key) for key in ("ETag", "etag", "LastModified", "mtime", "created"))
-    version = next((str(value) for value in told if value), "")
+    values = (entry.get(key) for key in ("ETag", "etag", "LastModified", "mtime", "created"))
+    version = next((str(value) for value in values if value), "")
     known = size if isinstance(size, int) and not is_dir else 0
     return Facts(_tail(str(entry["name"])), known, is_dir, version)
 

@@ -36,7 +36,7 @@ class Work(Protocol):
 class TransformResult(NamedTuple):
     """What a step gives.
 
-    ``notes`` are for a person, ``files`` go into the output beside the tensors, ``works`` make
+    ``notes`` are for people, ``files`` go into the output beside the tensors, ``works`` make
     bytes that the entries' chunks point at.
     """
 

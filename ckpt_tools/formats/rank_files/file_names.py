@@ -155,8 +155,8 @@ def _part(name: str) -> str | None:
 def has_container(keys: Iterable[object], name: str) -> bool:
     """Whether a state dict with these keys already says which part of a checkpoint it is."""
     part = _part(name) or ""
-    alike = _OPTIM if part.startswith("1") else _MODEL - {""}
-    return any(key == name or (part[:1] in ("0", "1") and key in alike) for key in keys)
+    expected = _OPTIM if part.startswith("1") else _MODEL - {""}
+    return any(key == name or (part[:1] in ("0", "1") and key in expected) for key in keys)
 
 
 def holds_other_state(name: str) -> bool:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry, uncovered
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
@@ -205,7 +205,7 @@ class Reading:
         ]
         known = {fqn for problem in problems for fqn in problem.about}
         if all(problem.about for problem in problems):
-            problems += rank_checks.holes(entries.tensors, known)
+            problems += uncovered(entries.tensors, known=known)
         return CheckpointIndex(
             root=root,
             format="ranks",

@@ -1,9 +1,8 @@
 """safetensors checkpoints: one file, a Hugging Face folder, or what torch's DCP writes as such.
 
 Finds the files that belong together and what says so: an index JSON, the numbers in their names,
-or nothing. What a header may hold is `safetensors_header`'s, what many files are together is
-`safetensors_parts`'s. Only headers are read, and the eight bytes of a scalar that torch may have
-lost.
+or nothing. `header` parses and checks each file, `join` makes one checkpoint of many. Only headers
+are read, and the eight bytes of a scalar that torch may have lost.
 """
 
 from __future__ import annotations

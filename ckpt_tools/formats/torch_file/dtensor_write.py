@@ -5,7 +5,7 @@ then a layout with one shape and one stride, from 2.13 on a layout of axes. Each
 only, so a pickle is made for one. What 2.5 to 2.9 and 2.10 to 2.12 read is taken from files that
 2.9.1 and 2.11 wrote.
 
-This room makes nodes for `pickle_out`; it knows nothing of files.
+The nodes are for `pickle.dump`; files are not known here.
 """
 
 from __future__ import annotations

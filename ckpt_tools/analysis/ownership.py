@@ -69,7 +69,8 @@ def holdings_of(index: CheckpointIndex, found: FoundMesh | None) -> Holdings:
     ranks = {chunk.rank for entry in index.tensors for chunk in entry.chunks}
     unit: Unit = "rank" if found is not None or ranks - {None} else "file"
     numbers: dict[str, int] = {}
-    for path in [file.path for file in index.files] + _paths(index):
+    used = sorted({chunk.data.path for entry in index.tensors for chunk in entry.chunks})
+    for path in [*(file.path for file in index.files), *used]:
         numbers.setdefault(path, len(numbers))
     mesh = None if found is None else found.mesh
     known = _Known(numbers, unit, mesh)
@@ -80,10 +81,6 @@ def holdings_of(index: CheckpointIndex, found: FoundMesh | None) -> Holdings:
         count = max(index.world_size or 0, saved, 0 if mesh is None else mesh.size)
     status = None if found is None else found.status
     return Holdings(unit, count, mesh, status, _relative(numbers, index.root), tensors)
-
-
-def _paths(index: CheckpointIndex) -> list[str]:
-    return sorted({chunk.data.path for entry in index.tensors for chunk in entry.chunks})
 
 
 def _relative(paths: Iterable[str], root: str) -> tuple[str, ...]:

@@ -275,8 +275,4 @@ def file_loads(index: CheckpointIndex) -> list[FileLoad]:
         FileLoad(path, ranks.get(path), chunks[path], nbytes[path], lengths.get(path))
         for path in {**lengths, **chunks}
     ]
-    return sorted(loads, key=_by_rank)
-
-
-def _by_rank(load: FileLoad) -> tuple[bool, int, str]:
-    return load.rank is None, load.rank or 0, load.path
+    return sorted(loads, key=lambda one: (one.rank is None, one.rank or 0, one.path))

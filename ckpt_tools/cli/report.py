@@ -106,7 +106,8 @@ def lines(
     yield ""
     yield from render.facts(identity(facts))
     yield ""
-    yield from _sections(index)
+    # Not `table`: importing tabulate takes longer than all the rest of this report.
+    yield from render.indented(SECTION_HEADER, section_rows(index), align="lrrrrw")
     yield ""
     yield from render.facts(state(whole, facts))
     if shards:
@@ -168,11 +169,6 @@ def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:
     ]
 
 
-def _sections(index: CheckpointIndex) -> Iterator[str]:
-    # Not `table`: importing tabulate takes longer than all the rest of this report.
-    return render.indented(SECTION_HEADER, section_rows(index), align="lrrrrw")
-
-
 def _dtype_words(one: SectionSum) -> str:
     """The element types, with the share of each when there are several."""
     if len(one.dtypes) < 2:
@@ -196,17 +192,13 @@ def state(whole: CheckpointIndex, facts: Inspection) -> Iterator[tuple[str, str]
     yield "resume", f"{'yes' if facts.resume.yes else 'no'}: {facts.resume.reason}"
     yield "files", f"{len(whole.files):,}, {format_size(facts.nbytes)}"
     if whole.missing:
-        yield "missing", _missing(whole)
+        names = [entries.file_name(path, whole.root) for path in whole.missing]
+        yield "missing", f"{counted(len(names), 'file')}: {render.printable(some(names))}"
     if whole.ties:
         tied = [" = ".join(group) for group in whole.ties]
         yield "tied", "\n".join(render.printable(text) for text in first_of(tied))
     if whole.notes:
         yield "notes", "\n".join(map(render.printable, whole.notes))
-
-
-def _missing(whole: CheckpointIndex) -> str:
-    names = [entries.file_name(path, whole.root) for path in whole.missing]
-    return f"{counted(len(names), 'file')}: {render.printable(some(names))}"
 
 
 def _shards(whole: CheckpointIndex) -> Iterator[str]:

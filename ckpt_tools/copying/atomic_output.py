@@ -363,7 +363,8 @@ def _kept(manifest: Manifest, spec: OutputSpec) -> str | None:
 def _publish(manifest: Manifest, spec: OutputSpec) -> None:
     """Sync all files, and rename the result to OUT."""
     if not manifest.has("complete"):
-        _sync_tree(manifest.place.folder)
+        for parent, _, names in os.walk(manifest.place.folder):
+            sync_files([os.path.join(parent, name) for name in names] or [parent])
         manifest.mark("complete")
     if os.path.lexists(manifest.result):
         if spec.single_file is None:
@@ -449,9 +450,3 @@ def _keep_mode(old: str, new: str) -> None:
         mode = os.lstat(old).st_mode
         if stat.S_IFMT(mode) == stat.S_IFMT(os.lstat(new).st_mode):
             os.chmod(new, stat.S_IMODE(mode))
-
-
-def _sync_tree(folder: str) -> None:
-    """Sync every file below the folder, once all is written."""
-    for parent, _, names in os.walk(folder):
-        sync_files([os.path.join(parent, name) for name in names] or [parent])

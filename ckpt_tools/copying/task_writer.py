@@ -160,14 +160,14 @@ class _Group:
         out_end = self.size + piece.nbytes
         self.raw_size += _raw_nbytes(piece)
         last = self.casts[-1] if self.casts else None
-        if last is not None and last.out_end == self.size and _alike(last.item, item):
+        if last is not None and last.out_end == self.size and _same_cast(last.item, item):
             last.raw_end, last.out_end = self.raw_size, out_end
         else:
             self.casts.append(_Cast(item, raw, self.raw_size, self.size, out_end))
         return raw
 
 
-def _alike(one: WriteItem, other: WriteItem) -> bool:
+def _same_cast(one: WriteItem, other: WriteItem) -> bool:
     return one.source == other.source and one.target == other.target
 
 

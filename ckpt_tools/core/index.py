@@ -577,7 +577,8 @@ def _flaw_of_line(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _F
 
 def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _Flaw | None:
     """The first flaw, slice by slice between the edges along ``dim``, each a smaller problem."""
-    edges = sorted({0, shape[dim]} | {edge for box in boxes for edge in _edges(box, dim)})
+    starts = {box.offsets[dim] for box in boxes}
+    edges = sorted({0, shape[dim]} | starts | {b.offsets[dim] + b.sizes[dim] for b in boxes})
     waiting = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
     active: list[Box] = []
     for start, end in pairwise(edges):
@@ -592,10 +593,6 @@ def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> 
                 (*flaw.sizes[:dim], end - start, *flaw.sizes[dim:]),
             )
     return None
-
-
-def _edges(box: Box, dim: int) -> tuple[int, int]:
-    return box.offsets[dim], box.offsets[dim] + box.sizes[dim]
 
 
 def _without(values: Sequence[int], dim: int) -> tuple[int, ...]:

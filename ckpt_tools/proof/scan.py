@@ -153,7 +153,8 @@ def scan(entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None]) -
     """Read a located tensor once. Equal boxes are read once, empty ones not at all."""
     unique = {chunk.box: chunk for chunk in reversed(entry.chunks) if chunk.box.numel}
     chunks = [unique[box] for box in sorted(unique)]
-    rows = _Rows(entry) if len(chunks) == 1 and _has_rows(entry) else None
+    has_rows = bool(entry.shape) and 2 <= entry.shape[0] <= _MAX_ROWS
+    rows = _Rows(entry) if len(chunks) == 1 and has_rows else None
     total = Moments()
     scans: list[ChunkScan] = []
     for chunk in chunks:
@@ -168,10 +169,6 @@ def scan(entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None]) -
         total.join(found)
         scans.append(ChunkScan(chunk, found, crc))
     return Scan(entry, total, tuple(scans), () if rows is None else tuple(rows.zero_runs()))
-
-
-def _has_rows(entry: TensorEntry) -> bool:
-    return bool(entry.shape) and 2 <= entry.shape[0] <= _MAX_ROWS
 
 
 class _Rows:

@@ -51,7 +51,8 @@ def plan_files(
             wanted = formats.PlanOptions(tree=moved.tree, single_file=name)
             torch = formats.named("torch")
             plans += torch.plan_files(renamed(tree, targets), moved.objects, options=wanted)
-    plans += [_text(name, text) for name, text in arranged.texts.items()]
+    bodies = {name: text.encode() for name, text in arranged.texts.items()}
+    plans += [FilePlan(name, len(body), ((0, body),), ()) for name, body in bodies.items()]
     plans += [_copy(name, path) for name, path in arranged.copied.items()]
     return joined([*parts, plans])
 
@@ -65,11 +66,6 @@ def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...
         if isinstance(entry, TensorEntry)
     ]
     return tuple(sorted(found, key=lambda target: target.fqn))
-
-
-def _text(name: str, text: str) -> FilePlan:
-    body = text.encode()
-    return FilePlan(name, len(body), ((0, body),), ())
 
 
 def _copy(name: str, path: str) -> FilePlan:

@@ -17,7 +17,6 @@ from ckpt_tools.analysis.ownership import (
 from ckpt_tools.cli.pictures import colors
 from ckpt_tools.cli.pictures.shell import page, text
 from ckpt_tools.cli.render import Json, printable
-from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.text import counted, format_size
 
@@ -80,17 +79,13 @@ def layout_data(
         moves = [by_name.get(fqn, 0) for fqn in names]
     return {
         "names": "\n".join(map(printable, names)),
-        "dtypes": [_dtype(dtype) for dtype in types],
+        "dtypes": [[dtype.name, dtype.itemsize] for dtype in types],
         "dtype": [places[held.dtype] for held in before.tensors],
         "sides": sides,
         "moved": moves,
         "colors": list(colors.HEX),
         "inks": [colors.ink(place) for place in range(len(colors.HEX))],
     }
-
-
-def _dtype(dtype: DType) -> Json:
-    return [dtype.name, dtype.itemsize]
 
 
 def _side(holdings: Holdings, tensors: Sequence[Held | None], *, title: str) -> dict[str, Json]:

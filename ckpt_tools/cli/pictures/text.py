@@ -42,7 +42,8 @@ def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
     across = mesh.shape[-1] if mesh.shape else 1
     cell = len(str(mesh.size - 1)) + 2
     words = " × ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
-    yield f"  {words}: {names[-1]} from left to right" + _downwards(names)
+    downwards = f", {names[-2]} downwards" if len(names) > 1 else ""
+    yield f"  {words}: {names[-1]} from left to right{downwards}"
     if mesh.size > 512:
         yield f"  {counted(mesh.size, 'rank')}, not drawn"
         return
@@ -54,10 +55,6 @@ def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
         for first in range(start, start + across, per_line):
             ranks = range(first, min(first + per_line, start + across))
             yield "  " + "".join(paint(str(rank).center(cell), rank) for rank in ranks)
-
-
-def _downwards(names: Sequence[str]) -> str:
-    return f", {names[-2]} downwards" if len(names) > 1 else ""
 
 
 def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
@@ -91,7 +88,8 @@ def _holder_name(holdings: Holdings, holder: int) -> str:
 
 def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterator[str]:
     """A bar for each row, after its name, its shape and its bytes."""
-    labels = [render.printable(row.label) + _times(row.tensors) for row in rows]
+    times = [f"  ×{row.tensors:,}" if row.tensors > 1 else "" for row in rows]
+    labels = [render.printable(row.label) + more for row, more in zip(rows, times, strict=True)]
     shapes = [f"{short_shape(row.first.shape)} {row.first.dtype.name}" for row in rows]
     sizes = [format_size(row.nbytes) for row in rows]
     name, shape, size = (max(map(len, texts), default=0) for texts in (labels, shapes, sizes))
@@ -107,10 +105,6 @@ def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterat
             yield f"  {facts}"
         else:
             yield f"{label:<{name}}  {facts}"
-
-
-def _times(count: int) -> str:
-    return f"  ×{count:,}" if count > 1 else ""
 
 
 def bar_of(held: Held, paint: Paint, *, size: int) -> str:

@@ -86,18 +86,18 @@ def read_index(
         for family in families:
             reading.read(family, contained=len(families) > 1)
         if not named:
-            reading.notes += map(_ranks_from_files, families)
+            for family in families:
+                ranks = [
+                    f"{os.path.basename(one.path)} is of rank {one.rank}" for one in family.files
+                ]
+                text = "Ranks were taken from the meshes in the files, not from names"
+                reading.notes.append(f"{text}: {some(ranks)}.")
         return reading.index(root, families)
 
 
 def _around(folders: Collection[str]) -> str:
     """The folder that all of these are in, or are."""
     return next(iter(folders)) if len(folders) == 1 else os.path.commonpath(folders)
-
-
-def _ranks_from_files(family: Family) -> str:
-    ranks = [f"{os.path.basename(file.path)} is of rank {file.rank}" for file in family.files]
-    return f"Ranks were taken from the meshes in the files, not from names: {some(ranks)}."
 
 
 def _files_in(folder: str) -> list[str]:

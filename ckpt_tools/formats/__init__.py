@@ -65,6 +65,7 @@ __all__ = [
 ]
 
 # In the order in which they are asked: a DCP directory may have .pt side files beside it.
+# (The builtin `zip` cannot be used in this module: importing the package `zip` replaces it.)
 FORMATS: list[Format] = [
     dcp.FORMAT,
     dcp.SAFETENSORS,

@@ -182,8 +182,8 @@ def _factorings(number: int, ndim: int) -> Iterator[tuple[int, ...]]:
 
 def _layouts_on(cut: Cut, mesh: Mesh) -> tuple[Layout, ...]:
     """The layouts that give this cut: on the mesh itself, else on its ranks in one line."""
-    found = _layouts(cut, mesh)
-    return found if found or _ndim(mesh) == 1 else _layouts(cut, Mesh((mesh.size,)))
+    layouts = _layouts(cut, mesh)
+    return layouts if layouts or _ndim(mesh) == 1 else _layouts(cut, Mesh((mesh.size,)))
 
 
 @lru_cache(maxsize=4096)

@@ -277,21 +277,23 @@ def _layouts(
     """The layout of each tensor on the target mesh; None for one that each rank holds whole."""
     rules = [(names.selector((rule.pattern,), ()), rule.placements) for rule in options.rules]
     like = _layouts_of(options.like) if options.like is not None else {}
-    found: dict[str, Layout | None] = {}
+    layouts: dict[str, Layout | None] = {}
     for entry in tensors:
         ruled = [placements for matches, placements in rules if matches(entry.fqn)]
         if not entry.shape:  # a glob for a weight also matches the step counter of its optimizer
-            found[entry.fqn] = None
+            layouts[entry.fqn] = None
         elif ruled:
-            found[entry.fqn] = _checked(entry, _layout(options.mesh, ruled[-1]))
+            layouts[entry.fqn] = _checked(entry, _layout(options.mesh, ruled[-1]))
         elif entry.fqn in like:
-            found[entry.fqn] = _checked(entry, _moved_to_mesh(entry, like[entry.fqn], options.mesh))
+            layouts[entry.fqn] = _checked(
+                entry, _moved_to_mesh(entry, like[entry.fqn], options.mesh)
+            )
         elif _is_cut(entry, sharded):
             placements = options.placements or default_placements(options.mesh)
-            found[entry.fqn] = _checked(entry, _layout(options.mesh, placements))
+            layouts[entry.fqn] = _checked(entry, _layout(options.mesh, placements))
         else:
-            found[entry.fqn] = None
-    return found
+            layouts[entry.fqn] = None
+    return layouts
 
 
 def _layout(mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
@@ -335,14 +337,14 @@ def _moved_to_mesh(entry: TensorEntry, layout: Layout | None, mesh: Mesh) -> Lay
     """A layout of --like on the target mesh; its own mesh may be a named part of that."""
     if layout is None:
         return None
-    found = on_mesh(layout, mesh)
-    if found is None:
+    moved = on_mesh(layout, mesh)
+    if moved is None:
         raise UsageError(
             f"{entry.fqn}: the other checkpoint has it on mesh {layout.mesh}, which is no part of "
             f"{mesh}.",
             hint=f"Give --to-mesh that checkpoint's mesh, or --place '{entry.fqn}=…'.",
         )
-    return found
+    return moved
 
 
 def _checked(entry: TensorEntry, layout: Layout | None) -> Layout | None:

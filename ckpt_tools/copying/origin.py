@@ -48,20 +48,20 @@ class Origin:
 
     def differences(self, now: Origin) -> list[str]:
         """What is different now, a line each; nothing when the origins are equal."""
-        found = []
+        differing = []
         if self.version != now.version:
-            found.append(f"ckpt-tools was {self.version} and is {now.version}.")
+            differing.append(f"ckpt-tools was {self.version} and is {now.version}.")
         for name in sorted(self.options.keys() | now.options.keys()):
             was, new = self.options.get(name, "not there"), now.options.get(name, "not there")
             if was != new:
-                found.append(f"{name} was {was} and is {new}.")
+                differing.append(f"{name} was {was} and is {new}.")
         for name in sorted(self.sources.keys() | now.sources.keys()):
             was, new = self.sources.get(name, "not there"), now.sources.get(name, "not there")
             if was != new:
-                found.append(f"{name} of the source has changed: was {was}, is {new}.")
-        if not found and self.layout != now.layout:
-            found.append("The files to write would be other ones.")
-        return found
+                differing.append(f"{name} of the source has changed: was {was}, is {new}.")
+        if not differing and self.layout != now.layout:
+            differing.append("The files to write would be other ones.")
+        return differing
 
 
 def with_states(files: Sequence[FileEntry]) -> list[FileEntry]:

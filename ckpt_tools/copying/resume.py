@@ -73,7 +73,7 @@ def noted_files(place: OutputPlace) -> set[str]:
         for body in _lines_in(log):
             for part in (Part(*fields) for fields in json.loads(body)):
                 parts.setdefault(part.path, []).append(part)
-    return {path for path, found in parts.items() if _is_all(found)}
+    return {path for path, own in parts.items() if _is_all(own)}
 
 
 def finished_files(place: OutputPlace, plans: Sequence[FilePlan]) -> set[str]:

@@ -354,14 +354,14 @@ class CheckpointIndex:
     def tensor(self, fqn: str) -> TensorEntry | None:
         """The tensor of this name, or None."""
         place = bisect_left(self.tensors, fqn, key=_fqn)
-        found = place < len(self.tensors) and self.tensors[place].fqn == fqn
-        return self.tensors[place] if found else None
+        is_there = place < len(self.tensors) and self.tensors[place].fqn == fqn
+        return self.tensors[place] if is_there else None
 
     def object(self, fqn: str) -> ObjectEntry | None:
         """The object of this name, or None."""
         place = bisect_left(self.objects, fqn, key=_fqn)
-        found = place < len(self.objects) and self.objects[place].fqn == fqn
-        return self.objects[place] if found else None
+        is_there = place < len(self.objects) and self.objects[place].fqn == fqn
+        return self.objects[place] if is_there else None
 
     def select(self: _Index, fqns: Collection[str]) -> _Index:
         """The same checkpoint with only these tensors and objects, and the problems they have.

@@ -76,11 +76,11 @@ class Branch(Generic[L]):
 
         One call looks through all keys on its way; who asks for many makes a dict of `pairs`.
         """
-        found: Tree[L] = self
+        item_at: Tree[L] = self
         for part in path:
-            pairs = found.pairs() if isinstance(found, Branch) else iter(())
-            found = next((item for other, item in pairs if other == part), None)
-        return found
+            pairs = item_at.pairs() if isinstance(item_at, Branch) else iter(())
+            item_at = next((item for other, item in pairs if other == part), None)
+        return item_at
 
     def walk(self) -> Iterator[tuple[Path, L]]:
         """Each leaf after its path, in the order of the state dict."""
@@ -324,8 +324,8 @@ def merge(one: Branch[L], other: Branch[L], *, at: Path = ()) -> Branch[L]:
             held[part] = merge(here, item, at=(*at, part))
         elif isinstance(here, Branch) or isinstance(item, Branch):
             raise _twice((*at, part))
-    found = None if one.keys is None else tuple(keys[part] for part in held)
-    return Branch(one.kind, found, tuple(held.values()))
+    merged_keys = None if one.keys is None else tuple(keys[part] for part in held)
+    return Branch(one.kind, merged_keys, tuple(held.values()))
 
 
 def _shown(path: Path) -> str:

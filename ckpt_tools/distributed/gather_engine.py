@@ -135,9 +135,9 @@ def _exchanged(mine: T) -> list[T]:
     """The values of all ranks, in their order."""
     import torch.distributed as dist
 
-    found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return [one for one in found if one is not None]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, mine)
+    return [one for one in values if one is not None]
 
 
 def _own_headers(

@@ -61,15 +61,15 @@ class Source:
     def layout(self, entry: TensorEntry) -> Layout:
         """The layout of a tensor on the mesh of all ranks. Raises UnsupportedError."""
         mesh = self.index.mesh
-        found = None
+        layout = None
         if mesh is not None and entry.layout is not None:
-            found = on_mesh(entry.layout, mesh)
-        if found is None:
+            layout = on_mesh(entry.layout, mesh)
+        if layout is None:
             raise UnsupportedError(
                 f"{entry.fqn}: its mesh is not that of all ranks, nor a named part of it.",
                 hint="Bring all rank files into one folder, and use --engine copy.",
             )
-        return found
+        return layout
 
     def shard(self, entry: TensorEntry, box: Box) -> bytearray:
         """The bytes of this rank's shard, row-major, which must be those of ``box``.

@@ -77,10 +77,10 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None]) -> None:
 
 def _located(tasks: list[Task], source: CheckpointIndex, files: Files) -> list[Task]:
     """The same tasks with the chunks that they read, and no others, as raw elements."""
-    found: dict[int, list[ReadItem]] = {}
+    reads_of: dict[int, list[ReadItem]] = {}
     waiting: list[_Waiting] = []
     for piece in (piece for task in tasks for piece in task.pieces):
-        reads = found.setdefault(id(piece.item), [])
+        reads = reads_of.setdefault(id(piece.item), [])
         for read in piece.item.finder.reads(piece.box):
             if read.chunk.codec is not None:
                 waiting.append(_Waiting(reads, len(reads), piece.item))
@@ -92,7 +92,7 @@ def _located(tasks: list[Task], source: CheckpointIndex, files: Files) -> list[T
     ]
     for one, entry in zip(waiting, _raw(entries, source, files), strict=True):
         one.reads[one.at] = one.read._replace(chunk=entry.chunks[0])
-    known = {key: KnownReads(tuple(reads)) for key, reads in found.items()}
+    known = {key: KnownReads(tuple(reads)) for key, reads in reads_of.items()}
     return [
         task._replace(
             pieces=tuple(

@@ -75,13 +75,13 @@ def _protocol(address: str) -> FileSystem:
             hint="pip install 'ckpt-tools[remote]', and s3fs, gcsfs or huggingface_hub.",
         ) from error
     try:
-        found: FileSystem = core.url_to_fs(address, **_client(address))[0]
+        system: FileSystem = core.url_to_fs(address, **_client(address))[0]
     except (ImportError, ValueError) as error:
         raise UsageError(
             f"{address} cannot be opened: {error}.",
             hint="s3:// needs s3fs, gs:// gcsfs, hf:// huggingface_hub, http:// aiohttp.",
         ) from error
-    return found
+    return system
 
 
 def _client(address: str) -> dict[str, object]:

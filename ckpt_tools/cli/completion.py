@@ -41,11 +41,11 @@ After `ckpt-tools show CKPT` and `ckpt-tools layout CKPT`, TAB offers the names 
 )
 def command(*, shell: str) -> None:
     """Print the script of one shell."""
-    found = get_completion_class(shell)
-    if found is None:
+    shell_class = get_completion_class(shell)
+    if shell_class is None:
         raise click.UsageError(f"This click has no completion for {shell}.")
     group = click.get_current_context().find_root().command
-    maker = found(group, {}, "ckpt-tools", _VARIABLE)
+    maker = shell_class(group, {}, "ckpt-tools", _VARIABLE)
     # Not `source()`: for bash that looks which version is installed here, where it may not run.
     script = maker.source_template
     for theirs, ours in _MENDED.get(shell, {}).items():

@@ -99,19 +99,19 @@ def command(
     chosen = asked.filters()
     a = options.choose(options.read(first, asked.reading()), chosen)
     b = options.choose(options.read(second, asked.reading()), chosen)
-    found = (
+    compared = (
         compare_headers(a, b, naming=wanted.naming)
         if header_only
         else _values(a, b, wanted, threads=threads)
     )
     if json:
-        render.emit_json(_json(a, b, found))
+        render.emit_json(_json(a, b, compared))
     else:
-        render.emit(_lines(found))
+        render.emit(_lines(compared))
     for index in (a, b):
         index.require_whole()  # only headers have come this far with anything lost
-    if not found.equal:
-        if not found.tensors + found.objects and not clean_names:
+    if not compared.equal:
+        if not compared.tensors + compared.objects and not clean_names:
             say("No name is on both sides; --clean-names compares them without containers.")
         click.get_current_context().exit(1)
 

@@ -74,8 +74,8 @@ def command(
         try:
             run = run_of(ckpt)
             if run:
-                found = run_list.look(ckpt, run, asked.reading())
-                objects += run_list.printed(found, json=json)
+                runs = run_list.look(ckpt, run, asked.reading())
+                objects += run_list.printed(runs, json=json)
                 continue
             whole = read_index(ckpt, options=asked.reading())
             index = options.choose(whole, chosen)

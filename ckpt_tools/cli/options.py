@@ -87,8 +87,8 @@ def _commands(ctx: click.Context) -> dict[str, click.Command]:
     if parent is None or not isinstance(parent.command, click.Group):
         return {}
     group = parent.command
-    found = {name: group.get_command(parent, name) for name in group.list_commands(parent)}
-    return {name: command for name, command in found.items() if command is not None}
+    commands = {name: group.get_command(parent, name) for name in group.list_commands(parent)}
+    return {name: command for name, command in commands.items() if command is not None}
 
 
 _LATEST, _STEP = "ckpt_tools.latest", "ckpt_tools.step"
@@ -354,14 +354,14 @@ def dtype() -> click.Parameter:
 def _dtype(ctx: click.Context, param: click.Parameter, value: str) -> DType | None:
     if value == "keep":
         return None
-    found = parse_dtype(value)
-    if found is None or not found.holds_weights:
+    dtype = parse_dtype(value)
+    if dtype is None or not dtype.holds_weights:
         raise click.BadParameter(
             f"{value!r} is no floating type for weights; write keep, bf16, fp16 or fp32.",
             ctx,
             param,
         )
-    return found
+    return dtype
 
 
 def examples(*lines: str) -> str:

@@ -216,8 +216,8 @@ class Report(NamedTuple):
 
     def dry_run(self, plan: ReshardPlan) -> Iterator[str]:
         """What will be read, written and held in memory, in all and for each file."""
-        found = forecast.of(plan)
-        files, sources = found.files, counted(found.sources, "file")
+        predicted = forecast.of(plan)
+        files, sources = predicted.files, counted(predicted.sources, "file")
         free = atomic_output.free_space(made_at(self.job.out))
         yield f"{self._what(plan)}; not written (--dry-run)"
         yield from render.facts(
@@ -226,7 +226,7 @@ class Report(NamedTuple):
                 ("Engine", f"{self.request.engine}, {self._processes(plan)}"),
                 ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
                 ("Writes", format_size(plan.nbytes)),
-                ("Memory", f"about {format_size(self._memory(plan, found))} a process"),
+                ("Memory", f"about {format_size(self._memory(plan, predicted))} a process"),
                 ("Free", f"{format_size(free)} where OUT will be made"),
             )
         )
@@ -258,7 +258,7 @@ class Report(NamedTuple):
     def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
         """All of it as one JSON object."""
         names = plan.mesh.dim_names
-        found = forecast.of(plan)
+        predicted = forecast.of(plan)
         return {
             "schema": "ckpt-tools/reshard/1",
             "output": self.job.out,
@@ -272,7 +272,7 @@ class Report(NamedTuple):
             },
             "tensors": len(plan.targets),
             "nbytes": plan.nbytes,
-            "peak_memory": self._memory(plan, found),
+            "peak_memory": self._memory(plan, predicted),
             "files": [
                 {
                     "path": file.path,
@@ -281,7 +281,7 @@ class Report(NamedTuple):
                     "read": file.read,
                     "sources": file.sources,
                 }
-                for file in found.files
+                for file in predicted.files
             ],
             "notes": list(plan.notes),
         }

@@ -331,8 +331,8 @@ def _name_steps(ckpt: str, assets: Assets | None = None) -> Sequence[Step]:
         if text == "auto":
             steps.append(maps.AutoMapStep(values, model_type))
         else:
-            found = maps.find(text)
-            steps.append(maps.MapStep(found.forced if force else found, values, model_type))
+            name_map = maps.find(text)
+            steps.append(maps.MapStep(name_map.forced if force else name_map, values, model_type))
     if force and set(_texts("map")) <= {"auto"}:
         raise UsageError("--force-map takes a map that --map names; here none is named.")
     renames = tuple(map(maps.parse_rename, _texts("rename")))
@@ -355,8 +355,8 @@ def dtype_rules() -> tuple[tuple[str, DType | None], ...]:
 
 
 def _dtype_rule(text: str) -> tuple[str, DType | None]:
-    pattern, found, name = text.rpartition("=")
+    pattern, equals, name = text.rpartition("=")
     dtype = parse_dtype(name)
-    if not found or not pattern or (name != "keep" and (dtype is None or not dtype.holds_weights)):
+    if not equals or not pattern or (name != "keep" and (dtype is None or not dtype.holds_weights)):
         raise UsageError(f"--dtype-for is written GLOB=TYPE with a floating type, not {text!r}.")
     return pattern, dtype

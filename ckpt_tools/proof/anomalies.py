@@ -46,12 +46,12 @@ def anomalies_of(scan: Scan, files: Files) -> Iterator[Anomaly]:
     """The odd chunks of a tensor that is cut into several."""
     if len(scan.chunks) < 2:
         return
-    for found in scan.chunks:
-        kind = _odd(found, scan)
+    for one in scan.chunks:
+        kind = _odd(one, scan)
         if kind is not None:
-            chunk = found.chunk
+            chunk = one.chunk
             yield Anomaly(
-                scan.entry.fqn, kind, chunk.box, chunk.rank, chunk.data.path, _detail(kind, found)
+                scan.entry.fqn, kind, chunk.box, chunk.rank, chunk.data.path, _detail(kind, one)
             )
     yield from _repeated(scan, files)
 
@@ -145,12 +145,12 @@ def _shares(run: tuple[int, int], rows: int) -> list[_Share]:
     start, end = run
     if start == 0 and end == rows:
         return []
-    found: list[_Share] = []
+    shares: list[_Share] = []
     for ranks in range(2, min(rows, _MAX_RANKS) + 1):
         size = -(-rows // ranks)
         if start % size == 0 and end == min(rows, start + size):
-            found.append(_Share(start // size, ranks))
-    return found
+            shares.append(_Share(start // size, ranks))
+    return shares
 
 
 def _zero_rows(scan: Scan, run: tuple[int, int], share: _Share, votes: int) -> Anomaly:

@@ -55,9 +55,9 @@ def tensors_inside(index: CheckpointIndex) -> dict[str, Inside]:
 def _inside(index: CheckpointIndex) -> dict[str, Inside]:
     entries: list[TensorEntry | ObjectEntry] = [*index.tensors, *index.objects]
     objects = {entry.path for entry in index.objects}
-    found = names.classify([entry.path for entry in entries], objects=objects)
+    classified = names.classify([entry.path for entry in entries], objects=objects)
     inside: dict[str, Inside] = {}
-    for entry, (_, prefix) in zip(entries, found, strict=True):
+    for entry, (_, prefix) in zip(entries, classified, strict=True):
         name = names.join(entry.path[len(prefix) :])
         inside[entry.fqn] = Inside(entry.section, clean_name(name, entry.section))
     return inside

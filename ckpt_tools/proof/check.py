@@ -100,11 +100,11 @@ def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files)
     source = as_read_back(source, result.format)
     faults = [f"{entry.fqn} has no source" for entry in result.objects if not _has(source, entry)]
     for entry in source.objects:
-        found = result.object(entry.fqn)
-        if found is None:
+        other = result.object(entry.fqn)
+        if other is None:
             faults.append(f"{entry.fqn} is missing")
             continue
-        verdict, why = compare_objects(entry, found, files)
+        verdict, why = compare_objects(entry, other, files)
         if not verdict:
             faults.append(f"{entry.fqn}: {why}")
     containers = compare_containers(source, result)
@@ -141,17 +141,17 @@ def _pairs(
     faults = [f"{name} has no source" for name in sorted(extra)]
     pairs: list[_Pair] = []
     for entry in source.tensors:
-        found = result.tensor(names[entry.fqn])
+        other = result.tensor(names[entry.fqn])
         dtype = dtypes.get(entry.fqn, entry.dtype)
-        if found is None:
+        if other is None:
             faults.append(f"{names[entry.fqn]} is missing")
-        elif (found.dtype, found.shape) != (dtype, entry.shape):
+        elif (other.dtype, other.shape) != (dtype, entry.shape):
             faults.append(
-                f"{found.fqn} is {found.dtype.name} {list(found.shape)}, not {dtype.name} "
+                f"{other.fqn} is {other.dtype.name} {list(other.shape)}, not {dtype.name} "
                 f"{list(entry.shape)}"
             )
         else:
-            pairs.append(_Pair(entry, found, dtype))
+            pairs.append(_Pair(entry, other, dtype))
     if faults:
         raise WriteError(
             f"{result.root}, read back, is not what was to be written: {some(faults)}."

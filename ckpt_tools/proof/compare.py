@@ -77,17 +77,17 @@ def with_objects(
         return compared
     here = {entry.fqn: entry for entry in formats.open_objects(index, files).objects}
     there = {entry.fqn: entry for entry in formats.open_objects(reference, files).objects}
-    found = list(compared.differences)
+    differences = list(compared.differences)
     for fqn in sorted(here.keys() | there.keys()):
         one, other = here.get(fqn), there.get(fqn)
         if one is None or other is None:
             section = (one or there[fqn]).section
             facts = ("there", "") if other is None else ("", "there")
-            found.append(Difference(section, fqn, "object", *facts))
+            differences.append(Difference(section, fqn, "object", *facts))
         elif compare_objects(one, other, files)[0] is False:
             facts = (repr(one.value)[:_SHOWN], repr(other.value)[:_SHOWN])
-            found.append(Difference(one.section, fqn, "object", *facts))
-    return replace(compared, differences=tuple(found))
+            differences.append(Difference(one.section, fqn, "object", *facts))
+    return replace(compared, differences=tuple(differences))
 
 
 def _in_section(

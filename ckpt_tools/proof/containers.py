@@ -63,15 +63,15 @@ def as_read_back(index: CheckpointIndex, form: str) -> CheckpointIndex:
     if all(branch.keys is not None for _, branch in index.nesting.branches()):
         return index
     packs = formats.named(form).packs
-    found = {entry.fqn: entry for entry in index.objects}
-    objects = dict(found)
+    by_name = {entry.fqn: entry for entry in index.objects}
+    objects = dict(by_name)
 
     def settled(item: Tree[str], path: Path, *, is_pickled: bool) -> Tree[str]:
         if not isinstance(item, Branch):
             return item
         pickled = is_pickled or packs(item, is_tensor=lambda fqn: index.tensor(fqn) is not None)
-        if pickled and item.keys is None and not _is_walked(item, found, tensors_only=False):
-            value = nested(item, lambda fqn: found[fqn].value)
+        if pickled and item.keys is None and not _is_walked(item, by_name, tensors_only=False):
+            value = nested(item, lambda fqn: by_name[fqn].value)
             first, *_ = [objects.pop(fqn) for fqn in item.leaves()]
             one = replace(first, fqn=names.join(path), path=path, value=value)
             objects[one.fqn] = one

@@ -124,10 +124,10 @@ def require_undamaged(
         for part in formats.checksummed(needed, files)
         if wanted.meeting(part.data)
     ]
-    found = _read(parts, _Checker(files, Tally(ignore_bytes), seen), threads)
-    if found.damages:
-        raise _damaged(index, found.damages)
-    if not found.crcs:
+    reading = _read(parts, _Checker(files, Tally(ignore_bytes), seen), threads)
+    if reading.damages:
+        raise _damaged(index, reading.damages)
+    if not reading.crcs:
         return " The source keeps no checksums of them."
     some_of = "as far as it keeps any, " if bare else ""
     return f" The source's own checksums of them were checked, {some_of}and are right."

@@ -38,17 +38,17 @@ class IntervalMap:
         }
 
     def _clustered(self, places: list[int]) -> list[_Cluster]:
-        found: list[_Cluster] = []
+        clusters: list[_Cluster] = []
         for place in sorted(places, key=lambda place: self._ranges[place].offset):
             _, start, length = self._ranges[place]
             end = start + length
-            if found and start < found[-1].end:
-                last = found[-1]
+            if clusters and start < clusters[-1].end:
+                last = clusters[-1]
                 last.places.append(place)
-                found[-1] = last._replace(end=max(last.end, end))
+                clusters[-1] = last._replace(end=max(last.end, end))
             else:
-                found.append(_Cluster(start, end, [place]))
-        return found
+                clusters.append(_Cluster(start, end, [place]))
+        return clusters
 
     def meeting(self, data: ByteRange) -> list[int]:
         """Places of the ranges that have bytes in common with this one."""
@@ -56,7 +56,7 @@ class IntervalMap:
         if clusters is None or data.length == 0:
             return []
         end = data.offset + data.length
-        found: list[int] = []
+        places: list[int] = []
         first = max(0, bisect_right(self._starts[data.path], data.offset) - 1)
         for cluster in clusters[first:]:
             if cluster.start >= end:
@@ -64,8 +64,8 @@ class IntervalMap:
             for place in cluster.places:
                 _, start, length = self._ranges[place]
                 if start < end and data.offset < start + length:
-                    found.append(place)
-        return found
+                    places.append(place)
+        return places
 
     def files(self) -> frozenset[str]:
         """The paths of the files that have any of the ranges."""
@@ -163,13 +163,13 @@ class DamageMap:
 
     def rescued(self) -> tuple[Rescue, ...]:
         """The boxes that only a replica still holds."""
-        found: list[Rescue] = []
+        rescues: list[Rescue] = []
         for entry in self._index.tensors:
             for chunk in entry.chunks:
                 place = self._good_place(chunk) if chunk.replicas else None
                 if place is not None and place != chunk.data:
-                    found.append(Rescue(entry.fqn, chunk.box, chunk.data.path, place.path))
-        return tuple(found)
+                    rescues.append(Rescue(entry.fqn, chunk.box, chunk.data.path, place.path))
+        return tuple(rescues)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
         return [Box.whole(shape)]
     if not shape:
         return []
-    found: list[Box] = []
+    missing: list[Box] = []
     waiting = sorted(solid, key=lambda box: box.offsets[0], reverse=True)
     active: list[Box] = []
     for start, end in pairwise(sorted({0, shape[0], *_edges(solid, shape[0])})):
@@ -199,8 +199,8 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
         if any(box.sizes[1:] == tuple(shape[1:]) for box in active):
             continue
         for hole in holes(shape[1:], {_below(box) for box in active}):
-            _add(found, Box((start, *hole.offsets), (end - start, *hole.sizes)))
-    return found
+            _add(missing, Box((start, *hole.offsets), (end - start, *hole.sizes)))
+    return missing
 
 
 def _edges(boxes: Sequence[Box], size: int) -> set[int]:

@@ -93,16 +93,16 @@ def _names(index: CheckpointIndex, naming: Naming, side: Side) -> dict[str, str]
     rename = _renamer([r for r in naming.renames if r.side in (None, side)])
     fqns = [entry.fqn for entry in index.tensors] + [entry.fqn for entry in index.objects]
     inside = canonical_names(index) if naming.clean else {}
-    found: dict[str, str] = {}
+    fqns_by_name: dict[str, str] = {}
     for fqn in fqns:
         place = inside.get(fqn, Inside("model", fqn))
         name = rename(place.name)
         if place.section != "model":
             name = f"{place.section}:{name}"
-        other = found.setdefault(name, fqn)
+        other = fqns_by_name.setdefault(name, fqn)
         if other != fqn:
             raise UsageError(f"{index.root}: {other} and {fqn} would both be called {name}.")
-    return dict(sorted(found.items()))
+    return dict(sorted(fqns_by_name.items()))
 
 
 def _renamer(renames: Sequence[Rename]) -> Callable[[str], str]:
@@ -231,10 +231,10 @@ def _both(a: CheckpointIndex, b: CheckpointIndex, pairs: Pairs) -> Iterator[_Bot
 
 
 def _entry(index: CheckpointIndex, fqn: str) -> TensorEntry | ObjectEntry:
-    found = index.tensor(fqn) or index.object(fqn)
-    if found is None:
+    entry = index.tensor(fqn) or index.object(fqn)
+    if entry is None:
         raise KeyError(fqn)  # names come from this very index
-    return found
+    return entry
 
 
 def _opened(index: CheckpointIndex, files: Files) -> LocatedIndex:
@@ -298,14 +298,14 @@ def _diff(
     values_compared: bool,
 ) -> Diff:
     objects = sum(sides[0].object(fqn) is not None for fqn, _ in pairs.both.values())
-    found = None if naming.clean or naming.renames else compare_containers(*sides)
+    containers = None if naming.clean or naming.renames else compare_containers(*sides)
     entries += [
         EntryDiff(one.name or "(all)", "container", one.a, one.b)
-        for one in (found.differing if found is not None else ())
+        for one in (containers.differing if containers is not None else ())
     ]
     return Diff(
         values_compared=values_compared,
-        containers=None if found is None else found.count,
+        containers=None if containers is None else containers.count,
         tensors=len(pairs.both) - objects,
         objects=objects,
         same=sum(entry.status == "same" for entry in entries),

@@ -222,14 +222,14 @@ def load(path: str) -> Fingerprint:
 def _sections(value: object, path: str) -> dict[Section, str]:
     if not isinstance(value, dict):
         raise UnreadableError(f"{path}: its sections cannot be read.")
-    found: dict[Section, str] = {}
+    sections: dict[Section, str] = {}
     for section in SECTIONS:
         digest = value.get(section)
         if isinstance(digest, str) and _SHA256.fullmatch(digest):
-            found[section] = digest
-    if len(found) != len(value):
+            sections[section] = digest
+    if len(sections) != len(value):
         raise UnreadableError(f"{path}: its sections cannot be read.")
-    return found
+    return sections
 
 
 def _tensors(value: object, path: str) -> list[TensorDigest]:
@@ -257,13 +257,13 @@ def _named(
     tensors: Sequence[TensorDigest], sections: Mapping[Section, str], path: str
 ) -> tuple[TensorDigest, ...]:
     """The tensors with their names inside the sections."""
-    found: list[TensorDigest] = []
+    named: list[TensorDigest] = []
     for section in SECTIONS:
         inside = [tensor for tensor in tensors if tensor.inside.section == section]
         if not inside and section not in sections:
             continue
-        found += _named_section(inside, sections.get(section), path)
-    return tuple(sorted(found, key=lambda tensor: tensor.fqn))
+        named += _named_section(inside, sections.get(section), path)
+    return tuple(sorted(named, key=lambda tensor: tensor.fqn))
 
 
 def _named_section(

@@ -101,17 +101,17 @@ def _block(values: Numbers) -> Moments:
         finite = values[good]
         inf = len(values) - nan - len(finite)
     zeros = len(values) - int(np.count_nonzero(values))
-    found = Moments(numel=len(values), finite=len(finite), nan=nan, inf=inf, zeros=zeros)
+    moments = Moments(numel=len(values), finite=len(finite), nan=nan, inf=inf, zeros=zeros)
     if len(finite) == 0:
-        return found
+        return moments
     mean = finite.mean()
     away = finite - mean
-    found.mean = complex(mean) if np.iscomplexobj(finite) else float(mean.real)
-    found.m2 = sum_of_squares(away)
-    found.squares = sum_of_squares(finite)
+    moments.mean = complex(mean) if np.iscomplexobj(finite) else float(mean.real)
+    moments.m2 = sum_of_squares(away)
+    moments.squares = sum_of_squares(finite)
     sizes = np.abs(finite) if np.iscomplexobj(finite) else finite.real
-    found.least, found.greatest = float(sizes.min()), float(sizes.max())
-    return found
+    moments.least, moments.greatest = float(sizes.min()), float(sizes.max())
+    return moments
 
 
 def sum_of_squares(values: Numbers) -> float:
@@ -158,16 +158,16 @@ def scan(entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None]) -
     total = Moments()
     scans: list[ChunkScan] = []
     for chunk in chunks:
-        found, crc = Moments(), 0
+        moments, crc = Moments(), 0
         for piece in read_box(entry, chunk.box, files=files):
             crc = crc32(piece, crc)
             part = moments_of(piece, entry.dtype) if has_numbers(entry.dtype) else Moments()
-            found.join(part)
+            moments.join(part)
             if rows is not None:
                 rows.see(piece, may_be_zero=part.zeros > 0)
             on_bytes(len(piece))
-        total.join(found)
-        scans.append(ChunkScan(chunk, found, crc))
+        total.join(moments)
+        scans.append(ChunkScan(chunk, moments, crc))
     return Scan(entry, total, tuple(scans), () if rows is None else tuple(rows.zero_runs()))
 
 

@@ -146,14 +146,14 @@ def _bad_items(index: CheckpointIndex, located: LocatedIndex, files: Files) -> l
     """Which items of the tensors that could not be located are at fault: each is tried alone."""
     known = {id(problem) for problem in index.problems}
     new = [problem for problem in located.problems if id(problem) not in known]
-    found: list[Damage] = []
+    damages: list[Damage] = []
     for fqn in sorted({fqn for problem in new for fqn in problem.about}):
         entry = index.tensor(fqn)
         for chunk in entry.chunks if entry is not None else ():
             one = _with_chunk(index, fqn, chunk.box)
             alone = formats.locate(one, files).problems
-            found += [Damage(chunk.data, problem) for problem in alone]
-    return found
+            damages += [Damage(chunk.data, problem) for problem in alone]
+    return damages
 
 
 def _with_chunk(index: CheckpointIndex, fqn: str, box: Box) -> CheckpointIndex:
@@ -258,13 +258,13 @@ def expecting_ranks(report: Report, index: CheckpointIndex, ranks: int) -> Repor
 
     In some formats a rank with nothing to save has a file, too: there `world_size` counts.
     """
-    found = {state.rank for state in report.ranks}
+    actual = {state.rank for state in report.ranks}
     if formats.named(index.format).counts_ranks and index.world_size is not None:
-        found = set(range(index.world_size))
+        actual = set(range(index.world_size))
     expected = set(range(ranks))
-    if found == expected:
+    if actual == expected:
         return report
-    absent, more = sorted(expected - found), sorted(found - expected)
+    absent, more = sorted(expected - actual), sorted(actual - expected)
     faults = [f"ranks {rank_spans(absent)} have no file"] if absent else []
     faults += [f"there are files of ranks {rank_spans(more)}"] if more else []
     problem = IncompleteError(

@@ -138,9 +138,7 @@ def _coloured(part: Part) -> str:
 
 def identity(facts: Inspection) -> Iterator[tuple[str, str]]:
     """What it is: labels and texts."""
-    form = formats.named(facts.format).label
-    version = f", torch {facts.torch_version}" if facts.torch_version else ""
-    yield "format", form + version
+    yield "format", written_as(facts)
     if facts.framework is not None:
         yield "framework", facts.framework
     if facts.world_size is not None:
@@ -151,6 +149,12 @@ def identity(facts: Inspection) -> Iterator[tuple[str, str]]:
             "placements",
             "\n".join(f"{counted(count, 'tensor')}: {text}" for text, count in facts.placements),
         )
+
+
+def written_as(facts: Inspection) -> str:
+    """The format, with the version of torch that wrote it where the files say."""
+    version = f", torch {facts.torch_version}" if facts.torch_version else ""
+    return formats.named(facts.format).label + version
 
 
 def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:

@@ -233,7 +233,7 @@ def _by_likelihood(entry: TensorEntry | ObjectEntry) -> tuple[int, int, str]:
 
 
 def resume_verdict(index: CheckpointIndex) -> Verdict:
-    """Whether training can go on from this checkpoint, as far as what is there tells."""
+    """Whether training can resume from this checkpoint, as far as its entries show."""
     if index.problems:
         return Verdict(yes=False, reason=index.problems[0].message.partition("\n")[0])
     held = {entry.section for entry in index.tensors}

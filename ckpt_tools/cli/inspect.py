@@ -1,4 +1,4 @@
-"""`ckpt-tools inspect`: what a checkpoint is, and whether training can go on from it."""
+"""`ckpt-tools inspect`: what a checkpoint is, and whether training can resume from it."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Origin:
 
 
 def with_states(files: Sequence[FileEntry]) -> list[FileEntry]:
-    """The same files; those that nobody has looked at, with the states that they have now."""
+    """The same files; those without a state, with the states that they have now."""
     now = paths.states_now(file.path for file in files if file.state is None)
     return [file._replace(state=file.state or now.get(file.path)) for file in files]
 

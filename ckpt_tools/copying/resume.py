@@ -1,8 +1,8 @@
 """Which files of an unfinished output are finished, and who may write them.
 
 ``OUT.partial`` holds the new files in ``new``, a manifest, and a log for each process that writes.
-The manifest says what the output is made from, and how far its ending got; whoever holds the lock
-on it alone changes what is in the folder. A log names the files in which its process has written
+The manifest says what the output is made from, and which last steps are done; only the process that
+holds its lock changes the folder. A log names the files in which its process has written
 and synced all that is its own. Each line has a CRC-32, so that a torn last line says nothing.
 """
 

@@ -206,7 +206,7 @@ class _Work:
 
     @property
     def left(self) -> int:
-        """How many tasks nobody has taken yet."""
+        """Number of tasks that no thread has taken yet."""
         return sum(map(len, self._left))
 
     def threads(self, *, processes: int) -> int:
@@ -231,7 +231,7 @@ class _Work:
         finally:
             with _interrupts_held():
                 self._stop.set()  # all is done, a thread failed, or Ctrl-C came
-                pool.shutdown()  # nobody may still write when the files are closed
+                pool.shutdown()  # no thread may write when the files are closed
         for future in done:
             future.result()
 

@@ -92,7 +92,7 @@ class Chunk(NamedTuple):
 
 class Grid:
     """The boxes of a tensor with the file and the rank of each, shared by all that are cut and
-    saved alike; told from others by identity, so that what was found out of one is known of all.
+    saved alike; compared by identity, so that what is found out of one is known of all.
     """
 
     __slots__ = ("_solid", "boxes", "paths", "ranks")
@@ -239,7 +239,7 @@ class FileState(NamedTuple):
 class FileEntry(NamedTuple):
     """A file that the checkpoint needs; ``length`` in bytes, None when it is not there.
 
-    ``state`` is that before its first byte was read, None where nobody has looked.
+    ``state`` is that before its first byte was read, None if it was not looked up.
     """
 
     path: str

@@ -194,7 +194,9 @@ class Group:
         return trouble
 
     def _await_the_living(self) -> None:
-        if self._heartbeat.is_leaderless or self._meetings < 2:  # nobody writes before they meet
+        if (
+            self._heartbeat.is_leaderless or self._meetings < 2
+        ):  # no rank writes before the second barrier
             return
         self._store.add("stopped", 1)
         end = time.monotonic() + _LAST_WRITES
@@ -300,7 +302,7 @@ def _stores(place: RankPlace, name: str) -> tuple[Store, Store]:
             "torchrun agent that holds the job's store has ended."
         )
     why = str(errors[0]).partition("\n")[0] if errors else f"waited {seconds:.0f} seconds"
-    raise _nobody_came(place, why)
+    raise _no_group(place, why)
 
 
 def _require_listener(seconds: float) -> None:
@@ -336,7 +338,7 @@ def _in_thread(
     return thread
 
 
-def _nobody_came(place: RankPlace, why: str) -> UsageError:
+def _no_group(place: RankPlace, why: str) -> UsageError:
     return UsageError(
         f"Rank {place.rank} did not find the {place.world_size} ranks of its torchrun job ({why}).",
         hint="All ranks must run this same command. Inside of another torchrun job, run it without "

@@ -70,7 +70,7 @@ class Heartbeat:
             thread.join(_SECOND_LOOK)  # Python must not exit while the thread is in torch's code
 
     def trouble(self) -> CkptError | None:
-        """Why this job cannot go on, or None: a rank, an agent or the store is gone."""
+        """Why this job cannot continue, or None: a rank, an agent or the store is gone."""
         if self._lost is None and time.monotonic() - self._last > self._limit:
             # This process itself may have been suspended for so long: look once more.
             now = time.monotonic()
@@ -92,7 +92,7 @@ class Heartbeat:
         return self._lost
 
     def report(self, error: CkptError) -> None:
-        """Tell all ranks why the job cannot go on."""
+        """Publish to all ranks why the job cannot continue."""
         with suppress(RuntimeError):
             self._store.set("lost", messages.encode(error))
         self._lost = self._lost or error

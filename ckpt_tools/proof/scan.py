@@ -11,7 +11,7 @@ from math import prod, sqrt
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
+import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools.copying.cast import exact_extremes, has_numbers, numbers
 from ckpt_tools.copying.write import read_box

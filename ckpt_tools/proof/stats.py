@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
+import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools import formats
 from ckpt_tools.copying.cast import numbers

@@ -6,8 +6,8 @@ the file names and their number. Families of one save (``model_â€¦``, ``optim_â€
 are one checkpoint, and the name of a family is the container of its entries unless the files
 themselves have it. Files are opened one after the other.
 
-An object has no bytes of its own: its byte range is that of its file's pickle, and its value
-carries the truth.
+An object has no bytes of its own: its byte range is that of its file's pickle, and only its
+value is compared.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import click
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import summary
-from ckpt_tools.analysis.inspection import Inspection, Part, inspect
+from ckpt_tools.analysis.inspection import Inspection, VerdictPart, inspect
 from ckpt_tools.analysis.summary import FileLoad, SectionSum, Step, step_entries
 from ckpt_tools.cli import entries, render
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
@@ -119,7 +119,7 @@ def lines(
     yield ""
 
 
-def _verdict(parts: Sequence[Part]) -> Iterator[str]:
+def _verdict(parts: Sequence[VerdictPart]) -> Iterator[str]:
     """The parts in a line, or on a narrow terminal in as many as they need."""
     width = render.terminal_width() or sys.maxsize
     line, used = "  ", 2
@@ -132,7 +132,7 @@ def _verdict(parts: Sequence[Part]) -> Iterator[str]:
     yield line
 
 
-def _coloured(part: Part) -> str:
+def _coloured(part: VerdictPart) -> str:
     return click.style(part.text, fg=_COLOURS[part.kind]) if part.kind in _COLOURS else part.text
 
 

@@ -157,7 +157,7 @@ def _dry_run(request: Request, job: Job, *, said: str, as_json: bool) -> None:
     """Say what would be done."""
     plan = dry_run(request, job)
     _say_notes(plan, said)
-    report = Report(request, job)
+    report = PlanReport(request, job)
     if as_json:
         render.emit_json(report.json(plan, dry_run=True))
     else:
@@ -171,7 +171,7 @@ def _write(request: Request, job: Job, *, said: str, as_json: bool) -> None:
     with progress.byte_bar(label="reshard") as bar:
         plan = reshard_by(request, job._replace(on_bytes=bar, on_total=bar.expect))
     _say_notes(plan, said)
-    report = Report(request, job)
+    report = PlanReport(request, job)
     if as_json:
         render.emit_json(report.json(plan, dry_run=False))
     else:
@@ -197,7 +197,7 @@ _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 _MOST_FILES = 16
 
 
-class Report(NamedTuple):
+class PlanReport(NamedTuple):
     """What is said of a plan; ``request`` and ``job`` are what was asked for."""
 
     request: Request

@@ -57,7 +57,7 @@ class OutputPlace:
         return sorted(glob(os.path.join(escape(self.partial), f"{_LOG}*")))
 
 
-class Part(NamedTuple):
+class TaskRange(NamedTuple):
     """Tasks ``first`` to ``end - 1`` ``of`` those that write the file ``path``."""
 
     path: str
@@ -68,10 +68,10 @@ class Part(NamedTuple):
 
 def noted_files(place: OutputPlace) -> set[str]:
     """The files whose parts were all written and synced."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[TaskRange]] = {}
     for log in place.logs():
         for body in _lines_in(log):
-            for part in (Part(*fields) for fields in json.loads(body)):
+            for part in (TaskRange(*fields) for fields in json.loads(body)):
                 parts.setdefault(part.path, []).append(part)
     return {path for path, own in parts.items() if _is_all(own)}
 
@@ -95,7 +95,7 @@ def keep_finished(place: OutputPlace, plans: Sequence[FilePlan]) -> set[str]:
     old, kept = place.logs(), place.log(-1)
     fresh = os.path.join(place.partial, ".kept")
     with open(fresh, "wb") as file:
-        file.write(_line_of(json.dumps([Part(path, 0, 1, 1) for path in sorted(finished)])))
+        file.write(_line_of(json.dumps([TaskRange(path, 0, 1, 1) for path in sorted(finished)])))
     sync_files([fresh])
     os.replace(fresh, kept)
     for log in old:
@@ -105,7 +105,7 @@ def keep_finished(place: OutputPlace, plans: Sequence[FilePlan]) -> set[str]:
     return finished
 
 
-def _is_all(parts: Sequence[Part]) -> bool:
+def _is_all(parts: Sequence[TaskRange]) -> bool:
     end = 0
     for part in sorted(parts):
         if part.first > end:
@@ -148,10 +148,10 @@ class FileLog:
         except OSError as error:
             raise unwritable(self._path, error) from error
         self._lock = threading.Lock()
-        self._unsynced: list[Part] = []
+        self._unsynced: list[TaskRange] = []
         self._next_sync = 0.0
 
-    def written(self, part: Part) -> None:
+    def written(self, part: TaskRange) -> None:
         """Take note of a part whose bytes are all written. Raises WriteError."""
         with self._lock:
             self._unsynced.append(part)
@@ -171,7 +171,7 @@ class FileLog:
         finally:
             os.close(self._fd)
 
-    def _sync(self, parts: Sequence[Part]) -> None:
+    def _sync(self, parts: Sequence[TaskRange]) -> None:
         try:
             sync_files([os.path.join(self._place.folder, part.path) for part in parts])
             os.write(self._fd, _line_of(json.dumps(parts)))

@@ -18,7 +18,7 @@ from itertools import groupby
 from ckpt_tools.copying import crc
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.copying.read import read_array, read_box
-from ckpt_tools.copying.resume import Part
+from ckpt_tools.copying.resume import TaskRange
 from ckpt_tools.copying.task_writer import (
     BLOCK,
     SLOT,
@@ -39,7 +39,7 @@ _MIN_MEMORY_PER_THREAD = 256 << 10
 DIRECT_FROM = 64 << 20
 
 
-def _ignore(_part: Part) -> None:
+def _ignore(_part: TaskRange) -> None:
     """No-op: no log is kept."""
 
 
@@ -52,7 +52,7 @@ def write_files(
     max_memory: int,
     on_bytes: Callable[[int], None],
     share: Share = ALL,
-    on_file: Callable[[Part], None] = _ignore,
+    on_file: Callable[[TaskRange], None] = _ignore,
 ) -> None:
     """Write every file of the plans below the folder ``root``.
 
@@ -89,7 +89,7 @@ class _Outputs:
         self._root = root
         self._open: dict[str, Output] = {}
         self._left: Counter[str] = Counter()
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, TaskRange] = {}
 
     def expect(self, tasks: Sequence[Task]) -> None:
         """Say which tasks will be opened and closed: neighbours in each file, in order."""
@@ -97,7 +97,7 @@ class _Outputs:
         for path, mine in groupby(tasks, key=lambda task: task.file.path):
             first, *more = mine
             last = more[-1] if more else first
-            self._parts[path] = Part(path, first.number, last.number + 1, first.of)
+            self._parts[path] = TaskRange(path, first.number, last.number + 1, first.of)
 
     def open(self, plan: FilePlan) -> Output:
         """The file of a plan, made and set to its length if need be. Raises WriteError."""
@@ -106,7 +106,7 @@ class _Outputs:
             output = self._open[plan.path] = self._make(plan)
         return output
 
-    def done_with(self, plan: FilePlan) -> Part | None:
+    def done_with(self, plan: FilePlan) -> TaskRange | None:
         """Close the file of a plan when this was its last task; gives what is written of it."""
         self._left[plan.path] -= 1
         if self._left[plan.path]:
@@ -195,7 +195,7 @@ class _Work:
         *,
         outputs: _Outputs,
         on_bytes: Callable[[int], None],
-        on_file: Callable[[Part], None],
+        on_file: Callable[[TaskRange], None],
     ) -> None:
         self._outputs, self._on_bytes, self._on_file = outputs, on_bytes, on_file
         self._checksums = _Checksums(tasks)

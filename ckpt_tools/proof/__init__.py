@@ -12,7 +12,7 @@ from __future__ import annotations
 from ckpt_tools.proof.anomalies import Anomaly
 from ckpt_tools.proof.check import same_objects, same_tensors
 from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
-from ckpt_tools.proof.damage import Seen, require_undamaged
+from ckpt_tools.proof.damage import KnownCrcs, require_undamaged
 from ckpt_tools.proof.damage_map import DamagedTensor, Rescue
 from ckpt_tools.proof.diff import (
     Diff,
@@ -44,12 +44,12 @@ __all__ = [
     "Difference",
     "EntryDiff",
     "Fingerprint",
+    "KnownCrcs",
     "Naming",
     "RankState",
     "Rename",
     "Report",
     "Rescue",
-    "Seen",
     "TensorDigest",
     "Tolerance",
     "are_equal",

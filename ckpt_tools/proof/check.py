@@ -25,7 +25,7 @@ from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import are, counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
-from ckpt_tools.proof.damage import Seen
+from ckpt_tools.proof.damage import KnownCrcs
 from ckpt_tools.proof.fingerprint import digest_of
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
@@ -50,7 +50,7 @@ def same_tensors(
     dtypes: Mapping[str, DType],
     threads: int | None = None,
     own: Collection[str] | None = None,
-    seen: Seen | None = None,
+    seen: KnownCrcs | None = None,
 ) -> str:
     """Read back ``result`` and compare the SHA-256 of each tensor with the source's.
 

@@ -68,11 +68,11 @@ def read_everything(
 
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
     """
-    checker = _Checker(files, Tally(on_bytes), Seen())
+    checker = _Checker(files, Tally(on_bytes), KnownCrcs())
     return _read(list(formats.checksummed(index, files)), checker, threads)
 
 
-class Seen:
+class KnownCrcs:
     """The CRC-32s of runs of bytes that were read for something else, from any thread."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Seen:
 
 
 def require_undamaged(
-    index: CheckpointIndex, files: Files, *, seen: Seen, threads: int | None
+    index: CheckpointIndex, files: Files, *, seen: KnownCrcs, threads: int | None
 ) -> str:
     """Check the CRC-32s that a checkpoint keeps of the bytes of its entries, replicas left out.
 
@@ -184,7 +184,7 @@ def _combine(total: Reading) -> None:
 class _Checker:
     """Checks parts from several threads; each has its own buffer."""
 
-    def __init__(self, files: Files, tally: Tally, seen: Seen) -> None:
+    def __init__(self, files: Files, tally: Tally, seen: KnownCrcs) -> None:
         self._files = files
         self._tally = tally
         self._seen = seen

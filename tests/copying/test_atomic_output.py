@@ -259,7 +259,7 @@ def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> Non
     for index, (first, end) in enumerate([(0, 2), (3, 5), (1, 3)]):
         assert not resume.finished_files(place, plans)
         with resume.logged(place, index) as log:
-            log.written(resume.Part("file", first, end, 5))
+            log.written(resume.TaskRange("file", first, end, 5))
     assert resume.finished_files(place, plans) == {"file"}
     assert resume.keep_finished(place, plans) == {"file"}
     assert resume.finished_files(place, plans) == {"file"}
@@ -281,7 +281,7 @@ def test_a_file_is_synced_before_it_is_noted(
 
     monkeypatch.setattr(os, "fsync", fsync)
     with resume.logged(place, 0) as log:
-        log.written(resume.Part("file", 0, 1, 1))
+        log.written(resume.TaskRange("file", 0, 1, 1))
     assert synced == [str(tmp_path / "new" / "file"), str(tmp_path / "new")]
     assert resume.finished_files(place, plans) == {"file"}
 

@@ -79,8 +79,9 @@ class _Gatherer:
         with group.collective(), Files() as files:  # no rank may be missing in a collective
             write(mine, files)
         self._gather(plans, cut, write)
-        filled = [one._replace(literals=()) for one in plans]
-        require_all_written(group, filled, folder, nbytes=progress.nbytes)
+        items = (item for one in plans for item in one.items)  # the rest is there from the start
+        planned = sum(item.box.numel * item.target.itemsize for item in items)
+        require_all_written(group, plans, folder, nbytes=progress.nbytes, planned=planned)
         if self.job.write.check:
             own = self.headers[group.rank].sizes
             self.proven.append(_check(group, self.index, self.job, folder, own=own))

@@ -29,7 +29,7 @@ from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import total_length
 from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.errors import UnreadableError, WriteError
-from ckpt_tools.proof import Seen, damage
+from ckpt_tools.proof import KnownCrcs, damage
 from ckpt_tools.storage.reader import Files
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(6, 4)
@@ -192,7 +192,7 @@ def test_large_records_are_checked_without_reading_them_again(
 
 def test_a_record_that_was_seen_in_parts_is_known_only_when_all_of_it_was_seen() -> None:
     data = bytes(range(200))
-    seen = Seen()
+    seen = KnownCrcs()
     for start, end in ((0, 50), (50, 51), (51, 120), (0, 20), (130, 200)):
         seen.add(ByteRange("f", 1000 + start, end - start), crc32(data[start:end]))
     assert seen.crc_of(ByteRange("f", 1000, 120)) == crc32(data[:120])

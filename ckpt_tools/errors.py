@@ -125,7 +125,7 @@ class UsageError(CkptError):
 
 
 class OutputExistsError(UsageError):
-    """The output already exists, and nobody said that it may go."""
+    """The output exists already, and --force was not given."""
 
 
 class AnswerNo(CkptError):
@@ -207,6 +207,6 @@ def unwritable(
 
 
 def from_system(error: OSError) -> CkptError:
-    """What to say of a system's error that nobody expected, with the path that it names."""
+    """The error for an unexpected OSError, with its path."""
     where = f"{error.filename}: " if error.filename is not None else ""
     return CkptError(f"{where}{reason_of(error)}.")

@@ -19,7 +19,7 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Grid, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard
 
-# Who saved a box is checked on so many tensors of each kind; in a kind all are cut alike.
+# Who saved a box is checked on so many tensors of each kind; in a kind all have the same cut.
 _SAMPLES = 4
 
 
@@ -62,7 +62,7 @@ class Inference:
     def __init__(self, mesh: Mesh, usual: Sequence[Layout] = ()) -> None:
         self.mesh = mesh
         self.usual = tuple(usual)
-        # Thousands of tensors are cut alike, and looking costs more than finding that again.
+        # Thousands of tensors have the same cut, and looking costs more than finding that again.
         self._known: dict[Held, Layout | None] = {}
 
     def layout_of(self, entry: TensorEntry) -> Layout | None:
@@ -182,8 +182,8 @@ def _factorings(number: int, ndim: int) -> Iterator[tuple[int, ...]]:
 
 def _layouts_on(cut: Cut, mesh: Mesh) -> tuple[Layout, ...]:
     """The layouts that give this cut: on the mesh itself, else on its ranks in one line."""
-    found = _layouts(cut, mesh)
-    return found if found or _ndim(mesh) == 1 else _layouts(cut, Mesh((mesh.size,)))
+    layouts = _layouts(cut, mesh)
+    return layouts if layouts or _ndim(mesh) == 1 else _layouts(cut, Mesh((mesh.size,)))
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from ckpt_tools.core.index import CheckpointIndex, Section
 from ckpt_tools.core.text import ago, counted, format_size
 
 
-class Part(NamedTuple):
+class VerdictPart(NamedTuple):
     """A part of the verdict, and whether it is good news."""
 
     text: str
@@ -49,24 +49,26 @@ class Inspection:
     notes: tuple[str, ...]
 
     @property
-    def state(self) -> tuple[Part, ...]:
+    def state(self) -> tuple[VerdictPart, ...]:
         """The part of the verdict that stays true when it is read later: all but the age."""
         parts = [
-            Part("complete by its headers", "good") if self.whole else Part("NOT COMPLETE", "bad"),
-            Part("training can resume", "good")
+            VerdictPart("complete by its headers", "good")
+            if self.whole
+            else VerdictPart("NOT COMPLETE", "bad"),
+            VerdictPart("training can resume", "good")
             if self.resume.yes
-            else Part("training cannot resume", "doubtful"),
+            else VerdictPart("training cannot resume", "doubtful"),
         ]
         if self.step is not None:
-            parts.append(Part(f"step {self.step.value:,}"))
+            parts.append(VerdictPart(f"step {self.step.value:,}"))
         return tuple(parts)
 
     @property
-    def verdict(self) -> tuple[Part, ...]:
+    def verdict(self) -> tuple[VerdictPart, ...]:
         """The answer to what most people ask: whole, resumable, which step, how old."""
         if self.saved is None:
             return self.state
-        return (*self.state, Part(f"saved {ago(time.time() - self.saved)}"))
+        return (*self.state, VerdictPart(f"saved {ago(time.time() - self.saved)}"))
 
     def __str__(self) -> str:
         """A few lines for a person."""

@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 class Held(NamedTuple):
-    """One tensor in pieces; tensors that are cut and held alike share the same ``pieces``.
+    """One tensor in pieces; tensors with the same cut and holders share the same ``pieces``.
 
     ``placements`` are torch's words, empty where nothing tells them.
     """
@@ -73,7 +73,8 @@ def holdings_of(index: CheckpointIndex, found: FoundMesh | None) -> Holdings:
     ranks = {chunk.rank for entry in index.tensors for chunk in entry.chunks}
     unit: Unit = "rank" if found is not None or ranks - {None} else "file"
     numbers: dict[str, int] = {}
-    for path in [file.path for file in index.files] + _paths(index):
+    used = sorted({chunk.data.path for entry in index.tensors for chunk in entry.chunks})
+    for path in [*(file.path for file in index.files), *used]:
         numbers.setdefault(path, len(numbers))
     mesh = None if found is None else found.mesh
     known = _Known(numbers, unit, mesh)
@@ -87,12 +88,8 @@ def holdings_of(index: CheckpointIndex, found: FoundMesh | None) -> Holdings:
     return Holdings(unit, count, mesh, status, _relative(numbers, index.root), tensors, missing)
 
 
-def _paths(index: CheckpointIndex) -> list[str]:
-    return sorted({chunk.data.path for entry in index.tensors for chunk in entry.chunks})
-
-
 def _relative(paths: Iterable[str], root: str) -> tuple[str, ...]:
-    """Paths below the root, for a person."""
+    """Paths below the root, to be shown."""
     lead = root.rstrip(os.sep) + os.sep
     return tuple(
         path[len(lead) :] if path.startswith(lead) else os.path.basename(path) for path in paths
@@ -100,7 +97,7 @@ def _relative(paths: Iterable[str], root: str) -> tuple[str, ...]:
 
 
 class _Known:
-    """Gives tensors that are cut alike the same pieces: thousands are, and pages list them once."""
+    """Gives tensors with the same cut the same pieces: thousands are, and pages list them once."""
 
     def __init__(self, numbers: Mapping[str, int], unit: Unit, mesh: Mesh | None) -> None:
         self._numbers = numbers

@@ -233,7 +233,7 @@ def _by_likelihood(entry: TensorEntry | ObjectEntry) -> tuple[int, int, str]:
 
 
 def resume_verdict(index: CheckpointIndex) -> Verdict:
-    """Whether training can go on from this checkpoint, as far as what is there tells."""
+    """Whether training can resume from this checkpoint, as far as its entries show."""
     if index.problems:
         return Verdict(yes=False, reason=index.problems[0].message.partition("\n")[0])
     held = {entry.section for entry in index.tensors}
@@ -277,8 +277,4 @@ def file_loads(index: CheckpointIndex) -> list[FileLoad]:
         FileLoad(path, ranks.get(path), chunks[path], nbytes[path], lengths.get(path))
         for path in {**lengths, **chunks}
     ]
-    return sorted(loads, key=_by_rank)
-
-
-def _by_rank(load: FileLoad) -> tuple[bool, int, str]:
-    return load.rank is None, load.rank or 0, load.path
+    return sorted(loads, key=lambda one: (one.rank is None, one.rank or 0, one.path))

@@ -1,8 +1,8 @@
-"""What was asked for: the options of the command that runs, as the dataclasses of the library.
+"""The options of the command that runs, as the dataclasses of the library.
 
-This is the one place where an option becomes a field of such a class. `options` and `shaping` say
-which options there are; what the classes mean is said where they are. Those of commands that write
-are imported when one is made: a command that looks does not pay for them.
+This is the one place where an option becomes a field of such a class. `options` and `shaping`
+define the options. The classes of commands that write are imported when one is made, so that
+commands that only read start without them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def filters() -> Filters:
 
 
 def filters_of_export() -> Filters:
-    """The same; a framework's loader takes model and optimizer, where --only says nothing else."""
+    """As `filters`; with --layout, model and optimizer unless --only is given."""
     ctx = click.get_current_context()
-    is_told = ctx.get_parameter_source("only") is not ParameterSource.DEFAULT
-    return filters() if is_told or ctx.params["layout"] is None else replace(filters(), only=None)
+    is_given = ctx.get_parameter_source("only") is not ParameterSource.DEFAULT
+    return filters() if is_given or ctx.params["layout"] is None else replace(filters(), only=None)
 
 
 def reading(cuts: tuple[Cut, ...] = ()) -> ReadOptions:
@@ -69,9 +69,9 @@ def writing() -> WriteOptions:
 
 
 def export(index: CheckpointIndex, *, form: str, is_folder: bool) -> ExportOptions:
-    """What `export` makes of a checkpoint, in the format ``form``: a Hugging Face folder or not.
+    """The options of `export`; ``is_folder`` for a folder of safetensors.
 
-    Raises UsageError for options that cannot be meant together.
+    Raises UsageError for options that exclude one another.
     """
     from ckpt_tools.cli import shaping
     from ckpt_tools.convert.export import ExportOptions
@@ -107,7 +107,7 @@ def comparing() -> DiffOptions:
 
 
 def target() -> ReshardOptions:
-    """--to-mesh, --placements and --place. Raises UsageError for texts that are none."""
+    """--to-mesh, --placements and --place. Raises UsageError for texts that cannot be parsed."""
     from ckpt_tools.convert.reshard import ReshardOptions
     from ckpt_tools.core.layout import Mesh
     from ckpt_tools.core.mesh_spec import parse_mesh, parse_placements, parse_rule
@@ -125,10 +125,9 @@ def target() -> ReshardOptions:
 
 
 def reshard(*, form: str) -> ReshardOptions:
-    """What `reshard` makes, in the format ``form``; reads the checkpoints that --like and
-    --param-names name.
+    """The options of `reshard`; reads the checkpoints that --like and --param-names name.
 
-    Raises UsageError for options that cannot be meant together, and what reading raises.
+    Raises UsageError for options that exclude one another, and what reading raises.
     """
     from ckpt_tools.cli import param_order, shaping
     from ckpt_tools.formats import read_index

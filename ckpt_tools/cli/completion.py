@@ -41,11 +41,11 @@ After `ckpt-tools show CKPT` and `ckpt-tools layout CKPT`, TAB offers the names 
 )
 def command(*, shell: str) -> None:
     """Print the script of one shell."""
-    found = get_completion_class(shell)
-    if found is None:
+    shell_class = get_completion_class(shell)
+    if shell_class is None:
         raise click.UsageError(f"This click has no completion for {shell}.")
     group = click.get_current_context().find_root().command
-    maker = found(group, {}, "ckpt-tools", _VARIABLE)
+    maker = shell_class(group, {}, "ckpt-tools", _VARIABLE)
     # Not `source()`: for bash that looks which version is installed here, where it may not run.
     script = maker.source_template
     for theirs, ours in _MENDED.get(shell, {}).items():
@@ -60,18 +60,18 @@ _MOST = 2_000
 
 
 def tensors(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 (click's signature)
-    """Names of the tensors of the CKPT that stands before."""
+    """Names of the tensors of the CKPT before it."""
     return _fitting(_names(ctx)[0], incomplete)
 
 
 def names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 (click's signature)
-    """Names of all entries of the CKPT that stands before."""
+    """Names of all entries of the CKPT before it."""
     found, objects = _names(ctx)
     return _fitting(sorted(found + objects), incomplete)
 
 
 def _fitting(found: list[str], incomplete: str) -> list[str]:
-    """Names that begin so, else those that have it anywhere, at most `_MOST`.
+    """Names that begin with the text, else those that contain it, at most `_MOST`.
 
     Shells are offered one name a line, so that those with a line break or an escape in them are
     left out.

@@ -103,19 +103,19 @@ def command(
     chosen = asked.filters()
     a = options.choose(options.read(first, asked.reading()), chosen)
     b = options.choose(options.read(second, asked.reading()), chosen)
-    found = (
+    compared = (
         compare_headers(a, b, naming=wanted.naming)
         if header_only
         else _values(a, b, wanted, threads=threads)
     )
     if json:
-        render.emit_json(_json(a, b, found))
+        render.emit_json(_json(a, b, compared))
     else:
-        render.emit(_lines(found))
+        render.emit(_lines(compared))
     for index in (a, b):
         index.require_whole()  # only headers have come this far with anything lost
-    if not found.equal:
-        if not found.tensors + found.objects and not clean_names:
+    if not compared.equal:
+        if not compared.tensors + compared.objects and not clean_names:
             say("No name is on both sides; --clean-names compares them without containers.")
         click.get_current_context().exit(1)
 
@@ -179,10 +179,10 @@ def _summary(found: Diff) -> str:
         compared += " and the containers they are in"
     by = "" if found.values_compared else " by headers only: VALUES WERE NOT COMPARED"
     counts = Counter(WORDS[e.status] for e in found.entries if e.status != "same")
-    told = ", ".join(f"{word} ({count:,})" for word, count in counts.items())
-    if not told:
+    kinds = ", ".join(f"{word} ({count:,})" for word, count in counts.items())
+    if not kinds:
         return f"Compared {compared}{by}. All are the same."
-    return f"Compared {compared}{by}. {found.same:,} are the same. Different: {told}."
+    return f"Compared {compared}{by}. {found.same:,} are the same. Different: {kinds}."
 
 
 def _json(a: CheckpointIndex, b: CheckpointIndex, found: Diff) -> render.Json:
@@ -201,7 +201,7 @@ def _json(a: CheckpointIndex, b: CheckpointIndex, found: Diff) -> render.Json:
 
 
 def _entry_json(entry: EntryDiff) -> render.Json:
-    told: dict[str, render.Json] = {
+    facts: dict[str, render.Json] = {
         "name": entry.name,
         "what": entry.status.replace(" ", "_"),
         "a": entry.a,
@@ -211,7 +211,7 @@ def _entry_json(entry: EntryDiff) -> render.Json:
     }
     delta = entry.delta
     if delta is not None:
-        told["values"] = {
+        facts["values"] = {
             "numel": delta.numel,
             "differing": delta.differing,
             "nonfinite": delta.nan,
@@ -220,4 +220,4 @@ def _entry_json(entry: EntryDiff) -> render.Json:
             "first": None if delta.first is None else list(delta.first),
             "relative_l2": delta.relative_l2,
         }
-    return told
+    return facts

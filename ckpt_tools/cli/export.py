@@ -15,7 +15,7 @@ from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.executors import Listener, available
-from ckpt_tools.distributed.job import check_room, rehearse_output
+from ckpt_tools.distributed.job import check_room, dry_run_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
 
@@ -82,7 +82,7 @@ def command(
     form = _form("torch" if layout is not None and form is None else form, out)
     if dry_run and environment.is_follower():
         return  # rank 0 plans alone
-    plan = _rehearse(ckpt, out, form) if dry_run else _carry_out(ckpt, out, form, jobs=jobs)
+    plan = _dry_run(ckpt, out, form) if dry_run else _write(ckpt, out, form, jobs=jobs)
     for note in plan.notes:
         say(note)
     if json:
@@ -93,16 +93,16 @@ def command(
         check_room(out, plan.files, single_file=plan.single_file)
 
 
-def _rehearse(ckpt: str, out: str, form: str) -> convert.ExportPlan:
+def _dry_run(ckpt: str, out: str, form: str) -> convert.ExportPlan:
     """Plan it, and refuse what writing it would refuse."""
     write = asked.writing()
-    rehearse_output(out, write, write.sources)
+    dry_run_output(out, write, write.sources)
     conversion = _conversion(ckpt, out, form, write)
-    rehearse_output(out, write, conversion.sources)
+    dry_run_output(out, write, conversion.sources)
     return conversion.plan(formats.locate)
 
 
-def _carry_out(ckpt: str, out: str, form: str, *, jobs: int) -> convert.ExportPlan:
+def _write(ckpt: str, out: str, form: str, *, jobs: int) -> convert.ExportPlan:
     """Write it, alone or with all ranks of a job."""
     write = asked.writing()
     with (
@@ -116,7 +116,7 @@ def _carry_out(ckpt: str, out: str, form: str, *, jobs: int) -> convert.ExportPl
 
 
 def _conversion(ckpt: str, out: str, form: str, write: WriteOptions) -> convert.Export:
-    """What is asked for, of the checkpoint that is read. Raises AnswerNo when it chooses none."""
+    """The export with all its options. Raises AnswerNo when filters choose nothing."""
     index = read_index(ckpt, options=asked.reading(shaping.cuts()))
     options.choose(index, asked.filters_of_export())
     is_folder = form == "safetensors" and not convert.is_single_file(out, form)
@@ -124,17 +124,17 @@ def _conversion(ckpt: str, out: str, form: str, write: WriteOptions) -> convert.
 
 
 def _form(form: str | None, out: str) -> str:
-    """The format that was asked for, by name or by the ending of the output.
+    """The format that was asked for, by --format or by the suffix of the output.
 
     Raises UsageError where the two differ.
     """
-    told = convert.format_of(out)
-    if form is not None and told is not None and form != told:
+    by_suffix = convert.format_of(out)
+    if form is not None and by_suffix is not None and form != by_suffix:
         raise UsageError(
-            f"{out} has the ending of a {told} file, but --format says {form}.",
+            f"{out} has the ending of a {by_suffix} file, but --format says {form}.",
             hint="Name the output as its format is named, or leave --format out.",
         )
-    return form or told or formats.targets("whole")[0].name
+    return form or by_suffix or formats.targets("whole")[0].name
 
 
 def _summary(plan: convert.ExportPlan, out: str, *, dry_run: bool, seconds: float) -> str:

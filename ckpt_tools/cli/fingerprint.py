@@ -63,23 +63,23 @@ def command(
     if target is not None:
         one_file.admit(target, sources=sources, force=force)
     chosen = options.choose(index, asked.filters())
-    found = digest(chosen, threads=threads)
+    digests = digest(chosen, threads=threads)
     if target is not None:
-        data = jsonlib.dumps(to_json(found), indent=1).encode() + b"\n"
+        data = jsonlib.dumps(to_json(digests), indent=1).encode() + b"\n"
         one_file.write(target, data, sources=sources, force=force)
     if json:
-        render.emit_json(to_json(found))
+        render.emit_json(to_json(digests))
         return
-    render.emit(f"{section:<6} {told}" for section, told in found.sections.items())
+    render.emit(f"{section:<6} {value}" for section, value in digests.sections.items())
     if long:
-        render.emit(f"{t.sha256}  {render.printable(t.fqn)}" for t in found.tensors)
+        render.emit(f"{t.sha256}  {render.printable(t.fqn)}" for t in digests.tensors)
 
 
 def digest(index: CheckpointIndex, *, threads: int | None) -> Fingerprint:
     """The fingerprint of these tensors, with a bar. Raises AnswerNo when there are none."""
     total = sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="fingerprint") as on_bytes, Files() as files:
-        found = fingerprint(index, files, threads=threads, on_bytes=on_bytes)
+        digests = fingerprint(index, files, threads=threads, on_bytes=on_bytes)
     if not index.tensors:
         raise AnswerNo(f"{index.root} has no tensors to digest.")
-    return found
+    return digests

@@ -1,4 +1,4 @@
-"""The group of commands: loads each when it is run, and turns how it ends into an exit code.
+"""The group of commands: imports a command when it is run, and turns exceptions into exit codes.
 
 It knows nothing of checkpoints.
 """
@@ -73,7 +73,7 @@ class CommandGroup(click.Group):
                 formatter.write_dl(list(commands.items()))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take guessed words for the commands they mean, and remember all for what errors say."""
+        """Replace guessed words by commands, and keep all words for the hints of errors."""
         words = guesses.command_line(args)
         ctx.meta[_TYPED] = ["ckpt-tools", *words]
         return super().parse_args(ctx, words)
@@ -88,9 +88,10 @@ class CommandGroup(click.Group):
 def _ending(ctx: click.Context, run: Callable[[], object]) -> object:
     try:
         answer = run()
-        sys.stdout.flush()  # here, where a closed pipe or a full disk can still be told
+        sys.stdout.flush()  # here, where a closed pipe or a full disk can still be reported
     except BrokenPipeError:
-        _forget_stdout()
+        # Else Python complains of the closed pipe at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         ctx.exit(_PIPE_CLOSED)
     except CkptError as error:
         say_error(error)
@@ -102,11 +103,6 @@ def _ending(ctx: click.Context, run: Callable[[], object]) -> object:
         click.echo(" ".join(["Stopped.", *map(str, error.args)]), err=True)
         ctx.exit(_INTERRUPTED)
     return answer
-
-
-def _forget_stdout() -> None:
-    """Point stdout elsewhere: nobody reads it, and Python would complain of that at its exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say_error(error: CkptError) -> None:
@@ -126,7 +122,7 @@ def say_error(error: CkptError) -> None:
 
 
 def _hint(error: CkptError) -> str | None:
-    """What to try next: the command that was typed, as it would be right, where one could be."""
+    """What to try next: the corrected command, where there is one."""
     ctx = click.get_current_context()
     typed: list[str] = ctx.find_root().meta[_TYPED]
     ways = () if error.instead is None else error.instead.ways
@@ -153,7 +149,7 @@ def say(text: str) -> None:
 
 
 def _wrapped(text: str, *, indent: str) -> list[str]:
-    """The text in lines that the terminal that stderr is has room for; in one where it is none.
+    """The text wrapped to the width of the terminal; one line when stderr is no terminal.
 
     A command to copy stays on its line: one between backticks, or a line that begins with one.
     """
@@ -175,7 +171,7 @@ def is_quiet() -> bool:
 
 
 def set_quiet(ctx: click.Context, *, quiet: bool) -> None:
-    """Remember that notes are not wanted."""
+    """Switch notes off or on."""
     ctx.meta[_QUIET] = quiet
 
 
@@ -186,7 +182,7 @@ def verbosity(ctx: click.Context) -> int:
 
 
 def set_verbosity(ctx: click.Context, count: int) -> None:
-    """Remember how much is wanted; with -vv a crash shows its whole traceback."""
+    """Set how much is said of errors; with -vv a crash shows its whole traceback."""
     ctx.meta[_VERBOSE] = count
     if count >= 2:
         sys.excepthook = sys.__excepthook__
@@ -195,7 +191,7 @@ def set_verbosity(ctx: click.Context, count: int) -> None:
 def report_crash(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Report a fault of our own in two lines, and exit as for an unreadable checkpoint.
+    """Report a bug of ckpt-tools in two lines, and exit as for an unreadable checkpoint.
 
     Exit code 1, which Python itself would give, means "the answer is no" here.
     """

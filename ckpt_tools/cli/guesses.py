@@ -1,6 +1,6 @@
-"""What people type before they have read the help, and what it means here.
+"""Words and options that people guess, and what they mean here.
 
-A guess that only looks runs the command that it means; one that would write is answered with the
+A guess at a command that only reads runs that command; for one that writes, the error names the
 command to type. Nothing here reads a checkpoint.
 """
 
@@ -84,7 +84,7 @@ _ELSEWHERE = {
 
 
 def command_line(args: Sequence[str]) -> list[str]:
-    """The arguments with the command that their first word means; others as they are."""
+    """The arguments with a guessed first word replaced by the command that it means."""
     if not args or args[0].startswith("-"):
         return list(args)
     if args[0] == "help":
@@ -205,7 +205,7 @@ def _value(options: Mapping[str, click.Option], name: str, value: str) -> str:
 
 
 def _rejoined(args: Sequence[str]) -> Iterator[str]:
-    """The arguments with several rank files of one folder in a row as the glob that gives them."""
+    """The arguments with rank files of one folder, several in a row, replaced by their glob."""
     for folder, group in groupby(args, _folder_of_rank_file):
         files = list(group)
         if folder is None or len(files) == 1:
@@ -224,9 +224,10 @@ def _folder_of_rank_file(arg: str) -> str | None:
     """The folder of this file when its name says which rank saved it, else None."""
     if arg.startswith("-") or "rank" not in arg.lower() or not os.path.isfile(arg):
         return None
-    from ckpt_tools.formats.rank_files.file_names import parse  # late: few arguments are such files
+    from ckpt_tools import formats  # late: few arguments are such files
 
-    return None if parse(arg) is None else os.path.dirname(arg)
+    is_of_rank = formats.named("ranks").rank_of(arg) is not None
+    return os.path.dirname(arg) if is_of_rank else None
 
 
 def _pattern(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""`ckpt-tools inspect`: what a checkpoint is, and whether training can go on from it."""
+"""`ckpt-tools inspect`: what a checkpoint is, and whether training can resume from it."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def command(
         try:
             run = run_of(ckpt)
             if run:
-                found = run_list.look(ckpt, run, asked.reading())
-                objects += run_list.told(found, json=json)
+                runs = run_list.look(ckpt, run, asked.reading())
+                objects += run_list.printed(runs, json=json)
                 continue
             whole = read_index(ckpt, options=asked.reading())
             index = options.choose(whole, chosen)

@@ -1,4 +1,4 @@
-"""`ckpt-tools ls`: one line for each tensor and object."""
+"""`ckpt-tools ls`: one line for each tensor and object, or a tree of their names with sums."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def command(
         raise UsageError(f"--{wanted[0]} and --{wanted[1]} cannot be used together.")
     chosen = asked.filters()
     whole = options.read(ckpt, asked.reading())
-    found = mesh_of(whole)
+    mesh = mesh_of(whole)
     index = options.with_values(options.choose(whole, chosen))
-    _print(index, found, form=wanted[0] if wanted else "short")
+    _print(index, mesh, form=wanted[0] if wanted else "short")
     nbytes = format_size(sum(entry.nbytes for entry in index.tensors))
     tensors = counted(len(index.tensors), "tensor")
     say(f"{tensors} of {nbytes}, {counted(len(index.objects), 'object')}.")
@@ -88,12 +88,7 @@ def _print(index: CheckpointIndex, found: FoundMesh | None, *, form: str) -> Non
         render.emit(entries.lines(listed, found, long=form == "long"))
 
 
-# -------------------------------------------------------------------------------------------------
-# Entries as a tree of the parts of their names, with sums at every node.
-# -------------------------------------------------------------------------------------------------
-
-
-# Of a long value, a tree shows only the start: what comes after it is seen in the other forms.
+# Characters of a value in a tree; the other forms show all.
 _LONGEST = 100
 
 
@@ -169,7 +164,7 @@ def _lines(node: Node, found: FoundMesh | None, *, indent: str) -> Iterator[str]
         is_last = name == names[-1]
         label, below = joined(name, node.below[name])
         corner, bar = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
-        yield f"{indent}{corner}{printable(label)}{_told(below, found)}"
+        yield f"{indent}{corner}{printable(label)}{_facts(below, found)}"
         yield from _lines(below, found, indent=indent + bar)
 
 
@@ -186,12 +181,12 @@ def joined(name: str, node: Node) -> tuple[str, Node]:
     return name, node
 
 
-def _told(node: Node, found: FoundMesh | None) -> str:
-    """What stands behind a name: the entry that ends here, or the sum of those below."""
-    told = [cut_to("  ".join(row(leaf.entry, found)[1:]), _LONGEST) for leaf in node.leaves]
+def _facts(node: Node, found: FoundMesh | None) -> str:
+    """The text behind a name: the entry that ends here, or the sum of those below."""
+    texts = [cut_to("  ".join(row(leaf.entry, found)[1:]), _LONGEST) for leaf in node.leaves]
     if node.below:
-        told.append(_sum(node))
-    return "".join(f"  {text}" for text in told)
+        texts.append(_sum(node))
+    return "".join(f"  {text}" for text in texts)
 
 
 def _sum(node: Node) -> str:

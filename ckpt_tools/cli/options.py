@@ -1,6 +1,7 @@
-"""Options that several commands share, as data, and how their texts are read.
+"""Options that several commands share, and what they choose: the checkpoint, its step, its entries.
 
-A command lists them in ``params`` and gets their values as arguments.
+A command lists them in ``params`` and gets their values as arguments; `asked` makes the library's
+dataclasses of them. `Command` is the class of all commands: guesses, and options under headings.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ _HEADINGS = {
 }
 _HEADING = {name: heading for heading, names in _HEADINGS.items() for name in names.split()}
 _GROUPED_FROM = 16  # options; fewer are read at a glance
-# Endings of files that people name where a folder, or a file of ours, would be written.
+# Suffixes that people may give to an output and that no command writes.
 _FOREIGN = (".gguf", ".ggml", ".onnx", ".npz", ".h5", ".msgpack", ".pkl", ".zip", ".tar", ".json")
-_SMALLEST_BARE = 1_000  # fewer bytes than these are never meant
+_SMALLEST_BARE = 1_000  # a bare number below this is no number of bytes
 
 
 class Command(click.Command):
-    """A command that takes guesses for what they mean, and prints its options under headings."""
+    """A command that corrects guessed words, and prints its options under headings."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises UsageError for guesses that cannot be meant."""
+        """Parse the arguments. Raises UsageError for guesses that have no meaning."""
         words = guesses.arguments(self, args)
         try:
             return super().parse_args(ctx, words)
@@ -86,8 +87,8 @@ def _commands(ctx: click.Context) -> dict[str, click.Command]:
     if parent is None or not isinstance(parent.command, click.Group):
         return {}
     group = parent.command
-    found = {name: group.get_command(parent, name) for name in group.list_commands(parent)}
-    return {name: command for name, command in found.items() if command is not None}
+    commands = {name: group.get_command(parent, name) for name in group.list_commands(parent)}
+    return {name: command for name, command in commands.items() if command is not None}
 
 
 _LATEST, _STEP = "ckpt_tools.latest", "ckpt_tools.step"
@@ -137,14 +138,14 @@ def filters(*, only: str = "all") -> list[click.Parameter]:
 
 
 def reading() -> list[click.Parameter]:
-    """--allow-global, as ``allow_global``; --latest and --step, which `checkpoint` heeds."""
+    """--allow-global, as ``allow_global``; --latest and --step, which `checkpoint` reads."""
     return [
         click.Option(
             ["--latest"],
             is_flag=True,
             is_eager=True,
             expose_value=False,
-            callback=_remember_latest,
+            callback=_remember,
             help="If CKPT is a folder of several: use the last step.",
         ),
         click.Option(
@@ -153,7 +154,7 @@ def reading() -> list[click.Parameter]:
             type=click.IntRange(min=0),
             is_eager=True,
             expose_value=False,
-            callback=_remember_step,
+            callback=_remember,
             help="If CKPT is a folder of several: use this step.",
         ),
         click.Option(
@@ -171,31 +172,23 @@ def as_json() -> click.Parameter:
 
 
 def talk() -> list[click.Parameter]:
-    """--quiet and --verbose, which say how much goes to stderr; no arguments."""
+    """--quiet and --verbose: how much goes to stderr. No arguments."""
     return [
         click.Option(
             ["-v", "--verbose"],
             count=True,
             expose_value=False,
-            callback=_remember_verbosity,
+            callback=lambda ctx, _param, value: set_verbosity(ctx, value),
             help="Show the cause of an error; -vv shows tracebacks.",
         ),
         click.Option(
             ["-q", "--quiet"],
             is_flag=True,
             expose_value=False,
-            callback=_remember_quiet,
+            callback=lambda ctx, _param, value: set_quiet(ctx, quiet=value),
             help="No notes and no progress on stderr.",
         ),
     ]
-
-
-def _remember_verbosity(ctx: click.Context, param: click.Parameter, value: int) -> None:  # noqa: ARG001 (click's signature)
-    set_verbosity(ctx, value)
-
-
-def _remember_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: ARG001, FBT001 (click's signature)
-    set_quiet(ctx, quiet=value)
 
 
 def checkpoint() -> click.Parameter:
@@ -230,12 +223,9 @@ def of_step(ctx: click.Context, param: click.Parameter, value: Given) -> Given: 
     return tuple(formats.of_step(path, wanted) for path in value)
 
 
-def _remember_latest(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: ARG001, FBT001 (click's signature)
-    ctx.meta[_LATEST] = value
-
-
-def _remember_step(ctx: click.Context, param: click.Parameter, value: int | None) -> None:  # noqa: ARG001 (click's signature)
-    ctx.meta[_STEP] = value
+def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:
+    """Keep the value of --latest or --step for the argument CKPT, which is read after them."""
+    ctx.meta[f"ckpt_tools.{param.name}"] = value
 
 
 def output() -> click.Parameter:
@@ -257,7 +247,8 @@ def _out(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa
     if not name.endswith(_FOREIGN) and (is_export or not name.endswith(single)):
         return value
     suffix = name[name.rindex(".") :]
-    hint = "Name a folder, or a file that ends in .safetensors or .pt."
+    usual = " or ".join(form.suffixes[0] for form in formats.targets("whole"))
+    hint = f"Name a folder, or a file that ends in {usual}."
     if suffix == ".gguf":
         hint += (
             "\nllama.cpp's convert_hf_to_gguf.py makes GGUF of a folder exported with --hf-assets."
@@ -361,14 +352,14 @@ def dtype() -> click.Parameter:
 def _dtype(ctx: click.Context, param: click.Parameter, value: str) -> DType | None:
     if value == "keep":
         return None
-    found = parse_dtype(value)
-    if found is None or not found.holds_weights:
+    dtype = parse_dtype(value)
+    if dtype is None or not dtype.holds_weights:
         raise click.BadParameter(
             f"{value!r} is not a floating type for weights; use keep, bf16, fp16 or fp32.",
             ctx,
             param,
         )
-    return found
+    return dtype
 
 
 def examples(*lines: str) -> str:
@@ -430,7 +421,7 @@ def _did_you_mean(names: list[str]) -> str:
 
 
 def threads() -> click.Parameter:
-    """-j, as ``threads``; None leaves the number to the machine and the work."""
+    """-j, as ``threads``; None to choose by the machine and the work."""
     return click.Option(
         ["-j", "--threads"],
         type=click.IntRange(min=1),

@@ -1,4 +1,4 @@
-"""A progress bar in bytes on stderr, only where somebody watches."""
+"""A progress bar in bytes on stderr, only on a terminal."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class Bar:
-    """Is told how many bytes were done since it was last called, and how many there will be.
+    """A progress callback: the number of bytes done since the last call.
 
-    Until it knows that, no end is foretold.
+    `expect` sets the total, without which no end is shown.
     """
 
     def __call__(self, nbytes: int) -> None:
-        """Take the news; this bar draws nothing."""
+        """No-op: this bar is not drawn."""
 
     def expect(self, total: int) -> None:
-        """Take note of the end."""
+        """Set the total number of bytes."""
 
 
 class _Drawn(Bar):

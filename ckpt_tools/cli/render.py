@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -174,6 +175,11 @@ def _wrapped(text: str, size: int) -> list[str]:
 def cut_to(text: str, size: int) -> str:
     """The text, cut to ``size`` characters and marked so when it is longer."""
     return text if len(text) <= size else text[: size - 1] + "…"
+
+
+def utc(seconds: float) -> str:
+    """A time in seconds since 1970 as ISO 8601 in UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def heading(text: str) -> str:

@@ -1,17 +1,16 @@
-"""The report of `inspect`, as lines for a person and as JSON for a program."""
+"""The report of `inspect`: reading what it needs beyond headers, and its lines and JSON."""
 
 from __future__ import annotations
 
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from time import gmtime, strftime
 
 import click
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import summary
-from ckpt_tools.analysis.inspection import Inspection, Part, inspect
+from ckpt_tools.analysis.inspection import Inspection, VerdictPart, inspect
 from ckpt_tools.analysis.summary import FileLoad, SectionSum, Step, step_entries
 from ckpt_tools.cli import entries, render
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
@@ -29,7 +28,7 @@ SECTION_HEADER = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES"
 
 def look(whole: CheckpointIndex, index: CheckpointIndex) -> Inspection:
     """What is known of a checkpoint; the filters chose ``index`` out of ``whole``."""
-    # In a store that would be more requests, for bytes beyond the headers: `show --raw` makes them.
+    # Not from a store: this would be requests beyond the headers. `show --raw` reads a step.
     step = None if is_address(whole.root) else read_step(whole)
     there = (file.path for file in whole.files if file.length is not None)
     return inspect(whole, index, step=step, saved=last_written(there))
@@ -39,13 +38,13 @@ def as_json(
     whole: CheckpointIndex, index: CheckpointIndex, *, every: bool, shards: bool
 ) -> render.Json:
     """The object of schema ckpt-tools/inspect/1: all that `lines` says."""
-    told = look(whole, index)
+    facts = look(whole, index)
     more: dict[str, render.Json] = {}
     if shards:
         more["shards"] = [_load_json(load) for load in summary.file_loads(whole)]
     if every:
         listed = entries.sorted_entries(index)
-        more["entries"] = [entries.entry_json(entry, told.mesh) for entry in listed]
+        more["entries"] = [entries.entry_json(entry, facts.mesh) for entry in listed]
     return {
         "schema": "ckpt-tools/inspect/1",
         "path": whole.root,
@@ -53,21 +52,23 @@ def as_json(
         "framework": whole.framework,
         "torch": whole.torch_version,
         "world_size": whole.world_size,
-        "mesh": None if told.mesh is None else entries.mesh_json(told.mesh.mesh, told.mesh.status),
-        "placements": [{"tensors": count, "placements": text} for text, count in told.placements],
-        "sections": {section: _section_json(one) for section, one in told.sections.items()},
+        "mesh": None
+        if facts.mesh is None
+        else entries.mesh_json(facts.mesh.mesh, facts.mesh.status),
+        "placements": [{"tensors": count, "placements": text} for text, count in facts.placements],
+        "sections": {section: _section_json(one) for section, one in facts.sections.items()},
         "optimizer": None
-        if told.optimizer is None
-        else {"kind": told.optimizer.kind, "states": list(told.optimizer.states)},
-        "step": None if told.step is None else told.step._asdict(),
-        "resume": {"possible": told.resume.yes, "reason": told.resume.reason},
-        "saved": None if told.saved is None else strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(told.saved)),
+        if facts.optimizer is None
+        else {"kind": facts.optimizer.kind, "states": list(facts.optimizer.states)},
+        "step": None if facts.step is None else facts.step._asdict(),
+        "resume": {"possible": facts.resume.yes, "reason": facts.resume.reason},
+        "saved": None if facts.saved is None else render.utc(facts.saved),
         "files": {
             "count": len(whole.files),
-            "nbytes": told.nbytes,
+            "nbytes": facts.nbytes,
             "missing": list(whole.missing),
         },
-        "complete": told.whole,
+        "complete": facts.whole,
         "problems": [entries.problem_json(problem) for problem in whole.problems],
         "ties": [list(group) for group in whole.ties],
         "notes": list(whole.notes),
@@ -98,26 +99,27 @@ def _load_json(load: FileLoad) -> render.Json:
 def lines(
     whole: CheckpointIndex, index: CheckpointIndex, *, every: bool, shards: bool
 ) -> Iterator[str]:
-    """The report for a person, an empty line at its end."""
-    told = look(whole, index)
+    """The report for people, with an empty line at its end."""
+    facts = look(whole, index)
     yield render.heading(render.printable(whole.root))
-    yield from _verdict(told.verdict)
+    yield from _verdict(facts.verdict)
     yield ""
-    yield from render.facts(identity(told))
+    yield from render.facts(identity(facts))
     yield ""
-    yield from _sections(index)
+    # Not `table`: importing tabulate takes longer than all the rest of this report.
+    yield from render.indented(SECTION_HEADER, section_rows(index), align="lrrrrw")
     yield ""
-    yield from render.facts(state(whole, told))
+    yield from render.facts(state(whole, facts))
     if shards:
         yield ""
         yield from _shards(whole)
     if every:
         yield ""
-        yield from entries.lines(entries.sorted_entries(index), told.mesh, long=True)
+        yield from entries.lines(entries.sorted_entries(index), facts.mesh, long=True)
     yield ""
 
 
-def _verdict(parts: Sequence[Part]) -> Iterator[str]:
+def _verdict(parts: Sequence[VerdictPart]) -> Iterator[str]:
     """The parts in a line, or on a narrow terminal in as many as they need."""
     width = render.terminal_width() or sys.maxsize
     line, used = "  ", 2
@@ -130,29 +132,29 @@ def _verdict(parts: Sequence[Part]) -> Iterator[str]:
     yield line
 
 
-def _coloured(part: Part) -> str:
+def _coloured(part: VerdictPart) -> str:
     return click.style(part.text, fg=_COLOURS[part.kind]) if part.kind in _COLOURS else part.text
 
 
-def identity(told: Inspection) -> Iterator[tuple[str, str]]:
+def identity(facts: Inspection) -> Iterator[tuple[str, str]]:
     """What it is: labels and texts."""
-    yield "format", written_as(told)
-    if told.framework is not None:
-        yield "framework", told.framework
-    if told.world_size is not None:
-        yield "world size", counted(told.world_size, "rank")
-    yield "mesh", str(told.mesh or "none stated, nothing sharded")
-    if told.mesh is not None and told.placements:
+    yield "format", written_as(facts)
+    if facts.framework is not None:
+        yield "framework", facts.framework
+    if facts.world_size is not None:
+        yield "world size", counted(facts.world_size, "rank")
+    yield "mesh", str(facts.mesh or "none stated, nothing sharded")
+    if facts.mesh is not None and facts.placements:
         yield (
             "placements",
-            "\n".join(f"{counted(count, 'tensor')}: {text}" for text, count in told.placements),
+            "\n".join(f"{counted(count, 'tensor')}: {text}" for text, count in facts.placements),
         )
 
 
-def written_as(told: Inspection) -> str:
+def written_as(facts: Inspection) -> str:
     """The format, with the version of torch that wrote it where the files say."""
-    version = f", torch {told.torch_version}" if told.torch_version else ""
-    return formats.named(told.format).label + version
+    version = f", torch {facts.torch_version}" if facts.torch_version else ""
+    return formats.named(facts.format).label + version
 
 
 def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:
@@ -171,11 +173,6 @@ def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:
     ]
 
 
-def _sections(index: CheckpointIndex) -> Iterator[str]:
-    # Not `table`: importing tabulate takes longer than all the rest of this report.
-    return render.indented(SECTION_HEADER, section_rows(index), align="lrrrrw")
-
-
 def _dtype_words(one: SectionSum) -> str:
     """The element types, with the share of each when there are several."""
     if len(one.dtypes) < 2:
@@ -190,26 +187,22 @@ def _percent(part: int, whole: int) -> str:
     return ">99%" if 99 < share < 100 else f"{share:.0f}%"
 
 
-def state(whole: CheckpointIndex, told: Inspection) -> Iterator[tuple[str, str]]:
+def state(whole: CheckpointIndex, facts: Inspection) -> Iterator[tuple[str, str]]:
     """What can be done with it, and what is missing: labels and texts."""
-    if told.optimizer is not None:
-        yield "optimizer", f"{told.optimizer.kind}: it keeps {', '.join(told.optimizer.states)}"
-    if told.step is not None:
-        yield "step", f"{told.step.value:,} ({render.printable(told.step.fqn)})"
-    yield "resume", f"{'yes' if told.resume.yes else 'no'}: {told.resume.reason}"
-    yield "files", f"{len(whole.files):,}, {format_size(told.nbytes)}"
+    if facts.optimizer is not None:
+        yield "optimizer", f"{facts.optimizer.kind}: it keeps {', '.join(facts.optimizer.states)}"
+    if facts.step is not None:
+        yield "step", f"{facts.step.value:,} ({render.printable(facts.step.fqn)})"
+    yield "resume", f"{'yes' if facts.resume.yes else 'no'}: {facts.resume.reason}"
+    yield "files", f"{len(whole.files):,}, {format_size(facts.nbytes)}"
     if whole.missing:
-        yield "missing", _missing(whole)
+        names = [entries.file_name(path, whole.root) for path in whole.missing]
+        yield "missing", f"{counted(len(names), 'file')}: {render.printable(some(names))}"
     if whole.ties:
         tied = [" = ".join(group) for group in whole.ties]
         yield "tied", "\n".join(render.printable(text) for text in first_of(tied))
     if whole.notes:
         yield "notes", "\n".join(map(render.printable, whole.notes))
-
-
-def _missing(whole: CheckpointIndex) -> str:
-    names = [entries.file_name(path, whole.root) for path in whole.missing]
-    return f"{counted(len(names), 'file')}: {render.printable(some(names))}"
 
 
 def _shards(whole: CheckpointIndex) -> Iterator[str]:
@@ -240,14 +233,14 @@ def _skew(loads: Sequence[FileLoad]) -> Iterator[str]:
         yield f"  The fullest file holds {skew:.2f} times the average of {len(held):,} files."
 
 
-# The types that steps have, for struct: numpy would cost a looking command its start.
+# Formats of struct for the types that steps have: importing numpy would take longer than all else.
 _STRUCT = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
 def read_step(index: CheckpointIndex) -> Step | None:
-    """The step that a plain object or a one-element tensor tells, or None.
+    """The step in a plain object or a one-element tensor, or None.
 
-    An entry that cannot be read tells nothing; what is damaged is the reader's to report.
+    An entry that cannot be read is skipped; damage is reported by the reader.
     """
     with Files() as files:
         for entry in step_entries(index):
@@ -261,8 +254,8 @@ def read_step(index: CheckpointIndex) -> Step | None:
 
 
 def _number(index: CheckpointIndex, files: Files) -> int | None:
-    """The only entry of this index as a whole number, or None when it is none."""
-    value: object = None
+    """The only entry of this index as a whole number; None for any other value."""
+    value: object
     if index.objects:
         value = open_object(index, index.objects[0], files).value
     else:
@@ -273,7 +266,7 @@ def _number(index: CheckpointIndex, files: Files) -> int | None:
 
 
 def read_single(entry: TensorEntry, files: Files) -> object:
-    """The value of a located one-element tensor, read without any mover of tensors.
+    """The value of a located one-element tensor, read without importing numpy where possible.
 
     Raises IncompleteError when its shard does not exist.
     """

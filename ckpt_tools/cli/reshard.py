@@ -1,4 +1,7 @@
-"""`ckpt-tools reshard`: shards for training on another mesh."""
+"""`ckpt-tools reshard`: shards for training on another mesh.
+
+The command, and what it says on stdout: a summary, the forecast of --dry-run, or JSON.
+"""
 
 from __future__ import annotations
 
@@ -149,37 +152,37 @@ def command(
     say(words)
     request = Request(ckpt, engine, jobs, asked.reading(shaping.cuts()))
     job = Job(out, wanted, asked.writing(), ignore)
-    (_rehearse if dry_run else _carry_out)(request, job, told=words, as_json=json)
+    (_dry_run if dry_run else _write)(request, job, said=words, as_json=json)
 
 
-def _rehearse(request: Request, job: Job, *, told: str, as_json: bool) -> None:
+def _dry_run(request: Request, job: Job, *, said: str, as_json: bool) -> None:
     """Say what would be done."""
     plan = dry_run(request, job)
-    _say_notes(plan, told)
-    report = Report(request, job)
+    _say_notes(plan, said)
+    report = PlanReport(request, job)
     if as_json:
         render.emit_json(report.json(plan, dry_run=True))
     else:
-        render.emit(report.rehearsal(plan))
+        render.emit(report.dry_run(plan))
     check_room(job.out, plan.files)
 
 
-def _carry_out(request: Request, job: Job, *, told: str, as_json: bool) -> None:
+def _write(request: Request, job: Job, *, said: str, as_json: bool) -> None:
     """Do it, then say on stdout what was done."""
     started = time.monotonic()
     with progress.byte_bar(label="reshard") as bar:
         plan = reshard_by(request, job._replace(on_bytes=bar, on_total=bar.expect))
-    _say_notes(plan, told)
-    report = Report(request, job)
+    _say_notes(plan, said)
+    report = PlanReport(request, job)
     if as_json:
         render.emit_json(report.json(plan, dry_run=False))
     else:
         click.echo(report.summary(plan, seconds=time.monotonic() - started))
 
 
-def _say_notes(plan: ReshardPlan, told: str) -> None:
+def _say_notes(plan: ReshardPlan, said: str) -> None:
     for note in plan.notes:
-        if note not in told:
+        if note not in said:
             say(note)
 
 
@@ -192,17 +195,12 @@ def _format(form: str, layout: FrameworkLayout | None) -> str:
     return form
 
 
-# -------------------------------------------------------------------------------------------------
-# What `reshard` says on stdout: one line when it is done, a forecast before, or JSON.
-# -------------------------------------------------------------------------------------------------
-
-
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 _MOST_FILES = 16
 
 
-class Report(NamedTuple):
-    """What was asked for; a plan says the rest."""
+class PlanReport(NamedTuple):
+    """What is said of a plan; ``request`` and ``job`` are what was asked for."""
 
     request: Request
     job: Job
@@ -218,10 +216,10 @@ class Report(NamedTuple):
         out = render.printable(self.job.out)
         return f"{out}: {tensors}, {format_size(plan.nbytes)} in {files} for mesh {plan.mesh}"
 
-    def rehearsal(self, plan: ReshardPlan) -> Iterator[str]:
+    def dry_run(self, plan: ReshardPlan) -> Iterator[str]:
         """What will be read, written and held in memory, in all and for each file."""
-        found = forecast.of(plan)
-        files, sources = found.files, counted(found.sources, "file")
+        predicted = forecast.of(plan)
+        files, sources = predicted.files, counted(predicted.sources, "file")
         free = atomic_output.free_space(made_at(self.job.out))
         yield f"{self._what(plan)}; not written (--dry-run)"
         yield from render.facts(
@@ -230,7 +228,7 @@ class Report(NamedTuple):
                 ("Engine", f"{self.request.engine}, {self._processes(plan)}"),
                 ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
                 ("Writes", format_size(plan.nbytes)),
-                ("Memory", f"about {format_size(self._memory(plan, found))} a process"),
+                ("Memory", f"about {format_size(self._memory(plan, predicted))} a process"),
                 ("Free", f"{format_size(free)} where OUT will be made"),
             )
         )
@@ -262,7 +260,7 @@ class Report(NamedTuple):
     def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
         """All of it as one JSON object."""
         names = plan.mesh.dim_names
-        found = forecast.of(plan)
+        predicted = forecast.of(plan)
         return {
             "schema": "ckpt-tools/reshard/1",
             "output": self.job.out,
@@ -276,7 +274,7 @@ class Report(NamedTuple):
             },
             "tensors": len(plan.targets),
             "nbytes": plan.nbytes,
-            "peak_memory": self._memory(plan, found),
+            "peak_memory": self._memory(plan, predicted),
             "files": [
                 {
                     "path": file.path,
@@ -285,7 +283,7 @@ class Report(NamedTuple):
                     "read": file.read,
                     "sources": file.sources,
                 }
-                for file in found.files
+                for file in predicted.files
             ],
             "notes": list(plan.notes),
         }

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, one line each: a table for a person, JSON for a program."""
+"""The checkpoints of a run, one line each: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What headers tell of one checkpoint.
+    """What headers say of one checkpoint.
 
-    ``holds`` are its sections, ``changed`` when a file of it last changed in seconds since 1970,
-    None where nothing tells it; ``problem`` is what keeps it from being whole.
+    ``holds`` are its sections, ``changed`` when a file of it last changed, in seconds since 1970,
+    None if unknown; ``problem`` is why it is not whole.
     """
 
     saved: Saved
@@ -66,8 +66,8 @@ def _line(saved: Saved, options: ReadOptions) -> Line:
     )
 
 
-def told(run: Run, *, json: bool) -> list[render.Json]:
-    """Print a run for a person, or give back the one object that is to be printed of it."""
+def printed(run: Run, *, json: bool) -> list[render.Json]:
+    """Print a run for people, or return the one object of its JSON, for the caller to print."""
     if json:
         return [as_json(run)]
     render.emit(lines(run))
@@ -75,7 +75,7 @@ def told(run: Run, *, json: bool) -> list[render.Json]:
 
 
 def lines(run: Run) -> Iterator[str]:
-    """The run for a person: a heading, one line a checkpoint, and what is wrong with which."""
+    """The run for people: a heading, one line a checkpoint, and problems."""
     yield render.heading(f"{render.printable(run.path)}: {counted(len(run.lines), 'checkpoint')}")
     now = time.time()
     rows = [
@@ -98,7 +98,7 @@ def lines(run: Run) -> Iterator[str]:
 
 
 def _age(seconds: float) -> str:
-    """A time that is past, in its largest unit."""
+    """A duration in its largest unit."""
     for length, unit in _UNITS:
         if seconds >= length:
             return f"{int(seconds / length):,} {unit}"
@@ -118,14 +118,10 @@ def as_json(run: Run) -> render.Json:
                 "framework": line.framework,
                 "sections": list(line.holds),
                 "nbytes": line.nbytes,
-                "modified": None if line.changed is None else _iso(line.changed),
+                "modified": None if line.changed is None else render.utc(line.changed),
                 "whole": line.problem is None,
                 "problem": line.problem,
             }
             for line in run.lines
         ],
     }
-
-
-def _iso(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -1,7 +1,7 @@
-"""Options that say what the output's names and tensors are to be, and the steps that they mean.
+"""Options on names and types of the output (--map, --rename, LoRA …), and the steps they stand for.
 
-Their values are kept with click's context, so that a command takes none of them as an argument.
-What makes the steps is imported when one is asked for: most commands that write ask for none.
+Their values are kept in click's context, so that no command takes them as arguments. The modules of
+steps are imported when one is asked for.
 """
 
 from __future__ import annotations
@@ -182,14 +182,14 @@ def _names() -> list[click.Parameter]:
 
 
 def _kept(option: click.Option) -> click.Parameter:
-    """The option, its value kept with the context."""
+    """The option, its value kept in the context."""
+
+    def keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
+        ctx.meta.setdefault(_KEY, {})[param.name] = value
+
     option.expose_value = False
-    option.callback = _remember
+    option.callback = keep
     return option
-
-
-def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:
-    ctx.meta.setdefault(_KEY, {})[param.name] = value
 
 
 def _texts(name: str) -> tuple[str, ...]:
@@ -219,7 +219,7 @@ def _number(name: str) -> int | None:
 def export_steps(
     index: CheckpointIndex, *, dtype: DType | None, is_folder: bool
 ) -> tuple[Step, ...]:
-    """The steps of an export, in their order. Raises UsageError for what cannot be meant."""
+    """The steps of an export, in their order. Raises UsageError for options that do not fit."""
     folder = _text("hf_assets")
     if folder is not None and not is_folder:
         raise UsageError("--hf-assets completes a folder of safetensors; OUT is one file.")
@@ -277,7 +277,7 @@ def _lora_steps(ckpt: str, dtype: DType | None) -> list[Step]:
 
 
 def sources() -> tuple[str, ...]:
-    """Files and folders that these options name; also words that name none, which do no harm."""
+    """Files and folders that these options name; also names of maps, which are no files."""
     maps_given = [text.removeprefix("back:") for text in _texts("map")]
     one = (_text("hf_assets"), _text("adapter_config"), *maps_given)
     return tuple(text for text in one if text)
@@ -303,7 +303,7 @@ def is_adapter() -> bool:
 
 
 def reshard_steps(ckpt: str, *, engine: str) -> tuple[Step, ...]:
-    """The steps of a reshard, in their order. Raises UsageError for what cannot be meant."""
+    """The steps of a reshard, in their order. Raises UsageError for options that do not fit."""
     steps = [*_name_steps(ckpt)]
     container = _text("under")
     if container is not None or _flag("untie"):
@@ -333,8 +333,8 @@ def _name_steps(ckpt: str, assets: Assets | None = None) -> Sequence[Step]:
         if text == "auto":
             steps.append(maps.AutoMapStep(values, model_type))
         else:
-            found = maps.find(text)
-            steps.append(maps.MapStep(found.forced if force else found, values, model_type))
+            name_map = maps.find(text)
+            steps.append(maps.MapStep(name_map.forced if force else name_map, values, model_type))
     if force and set(_texts("map")) <= {"auto"}:
         raise UsageError("--force-map takes a map that --map names; here none is named.")
     renames = tuple(map(maps.parse_rename, _texts("rename")))
@@ -357,8 +357,8 @@ def dtype_rules() -> tuple[tuple[str, DType | None], ...]:
 
 
 def _dtype_rule(text: str) -> tuple[str, DType | None]:
-    pattern, found, name = text.rpartition("=")
+    pattern, equals, name = text.rpartition("=")
     dtype = parse_dtype(name)
-    if not found or not pattern or (name != "keep" and (dtype is None or not dtype.holds_weights)):
+    if not equals or not pattern or (name != "keep" and (dtype is None or not dtype.holds_weights)):
         raise UsageError(f"--dtype-for is written GLOB=TYPE with a floating type, not {text!r}.")
     return pattern, dtype

@@ -1,4 +1,7 @@
-"""`ckpt-tools show`: one entry, its chunks, and values of it."""
+"""`ckpt-tools show`: one entry, its chunks, and values of it.
+
+The command, tables and JSON of an entry, and `Corner`: the values of a small part of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -124,9 +127,10 @@ def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
 
 def object_facts(entry: ObjectEntry) -> Sequence[tuple[str, str]]:
     """What headers say of an object: labels and texts."""
+    path, offset, length = entry.data
     return [
         ("kind", f"object of section {entry.section}"),
-        ("file", _file_words(entry.data.path, entry.data.offset, entry.data.length)),
+        ("file", f"{render.printable(path)}, bytes {offset:,} to {offset + length:,}"),
         *([("not read", entry.flaw.message)] if entry.flaw is not None else ()),
     ]
 
@@ -136,10 +140,6 @@ def _value_text(entry: ObjectEntry) -> str:
     if entry.opened or entry.value is None:
         return entries.value_text(entry)
     return f"{entry.type_name} {jsonlib.dumps(entries.plain_json(entry.value))}"
-
-
-def _file_words(path: str, offset: int, length: int) -> str:
-    return f"{render.printable(path)}, bytes {offset:,} to {offset + length:,}"
 
 
 def _show_tensor(
@@ -219,11 +219,6 @@ def _chunk_table(entry: TensorEntry, root: str) -> list[str]:
     return lines
 
 
-# -------------------------------------------------------------------------------------------------
-# The values of a small part of a tensor: which part, its bytes, and how they look.
-# -------------------------------------------------------------------------------------------------
-
-
 Number = bool | int | float | complex
 
 _ROWS, _COLUMNS = 6, 6
@@ -247,7 +242,7 @@ class Corner(NamedTuple):
 def read_corner(entry: TensorEntry, part: str | None) -> Corner:
     """Read what the slice text chooses of a located tensor, or its first corner without one.
 
-    Raises UsageError for a slice that cannot be meant or that is too large to print.
+    Raises UsageError for a slice that is not valid or that is too large to print.
     """
     # late: numpy comes with it, only values need it
     from ckpt_tools.copying.cast import decode, has_numbers

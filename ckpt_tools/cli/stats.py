@@ -66,26 +66,26 @@ def command(
         raise UsageError("--csv and --json cannot be used together.")
     index = options.read(ckpt, asked.reading())
     chosen = options.choose(index, asked.filters())
-    found = _look(chosen, threads=threads)
+    statistics = _look(chosen, threads=threads)
     if json:
-        render.emit_json(_json(index.root, found))
+        render.emit_json(_json(index.root, statistics))
     elif csv:
-        render.emit_csv(_CSV_HEADER, map(_csv_row, found.tensors))
-        for line in _anomaly_lines(found):
+        render.emit_csv(_CSV_HEADER, map(_csv_row, statistics.tensors))
+        for line in _anomaly_lines(statistics):
             say(line)
     else:
-        render.emit(_lines(found))
-    if fail_nonfinite and found.nonfinite:
-        raise AnswerNo(_nonfinite(index.root, found))
+        render.emit(_lines(statistics))
+    if fail_nonfinite and statistics.nonfinite:
+        raise AnswerNo(_nonfinite(index.root, statistics))
 
 
 def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
     total = sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
-        found = stats(index, files, threads=threads, on_bytes=on_bytes)
+        statistics = stats(index, files, threads=threads, on_bytes=on_bytes)
     if not index.tensors:
         raise AnswerNo(f"{index.root} has no tensors.")
-    return found
+    return statistics
 
 
 def _nonfinite(root: str, found: Statistics) -> str:

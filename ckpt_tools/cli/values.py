@@ -1,4 +1,4 @@
-"""Looks at every value of a checkpoint for a page: statistics, and how they are spread."""
+"""Reads every value of a checkpoint for a page: statistics and histograms."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def look(index: CheckpointIndex) -> Seen:
 
     total = 2 * sum(entry.nbytes for entry in index.tensors)
     with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
-        found = stats(index, files, on_bytes=on_bytes)
-        return Seen(found, histograms(index, files, found, on_bytes=on_bytes))
+        statistics = stats(index, files, on_bytes=on_bytes)
+        return Seen(statistics, histograms(index, files, statistics, on_bytes=on_bytes))

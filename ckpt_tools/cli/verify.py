@@ -1,4 +1,7 @@
-"""`ckpt-tools verify`: is a checkpoint whole, and is it what it was?"""
+"""`ckpt-tools verify`: is a checkpoint complete, undamaged, and what it was?
+
+The command, and its report as lines for people and as JSON.
+"""
 
 from __future__ import annotations
 
@@ -100,10 +103,10 @@ def command(
     if len(several) > 1 or several != list(ckpts):
         if against is not None:
             raise UsageError("--against compares one checkpoint; several were given.")
-        _each(several, read, _Reader(quick=quick, threads=threads, ranks=expect_ranks), json=json)
+        _each(several, read, _Verifier(quick=quick, threads=threads, ranks=expect_ranks), json=json)
         return
     index = read_index(ckpts[0], options=read)  # the report has its notes
-    report = _Reader(quick=quick, threads=threads, ranks=expect_ranks).report(index)
+    report = _Verifier(quick=quick, threads=threads, ranks=expect_ranks).report(index)
     compared: Comparison | None = None
     if against is not None and not (report.hurt or report.lost or report.rescued):
         # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
@@ -118,7 +121,7 @@ def command(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader:
+class _Verifier:
     """How checkpoints are verified: by headers alone, or by reading all of each.
 
     ``ranks`` is of how many ranks there must be files, None for what the checkpoint says.
@@ -140,8 +143,8 @@ class _Reader:
                 return verify(index, files, threads=self.threads, on_bytes=on_bytes)
 
 
-def _each(ckpts: Sequence[str], read: ReadOptions, reader: _Reader, *, json: bool) -> None:
-    """One line or object a checkpoint, going on after one that cannot be read; the worst code."""
+def _each(ckpts: Sequence[str], read: ReadOptions, reader: _Verifier, *, json: bool) -> None:
+    """One line or object a checkpoint, unreadable ones too; exits with the worst code."""
     objects: list[render.Json] = []
     worst = 0
     for ckpt in ckpts:
@@ -184,11 +187,6 @@ def _compare(
         with Files() as files:
             return with_objects(compare(*digests), mine, theirs, files)
     return compare(digest(options.choose(index, chosen), threads=threads), reference)
-
-
-# -------------------------------------------------------------------------------------------------
-# The report of `verify`, as lines for a person and as JSON for a program.
-# -------------------------------------------------------------------------------------------------
 
 
 _SHOWN = 10
@@ -275,8 +273,8 @@ def _lost(hurt: DamagedTensor) -> str:
 def _ranks(report: Report) -> str:
     intact = [state.rank for state in report.ranks if state.whole]
     hurt = [state.rank for state in report.ranks if not state.whole]
-    told = f"{rank_spans(intact)} intact" if intact else "none is intact"
-    return f"{told}; {rank_spans(hurt)} damaged" if hurt else told
+    text = f"{rank_spans(intact)} intact" if intact else "none is intact"
+    return f"{text}; {rank_spans(hurt)} damaged" if hurt else text
 
 
 def _proven(report: Report) -> str:

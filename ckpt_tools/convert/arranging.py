@@ -1,4 +1,4 @@
-"""What a conversion for a framework's loader needs beside the arrangement itself."""
+"""For --layout: comparing hyper-parameters, and leaving out objects without a plain value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_tools.transforms.optimizer import Digest
 
 
 def digest_in(files: Files) -> Digest:
-    """What compares hyper-parameters by their bytes; each is read once."""
+    """A function that gives the digest of a hyper-parameter's bytes, and reads each once."""
     known: dict[object, str] = {}
 
     def digest(entry: Entry) -> str:

@@ -1,30 +1,34 @@
-"""--check: read an output back before it is given its name, and write down what was proven.
+"""--check: read an output back before it is renamed into place, and record what was proven.
 
-The words of the proof go where the format keeps such things: into a field of fixed length in the
-headers of files that take metadata, laid out for it when the export was planned, and into a small
-JSON file beside the shards of a training checkpoint. One torch.save file has no place for them.
+The record is one line of text: in the headers of files that take metadata, in a field of fixed
+length that the plan leaves for it, or in a small JSON file beside the shards of a training
+checkpoint. A single torch.save file has no place for it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools import formats, proof
 from ckpt_tools._version import __version__
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry, TensorEntry
+from ckpt_tools.copying.atomic_output import PROOF_FILE
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.storage.reader import Files
 
 PROOF_FIELD = "proof"
-PROOF_FILE = "ckpt_tools_proof.json"
-# Room for the words, in bytes of the header; what they do not fill stays blank.
+# Bytes of the field in a header; the text is padded with blanks.
 _ROOM = 400
 UNPROVEN = "-" * _ROOM
+
+
+def ignore(_nbytes: int) -> None:
+    """Nobody watches."""
 
 
 class Written(NamedTuple):
@@ -42,21 +46,25 @@ def check(
     source: CheckpointIndex,
     threads: int | None,
     own: Collection[str] | None = None,
+    on_bytes: Callable[[int], None] = ignore,
 ) -> str:
-    """Compare what lies in ``folder`` with what was to be written; says in one line what is proven.
+    """Compare what is in ``folder`` with what was to be written; one line says what is proven.
 
     ``source`` is the part of the source that it comes from, as its reader gave it. ``own`` are the
-    source's files that this process can read, when that is not all of them: then only tensors are
-    compared, and the rest is for others. Raises WriteError when a tensor, an object or a container
-    differs, UnreadableError when the source's own checksums say that what was read is damaged, and
-    UnsupportedError when its replicas differ.
+    source's files that this process can read, when that is not all of them: then only tensors in
+    these are compared; other ranks compare the rest. ``on_bytes`` is told how much was read back.
+
+    Raises WriteError when a tensor, an object or a container differs, UnreadableError when the
+    source's own checksums say that what was read is damaged, and UnsupportedError when its replicas
+    differ.
     """
-    targets = written.targets
-    entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in targets]
-    dtypes = {target.fqn: target.dtype for target in targets}
+    entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in written.targets]
+    dtypes = {target.fqn: target.dtype for target in written.targets}
     with Files() as files:
         result = formats.open_objects(formats.read_index(folder), files)
-        here = replace(formats.to_locate_in(source), tensors=tuple(sorted(entries, key=_fqn)))
+        here = replace(
+            formats.to_locate_in(source), tensors=tuple(sorted(entries, key=lambda e: e.fqn))
+        )
         located = formats.locate(here, files)
         located.require_whole()
         wanted = replace(
@@ -69,7 +77,7 @@ def check(
         )
         wanted = formats.open_objects(wanted, files)
         names = {entry.fqn: entry.fqn for entry in wanted.tensors}
-        seen = proof.Seen()
+        seen = proof.KnownCrcs()
         words = proof.same_tensors(
             *(wanted, result, files),
             renamed=names,
@@ -77,6 +85,7 @@ def check(
             threads=threads,
             own=own,
             seen=seen,
+            on_bytes=on_bytes,
         )
         if own is None:
             words += proof.same_objects(wanted, result, files)
@@ -87,7 +96,7 @@ def check(
 
 
 def _held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:
-    """What of a checkpoint is in these files, each replica as a chunk of its own."""
+    """The part of a checkpoint that is in these files, each replica as a chunk of its own."""
     tensors = [
         replace(
             entry,
@@ -104,25 +113,21 @@ def _held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:
     return replace(source, tensors=tuple(tensors), objects=objects)
 
 
-def _fqn(entry: TensorEntry) -> str:
-    return entry.fqn
-
-
 def record_in_headers(folder: str, plans: Iterable[FilePlan], words: str) -> None:
-    """Write the words into the field that headers keep for them, in whichever files have one."""
-    told = words.encode("ascii", "replace")[:_ROOM].replace(b'"', b"'").replace(b"\\", b"/")
+    """Write the words into the field of each header that has one."""
+    text = words.encode("ascii", "replace")[:_ROOM].replace(b'"', b"'").replace(b"\\", b"/")
     for plan in plans:
         for offset, known in plan.literals:
             place = known.find(UNPROVEN.encode())
             if place >= 0:
                 with open(os.path.join(folder, plan.path), "r+b") as file:
                     file.seek(offset + place)
-                    file.write(told.ljust(_ROOM))
+                    file.write(text.ljust(_ROOM))
 
 
 def record_beside(folder: str, words: str, *, source: CheckpointIndex) -> None:
     """Write the words into a JSON file in the folder."""
-    told = {
+    record = {
         "schema": "ckpt-tools/proof/1",
         "ckpt_tools": __version__,
         "source_format": source.format,
@@ -130,4 +135,4 @@ def record_beside(folder: str, words: str, *, source: CheckpointIndex) -> None:
         "proof": words,
     }
     with open(os.path.join(folder, PROOF_FILE), "w", encoding="utf-8") as file:
-        file.write(json.dumps(told, indent=2) + "\n")
+        file.write(json.dumps(record, indent=2) + "\n")

@@ -39,7 +39,7 @@ WHOLE_LAYOUTS = ("accelerate",)
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to export and how it is to look; ``max_shard_size`` in bytes, ``dtype`` None to keep.
+    """What to export and in which form; ``max_shard_size`` in bytes, ``dtype`` None to keep.
 
     ``dtypes`` are exceptions from ``dtype`` by name patterns, the last match wins. ``steps`` change
     the entries after containers and wrappers are off their names. ``basename`` begins the name of
@@ -102,7 +102,7 @@ class Export(Conversion[ExportPlan]):
         )
 
     def words(self, plan: ExportPlan) -> dict[str, str]:
-        """The options; of functions among them only what they gave can be compared."""
+        """The options; of a map that is a function, what it gave."""
         words = in_words(self.options)
         if self.options.steps:
             words["what the names map does"] = digest_of_reads(plan.files)
@@ -123,7 +123,7 @@ def plan_export(
     check: bool = False,
     locate: Locate = formats.locate,
 ) -> ExportPlan:
-    """Plan an export from headers alone; nothing is written. ``check`` leaves room for the proof.
+    """Plan an export from headers alone; nothing is written. ``check`` leaves room for its record.
 
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     names and element types that the output cannot hold.
@@ -136,7 +136,7 @@ def plan_export(
     with Files() as files:
         located = _whole(chosen, options, locate, files)
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
-        outcome = steps.carry_out(options.steps, made_of(located, renamed), files)
+        outcome = steps.apply(options.steps, made_of(located, renamed), files)
     targets, kept = _targets(index, outcome, options)
     targets = _in_containers(targets, outcome, index, options)
     objects: tuple[ObjectEntry, ...] = ()
@@ -169,7 +169,7 @@ def plan_export(
 
 
 def _refuse_with_layout(options: ExportOptions, *, single_file: str | None, check: bool) -> None:
-    """Raise UsageError for what a framework's layout does not have."""
+    """Raise UsageError for options that do not go with a framework's layout."""
     if options.format != "torch" or single_file is not None:
         raise UsageError(
             f"--layout {options.layout} is a folder of torch files; it has no other --format, and "
@@ -248,10 +248,9 @@ def _in_containers(
     index: CheckpointIndex,
     options: ExportOptions,
 ) -> tuple[Target, ...]:
-    """The targets of a format without containers, each at the path of the one that its name begins
-    with.
+    """The targets of a format without containers, each in the container that its name begins with.
 
-    That is the source's, where it was not taken off; steps give names that stand in none.
+    Containers are those of the source that were not taken off; names from steps have none.
     """
     if formats.named(options.format).nested or options.steps:
         return tuple(targets)
@@ -275,7 +274,7 @@ def _in_containers(
 
 
 def made_of(located: CheckpointIndex, renamed: Mapping[str, str]) -> tuple[TransformedTensor, ...]:
-    """The entries under their output names, as the steps begin with them."""
+    """The entries under their output names, before any step."""
     return tuple(
         TransformedTensor(
             replace(entry, fqn=renamed[entry.fqn], path=(renamed[entry.fqn],)), (entry.fqn,)
@@ -287,35 +286,35 @@ def made_of(located: CheckpointIndex, renamed: Mapping[str, str]) -> tuple[Trans
 def _targets(
     index: CheckpointIndex, outcome: TransformResult, options: ExportOptions
 ) -> tuple[tuple[Target, ...], list[str]]:
-    """What is written in which type, and a note on what keeps its own against --dtype."""
+    """The targets with their types, and a note on those that keep their own against --dtype."""
     entries = [one.entry for one in outcome.made]
     chosen, notes = casts.chosen_dtypes(outcome.made, options.dtype, options.dtypes, source=index)
     return tuple(Target(e.fqn, e.path, e, chosen[e.fqn]) for e in entries), notes
 
 
 def is_single_file(out: str, form: str) -> bool:
-    """Whether this output name asks for one file rather than for a folder."""
+    """Whether this output is one file, by its suffix, and not a folder."""
     return normal(out).endswith(formats.named(form).suffixes)
 
 
 def format_of(out: str) -> str | None:
-    """The format whose one file this output name asks for; None when it is that of a folder."""
+    """The format of this output by its suffix; None for a folder."""
     forms = (form.name for form in formats.targets("whole"))
     return next((form for form in forms if is_single_file(out, form)), None)
 
 
 def single_file_of(out: str, form: str) -> str | None:
-    """The name of the one file to write, when ``out`` asks for one."""
+    """The name of the one file to write; None for a folder."""
     return os.path.basename(normal(out)) if is_single_file(out, form) else None
 
 
 def rename(
     index: CheckpointIndex, chosen: Collection[TensorEntry], *, keep_names: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """The output name of each chosen tensor, and what was done to the names, for a person.
+    """The output name of each chosen tensor, and notes on what was done to the names.
 
-    The container that all chosen tensors stand in is taken off by path, wrapper components by whole
-    component. Raises UsageError when two names become one.
+    The container that holds all chosen tensors is taken off, and so are wrapper components. Raises
+    UsageError when two names become one.
     """
     if keep_names:
         return {entry.fqn: entry.fqn for entry in chosen}, []
@@ -350,7 +349,7 @@ def _refuse_collisions(renamed: Mapping[str, str]) -> None:
 
 
 def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
-    """What of the checkpoint does not go into an export of tensors."""
+    """Notes on what of the checkpoint is left out."""
     notes = []
     kept = {entry.fqn for entry in chosen.tensors}
     rest = Counter(entry.section for entry in index.tensors if entry.fqn not in kept)
@@ -366,7 +365,7 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
 
 
 def _provenance(index: CheckpointIndex, *, check: bool) -> dict[str, str]:
-    """What the output says of its source: no path and no time, so that equal inputs stay equal."""
+    """Metadata on the source: no path and no time, so that equal inputs give equal bytes."""
     facts = {"format": "pt", "ckpt_tools": __version__, "source_format": index.format}
     if index.world_size is not None:
         facts["source_world_size"] = str(index.world_size)

@@ -1,4 +1,4 @@
-"""What a reshard will read, write and hold in memory, told from its plan alone."""
+"""What a reshard will read, write and hold in memory, from its plan alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Forecast(NamedTuple):
 
 
 def of(plan: ReshardPlan) -> Forecast:
-    """What a plan will do, in one pass: in both formats it has a file for each rank of the mesh."""
+    """The forecast of a plan, in one pass over its files."""
     files, sources = [], set()
     for file in plan.files:
         reads = [(read, item.source.itemsize) for item in file.items for read in item.reads]
@@ -52,7 +52,7 @@ def of(plan: ReshardPlan) -> Forecast:
 
 
 def peak_memory(plan: ReshardPlan, held: int, *, engine: str, buffers: int) -> int:
-    """Bytes that the largest process will hold, about: plans, and ``buffers`` bytes of buffers.
+    """About how many bytes the largest process will hold: plans, and ``buffers`` bytes of buffers.
 
     The engine `copy` holds only those, `dcp` a rank's shards, `gather` the largest tensor twice.
     """

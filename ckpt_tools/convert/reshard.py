@@ -1,8 +1,8 @@
 """`reshard`: any checkpoint to shards for training on another mesh.
 
 Planned from the index alone, like every conversion: which box each rank of the target mesh holds,
-and which chunks fill it. Who carries the plan out (threads, worker processes, the ranks of a
-torchrun job) is not known here.
+and which chunks fill it. Executors (threads, worker processes, the ranks of a torchrun job) are not
+known here.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Reshard(Conversion[ReshardPlan]):
 
     @property
     def others(self) -> tuple[CheckpointIndex, ...]:
-        """That whose layouts are taken."""
+        """The checkpoint of --like."""
         return () if self.options.like is None else (self.options.like,)
 
     def plan(self, locate: Locate) -> ReshardPlan:
-        """What `plan_reshard` gives, unless that cannot be checked and is to be."""
+        """What `plan_reshard` gives. Raises UsageError for --check of several checkpoints."""
         refuse_check(self.options, self.write)
         return plan_reshard(self.index, self.options, locate=locate)
 
@@ -216,8 +216,8 @@ def _with_names(
 def _plan_layout(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
 ) -> tuple[Sequence[FilePlan], tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
-    """The files of the output as its framework wants them, what the targets are called in them,
-    what goes into the last folder, and what is to be told of it.
+    """The files of the output as its framework wants them, the targets under their names there, the
+    index of the last folder, and notes.
     """
     if options.layout is None:
         return _plan_files(targets, located, options), targets, located, ()
@@ -253,17 +253,17 @@ def _plan_layout(
 def _stepped(
     index: CheckpointIndex, located: CheckpointIndex, options: ReshardOptions
 ) -> tuple[TransformResult, list[str]]:
-    """What the steps make of the tensors, in the order of their new names, and what to tell."""
+    """The tensors after all steps, in the order of their new names, and notes."""
     renamed, notes = rename(index, located.tensors, keep_names=False)
     made = made_of(located, renamed)
     with Files() as files:
-        outcome = steps.carry_out(options.steps, made, files)
+        outcome = steps.apply(options.steps, made, files)
     ordered = tuple(sorted(outcome.made, key=lambda one: one.entry.fqn))
     return outcome._replace(made=ordered), [*notes, *outcome.notes]
 
 
 def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:
-    """Raise UsageError when the output cannot be read back as one checkpoint, and is to be."""
+    """Raise UsageError for --check of an output that is not one checkpoint."""
     if write.check and options.layout not in (None, "plain"):
         raise UsageError(
             f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
@@ -277,21 +277,23 @@ def _layouts(
     """The layout of each tensor on the target mesh; None for one that each rank holds whole."""
     rules = [(names.selector((rule.pattern,), ()), rule.placements) for rule in options.rules]
     like = _layouts_of(options.like) if options.like is not None else {}
-    found: dict[str, Layout | None] = {}
+    layouts: dict[str, Layout | None] = {}
     for entry in tensors:
         ruled = [placements for matches, placements in rules if matches(entry.fqn)]
         if not entry.shape:  # a glob for a weight also matches the step counter of its optimizer
-            found[entry.fqn] = None
+            layouts[entry.fqn] = None
         elif ruled:
-            found[entry.fqn] = _checked(entry, _layout(options.mesh, ruled[-1]))
+            layouts[entry.fqn] = _checked(entry, _layout(options.mesh, ruled[-1]))
         elif entry.fqn in like:
-            found[entry.fqn] = _checked(entry, _alike(entry, like[entry.fqn], options.mesh))
+            layouts[entry.fqn] = _checked(
+                entry, _moved_to_mesh(entry, like[entry.fqn], options.mesh)
+            )
         elif _is_cut(entry, sharded):
             placements = options.placements or default_placements(options.mesh)
-            found[entry.fqn] = _checked(entry, _layout(options.mesh, placements))
+            layouts[entry.fqn] = _checked(entry, _layout(options.mesh, placements))
         else:
-            found[entry.fqn] = None
-    return found
+            layouts[entry.fqn] = None
+    return layouts
 
 
 def _layout(mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
@@ -308,11 +310,11 @@ def _sharded(index: CheckpointIndex) -> frozenset[str]:
 
 
 def _is_cut(entry: TensorEntry, sharded: frozenset[str]) -> bool:
-    """Whether a tensor is cut without being told to be.
+    """Whether a tensor that no rule names is cut.
 
     What the source's job held whole on each rank beside sharded tensors (buffers, steps, random
-    states) stays whole. A source that stores everything whole tells nothing: its weights and its
-    optimizer state are cut.
+    states) stays whole. Of a source that stores everything whole, weights and optimizer state are
+    cut.
     """
     if not entry.shape:
         return False
@@ -331,18 +333,18 @@ def _layouts_of(like: CheckpointIndex) -> Mapping[str, Layout | None]:
     return {entry.fqn: inferred.layout_of(entry) for entry in like.tensors}
 
 
-def _alike(entry: TensorEntry, layout: Layout | None, mesh: Mesh) -> Layout | None:
-    """Another checkpoint's layout on the target mesh, of which its own mesh may be a named part."""
+def _moved_to_mesh(entry: TensorEntry, layout: Layout | None, mesh: Mesh) -> Layout | None:
+    """A layout of --like on the target mesh; its own mesh may be a named part of that."""
     if layout is None:
         return None
-    found = on_mesh(layout, mesh)
-    if found is None:
+    moved = on_mesh(layout, mesh)
+    if moved is None:
         raise UsageError(
             f"{entry.fqn}: the other checkpoint has it on mesh {layout.mesh}, which is not part of "
             f"{mesh}.",
             hint=f"Give --to-mesh that checkpoint's mesh, or --place '{entry.fqn}=…'.",
         )
-    return found
+    return moved
 
 
 def _checked(entry: TensorEntry, layout: Layout | None) -> Layout | None:
@@ -403,10 +405,10 @@ def _plan_files(
     *,
     rank_name: str | None = None,
 ) -> Sequence[FilePlan]:
-    told = formats.PlanOptions(
+    wanted = formats.PlanOptions(
         tree=located.nesting,
         mesh=options.mesh,
         device_type=options.device_type,
         rank_name=rank_name,
     )
-    return formats.named(options.format).plan_files(targets, located.objects, options=told)
+    return formats.named(options.format).plan_files(targets, located.objects, options=wanted)

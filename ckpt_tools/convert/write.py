@@ -1,8 +1,8 @@
-"""The one way to an output, for `export` and `reshard` alike.
+"""Writes an output, for `export` and `reshard`.
 
-What must be refused is refused, the files are planned from the index alone, an executor fills them
-in a folder beside their place, they are compared with the source, and get their name. Who fills
-them (threads, workers, the ranks of a job) is handed in, and not known here.
+Check the paths, plan the files from the index alone, let an executor fill them in a folder beside
+OUT, compare them with the source, rename. The executor (threads, workers, the ranks of a job) is
+handed in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
-from ckpt_tools.copying.resume import Place
+from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
@@ -51,7 +51,7 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Files to write, the tensors and objects in them, and what a person should know.
+    """Files to write, the tensors and objects in them, and notes for people.
 
     A target's entry is what is written, under its new name, as boxes over the source's bytes.
     ``chosen`` is the part of the source that they come from, as its reader gave it. ``tree`` has
@@ -73,7 +73,7 @@ class Plan:
 
 
 P = TypeVar("P", bound=Plan)
-# Gives an index as a plan needs it: with all chunks located, or to be located by who reads them.
+# Gives an index as a plan needs it: with all chunks located, or to be located when they are read.
 Locate = Callable[[CheckpointIndex, Files], CheckpointIndex]
 
 
@@ -108,27 +108,31 @@ class Conversion(ABC, Generic[P]):
 
     @abstractmethod
     def words(self, plan: P) -> dict[str, str]:
-        """What was asked for, as words that a person can compare."""
+        """The options, as text that people can compare."""
 
     @abstractmethod
     def record(self, plan: P, folder: str, words: str) -> None:
-        """Write down in the output what was proven of it."""
+        """Record in the output what was proven of it."""
 
 
 class Executor(Protocol):
-    """Carries plans out; ``locate`` is how it wants them made."""
+    """Executes plans; ``locate`` is how it wants their chunks located."""
 
     @property
     def locate(self) -> Locate: ...  # noqa: D102 (said above)
 
-    def run(self, plan: Plan, place: Place) -> None:
-        """Do the works of a plan and write its files: none, when all was written before."""
+    def run(self, plan: Plan, place: OutputPlace) -> None:
+        """Do the works of a plan and write its files; none when all is written already."""
 
 
-def write(conversion: Conversion[P], executor: Executor) -> P:
-    """Make the output of a conversion; an address gets what was made whole here first.
+def write(
+    conversion: Conversion[P], executor: Executor, on_bytes: Callable[[int], None] | None = None
+) -> P:
+    """Write the output of a conversion; for an address, locally first, and then sent.
 
-    Raises what its `plan`, the executor, `atomic_output.appearing` and `upload.staged` raise; in
+    ``on_bytes`` is told how many bytes of the output --check has read back.
+
+    Raises what its `plan`, the executor, `atomic_output.open_output` and `upload.staged` raise; in
     every case what was at ``out`` before is as it was.
     """
     from ckpt_tools import formats  # the readers: not needed to name the options
@@ -137,11 +141,12 @@ def write(conversion: Conversion[P], executor: Executor) -> P:
     out = out_path.real(conversion.out)
     if is_address(out):
         out_path.refuse_source(out, sources)
-        with upload.staged(out, force=options.force, resume=options.resume) as here:
-            return write(replace(conversion, out=here), executor)
+        last = formats.index_files()
+        with upload.staged(out, force=options.force, resume=options.resume, last=last) as here:
+            return write(replace(conversion, out=here), executor, on_bytes)
     out = atomic_output.admit(out, sources=sources, force=options.force, resume=options.resume)
     plan = conversion.plan(executor.locate)
-    order = atomic_output.Order(
+    spec = atomic_output.OutputSpec(
         out,
         plan.files,
         Origin.of(index, plan.files, conversion.words(plan)),
@@ -150,19 +155,24 @@ def write(conversion: Conversion[P], executor: Executor) -> P:
         resume=options.resume,
         replaceable=formats.checkpoint_files(),
     )
-    with atomic_output.appearing(order) as started:
+    with atomic_output.open_output(spec) as started:
         executor.run(replace(plan, files=started.plans), started.place)
-        proven = _check(conversion, plan, started.place.folder) if options.check else ()
+        folder = started.place.folder
+        proven = _check(conversion, plan, folder, on_bytes) if options.check else ()
     return replace(plan, notes=(*plan.notes, *started.notes, *proven))
 
 
-def _check(conversion: Conversion[P], plan: P, folder: str) -> tuple[str, ...]:
+def _check(
+    conversion: Conversion[P], plan: P, folder: str, on_bytes: Callable[[int], None] | None
+) -> tuple[str, ...]:
     """Read the output back, and record the proof in it where it has room."""
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
     wanted = checking.Written(plan.targets, plan.objects, plan.tree)
     threads = conversion.write.threads
-    words = checking.check(written, wanted, source=plan.chosen, threads=threads)
+    words = checking.check(
+        written, wanted, source=plan.chosen, threads=threads, on_bytes=on_bytes or checking.ignore
+    )
     conversion.record(plan, folder, words)
     return (words,)

@@ -1,9 +1,9 @@
-"""An output that appears whole or not at all, and can be gone on with.
+"""Atomic, resumable output.
 
-Everything is written to ``OUT.partial/new``, made durable, and renamed once. What was at OUT before
-stays untouched until that moment; then it is ``OUT.replaced`` for an instant. Whoever is killed at
-any point leaves a state that the next run puts right. This room knows files and folders, never what
-is in them.
+Everything is written to ``OUT.partial/new``, synced, and renamed once. What was at OUT before stays
+untouched until that moment; then it is ``OUT.replaced`` for an instant. A run that is killed at any
+point leaves a state that the next run recovers from. This module knows files and folders, never
+what is in them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt_tools.copying.out_path import (
 )
 from ckpt_tools.copying.resume import (
     Manifest,
-    Place,
+    OutputPlace,
     finished_files,
     held,
     keep_finished,
@@ -50,16 +50,16 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.storage.paths import is_address
 
-# Beside what the caller says: the proof of a checkpoint goes with it.
-_PROOF = "ckpt_tools_proof.json"
+# The record of what --check has proven, which is replaced together with the checkpoint.
+PROOF_FILE = "ckpt_tools_proof.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class OutputSpec:
     """An output to make at ``out`` from ``origin``; ``single_file`` of the plans is all of it.
 
-    ``source`` are the files that it is made from, which must stay as they are until its end.
-    ``resume`` goes on with what an earlier run of the same order has finished. ``replaceable`` are
+    ``source`` are the files that it is made from, which must not change before it is done.
+    ``resume`` keeps what an earlier run of the same command has finished. ``replaceable`` are
     globs of what may be replaced in a folder that already exists: a loader would take it for part
     of a checkpoint. Anything else in the folder is the user's and survives.
     """
@@ -78,7 +78,7 @@ class Order:
         return partial_of(self.out)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> OutputPlace:
         """Where it is made."""
         return place_of(self.out)
 
@@ -90,14 +90,14 @@ class Started:
     ``notes`` say what an earlier run has done.
     """
 
-    place: Place
+    place: OutputPlace
     plans: Sequence[FilePlan]
     notes: tuple[str, ...] = ()
 
 
-def place_of(out: str) -> Place:
+def place_of(out: str) -> OutputPlace:
     """Where an output is made before it appears."""
-    return Place(partial_of(out))
+    return OutputPlace(partial_of(out))
 
 
 def admit(out: str, *, sources: Iterable[str], force: bool, resume: bool = False) -> str:
@@ -109,14 +109,14 @@ def admit(out: str, *, sources: Iterable[str], force: bool, resume: bool = False
     would have ended.
     """
     out = _checked(out, sources)
-    if os.path.lexists(partial_of(out)) and _settle(out, resume=resume):
+    if os.path.lexists(partial_of(out)) and _recover(out, resume=resume):
         return out
     _refuse_taken(out, force=force)
     return out
 
 
 def dry_run(out: str, *, sources: Iterable[str], force: bool, resume: bool = False) -> str:
-    """The same, but what a killed run left stays as it is."""
+    """The checks of `admit`; what a killed run left stays as it is."""
     out = _checked(out, sources)
     refuse_foreign(partial_of(out))
     if not (resume and os.path.lexists(partial_of(out))):
@@ -143,10 +143,10 @@ def _refuse_taken(out: str, *, force: bool) -> None:
         )
 
 
-def _settle(out: str, *, resume: bool) -> bool:
-    """End what a killed run left between its last steps, or give back the old OUT.
+def _recover(out: str, *, resume: bool) -> bool:
+    """Finish or undo the last steps of a killed run: the new OUT is in place, or the old one again.
 
-    Gives whether the new OUT is in place and the rest is left to the run that resumes.
+    True when the new OUT is in place and the run that resumes will do the rest.
     """
     replaced = replaced_of(out)
     with held(partial_of(out)) as manifest:
@@ -163,14 +163,14 @@ def _settle(out: str, *, resume: bool) -> bool:
 
 
 def _tidy(manifest: Manifest, out: str) -> None:
-    """Remove all but the new OUT."""
+    """Remove the old OUT and the folder of the run."""
     if manifest.has("replacing"):
         _remove(replaced_of(out))
     manifest.remove()
 
 
 def check_room(out: str, plans: Sequence[FilePlan], *, single_file: str | None = None) -> None:
-    """Raise what would keep these files from becoming ``out``, as far as it shows before.
+    """Raise what would keep these files from becoming ``out``, as far as it is known beforehand.
 
     OutputExistsError for a folder where one file is to be, or a file where a folder is to be;
     WriteError for a folder that may not be written in, or too little space.
@@ -220,29 +220,29 @@ def _allocated(path: str) -> int:
 
 
 @contextmanager
-def appearing(order: Order) -> Iterator[Started]:
-    """A place to write into, whose files become ``order.out`` when the block ends without an error.
+def open_output(spec: OutputSpec) -> Iterator[Started]:
+    """A place to write into, whose files become ``spec.out`` when the block ends without an error.
 
     Raises WriteError for what the system does not allow, and UsageError when another process writes
-    there, when ``order.resume`` cannot go on, or when something is in the way. After a failure the
+    there, when ``spec.resume`` cannot go on, or when something is in the way. After a failure the
     finished files are kept, if there are any and the checkpoint is not at fault, and the error says
     so; what was at ``out`` before is as it was.
     """
-    _refuse_obstacles(order.out, order.single_file)
-    with held(order.partial) as manifest:
-        with _beginning(manifest, order):
-            started = _start(manifest, order)
-        with _kept_on_failure(manifest, order):
-            _check_space(order.out, order.plans)
-            with _one_source(order):
+    _refuse_obstacles(spec.out, spec.single_file)
+    with held(spec.partial) as manifest:
+        with _undone_if_unstarted(manifest, spec):
+            started = _start(manifest, spec)
+        with _kept_on_failure(manifest, spec):
+            _check_space(spec.out, spec.plans)
+            with _one_source(spec):
                 yield started
-            _appear(manifest, order)
+            _publish(manifest, spec)
 
 
 @contextmanager
-def _one_source(order: Order) -> Iterator[None]:
-    """A block at whose end the source is as it was; what else went wrong may come of its change."""
-    source = with_states(order.source)
+def _one_source(spec: OutputSpec) -> Iterator[None]:
+    """Raise SourceChangedError when the source changes during the block, whatever else failed."""
+    source = with_states(spec.source)
     require_unchanged(source)
     try:
         yield
@@ -256,83 +256,83 @@ def _one_source(order: Order) -> Iterator[None]:
 
 
 @contextmanager
-def _beginning(manifest: Manifest, order: Order) -> Iterator[None]:
-    """Leave all as it is when nothing is begun."""
+def _undone_if_unstarted(manifest: Manifest, spec: OutputSpec) -> Iterator[None]:
+    """Remove the folder again when an error comes before the output is begun."""
     try:
         yield
     except BaseException as error:
         if manifest.origin is None:
             manifest.remove()
         if isinstance(error, OSError):
-            raise unwritable(order.out, error) from error
+            raise unwritable(spec.out, error) from error
         raise
 
 
 @contextmanager
-def _kept_on_failure(manifest: Manifest, order: Order) -> Iterator[None]:
+def _kept_on_failure(manifest: Manifest, spec: OutputSpec) -> Iterator[None]:
     """Keep or remove what a failed run has written, and let its error say so."""
     try:
         yield
     except OSError as error:
-        told = unwritable(order.out, error)
-        told.advice = " ".join(filter(None, [told.hint, _kept(manifest, order)])) or None
-        raise told from error
+        failure = unwritable(spec.out, error)
+        failure.advice = " ".join(filter(None, [failure.hint, _kept(manifest, spec)])) or None
+        raise failure from error
     except KeyboardInterrupt as error:
-        kept = _kept(manifest, order)
+        kept = _kept(manifest, spec)
         raise KeyboardInterrupt(*filter(None, [kept])) from error
     except CkptError as error:
         if _is_about_source(error):
             manifest.remove()
         else:
-            error.advice = " ".join(filter(None, [error.advice, _kept(manifest, order)])) or None
+            error.advice = " ".join(filter(None, [error.advice, _kept(manifest, spec)])) or None
         raise
     except BaseException:
-        _kept(manifest, order)
+        _kept(manifest, spec)
         raise
 
 
-def _start(manifest: Manifest, order: Order) -> Started:
-    """Go on with what is there, or begin anew."""
+def _start(manifest: Manifest, spec: OutputSpec) -> Started:
+    """Resume an earlier run, or start again."""
     notes: tuple[str, ...] = ()
-    if order.resume:
-        going_on = _resumed(manifest, order)
-        if going_on is not None:
-            return going_on
+    if spec.resume:
+        resumed = _resumed(manifest, spec)
+        if resumed is not None:
+            return resumed
         notes = ("Nothing to resume: started from the beginning.",)
-    if os.path.lexists(replaced_of(order.out)):
+    if os.path.lexists(replaced_of(spec.out)):
         raise OutputExistsError(
-            f"{replaced_of(order.out)} exists; its content must not be lost.", hint="Move it away."
+            f"{replaced_of(spec.out)} exists; its content must not be lost.", hint="Move it away."
         )
-    manifest.begin(order.origin, single_file=order.single_file)
-    return Started(order.place, order.plans, notes)
+    manifest.begin(spec.origin, single_file=spec.single_file)
+    return Started(spec.place, spec.plans, notes)
 
 
-def _resumed(manifest: Manifest, order: Order) -> Started | None:
-    """What an earlier run has done of this order; None when it has done nothing."""
+def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
+    """What is left to do after an earlier run; None when that has finished nothing."""
     if manifest.origin is None:
         return None
     is_written = manifest.has("complete")
-    if not is_written and not noted_files(order.place):
+    if not is_written and not noted_files(spec.place):
         return None
-    different = manifest.origin.differences(order.origin)
+    different = manifest.origin.differences(spec.origin)
     if different:
         raise UsageError(
-            f"{order.partial} was started with other inputs or options, so it cannot be resumed. "
+            f"{spec.partial} was started with other inputs or options, so it cannot be resumed. "
             + " ".join(different[:3]),
             hint="Without --resume it is removed, and the output is written again.",
         )
     if is_written:
-        return Started(order.place, (), ("An earlier run had already written everything.",))
-    finished = keep_finished(order.place, order.plans)
+        return Started(spec.place, (), ("An earlier run had already written everything.",))
+    finished = keep_finished(spec.place, spec.plans)
     if not finished:
         return None
-    note = f"Resuming: {_progress(finished, order)} were already finished."
-    return Started(order.place, without(order.plans, finished), (note,))
+    note = f"Resuming: {_progress(finished, spec)} were already finished."
+    return Started(spec.place, without(spec.plans, finished), (note,))
 
 
-def _progress(finished: Collection[str], order: Order) -> str:
-    """How much of an order these files are."""
-    files = files_of(order.plans)
+def _progress(finished: Collection[str], spec: OutputSpec) -> str:
+    """How much of the output these files are."""
+    files = files_of(spec.plans)
     done = sum(file.length for file in files if file.path in finished)
     total = sum(file.length for file in files)
     sizes = f"{format_size(done)} of {format_size(total)}"
@@ -340,41 +340,40 @@ def _progress(finished: Collection[str], order: Order) -> str:
 
 
 def _is_about_source(error: BaseException) -> bool:
-    """Whether going on is of no use; what the system refused may go well the next time."""
+    """Whether resuming is useless; what the system refused may succeed the next time."""
     if isinstance(error, SourceChangedError):
         return True
     return isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError)
 
 
-def _kept(manifest: Manifest, order: Order) -> str | None:
-    """How to go on with what is finished; None when nothing is, and it is removed."""
-    finished = finished_files(order.place, order.plans)
+def _kept(manifest: Manifest, spec: OutputSpec) -> str | None:
+    """How to resume with the finished files; None when there are none, and all is removed."""
+    finished = finished_files(spec.place, spec.plans)
     if not finished and not manifest.has("complete"):
         manifest.remove()
         return None
     if manifest.has("complete"):
-        return (
-            f"All is written in {order.partial}: run the same command with --resume to finish it."
-        )
+        return f"All is written in {spec.partial}: run the same command with --resume to finish it."
     return (
-        f"{_progress(finished, order)} are finished and kept in {order.partial}: the same command "
+        f"{_progress(finished, spec)} are finished and kept in {spec.partial}: the same command "
         "with --resume continues; delete that folder to discard it."
     )
 
 
-def _appear(manifest: Manifest, order: Order) -> None:
-    """Make all durable, and put it in place."""
+def _publish(manifest: Manifest, spec: OutputSpec) -> None:
+    """Sync all files, and rename the result to OUT."""
     if not manifest.has("complete"):
-        _sync_tree(manifest.place.folder)
+        for parent, _, names in os.walk(manifest.place.folder):
+            sync_files([os.path.join(parent, name) for name in names] or [parent])
         manifest.mark("complete")
     if os.path.lexists(manifest.result):
-        if order.single_file is None:
-            _put_folder(manifest, order)
+        if spec.single_file is None:
+            _put_folder(manifest, spec)
         else:
-            _keep_mode(order.out, manifest.result)
-            os.replace(manifest.result, order.out)
-        sync_files([order.out])
-    _tidy(manifest, order.out)
+            _keep_mode(spec.out, manifest.result)
+            os.replace(manifest.result, spec.out)
+        sync_files([spec.out])
+    _tidy(manifest, spec.out)
 
 
 def _remove(path: str) -> None:
@@ -384,13 +383,13 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _put_folder(manifest: Manifest, order: Order) -> None:
-    """Rename the new folder into place, taking along what is the user's in the old one."""
-    out = order.out
+def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
+    """Rename the new folder to OUT, with links to the files of the user in the old one."""
+    out = spec.out
     if not os.path.lexists(out):
         os.rename(manifest.place.folder, out)
         return
-    _link_survivors(out, manifest.place.folder, planned=_Planned.of(order))
+    _link_survivors(out, manifest.place.folder, planned=_Planned.of(spec))
     mode = stat.S_IMODE(os.stat(out).st_mode)
     os.chmod(manifest.place.folder, mode | stat.S_IRWXU)  # its own right to be renamed goes last
     manifest.mark("replacing")
@@ -413,14 +412,14 @@ class _Planned(NamedTuple):
     replaceable: tuple[str, ...]
 
     @classmethod
-    def of(cls, order: Order) -> _Planned:
-        files = frozenset(file.path for file in files_of(order.plans))
+    def of(cls, spec: OutputSpec) -> _Planned:
+        files = frozenset(file.path for file in files_of(spec.plans))
         folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
-        return cls(files, frozenset(folders), (*order.replaceable, _PROOF))
+        return cls(files, frozenset(folders), (*spec.replaceable, PROOF_FILE))
 
 
 def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") -> None:
-    """Give the new folder what of the old is not part of a checkpoint, and the modes of the rest.
+    """Link what is not part of the old checkpoint into the new folder; replacements keep old modes.
 
     ``inside`` is the path of both folders in the output, as the plan has it.
     """
@@ -446,14 +445,8 @@ def _link(source: str, target: str) -> None:
 
 
 def _keep_mode(old: str, new: str) -> None:
-    """Give what replaces a file or folder its mode, where both are of one kind."""
+    """Copy the mode of what is replaced, where both are files or both are folders."""
     with suppress(FileNotFoundError):
         mode = os.lstat(old).st_mode
         if stat.S_IFMT(mode) == stat.S_IFMT(os.lstat(new).st_mode):
             os.chmod(new, stat.S_IMODE(mode))
-
-
-def _sync_tree(folder: str) -> None:
-    """Make every file below the folder durable, one fsync a file, after all is written."""
-    for parent, _, names in os.walk(folder):
-        sync_files([os.path.join(parent, name) for name in names] or [parent])

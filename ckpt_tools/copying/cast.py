@@ -8,9 +8,9 @@ in torch. Torch (2.13, CPU) and ml_dtypes differ in two types, and torch is foll
 - float8_e8m0fnu: the sign is dropped, and 0 becomes 2^-127; ml_dtypes gives NaN for both. These
   are the exponents of block scales: the command line casts no weights to them.
 
-The other kinds overflow alike: infinity in float8_e5m2, NaN in the fnuz kinds. NaN stays NaN; which
-of its bit patterns is not promised. This room knows nothing of files or tensors. Importing it costs
-numpy and ml_dtypes, so whoever may not need a value imports it late.
+The other kinds overflow as torch's: infinity in float8_e5m2, NaN in the fnuz kinds. NaN stays NaN;
+which of its bit patterns is not promised. Files and tensors are not known here. The import costs
+numpy and ml_dtypes, so it comes late where values may not be needed.
 """
 
 from __future__ import annotations

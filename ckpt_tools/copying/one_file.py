@@ -1,6 +1,6 @@
 """Small files that a command writes beside its answer: a picture, a page, a fingerprint.
 
-Each goes through the same door as every output, and appears whole or not at all.
+Each is checked like every output, and written atomically.
 """
 
 from __future__ import annotations

@@ -48,24 +48,24 @@ class Origin:
 
     def differences(self, now: Origin) -> list[str]:
         """What is different now, a line each; nothing when the origins are equal."""
-        found = []
+        differing = []
         if self.version != now.version:
-            found.append(f"ckpt-tools was {self.version} and is {now.version}.")
+            differing.append(f"ckpt-tools was {self.version} and is {now.version}.")
         for name in sorted(self.options.keys() | now.options.keys()):
             was, new = self.options.get(name, "not there"), now.options.get(name, "not there")
             if was != new:
-                found.append(f"{name} was {was} and is {new}.")
+                differing.append(f"{name} was {was} and is {new}.")
         for name in sorted(self.sources.keys() | now.sources.keys()):
             was, new = self.sources.get(name, "not there"), now.sources.get(name, "not there")
             if was != new:
-                found.append(f"{name} of the source has changed: was {was}, is {new}.")
-        if not found and self.layout != now.layout:
-            found.append("The files to write would be different.")
-        return found
+                differing.append(f"{name} of the source has changed: was {was}, is {new}.")
+        if not differing and self.layout != now.layout:
+            differing.append("The files to write would be different.")
+        return differing
 
 
 def with_states(files: Sequence[FileEntry]) -> list[FileEntry]:
-    """The same files; those that nobody has looked at, with the states that they have now."""
+    """The same files; those without a state, with the states that they have now."""
     now = paths.states_now(file.path for file in files if file.state is None)
     return [file._replace(state=file.state or now.get(file.path)) for file in files]
 
@@ -107,8 +107,8 @@ def digest_of_reads(plans: Sequence[FilePlan]) -> str:
 def in_words(options: DataclassInstance) -> dict[str, str]:
     """Options as words that a person can compare, field by field.
 
-    Of another checkpoint only its place is told: what it changes is seen in the plan. A step is
-    told by its own fields, and no address of a function gets into the words.
+    Of another checkpoint only its path is given: what it changes is seen in the plan. A step is
+    given by its own fields, and no address of a function gets into the words.
     """
     return {field.name: _in_words(getattr(options, field.name)) for field in fields(options)}
 

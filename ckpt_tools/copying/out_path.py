@@ -1,8 +1,8 @@
-"""Where an output may be: the one door that every OUT goes through before a byte is read for it.
+"""Checks every OUT before a byte is read for it: is it a place that may be written?
 
-The source is sacred: OUT cannot be an input, inside an input or above it. Files and folders are
-compared by device and inode, so that links, ``..``, slashes and another case hide nothing. This
-room knows paths, never what is in files.
+Nothing may be written over, into or around a source. Files and folders are
+compared by device and inode, so that links, ``..``, slashes and another case hide nothing. Only
+paths are known here, never what is in files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many threads a piece of work gets, and how much memory they share, when nobody says.
+"""Defaults: how many threads do a piece of work, and how much memory they share.
 
 Beyond 16 threads of one Python process the interpreter's lock is what they wait for. Below that,
 the cores that this process may use count: its affinity, and the CPU quota of its control groups.

@@ -1,7 +1,7 @@
-"""Gathers boxes of tensors, packed row-major, out of the files that hold their chunks.
+"""Reads boxes of tensors, packed row-major, from the files that hold their chunks.
 
-Handles any strides, any number of chunks, and boxes of any size, through buffers of a fixed size.
-It knows nothing of where the bytes go afterwards.
+Any strides, any number of chunks, boxes of any size, through buffers of a fixed size. Where the
+bytes go afterwards is not known here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which files of an unfinished output are finished, and who may write them.
 
 ``OUT.partial`` holds the new files in ``new``, a manifest, and a log for each process that writes.
-The manifest says what the output is made from, and how far its ending got; whoever holds the lock
-on it alone changes what is in the folder. A log names the files in which its process has written
+The manifest says what the output is made from, and which last steps are done; only the process that
+holds its lock changes the folder. A log names the files in which its process has written
 and synced all that is its own. Each line has a CRC-32, so that a torn last line says nothing.
 """
 
@@ -38,7 +38,7 @@ _TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OutputPlace:
     """The folder in which an output is made, ``OUT.partial``."""
 
     partial: str
@@ -57,7 +57,7 @@ class Place:
         return sorted(glob(os.path.join(escape(self.partial), f"{_LOG}*")))
 
 
-class Part(NamedTuple):
+class TaskRange(NamedTuple):
     """Tasks ``first`` to ``end - 1`` ``of`` those that write the file ``path``."""
 
     path: str
@@ -66,18 +66,18 @@ class Part(NamedTuple):
     of: int
 
 
-def noted_files(place: Place) -> set[str]:
+def noted_files(place: OutputPlace) -> set[str]:
     """The files whose parts were all written and synced."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[TaskRange]] = {}
     for log in place.logs():
         for body in _lines_in(log):
-            for part in (Part(*fields) for fields in json.loads(body)):
+            for part in (TaskRange(*fields) for fields in json.loads(body)):
                 parts.setdefault(part.path, []).append(part)
-    return {path for path, found in parts.items() if _is_all(found)}
+    return {path for path, own in parts.items() if _is_all(own)}
 
 
-def finished_files(place: Place, plans: Sequence[FilePlan]) -> set[str]:
-    """The same, as far as they are of these plans, and still have their length."""
+def finished_files(place: OutputPlace, plans: Sequence[FilePlan]) -> set[str]:
+    """The noted files that are in these plans and still have their planned length."""
     noted = noted_files(place)
     return {
         file.path
@@ -86,16 +86,16 @@ def finished_files(place: Place, plans: Sequence[FilePlan]) -> set[str]:
     }
 
 
-def keep_finished(place: Place, plans: Sequence[FilePlan]) -> set[str]:
-    """Put what all logs say together into one, before anybody goes on; gives the finished files.
+def keep_finished(place: OutputPlace, plans: Sequence[FilePlan]) -> set[str]:
+    """Merge all logs into one before the run resumes; returns the finished files.
 
-    For the one who holds the manifest. Raises OSError.
+    Only for the process that holds the manifest. Raises OSError.
     """
     finished = finished_files(place, plans)
     old, kept = place.logs(), place.log(-1)
     fresh = os.path.join(place.partial, ".kept")
     with open(fresh, "wb") as file:
-        file.write(_line_of(json.dumps([Part(path, 0, 1, 1) for path in sorted(finished)])))
+        file.write(_line_of(json.dumps([TaskRange(path, 0, 1, 1) for path in sorted(finished)])))
     sync_files([fresh])
     os.replace(fresh, kept)
     for log in old:
@@ -105,7 +105,7 @@ def keep_finished(place: Place, plans: Sequence[FilePlan]) -> set[str]:
     return finished
 
 
-def _is_all(parts: Sequence[Part]) -> bool:
+def _is_all(parts: Sequence[TaskRange]) -> bool:
     end = 0
     for part in sorted(parts):
         if part.first > end:
@@ -122,8 +122,8 @@ def _length(path: str) -> int | None:
 
 
 @contextmanager
-def logged(place: Place, index: int) -> Iterator[FileLog]:
-    """The log of one share, held by this process alone as long as the block lasts.
+def logged(place: OutputPlace, index: int) -> Iterator[FileLog]:
+    """The log of one share, locked by this process during the block.
 
     Raises WriteError, and OutputExistsError when another process holds it.
     """
@@ -131,7 +131,7 @@ def logged(place: Place, index: int) -> Iterator[FileLog]:
     try:
         yield log
     except BaseException:
-        with suppress(WriteError):  # what ended the block says more
+        with suppress(WriteError):  # the error that ended the block says more
             log.close()
         raise
     log.close()
@@ -140,7 +140,7 @@ def logged(place: Place, index: int) -> Iterator[FileLog]:
 class FileLog:
     """Syncs what a process has written of a file, and notes it; several files at a time."""
 
-    def __init__(self, place: Place, index: int) -> None:
+    def __init__(self, place: OutputPlace, index: int) -> None:
         self._place, self._path = place, place.log(index)
         try:
             self._fd = _open_locked(self._path, what=place.partial)
@@ -148,10 +148,10 @@ class FileLog:
         except OSError as error:
             raise unwritable(self._path, error) from error
         self._lock = threading.Lock()
-        self._unsynced: list[Part] = []
+        self._unsynced: list[TaskRange] = []
         self._next_sync = 0.0
 
-    def written(self, part: Part) -> None:
+    def written(self, part: TaskRange) -> None:
         """Take note of a part whose bytes are all written. Raises WriteError."""
         with self._lock:
             self._unsynced.append(part)
@@ -171,7 +171,7 @@ class FileLog:
         finally:
             os.close(self._fd)
 
-    def _sync(self, parts: Sequence[Part]) -> None:
+    def _sync(self, parts: Sequence[TaskRange]) -> None:
         try:
             sync_files([os.path.join(self._place.folder, part.path) for part in parts])
             os.write(self._fd, _line_of(json.dumps(parts)))
@@ -193,7 +193,7 @@ class Manifest:
     """The manifest of one ``OUT.partial``, held by this process."""
 
     def __init__(self, partial: str, fd: int) -> None:
-        self.place = Place(partial)
+        self.place = OutputPlace(partial)
         self._fd = fd
         self._path = os.path.join(partial, _MANIFEST)
         first, *marks = list(_lines_in(self._path)) or ["{}"]
@@ -234,7 +234,7 @@ class Manifest:
         self._clear()
         with suppress(FileNotFoundError):
             os.unlink(self._path)
-        with suppress(OSError):  # somebody else has come by and holds it already
+        with suppress(OSError):  # another process holds it already
             os.rmdir(self.place.partial)
 
     def _clear(self) -> None:
@@ -250,7 +250,7 @@ class Manifest:
 
 @contextmanager
 def held(partial: str) -> Iterator[Manifest]:
-    """Hold the manifest of an output in this folder; both are made if need be.
+    """Lock the manifest of an output in this folder; both are created if need be.
 
     Raises OutputExistsError when another process holds it, when a worker of a run that was killed
     still writes, and when the folder is not ours.
@@ -260,7 +260,7 @@ def held(partial: str) -> Iterator[Manifest]:
     except OSError as error:
         raise unwritable(partial, error) from error
     try:
-        for log in Place(partial).logs():
+        for log in OutputPlace(partial).logs():
             os.close(_open_locked(log, what=partial))
         yield Manifest(partial, fd)
     finally:

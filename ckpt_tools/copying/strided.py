@@ -1,4 +1,4 @@
-"""Where the elements of a chunk lie in its file, and where they go in a packed buffer: all numbers.
+"""Where the elements of a chunk lie in its file and go in a packed buffer: pure arithmetic.
 
 Boxes and strides in elements come in, byte offsets and byte steps go out. Nothing here reads.
 """
@@ -69,7 +69,7 @@ def move_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> Strided
         if size > 1:
             dims.append(Dim(size, strides[dim] * itemsize, into[dim] * itemsize))
     _check_range(chunk, (source + last + 1) * itemsize)
-    dims = _joined(sorted(dims, key=_source_step, reverse=True))
+    dims = _joined(sorted(dims, key=lambda dim: dim.source, reverse=True))
     unit = itemsize
     if dims and dims[-1].source == dims[-1].target == itemsize:
         unit *= dims.pop().size
@@ -85,10 +85,6 @@ def _check_range(chunk: Chunk, needed: int) -> None:
             f"{chunk.data.path}: chunk {chunk.box} has {chunk.data.length:,} bytes at "
             f"{chunk.data.offset:,}, its shape and strides need {needed:,}."
         )
-
-
-def _source_step(dim: Dim) -> int:
-    return dim.source
 
 
 def _joined(dims: Sequence[Dim]) -> list[Dim]:
@@ -124,7 +120,7 @@ def _many_steps(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
 class Blocks(NamedTuple):
     """A move cut into blocks that are read in one go.
 
-    Each step along ``outer`` begins anew; along the first dimension of ``inner`` (none: a block is
+    Each step along ``outer`` starts again; along the first dimension of ``inner`` (none: a block is
     one unit) ``step`` elements are one block, and all of the other dimensions.
     """
 
@@ -178,17 +174,13 @@ def runs_of(reads: Sequence[ReadItem], box: Box, *, itemsize: int) -> list[Strid
             if move.dims:
                 return None
             runs.append(move)
-    runs.sort(key=_target)
+    runs.sort(key=lambda move: move.target)
     end = 0
     for move in runs:
         if move.target != end:
             return None
         end += move.unit
     return runs if end == box.numel * itemsize else None
-
-
-def _target(move: StridedCopy) -> int:
-    return move.target
 
 
 def add_jobs(item: WriteItem, target: int, jobs: list[Job]) -> bool:

@@ -1,6 +1,6 @@
-"""Carries out one task at a time: gathers, casts, checks and writes its bytes.
+"""Writes one task at a time: reads, casts, sums and writes its bytes.
 
-It holds a few buffers of a fixed size and knows one open file; threads and tasks are `copy`'s.
+It holds a few buffers of a fixed size and one open file; threads and the tasks are in `write`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Output:
 
 @dataclass(slots=True)
 class _Cast:
-    """Small pieces in a row that are cast alike: where they wait, and where they go."""
+    """Small neighbouring pieces with the same cast: where they are buffered, where they go."""
 
     item: WriteItem
     raw: int
@@ -160,14 +160,14 @@ class _Group:
         out_end = self.size + piece.nbytes
         self.raw_size += _raw_nbytes(piece)
         last = self.casts[-1] if self.casts else None
-        if last is not None and last.out_end == self.size and _alike(last.item, item):
+        if last is not None and last.out_end == self.size and _same_cast(last.item, item):
             last.raw_end, last.out_end = self.raw_size, out_end
         else:
             self.casts.append(_Cast(item, raw, self.raw_size, self.size, out_end))
         return raw
 
 
-def _alike(one: WriteItem, other: WriteItem) -> bool:
+def _same_cast(one: WriteItem, other: WriteItem) -> bool:
     return one.source == other.source and one.target == other.target
 
 
@@ -181,7 +181,7 @@ def _raw_nbytes(content: Literal | Piece) -> int:
 class TaskWriter:
     """Writes tasks through buffers of at most ``memory`` bytes in all; one for each thread.
 
-    ``moved`` is told how many bytes were written, ``stop`` is looked at between two slabs.
+    ``moved`` is called with the number of bytes written, ``stop`` is checked between two slabs.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class TaskWriter:
         self._sieve: tuple[WriteItem, ReadsNearby] | None = None
         self._moved, self._stop = moved, stop
 
-    def carry_out(self, task: Task, output: Output) -> int:
+    def write(self, task: Task, output: Output) -> int:
         """Write everything of one task, and give the CRC-32 of its bytes when it is ``checked``.
 
         Raises WriteError, what `ChunkReader.fill` raises, and Stopped.

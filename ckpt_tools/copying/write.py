@@ -1,7 +1,7 @@
-"""Carries out file plans: the only writer of tensor bytes, with several threads and bounded memory.
+"""Writes the files of a plan: the only writer of tensor bytes, threaded, in bounded memory.
 
-Threads take tasks from one list, so that several work inside one file. What a task is and how its
-bytes are made is `tasks`' and `carrier`'s; this room knows threads, open outputs, and what is done.
+Threads take tasks from one list, so that several work inside one file. `tasks` says what a task is,
+`task_writer` makes its bytes; this module knows threads, open outputs, and which tasks are done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import groupby
 from ckpt_tools.copying import crc
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.copying.read import read_array, read_box
-from ckpt_tools.copying.resume import Part
+from ckpt_tools.copying.resume import TaskRange
 from ckpt_tools.copying.task_writer import (
     BLOCK,
     SLOT,
@@ -39,8 +39,8 @@ _MIN_MEMORY_PER_THREAD = 256 << 10
 DIRECT_FROM = 64 << 20
 
 
-def _ignore(_part: Part) -> None:
-    """No log is kept."""
+def _ignore(_part: TaskRange) -> None:
+    """No-op: no log is kept."""
 
 
 def write_files(
@@ -52,16 +52,15 @@ def write_files(
     max_memory: int,
     on_bytes: Callable[[int], None],
     share: Share = ALL,
-    on_file: Callable[[Part], None] = _ignore,
+    on_file: Callable[[TaskRange], None] = _ignore,
 ) -> None:
     """Write every file of the plans below the folder ``root``.
 
     Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together; without a number
-    of ``threads`` it is chosen for the cores and the files. ``on_bytes`` is told how many bytes
-    were written since it was last called, ``on_file`` that all of a file is written that is this
-    worker's. A file that is there with the right length is written into, not begun anew. With a
-    ``share``, one of several workers does its part: together they write every byte once, in any
-    order.
+    of ``threads`` it is chosen for the cores and the files. ``on_bytes`` gets the number of
+    bytes written since its last call, ``on_file`` each file of which this worker's part is written.
+    A file that exists with the right length is written into, not created again. With a ``share``,
+    one of several workers does its part: together they write every byte once, in any order.
 
     Raises UsageError for too little memory, WriteError when an output cannot be written,
     UnreadableError when a source cannot be read, and KeyboardInterrupt as it comes; what was
@@ -84,13 +83,13 @@ def write_files(
 
 
 class _Outputs:
-    """The output files that are open now: each from its first task to its last."""
+    """The open output files: each is open from its first task to its last."""
 
     def __init__(self, root: str) -> None:
         self._root = root
         self._open: dict[str, Output] = {}
         self._left: Counter[str] = Counter()
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, TaskRange] = {}
 
     def expect(self, tasks: Sequence[Task]) -> None:
         """Say which tasks will be opened and closed: neighbours in each file, in order."""
@@ -98,7 +97,7 @@ class _Outputs:
         for path, mine in groupby(tasks, key=lambda task: task.file.path):
             first, *more = mine
             last = more[-1] if more else first
-            self._parts[path] = Part(path, first.number, last.number + 1, first.of)
+            self._parts[path] = TaskRange(path, first.number, last.number + 1, first.of)
 
     def open(self, plan: FilePlan) -> Output:
         """The file of a plan, made and set to its length if need be. Raises WriteError."""
@@ -107,7 +106,7 @@ class _Outputs:
             output = self._open[plan.path] = self._make(plan)
         return output
 
-    def done_with(self, plan: FilePlan) -> Part | None:
+    def done_with(self, plan: FilePlan) -> TaskRange | None:
         """Close the file of a plan when this was its last task; gives what is written of it."""
         self._left[plan.path] -= 1
         if self._left[plan.path]:
@@ -147,7 +146,7 @@ class _Outputs:
 def _is_for_disk(status: os.stat_result, length: int) -> bool:
     """Whether a file is large and on a block device, in blocks that are not larger than ours.
 
-    Memory and servers have a major number of 0, and their own ways.
+    File systems in memory or on a server have a major number of 0: direct I/O is not for them.
     """
     is_on_device = os.major(status.st_dev) != 0 and status.st_blksize <= BLOCK
     return length >= DIRECT_FROM and is_on_device
@@ -172,7 +171,7 @@ class _Checksums:
                 parts[task.number] = task.nbytes, None
 
     def add(self, task: Task, item: WriteItem, value: int) -> int | None:
-        """Take the CRC-32 of one task; gives that of the whole item when it was the last part."""
+        """Add the CRC-32 of one task; returns that of the whole item after its last part."""
         parts = self._parts[_key(task, item)]
         parts[task.number] = task.nbytes, value
         whole = 0
@@ -196,7 +195,7 @@ class _Work:
         *,
         outputs: _Outputs,
         on_bytes: Callable[[int], None],
-        on_file: Callable[[Part], None],
+        on_file: Callable[[TaskRange], None],
     ) -> None:
         self._outputs, self._on_bytes, self._on_file = outputs, on_bytes, on_file
         self._checksums = _Checksums(tasks)
@@ -207,7 +206,7 @@ class _Work:
 
     @property
     def left(self) -> int:
-        """How many tasks nobody has taken yet."""
+        """Number of tasks that no thread has taken yet."""
         return sum(map(len, self._left))
 
     def threads(self, *, processes: int) -> int:
@@ -231,19 +230,19 @@ class _Work:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             with _interrupts_held():
-                self._stop.set()  # all is done, or something failed, or the user has had enough
-                pool.shutdown()  # nobody may still write when the files are closed
+                self._stop.set()  # all is done, a thread failed, or Ctrl-C came
+                pool.shutdown()  # no thread may write when the files are closed
         for future in done:
             future.result()
 
     def _work(self, files: Files, memory: int, part: list[Task]) -> None:
-        """Do one part of the tasks, then what the others have left: what each thread does."""
-        carrier = TaskWriter(files, memory=memory, moved=self._moved, stop=self._stop)
+        """One thread's work: its own part of the tasks, then what other threads have left."""
+        writer = TaskWriter(files, memory=memory, moved=self._moved, stop=self._stop)
         try:
             while (task := self._next(part)) is not None:
                 with self._lock:
                     output = self._outputs.open(task.file)
-                value = carrier.carry_out(task, output)
+                value = writer.write(task, output)
                 output.send(*task.span)
                 with self._lock:
                     self._check(task, value)
@@ -277,8 +276,8 @@ class _Work:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C comes after the block: an executor that is interrupted while it starts or awaits a
-    thread loses it, and that thread would go on writing after the files are closed.
+    """Delay Ctrl-C until the block ends: an executor interrupted while it starts or awaits a thread
+    loses it, and that thread would go on writing after the files are closed.
 
     The handler is exchanged rather than the signal blocked: any other thread may receive a signal
     that this one blocks, and Python then raises here all the same.
@@ -286,11 +285,11 @@ def _interrupts_held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python interrupts the main thread alone
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
-    if came:
+    if received:
         signal.raise_signal(signal.SIGINT)

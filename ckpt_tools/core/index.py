@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from glob import escape
@@ -92,7 +92,7 @@ class Chunk(NamedTuple):
 
 class Grid:
     """The boxes of a tensor with the file and the rank of each, shared by all that are cut and
-    saved alike; told from others by identity, so that what was found out of one is known of all.
+    saved alike; compared by identity, so that what is found out of one is known of all.
     """
 
     __slots__ = ("_solid", "boxes", "paths", "ranks")
@@ -227,19 +227,19 @@ class FileState(NamedTuple):
     version: str = ""
 
     def __str__(self) -> str:
-        """In words that a person can compare."""
-        told = [f"{self.size:,} bytes"]
+        """As text that people can compare."""
+        words = [f"{self.size:,} bytes"]
         if self.changed:
             seconds, nanoseconds = divmod(self.changed, 10**9)
             date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-            told = [f"{told[0]} of {date}.{nanoseconds:09d} UTC"]
-        return ", ".join([*told, *filter(None, [self.version])])
+            words = [f"{words[0]} of {date}.{nanoseconds:09d} UTC"]
+        return ", ".join([*words, *filter(None, [self.version])])
 
 
 class FileEntry(NamedTuple):
     """A file that the checkpoint needs; ``length`` in bytes, None when it does not exist.
 
-    ``state`` is that before its first byte was read, None where nobody has looked.
+    ``state`` is that before its first byte was read, None if it was not looked up.
     """
 
     path: str
@@ -354,14 +354,14 @@ class CheckpointIndex:
     def tensor(self, fqn: str) -> TensorEntry | None:
         """The tensor of this name, or None."""
         place = bisect_left(self.tensors, fqn, key=_fqn)
-        found = place < len(self.tensors) and self.tensors[place].fqn == fqn
-        return self.tensors[place] if found else None
+        is_there = place < len(self.tensors) and self.tensors[place].fqn == fqn
+        return self.tensors[place] if is_there else None
 
     def object(self, fqn: str) -> ObjectEntry | None:
         """The object of this name, or None."""
         place = bisect_left(self.objects, fqn, key=_fqn)
-        found = place < len(self.objects) and self.objects[place].fqn == fqn
-        return self.objects[place] if found else None
+        is_there = place < len(self.objects) and self.objects[place].fqn == fqn
+        return self.objects[place] if is_there else None
 
     def select(self: _Index, fqns: Collection[str]) -> _Index:
         """The same checkpoint with only these tensors and objects, and the problems they have.
@@ -394,9 +394,9 @@ class CheckpointIndex:
             options = self._whole_part() if error.instead is None else ()
             if not options:
                 raise
-            told = error.reworded(error.message)
-            told.instead = Instead(self.root, (Way(options=options),))
-            raise told from error.__cause__
+            reworded = error.reworded(error.message)
+            reworded.instead = Instead(self.root, (Way(options=options),))
+            raise reworded from error.__cause__
 
     def _whole_part(self) -> tuple[str, ...]:
         """Options that leave out what problems are of: a few objects or parts of a folder, which
@@ -453,6 +453,18 @@ def completed(tree: Branch[str], placed: Sequence[Placed]) -> Branch[str]:
 
 _offsets = attrgetter("offsets")
 _sizes = attrgetter("sizes")
+
+
+def uncovered(
+    tensors: Iterable[TensorEntry], *, known: Collection[str]
+) -> Iterator[CheckpointError]:
+    """What `check_coverage` raises for each tensor; those with ``known`` problems are skipped."""
+    for entry in tensors:
+        if entry.fqn not in known:
+            try:
+                check_coverage(entry)
+            except CheckpointError as error:
+                yield error
 
 
 def check_coverage(entry: TensorEntry) -> None:
@@ -565,7 +577,8 @@ def _flaw_of_line(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _F
 
 def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _Flaw | None:
     """The first flaw, slice by slice between the edges along ``dim``, each a smaller problem."""
-    edges = sorted({0, shape[dim]} | {edge for box in boxes for edge in _edges(box, dim)})
+    starts = {box.offsets[dim] for box in boxes}
+    edges = sorted({0, shape[dim]} | starts | {b.offsets[dim] + b.sizes[dim] for b in boxes})
     waiting = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
     active: list[Box] = []
     for start, end in pairwise(edges):
@@ -580,10 +593,6 @@ def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> 
                 (*flaw.sizes[:dim], end - start, *flaw.sizes[dim:]),
             )
     return None
-
-
-def _edges(box: Box, dim: int) -> tuple[int, int]:
-    return box.offsets[dim], box.offsets[dim] + box.sizes[dim]
 
 
 def _without(values: Sequence[int], dim: int) -> tuple[int, ...]:

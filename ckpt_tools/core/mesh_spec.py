@@ -66,7 +66,7 @@ def parse_placements(text: str, mesh: Mesh) -> tuple[Placement, ...]:
 
     Raises UsageError when a word is no placement or their number is not the mesh's.
     """
-    found: list[Placement] = []
+    placements: list[Placement] = []
     for word in re.split(r",\s*", text.strip()):
         match = _PLACEMENT.fullmatch(word.strip())
         if match is None:
@@ -75,13 +75,13 @@ def parse_placements(text: str, mesh: Mesh) -> tuple[Placement, ...]:
                 hint="R is Replicate, S(0) is Shard(0). Partial cannot be saved.",
             )
         dim = next((group for group in match.group(2, 3, 5) if group is not None), None)
-        found.append(Replicate() if dim is None else Shard(int(dim)))
-    if len(found) != len(mesh.shape):
+        placements.append(Replicate() if dim is None else Shard(int(dim)))
+    if len(placements) != len(mesh.shape):
         raise UsageError(
-            f"{text!r} gives {len(found)} placements, the mesh {mesh} has {len(mesh.shape)} "
+            f"{text!r} gives {len(placements)} placements, the mesh {mesh} has {len(mesh.shape)} "
             "dimensions."
         )
-    return tuple(found)
+    return tuple(placements)
 
 
 def parse_rule(text: str, mesh: Mesh) -> PlaceRule:

@@ -48,5 +48,5 @@ LIKE_PARAMETER = frozenset(
 
 def kind_of(keys: Collection[str]) -> OptimizerKind | None:
     """The optimizer that keeps these keys, None when none is known to."""
-    found = set(keys)
-    return next((kind for kind in _KINDS if kind.states <= found), None)
+    states = set(keys)
+    return next((kind for kind in _KINDS if kind.states <= states), None)

@@ -63,7 +63,7 @@ class WriteItem(NamedTuple):
 
     @property
     def reads(self) -> tuple[ReadItem, ...]:
-        """What tiles the box; found anew each time. Raises IncompleteError."""
+        """What tiles the box; computed at each access. Raises IncompleteError."""
         return self.finder.reads(self.box)
 
 
@@ -89,7 +89,7 @@ class PlannedFile(NamedTuple):
 
 
 class LazyPlans(Sequence[FilePlan]):
-    """The plans of many files, each made anew whenever it is asked for, and not kept.
+    """The plans of many files, each made whenever it is asked for, and not kept.
 
     4,096 rank files of a large model take gigabytes as plans, and some hundred bytes each as
     `PlannedFile`.

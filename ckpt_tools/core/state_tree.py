@@ -21,6 +21,7 @@ depth is that of its trees: readers refuse what is nested deeper than `MAX_DEPTH
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias, TypeVar, Union
@@ -75,11 +76,11 @@ class Branch(Generic[L]):
 
         One call looks through all keys on its way; who asks for many makes a dict of `pairs`.
         """
-        found: Tree[L] = self
+        item_at: Tree[L] = self
         for part in path:
-            pairs = found.pairs() if isinstance(found, Branch) else iter(())
-            found = next((item for other, item in pairs if other == part), None)
-        return found
+            pairs = item_at.pairs() if isinstance(item_at, Branch) else iter(())
+            item_at = next((item for other, item in pairs if other == part), None)
+        return item_at
 
     def walk(self) -> Iterator[tuple[Path, L]]:
         """Each leaf after its path, in the order of the state dict."""
@@ -224,6 +225,21 @@ def list_of(items: Iterable[Tree[L]]) -> Branch[L]:
     return Branch("list", None, tuple(items))
 
 
+def nested(tree: Branch[L], value_of: Callable[[L], M]) -> M:
+    """The nested dicts, lists and tuples of a tree, with the value of each leaf at its place.
+
+    A place without a value becomes None.
+    """
+
+    def branch(old: Branch[L], values: list[M | None]) -> M:
+        if old.keys is None:
+            return tuple(values) if old.kind == "tuple" else values  # type: ignore[return-value]
+        pairs = zip(old.keys, values, strict=True)  # containers of values are values, too
+        return OrderedDict(pairs) if old.kind == "OrderedDict" else dict(pairs)  # type: ignore[return-value]
+
+    return tree.fold(value_of, branch)
+
+
 def of_paths(placed: Iterable[tuple[Path, L]]) -> Branch[L]:
     """The tree that paths tell: where all parts are ints is a list, anything else is a dict.
 
@@ -308,8 +324,8 @@ def merge(one: Branch[L], other: Branch[L], *, at: Path = ()) -> Branch[L]:
             held[part] = merge(here, item, at=(*at, part))
         elif isinstance(here, Branch) or isinstance(item, Branch):
             raise _twice((*at, part))
-    found = None if one.keys is None else tuple(keys[part] for part in held)
-    return Branch(one.kind, found, tuple(held.values()))
+    merged_keys = None if one.keys is None else tuple(keys[part] for part in held)
+    return Branch(one.kind, merged_keys, tuple(held.values()))
 
 
 def _shown(path: Path) -> str:

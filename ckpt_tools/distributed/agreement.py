@@ -1,5 +1,5 @@
-"""What the ranks of a job make sure of while they write one output: all see the same source and
-the same folder, all go on, and in the end all of it is there.
+"""Checks between the ranks that write one output: all see the same source and the same folder, none
+has failed, and in the end every byte is written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 
-from ckpt_tools.copying.resume import Place
+from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import (
     FilePlan,
@@ -38,15 +38,15 @@ _SAMPLE = 4 << 10
 def begin(
     group: Group,
     plans: Sequence[FilePlan],
-    place: Place,
+    place: OutputPlace,
     *,
     source: CheckpointIndex | None = None,
 ) -> Sequence[FilePlan]:
-    """Prove that all ranks are about to write the same files of the same source to one folder.
+    """Check that all ranks will write the same files of the same source to one folder.
 
-    Gives the plans that are left to write, which rank 0 alone knows before: it may go on with an
+    Returns the plans that are left to write; only rank 0 knows them before, when it resumes an
     earlier run. ``source`` is None where each rank reads files of its own. Raises UnreadableError
-    or UsageError on all ranks when they are not about to write the same.
+    or UsageError on all ranks when they differ.
     """
     count = int(group.broadcast(str(len(plans))))
     if group.total(len(plans) - count):
@@ -71,7 +71,7 @@ def require_same_plan(
     if source is not None:
         try:
             mine = f"{mine}, {identity(source)}"
-        except CkptError as failure:  # no rank may be waited for in vain
+        except CkptError as failure:  # the others wait for this rank at the barrier
             error = failure
     if group.broadcast(mine) != mine and error is None:
         error = UnreadableError(
@@ -81,7 +81,7 @@ def require_same_plan(
     group.barrier(error)
 
 
-def require_same_folder(group: Group, place: Place) -> None:
+def require_same_folder(group: Group, place: OutputPlace) -> None:
     """Raise UsageError on all ranks unless each sees what rank 0 writes into the output's folder.
 
     A left-over folder of the same name on a node's own disk does not hold rank 0's random token.
@@ -171,16 +171,15 @@ def digest(plans: Sequence[FilePlan]) -> str:
 def identity(index: CheckpointIndex) -> str:
     """A short text that differs for two saves, though their layouts are the same.
 
-    It goes by the lengths of all files, what was read of objects, and samples of the files' bytes,
-    where a disk holds them; stores tell a version. Where files lie and when they were copied there
-    is not part of it.
+    Digest of the lengths of all files, the objects that were read, and samples of the bytes of
+    files on disks; of stores the version. Paths and times are no part of it.
     """
     state = blake2b(digest_size=16)
     files = sorted(file for file in index.files if file.length is not None)
     for file in files:
         version = file.state.version if file.state and is_address(file.path) else ""
-        told = os.path.basename(file.path), file.length, version
-        state.update(repr(told).encode())
+        known = os.path.basename(file.path), file.length, version
+        state.update(repr(known).encode())
     for entry in index.objects:
         if entry.opened:
             state.update(repr((entry.fqn, entry.value)).encode())

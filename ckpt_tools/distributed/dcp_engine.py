@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools import formats
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.convert.write import Locate, Plan
-from ckpt_tools.copying.resume import Place
+from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import Target
@@ -58,7 +58,7 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
 
 @dataclass(frozen=True, slots=True)
 class _LoadAndSave:
-    """Carries out a plan on every rank by torch's own functions."""
+    """Executes a plan on every rank by torch's own functions."""
 
     group: Group
     index: CheckpointIndex
@@ -66,12 +66,12 @@ class _LoadAndSave:
     device_type: str
     locate: Locate = formats.locate
 
-    def run(self, plan: Plan, place: Place) -> None:
+    def run(self, plan: Plan, place: OutputPlace) -> None:
         """Load into empty tensors in their new placement, save them, see that all is there."""
         group, folder = self.group, place.folder
         begin(group, plan.files, place, source=self.index)
         placed = _Placed(self.job.options.mesh, self.device_type, group)
-        with group.collective():  # a rank that refuses must not be missed in a collective
+        with group.collective():  # no rank may be missing in a collective
             _refuse_parts(self.index, plan)
             state = placed.empty(plan.targets)
         _load_and_save(state, self.index.closed(), plan, folder)
@@ -215,18 +215,18 @@ def _load_and_save(
     # What a file beside holds is no item to load; its value is saved as the other engines do.
     beside = {e.fqn: Opaque(archive_of(e)) for e in objects if _is_beside(e)}
     loaded = {fqn: value for fqn, value in whole.items() if fqn not in beside}
-    with _told(UnreadableError, f"dcp.load of {index.root}"):
+    with _one_line_errors(UnreadableError, f"dcp.load of {index.root}"):
         load(loaded, storage_reader=FileSystemReader(index.root), planner=LoadPlanner())
     whole |= loaded | beside
     paths = {target.fqn: target.path for target in plan.targets}
     paths |= {entry.fqn: entry.path for entry in objects}
-    with _told(WriteError, f"dcp.save to {folder}"):
+    with _one_line_errors(WriteError, f"dcp.save to {folder}"):
         save(whole, storage_writer=Writer(folder), planner=SavePlanner(paths))
 
 
 @contextmanager
-def _told(kind: type[UnreadableError | WriteError], what: str) -> Iterator[None]:
-    """Tell in one line what torch raises for all ranks together, with a traceback of each."""
+def _one_line_errors(kind: type[UnreadableError | WriteError], what: str) -> Iterator[None]:
+    """Say in one line what torch raises for all ranks together, with a traceback of each."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

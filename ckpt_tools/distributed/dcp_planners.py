@@ -1,5 +1,4 @@
-"""What torch's distributed checkpoint asks while it loads and saves, answered so that names, paths
-and objects stay as they are.
+"""Planners for torch's distributed checkpoint that keep names, paths and objects as they are.
 
 Imported by the engine `dcp` alone: torch comes with it.
 """

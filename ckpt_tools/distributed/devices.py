@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def process_group(group: Group) -> Iterator[str]:
-    """Torch's default process group for as long as the block lasts; gives the device type.
+    """Torch's default process group during the block; yields the device type.
 
     NCCL on GPUs when this machine has one for each of its ranks, else gloo on CPUs. All ranks must
     find the same. Collectives of objects go through gloo in both cases.
@@ -30,11 +30,11 @@ def process_group(group: Group) -> Iterator[str]:
 
     place = group.place
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
-    found = "cuda" if enough and dist.is_nccl_available() else "cpu"
-    device_type = group.broadcast(found)
+    own_type = "cuda" if enough and dist.is_nccl_available() else "cpu"
+    device_type = group.broadcast(own_type)
     error = None
-    if device_type != found:
-        error = UsageError(f"This rank has {found} devices, and rank 0 has {device_type}.")
+    if device_type != own_type:
+        error = UsageError(f"This rank has {own_type} devices, and rank 0 has {device_type}.")
     group.barrier(error)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     if device_type == "cuda":
@@ -49,7 +49,7 @@ def process_group(group: Group) -> Iterator[str]:
     try:
         yield device_type
     except PeerFailedError:
-        is_broken = True  # its end would wait for the ranks that are gone
+        is_broken = True  # destroying it would wait for the ranks that are gone
         raise
     finally:
         if not is_broken:
@@ -88,17 +88,17 @@ def placements_of(layout: Layout) -> list[Placement]:
     from torch.distributed.tensor.placement_types import Shard as TorchShard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    found: list[Placement] = []
+    placements: list[Placement] = []
     for mesh_dim, placement in enumerate(layout.placements):
         if isinstance(placement, Replicate):
-            found.append(TorchReplicate())
+            placements.append(TorchReplicate())
             continue
         factor = _split_factor(layout, mesh_dim, placement)
         if factor == 1:
-            found.append(TorchShard(placement.dim))
+            placements.append(TorchShard(placement.dim))
         else:
-            found.append(_StridedShard(placement.dim, split_factor=factor))
-    return found
+            placements.append(_StridedShard(placement.dim, split_factor=factor))
+    return placements
 
 
 def _split_factor(layout: Layout, mesh_dim: int, placement: Shard) -> int:
@@ -136,7 +136,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """Torch's element type of this name. Raises UnsupportedError when this torch has none."""
     import torch
 
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise UnsupportedError(f"torch {torch.__version__} has no element type {name}.")
-    return found
+    return dtype

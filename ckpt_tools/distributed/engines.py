@@ -1,4 +1,4 @@
-"""The three engines of `reshard`, and who carries them out: this process, workers, or ranks."""
+"""The three engines of `reshard`, and what runs them: this process, workers, or ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.executors import Listener, Ranks, available
 from ckpt_tools.distributed.group import Group, join
-from ckpt_tools.distributed.job import Job, rehearse_output
+from ckpt_tools.distributed.job import Job, dry_run_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions, read_index
 from ckpt_tools.formats.frameworks import sources_of
@@ -69,14 +69,14 @@ def _by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPlan:
 def dry_run(request: Request, job: Job) -> ReshardPlan:
     """Plan the job and refuse what it would refuse, but write nothing.
 
-    What only the plan shows to be in the way, such as too little space, `check_room` says.
-    Without the engine `gather`, rank 0 of a torchrun job does so for all: no rank waits for it.
+    `check_room` then checks the space that the plan needs. In a torchrun job rank 0 does this
+    alone, unless the engine is `gather`.
     """
     _refuse_unfit(request, job)
     place = environment.place()
     if place is None:
         _refuse_alone(request, job)
-    rehearse_output(job.out, job.write, job.write.sources)
+    dry_run_output(job.out, job.write, job.write.sources)
     if place is not None and request.engine == "gather":
         from ckpt_tools.distributed import gather_engine
 
@@ -90,14 +90,14 @@ def dry_run(request: Request, job: Job) -> ReshardPlan:
             from ckpt_tools.distributed import dcp_engine
 
             dcp_engine.refuse(index, job, world_size=place.world_size)
-        rehearse_output(job.out, job.write, [*job.write.sources, *sources_of(index)])
+        dry_run_output(job.out, job.write, [*job.write.sources, *sources_of(index)])
         plan = plan_reshard(index, job.options)
     return plan
 
 
 def _refuse_unfit(request: Request, job: Job) -> None:
-    """Raise UsageError when torch is to move tensors that are not the source's own, and when an
-    output is to be read back that this cannot be done with.
+    """Raise UsageError for --check of an output that cannot be read back, and for tensors that are
+    renamed or rearranged when an engine of torch is to move them.
     """
     options = job.options
     refuse_check(options, job.write)

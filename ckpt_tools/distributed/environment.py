@@ -1,6 +1,6 @@
-"""Where this process stands in a torchrun job, told by its environment alone. It needs no torch.
+"""Which rank of a torchrun job this process is, from environment variables alone, without torch.
 
-Only rank 0 prints: ten thousand ranks would print the same.
+Only rank 0 prints; all ranks would print the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-# What torchrun (and any launcher that does as it does) gives to each of its processes.
+# What torchrun and compatible launchers set for each process.
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Commands whose work is shared between the ranks; any other is done by rank 0 alone.
@@ -23,7 +23,7 @@ _PEER_TIMEOUT = "CKPT_TOOLS_PEER_TIMEOUT"
 _PARENT = os.getppid()
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Which of the job's ranks this process is, and which of those on its own machine."""
 
     rank: int
@@ -32,8 +32,8 @@ class Place(NamedTuple):
     local_world_size: int
 
 
-def place() -> Place | None:
-    """Where this process stands in a torchrun job, or None when it is in none."""
+def place() -> RankPlace | None:
+    """Which rank of a torchrun job this process is; None outside of one."""
     if any(name not in os.environ for name in _NEEDED):
         return None
     try:
@@ -42,7 +42,7 @@ def place() -> Place | None:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     except ValueError:
         return None
-    return Place(rank, world_size, local_rank, local_world_size)
+    return RankPlace(rank, world_size, local_rank, local_world_size)
 
 
 def is_follower() -> bool:
@@ -113,9 +113,9 @@ def _was_adopted(parent: int) -> bool:
 
 
 def let_it_finish() -> None:
-    """Wait a second: rank 0 has found the same fault, and torchrun ends it when another rank ends.
+    """Wait a second: rank 0 has the same error, and torchrun kills it when this rank ends first.
 
-    A rank that has joined the others waits for rank 0 itself, and takes this off.
+    A rank that has joined the group waits for rank 0 itself, and unregisters this.
     """
     time.sleep(1)
 
@@ -124,7 +124,7 @@ _stderr: int | None = None  # where a silent rank's stderr went
 
 
 def _silence() -> None:
-    """Send stdout and stderr nowhere, whoever writes to them (torch's own C++ code does, too)."""
+    """Redirect stdout and stderr to /dev/null, also for torch's C++ code."""
     global _stderr  # noqa: PLW0603 - as the streams of the process are
     sys.stdout.flush()
     sys.stderr.flush()
@@ -136,6 +136,6 @@ def _silence() -> None:
 
 
 def speak() -> None:
-    """Give a silent rank its stderr back: rank 0 cannot tell what happened."""
+    """Restore the stderr of a silent rank: rank 0 cannot report what happened."""
     if _stderr is not None:
         os.dup2(_stderr, 2)

@@ -1,8 +1,8 @@
-"""Who carries out a plan: this process, workers on this machine, or the ranks of a torchrun job.
+"""Who executes a plan: this process, workers on this machine, or the ranks of a torchrun job.
 
 Several fill one file, and the bytes are the same however many take part: the plan alone says what
-they are. The ranks of a job need a file system that all of them see, and talk only to start and to
-end together.
+they are. The ranks of a job need a shared file system, and communicate only at the start and at
+the end.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from ckpt_tools import formats
 from ckpt_tools.convert.write import Conversion, Executor, Locate, P, Plan, WriteOptions, write
 from ckpt_tools.copying import atomic_output
-from ckpt_tools.copying.resume import Place
+from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, groups_of
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan, total_length
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
+from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import Work
@@ -35,8 +35,8 @@ def ignore(_nbytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """``on_bytes`` is told how many bytes this process wrote, ``on_total`` before that about how
-    many there will be.
+    """``on_bytes`` gets the number of bytes that this process wrote, ``on_total`` before that about
+    how many there will be.
     """
 
     on_bytes: Callable[[int], None] = ignore
@@ -60,7 +60,7 @@ class Here:
         return formats.locate if self.workers == 1 else formats.locate_later
 
     def together(self) -> AbstractContextManager[None]:
-        """There is nobody to agree with."""
+        """No-op: there are no other ranks."""
         return nullcontext()
 
     def admit(self, out: str) -> None:
@@ -70,23 +70,24 @@ class Here:
 
     def write(self, conversion: Conversion[P]) -> P:
         """`convert.write`. Raises what it raises, and WriteError when a worker dies."""
-        return write(conversion, self)
+        return write(conversion, self, self.listener.on_bytes)
 
-    def run(self, plan: Plan, place: Place) -> None:
+    def run(self, plan: Plan, place: OutputPlace) -> None:
         """Do the works of a plan and write its files."""
         if not plan.files:
             return
         with Files() as files:
             _do(plan.works, files)
-        self.listener.on_total(total_length(plan.files))
+        times = 2 if self.options.check else 1  # written, and read back
+        self.listener.on_total(times * total_length(plan.files))
         if self.workers == 1:
-            order = _order(self.options, plan, place, ALL)._replace(source=None)
+            order = _share_order(self.options, plan, place, ALL)._replace(source=None)
             write_share(order, on_bytes=self.listener.on_bytes)
             return
         memory = max(MIN_MEMORY, self.options.max_memory // self.workers)
         options = replace(self.options, max_memory=memory)
         shares = [Share(index, self.workers) for index in range(self.workers)]
-        orders = [_order(options, plan, place, share) for share in shares]
+        orders = [_share_order(options, plan, place, share) for share in shares]
         write_with_workers(orders, on_bytes=self.listener.on_bytes)
 
 
@@ -110,7 +111,8 @@ class Ranks:
     def write(self, conversion: Conversion[P]) -> P:
         """`convert.write`. Raises what it raises, on all ranks the same."""
         with self.group.collective():
-            return lead_or_follow(self.group, conversion, _Sharing(self, conversion.index))
+            sharing = _Sharing(self, conversion.index)
+            return lead_or_follow(self.group, conversion, sharing, self.listener.on_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class _Sharing:
     source: CheckpointIndex
     locate: Locate = formats.locate_later
 
-    def run(self, plan: Plan, place: Place) -> None:
+    def run(self, plan: Plan, place: OutputPlace) -> None:
         """Write this rank's share of the files that are left."""
         # Late: only ranks of a job agree.
         from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
@@ -130,13 +132,14 @@ class _Sharing:
         left = begin(group, plan.files, place, source=self.source)
         if not left:
             return
-        listener.on_total(total_length(left) // group.size)
+        read_back = total_length(left) if self.ranks.options.check else 0  # by rank 0, which prints
+        listener.on_total(total_length(left) // group.size + read_back)
         progress = Progress(group, listener.on_bytes)
-        with group.collective():  # nobody writes any more when rank 0 tidies up
+        with group.collective():  # no rank writes any more when rank 0 cleans up
             with Files() as files:
                 _do(_needed(plan.works, left, Share(group.rank, group.size)), files)
             share = Share(group.rank, group.size)
-            order = _order(self.ranks.options, replace(plan, files=left), place, share)
+            order = _share_order(self.ranks.options, replace(plan, files=left), place, share)
             write_share(order, on_bytes=progress.add)
         require_all_written(group, left, place.folder, nbytes=progress.nbytes)
 
@@ -157,10 +160,15 @@ def available(options: WriteOptions, *, workers: int, listener: Listener) -> Ite
         yield Ranks(group, options, listener)
 
 
-def lead_or_follow(group: Group, conversion: Conversion[P], executor: Executor) -> P:
+def lead_or_follow(
+    group: Group,
+    conversion: Conversion[P],
+    executor: Executor,
+    on_bytes: Callable[[int], None] = ignore,
+) -> P:
     """Plan on every rank, and write in the folder that rank 0 makes and renames."""
     if group.rank == 0:
-        return write(conversion, executor)
+        return write(conversion, executor, on_bytes)
     plan = conversion.plan(executor.locate)
     executor.run(plan, atomic_output.place_of(conversion.out))
     return plan
@@ -171,9 +179,9 @@ def _admit(out: str, options: WriteOptions) -> None:
     atomic_output.admit(out, sources=sources, force=force, resume=resume)
 
 
-def _order(options: WriteOptions, plan: Plan, place: Place, share: Share) -> Order:
+def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: Share) -> ShareOrder:
     plans, share = files_of_share(plan.files, share)
-    return Order(plans, share, place, options.threads, options.max_memory, plan.source)
+    return ShareOrder(plans, share, place, options.threads, options.max_memory, plan.source)
 
 
 def _do(works: Sequence[Work], files: Files) -> None:

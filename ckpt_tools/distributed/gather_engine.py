@@ -1,10 +1,10 @@
-"""The engine `gather`: one rank for each of the source's, and each opens its own files alone.
+"""The engine `gather`: as many ranks as the source has, each of which opens only its own files.
 
-The files may lie on disks of the ranks' own nodes. Headers are exchanged, so that every rank plans
-the same; then one tensor at a time is put together by torch from DTensors on the source's mesh,
-and each rank writes its part of the output. Memory is that of one tensor, whatever the model.
+The files may lie on local disks of the ranks' nodes. Headers are exchanged, so that every rank
+makes the same plan; then torch gathers one tensor at a time from DTensors on the source's mesh, and
+each rank writes its part of the output. Memory is that of the largest tensor.
 
-What torch puts together is checked: each rank finds its own shard, bit for bit, in the whole.
+The gathered tensor is checked: each rank finds its own shard in it, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 from ckpt_tools import formats
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
 from ckpt_tools.convert.write import Locate, Plan, WriteOptions
-from ckpt_tools.copying.resume import Place
+from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
@@ -57,7 +57,7 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
 
 @dataclass(frozen=True, slots=True)
 class _Gatherer:
-    """Carries out a plan on every rank; ``proven`` says what --check has found."""
+    """Executes a plan on every rank; ``proven`` says what --check has found."""
 
     group: Group
     index: CheckpointIndex
@@ -67,8 +67,8 @@ class _Gatherer:
     proven: list[str] = field(default_factory=list)
     locate: Locate = formats.locate
 
-    def run(self, plan: Plan, place: Place) -> None:
-        """Write what was found whole, then put the rest together, and see that all is there."""
+    def run(self, plan: Plan, place: OutputPlace) -> None:
+        """Copy what was saved whole, gather the rest, and check that all is written."""
         group, plans, folder = self.group, plan.files, place.folder
         begin(group, plans, place)
         cut = frozenset(entry.fqn for entry in self.index.tensors if entry.layout is not None)
@@ -76,7 +76,7 @@ class _Gatherer:
         mine = _uncut(plans, cut, headers=self.headers, rank=group.rank)
         progress = Progress(group, self.job.on_bytes)
         write = partial(_write, folder=folder, options=self.job.write, on_bytes=progress.add)
-        with group.collective(), Files() as files:  # no rank that fails is missed in a collective
+        with group.collective(), Files() as files:  # no rank may be missing in a collective
             write(mine, files)
         self._gather(plans, cut, write)
         items = (item for one in plans for item in one.items)  # the rest is there from the start
@@ -133,12 +133,12 @@ def _exchange(
 
 
 def _exchanged(mine: T) -> list[T]:
-    """What each rank has, in the order of the ranks."""
+    """The values of all ranks, in their order."""
     import torch.distributed as dist
 
-    found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return [one for one in found if one is not None]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, mine)
+    return [one for one in values if one is not None]
 
 
 def _own_headers(
@@ -162,7 +162,7 @@ def _write(
     options: WriteOptions,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Write parts of files; none is noted as finished."""
+    """Write parts of files, without a log of finished ones."""
     write_files(
         plans,
         root=folder,
@@ -185,7 +185,7 @@ def _create(group: Group, plans: Sequence[FilePlan], folder: str) -> None:
 def _uncut(
     plans: Sequence[FilePlan], cut: frozenset[str], *, headers: Sequence[RankHeaders], rank: int
 ) -> tuple[FilePlan, ...]:
-    """What a rank is to copy of plain tensors and objects: that which was found in its files."""
+    """The plain tensors and objects that a rank copies: those in its files."""
     owners = {path: one.rank for one in headers for path in one.sizes}
     mine = []
     for plan in plans:

@@ -1,7 +1,7 @@
-"""Puts DTensors together, one at a time, out of the shards that the ranks hold.
+"""Gathers DTensors, one at a time, from the shards that the ranks hold.
 
-Shards travel as bytes (a last dimension holds those of one element), so that every element type
-does, to the bit. What torch gives is compared with the rank's own shard before it is used.
+Shards are sent as bytes (a last dimension holds those of one element), so that every element type
+works, bit for bit. torch's result is compared with the rank's own shard before it is used.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 # Writes parts of files, with the bytes that are read from these.
 Write = Callable[[Sequence[FilePlan], Files], None]
 
-# Ranks ask each other for errors after so many bytes: a rank that fails goes on until then, so that
-# no other waits for it in a collective.
+# Ranks exchange errors after so many bytes: a rank that fails takes part until then, so that no
+# other waits for it in a collective.
 _MEET_EVERY = 1 << 30
 
 
@@ -61,15 +61,15 @@ class Source:
     def layout(self, entry: TensorEntry) -> Layout:
         """The layout of a tensor on the mesh of all ranks. Raises UnsupportedError."""
         mesh = self.index.mesh
-        found = None
+        layout = None
         if mesh is not None and entry.layout is not None:
-            found = on_mesh(entry.layout, mesh)
-        if found is None:
+            layout = on_mesh(entry.layout, mesh)
+        if layout is None:
             raise UnsupportedError(
                 f"{entry.fqn}: its mesh is not that of all ranks, nor a named part of it.",
                 hint="Bring all rank files into one folder, and use --engine copy.",
             )
-        return found
+        return layout
 
     def shard(self, entry: TensorEntry, box: Box) -> bytearray:
         """The bytes of this rank's shard, row-major, which must be those of ``box``.
@@ -111,16 +111,16 @@ class Gathering:
                     if number % self._group.size == self._group.rank:
                         mine.append(plan._replace(literals=(), items=(item,)))
         error: CkptError | None = None
-        untold = 0
+        unmet = 0
         for fqn in sorted(wanted):
             entry = self._source.index.tensor(fqn)
             if entry is None:
                 continue
             error = self._do(entry, wanted[fqn], write, error)
-            untold += entry.nbytes
-            if untold >= _MEET_EVERY:
+            unmet += entry.nbytes
+            if unmet >= _MEET_EVERY:
                 self._group.barrier(error)
-                untold = 0
+                unmet = 0
         self._group.barrier(error)
 
     def _do(

@@ -1,7 +1,7 @@
 """The ranks of a torchrun job as a group: they start, fail and end together.
 
-They meet through the job's own key-value store, a few bytes at a time, so that a rank that waits
-hears that another has failed or is gone, and can be stopped. No tensor goes this way.
+Barriers go through the job's own key-value store, a few bytes at a time, so that a waiting rank
+learns that another has failed or is gone, and can be interrupted. No tensor goes this way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import count
 from typing import TypeVar
 
 from ckpt_tools.distributed import environment, messages
-from ckpt_tools.distributed.environment import Place, let_it_finish
+from ckpt_tools.distributed.environment import RankPlace, let_it_finish
 from ckpt_tools.distributed.heartbeat import Heartbeat, Store
 from ckpt_tools.errors import CkptError, PeerFailedError, UsageError
 
@@ -30,17 +30,17 @@ _ORPHANS_PATIENCE = 10.0
 _LAST_WORD = 30.0
 _LAST_WRITES = 10.0
 _LONGEST_PAUSE = 0.05
-_RANKS_A_MILLISECOND = 20  # what one store answers without being flooded
+_RANKS_A_MILLISECOND = 20  # requests that one store can answer
 _INTERRUPTED = 130
 
-# A process may join its job again and again, and must not find what was said the last time.
+# A process may join its job several times, and must not read keys of an earlier group.
 _groups = count()
 
 
 class Group:
     """All ranks of the job. Each makes one, and calls the same methods in the same order."""
 
-    def __init__(self, store: Store, place: Place, *, heartbeat: Heartbeat) -> None:
+    def __init__(self, store: Store, place: RankPlace, *, heartbeat: Heartbeat) -> None:
         self._store = store
         self._place = place
         self._heartbeat = heartbeat
@@ -49,7 +49,7 @@ class Group:
         self._stuck: int | None = None  # the exit code of a process with a thread left behind
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """Which rank of the job this process is."""
         return self._place
 
@@ -69,7 +69,7 @@ class Group:
         return self._store
 
     def barrier(self, error: BaseException | None = None) -> None:
-        """Wait until all ranks are here; raise the error of the first of them that brings one.
+        """Wait for all ranks; raise the error of the lowest rank that has one.
 
         Raises PeerFailedError when a rank, its agent or the store is gone.
         """
@@ -81,7 +81,7 @@ class Group:
             self._ask(lambda: self._store.set("failed", "1"))
             self._ask(lambda: self._store.add(f"{room}/failed", 1))
         try:
-            self._require_all_alive()  # else others would take it that all is well
+            self._require_all_alive()  # before the others count this rank as well
             self._ask(lambda: self._store.add(f"{room}/here", 1))
             self._wait(lambda: self._store.add(f"{room}/here", 0) >= self.size)
         except PeerFailedError as lost:
@@ -91,12 +91,12 @@ class Group:
             raise self._ask(lambda: self._first_error(room))
 
     def broadcast(self, text: str) -> str:
-        """The text that rank 0 has: what another rank says here is not looked at."""
+        """The text of rank 0; the argument of other ranks is ignored."""
         if self.rank == 0:
-            key = f"{self._meetings + 1}/told"
+            key = f"{self._meetings + 1}/text"
             self._ask(lambda: self._store.set(key, text))
         self.barrier()
-        return self._ask(lambda: self._store.get(f"{self._meetings}/told")).decode()
+        return self._ask(lambda: self._store.get(f"{self._meetings}/text")).decode()
 
     def total(self, number: int) -> int:
         """The sum of the numbers that all ranks bring."""
@@ -107,7 +107,7 @@ class Group:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """A block that ends well on all ranks or on none: what one rank raises, all raise."""
+        """A block that succeeds on all ranks or on none: what one rank raises, all raise."""
         try:
             yield
             self.barrier()
@@ -155,8 +155,8 @@ class Group:
             self._heartbeat.report(PeerFailedError(why))
 
     def leave(self) -> None:
-        """Let rank 0 have the last word: torchrun ends all ranks as soon as one has failed."""
-        with suppress(RuntimeError):  # the store is gone with rank 0: that was its last word
+        """Exit after rank 0: torchrun kills all ranks as soon as one has failed."""
+        with suppress(RuntimeError):  # the store is gone with rank 0, which has exited
             if self.rank == 0:
                 self._store.set("ended", "1")
             is_alone = self.rank == 0 or self._heartbeat.is_leaderless
@@ -194,7 +194,9 @@ class Group:
         return trouble
 
     def _await_the_living(self) -> None:
-        if self._heartbeat.is_leaderless or self._meetings < 2:  # nobody writes before they meet
+        if (
+            self._heartbeat.is_leaderless or self._meetings < 2
+        ):  # no rank writes before the second barrier
             return
         self._store.add("stopped", 1)
         end = time.monotonic() + _LAST_WRITES
@@ -204,7 +206,7 @@ class Group:
             time.sleep(_LONGEST_PAUSE)
 
     def _what_came_first(self, room: str) -> CkptError | None:
-        """An error of ours that a rank brought here before another one was lost, maybe by it."""
+        """An error that a rank raised here before another one was lost, maybe because of it."""
         with suppress(RuntimeError):
             if not self._heartbeat.is_leaderless and self._store.add(f"{room}/failed", 0):
                 error = self._first_error(room)
@@ -219,7 +221,7 @@ class Group:
         return error if rank == 0 else error.at(f"Rank {rank}")
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Ask again and again, so that a signal or the end of a rank can end the wait."""
+        """Poll, so that a signal or the end of a rank can end the wait."""
         longest = max(_LONGEST_PAUSE, self.size / _RANKS_A_MILLISECOND / 1000)
         pause = 0.001
         while not self._ask(done):
@@ -234,7 +236,7 @@ class Group:
 
 
 @contextmanager
-def join(place: Place, *, workers: int) -> Iterator[Group]:
+def join(place: RankPlace, *, workers: int) -> Iterator[Group]:
     """The group of all ranks of this job. Raises UsageError for workers beside them, and when there
     is no store to meet at, PeerFailedError when an agent is gone.
     """
@@ -258,7 +260,7 @@ def join(place: Place, *, workers: int) -> Iterator[Group]:
             raise
 
 
-def _stores(place: Place, name: str) -> tuple[Store, Store]:
+def _stores(place: RankPlace, name: str) -> tuple[Store, Store]:
     """The job's store by two connections: one may be busy while the other beats."""
     # torch is needed for its store alone, and costs seconds: only ranks of a job pay for it.
     from torch.distributed import (  # type: ignore[attr-defined]
@@ -284,7 +286,7 @@ def _stores(place: Place, name: str) -> tuple[Store, Store]:
     end = time.monotonic() + seconds + _ORPHANS_PATIENCE
     while thread.is_alive() and time.monotonic() < end:
         thread.join(_LONGEST_PAUSE)
-        if environment.is_orphan():  # its others are told, if there is a way to do so
+        if environment.is_orphan():  # give the connection time to report it to the others
             end = min(end, time.monotonic() + _ORPHANS_PATIENCE)
     if answers:
         return answers[0]
@@ -300,7 +302,7 @@ def _stores(place: Place, name: str) -> tuple[Store, Store]:
             "torchrun agent that holds the job's store has ended."
         )
     why = str(errors[0]).partition("\n")[0] if errors else f"waited {seconds:.0f} seconds"
-    raise _nobody_came(place, why)
+    raise _no_group(place, why)
 
 
 def _require_listener(seconds: float) -> None:
@@ -336,7 +338,7 @@ def _in_thread(
     return thread
 
 
-def _nobody_came(place: Place, why: str) -> UsageError:
+def _no_group(place: RankPlace, why: str) -> UsageError:
     return UsageError(
         f"Rank {place.rank} did not find the {place.world_size} ranks of its torchrun job ({why}).",
         hint="All ranks must run this same command. Inside of another torchrun job, run it without "

@@ -1,8 +1,8 @@
-"""Whether the ranks of a job are alive: each one counts up a key in the store, others look at it.
+"""Are the ranks of a job alive? Each increments a key in the store, and others watch it.
 
 Rank 0 watches all ranks, as soon as all have joined, and every rank watches rank 0. Time is counted
-in own looks, not by the clock, so that a job that was suspended as a whole (`docker pause`) goes on
-when it wakes up.
+in polls, not by the clock, so that a job that was suspended as a whole (`docker pause`) continues
+when it is resumed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from ckpt_tools.distributed import environment, messages
-from ckpt_tools.distributed.environment import Place
+from ckpt_tools.distributed.environment import RankPlace
 from ckpt_tools.errors import CkptError, PeerFailedError
 
 _INTERVAL = 1.0
-_RANKS_A_SECOND = 2000  # what one store answers beside its other work
+_RANKS_A_SECOND = 2000  # requests that one store answers beside its other work
 _SECOND_LOOK = 5.0
 _NAMED = 8
 
@@ -37,7 +37,7 @@ class Store(Protocol):
 class Heartbeat:
     """Beats for this rank and watches others, in a thread of its own."""
 
-    def __init__(self, store: Store, place: Place) -> None:
+    def __init__(self, store: Store, place: RankPlace) -> None:
         self._store = store
         self._place = place
         self._limit = environment.peer_timeout()
@@ -57,7 +57,7 @@ class Heartbeat:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Beat as long as the block lasts."""
-        with suppress(RuntimeError):  # a store that is gone is told of by whoever asks it next
+        with suppress(RuntimeError):  # the next request to the store reports that it is gone
             self._store.set(f"host/{self._place.rank}", os.uname().nodename)
             self._beat()
             self._store.add("joined", 1)
@@ -67,12 +67,12 @@ class Heartbeat:
             yield
         finally:
             self._stopped.set()
-            thread.join(_SECOND_LOOK)  # Python must not end while it is in torch's code
+            thread.join(_SECOND_LOOK)  # Python must not exit while the thread is in torch's code
 
     def trouble(self) -> CkptError | None:
-        """Why this job cannot go on, or None: a rank, an agent or the store is gone."""
+        """Why this job cannot continue, or None: a rank, an agent or the store is gone."""
         if self._lost is None and time.monotonic() - self._last > self._limit:
-            # This process itself may have been stopped for so long: look once more.
+            # This process itself may have been suspended for so long: look once more.
             now = time.monotonic()
             self._silent_since = self._silent_since or now
             if now - self._silent_since > _SECOND_LOOK:
@@ -92,7 +92,7 @@ class Heartbeat:
         return self._lost
 
     def report(self, error: CkptError) -> None:
-        """Tell all ranks why the job cannot go on."""
+        """Publish to all ranks why the job cannot continue."""
         with suppress(RuntimeError):
             self._store.set("lost", messages.encode(error))
         self._lost = self._lost or error

@@ -1,4 +1,4 @@
-"""What to do, in one value: all engines are asked in the same words."""
+"""A reshard as one value that all engines take, and what an output must pass before it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan
 
 
-def rehearse_output(out: str, write: WriteOptions, sources: Iterable[str]) -> None:
-    """Raise what whoever makes ``out`` would raise before any planning; nothing is changed."""
+def dry_run_output(out: str, write: WriteOptions, sources: Iterable[str]) -> None:
+    """Raise what writing ``out`` would raise before any planning; nothing is changed."""
     if is_address(out) and environment.place() is None:
         out_path.refuse_source(out_path.real(out), sources)
         upload.refuse_existing(out, force=write.force, resume=write.resume)
@@ -42,8 +42,8 @@ def made_at(out: str) -> str:
 
 
 class Job(NamedTuple):
-    """A reshard to the folder ``out``; ``on_bytes`` is told how many bytes this process wrote,
-    ``on_total`` before that about how many there will be.
+    """A reshard to the folder ``out``; ``on_bytes`` gets the number of bytes that this process
+    wrote, ``on_total`` before that about how many there will be.
     """
 
     out: str
@@ -53,7 +53,7 @@ class Job(NamedTuple):
     on_total: Callable[[int], None] = ignore
 
     def without_resume(self) -> Job:
-        """The same for an engine that notes no finished files: it begins anew."""
+        """The same for an engine that logs no finished files, and so always starts again."""
         return self._replace(write=replace(self.write, resume=False))
 
     def noting_resume(self, plan: ReshardPlan, *, engine: str) -> ReshardPlan:
@@ -64,7 +64,7 @@ class Job(NamedTuple):
         return replace(plan, notes=(*plan.notes, note))
 
     def of(self, index: CheckpointIndex) -> Reshard:
-        """The conversion of a checkpoint that is read."""
+        """The conversion of this checkpoint."""
         from ckpt_tools.convert.reshard import Reshard  # late: `export` asks for room only
 
         return Reshard(index, self.out, self.write, self.options)

@@ -1,4 +1,4 @@
-"""Errors as text, for other processes: what failed in one of them is told by another."""
+"""Errors as text, so that one process can report what failed in another."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from ckpt_tools.errors import CkptError
 
 
 def encode(error: BaseException) -> str:
-    """An error as one line of JSON; one that is not ours is told as a fault of ckpt-tools."""
+    """An error as one line of JSON; an error of another class becomes a fault of ckpt-tools."""
     if not isinstance(error, CkptError):
-        error = _told(error)
+        error = _as_ours(error)
     facts = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     return json.dumps(facts)
 
 
 def decode(text: str) -> CkptError:
-    """The error that `encode` told of, of the same class where the tree of errors has it."""
+    """The error that `encode` wrote, of the same class where `errors` has it."""
     facts = json.loads(text)
     kind = getattr(errors, facts["kind"], CkptError)
     error = kind(facts["message"], hint=facts["hint"])
     return error if isinstance(error, CkptError) else CkptError(facts["message"])
 
 
-def _told(error: BaseException) -> CkptError:
+def _as_ours(error: BaseException) -> CkptError:
     if isinstance(error, OSError):
         return errors.from_system(error)
     if isinstance(error, KeyboardInterrupt):

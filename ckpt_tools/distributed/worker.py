@@ -1,4 +1,4 @@
-"""What a worker process of `-j N` does: the order that comes over its connection.
+"""Worker process of `-j N`: does the order that it receives over its connection.
 
 python -m ckpt_tools.distributed.worker FD     the connection is the open file of this number
 """
@@ -11,48 +11,48 @@ import sys
 from multiprocessing.connection import Connection
 
 from ckpt_tools.distributed import messages
-from ckpt_tools.distributed.workers import Order, write_share
+from ckpt_tools.distributed.workers import ShareOrder, write_share
 from ckpt_tools.errors import CkptError
 
-_TELL_EVERY = 16 << 20
+_SEND_EVERY = 16 << 20
 
 
-class _News:
-    """Tells the parent how many bytes were written, not more often than it needs to know."""
+class _Progress:
+    """Sends the parent how many bytes were written, once every 16 MiB."""
 
     def __init__(self, parent: Connection[object, object]) -> None:
         self._connection = parent
-        self._untold = 0
+        self._unsent = 0
         self._parent = os.getppid()
 
     def add(self, nbytes: int) -> None:
-        """Also of none: a worker whose parent is gone then ends before it writes anything.
+        """Count some bytes. 0 is sent at once: without a parent the worker ends before it writes.
 
-        Raises BrokenPipeError as soon as the parent is gone: another run may go on with its output.
+        Raises BrokenPipeError as soon as the parent is gone: another run may resume its output.
         """
         if os.getppid() != self._parent:
             raise BrokenPipeError
-        self._untold += nbytes
-        if self._untold >= _TELL_EVERY or nbytes == 0:
-            self.tell()
+        self._unsent += nbytes
+        if self._unsent >= _SEND_EVERY or nbytes == 0:
+            self.send()
 
-    def tell(self) -> None:
-        """Also how a worker finds out that its parent is gone: then the connection is closed."""
-        self._connection.send(self._untold)
-        self._untold = 0
+    def send(self) -> None:
+        """Send the count. Raises BrokenPipeError when the parent has closed the connection."""
+        self._connection.send(self._unsent)
+        self._unsent = 0
 
 
 def _work(parent: Connection[object, object]) -> None:
     order = parent.recv()
-    if not isinstance(order, Order):
+    if not isinstance(order, ShareOrder):
         raise CkptError(f"A worker was given {type(order).__name__} instead of an order.")
-    news = _News(parent)
-    write_share(order, on_bytes=news.add)
-    news.tell()
+    progress = _Progress(parent)
+    write_share(order, on_bytes=progress.add)
+    progress.send()
 
 
 def main(fd: int) -> int:
-    """Work, and tell the parent how it went; gives the exit code."""
+    """Do one order and send the parent the result; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, who ends us
     parent: Connection[object, object] = Connection(fd)
     try:

@@ -1,11 +1,11 @@
 """Worker processes on this machine: `-j N`.
 
-Each is a Python of its own that is given its share of the plan and nothing else, so that the bytes
-are the same however many there are. A process is started anew, never forked: a fork of a process
-with threads (a progress bar and numpy have some) may hang. It is not one of multiprocessing's
-either, which would run the script again that this library is used in.
+Each is a new Python process that gets its share of the plan and nothing else, so that the bytes are
+the same for any number of workers. They are not forked: a fork of a process with threads (a
+progress bar and numpy have some) may hang. multiprocessing's spawn would run the script again that
+uses this library.
 
-What a worker says over its connection: numbers of bytes written, an error as text, None at the end.
+A worker sends over its connection: numbers of bytes written, an error as text, None at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.copying.resume import Place, logged
+from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.copying.tasks import Share, Task
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem, WriteItem
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MODULE = "ckpt_tools.distributed.worker"
 
 
-class Order(NamedTuple):
+class ShareOrder(NamedTuple):
     """One share of a plan: what to write, where, and what may be used for it.
 
     ``plans`` are those of the files that the share is in, at least. Chunks of ``source`` that they
@@ -41,17 +41,17 @@ class Order(NamedTuple):
 
     plans: Sequence[FilePlan]
     share: Share
-    place: Place
+    place: OutputPlace
     threads: int | None
     max_memory: int
     source: CheckpointIndex | None = None
 
 
-def write_share(order: Order, *, on_bytes: Callable[[int], None]) -> None:
+def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None]) -> None:
     """Do one share in this process. Raises what `copy.write_files` raises, and what keeps a chunk
     that it reads from being used.
 
-    ``on_bytes`` hears of no bytes first, as soon as nobody else can take over this share.
+    ``on_bytes`` is called with 0 first, as soon as this process holds the lock of its share.
     """
     from ckpt_tools.copying import (
         write as copy,  # numpy comes with it: only those who write pay for it
@@ -77,22 +77,22 @@ def write_share(order: Order, *, on_bytes: Callable[[int], None]) -> None:
 
 def _located(tasks: list[Task], source: CheckpointIndex, files: Files) -> list[Task]:
     """The same tasks with the chunks that they read, and no others, as raw elements."""
-    found: dict[int, list[ReadItem]] = {}
+    reads_of: dict[int, list[ReadItem]] = {}
     waiting: list[_Waiting] = []
     for piece in (piece for task in tasks for piece in task.pieces):
-        reads = found.setdefault(id(piece.item), [])
+        reads = reads_of.setdefault(id(piece.item), [])
         for read in piece.item.finder.reads(piece.box):
             if read.chunk.codec is not None:
                 waiting.append(_Waiting(reads, len(reads), piece.item))
             reads.append(read)
-    waiting.sort(key=_place)  # what lies side by side is read at once
+    waiting.sort(key=_place)  # neighbours in a file are one read
     entries = [
         TensorEntry(one.item.fqn, (), "other", one.item.source, (), (one.read.chunk,))
         for one in waiting
     ]
     for one, entry in zip(waiting, _raw(entries, source, files), strict=True):
         one.reads[one.at] = one.read._replace(chunk=entry.chunks[0])
-    known = {key: KnownReads(tuple(reads)) for key, reads in found.items()}
+    known = {key: KnownReads(tuple(reads)) for key, reads in reads_of.items()}
     return [
         task._replace(
             pieces=tuple(
@@ -136,8 +136,8 @@ def _raw(
     return located.tensors
 
 
-def write_with_workers(orders: Sequence[Order], *, on_bytes: Callable[[int], None]) -> None:
-    """Carry out each order by a process of its own; the first error ends them all.
+def write_with_workers(orders: Sequence[ShareOrder], *, on_bytes: Callable[[int], None]) -> None:
+    """Do each order in a process of its own; the first error ends them all.
 
     Raises what `write_share` raises, and WriteError when a worker dies.
     """
@@ -150,17 +150,17 @@ def write_with_workers(orders: Sequence[Order], *, on_bytes: Callable[[int], Non
             workers[connection] = process
         busy = dict(zip(workers, orders, strict=True))
         for connection, order in busy.items():
-            with suppress(BrokenPipeError, ConnectionResetError):  # it died: it is heard of below
+            with suppress(BrokenPipeError, ConnectionResetError):  # it died: _received says how
                 connection.send(order)
         while busy:
             for connection in [one for one in wait([*busy]) if isinstance(one, Connection)]:
-                told = _heard(connection, workers[connection], busy[connection].share)
-                if told is None:
+                nbytes = _received(connection, workers[connection], busy[connection].share)
+                if nbytes is None:
                     del busy[connection]
                 else:
-                    on_bytes(told)
+                    on_bytes(nbytes)
     finally:
-        for process in workers.values():  # they must write no more when this is left
+        for process in workers.values():  # none may write after this returns
             process.terminate()
         for connection, process in workers.items():
             process.wait()
@@ -178,15 +178,15 @@ def _started() -> tuple[Connection[object, object], subprocess.Popen[bytes]]:
         return ours, subprocess.Popen(command, pass_fds=[fd])  # noqa: S603 - our own, no shell
 
 
-def _heard(
+def _received(
     connection: Connection[object, object], process: subprocess.Popen[bytes], share: Share
 ) -> int | None:
-    """How many bytes a worker has written since it last said so; None when it is done.
+    """How many bytes a worker has written since its last message; None when it is done.
 
-    Raises the error that it met, and WriteError when it is gone without a word.
+    Raises the error that it sent, and WriteError when it died without sending one.
     """
     try:
-        told: object = connection.recv()
+        message: object = connection.recv()
     except (EOFError, ConnectionResetError):
         code = process.wait()
         why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -194,6 +194,6 @@ def _heard(
             f"Worker {share.index + 1} of {share.count} died ({why}) before its share was written.",
             hint="Out of memory? Use fewer workers (-j).",
         ) from None
-    if isinstance(told, str):
-        raise messages.decode(told)
-    return told if isinstance(told, int) else None
+    if isinstance(message, str):
+        raise messages.decode(message)
+    return message if isinstance(message, int) else None

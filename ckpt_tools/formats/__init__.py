@@ -1,7 +1,7 @@
-"""Finding the checkpoint that a person means, and reading its index, whatever format it has.
+"""Finds the checkpoint at a path, and reads its index, in any format.
 
-This room knows which formats there are and in which order to ask them; each format's own package
-knows all the rest, and is imported when it is first asked.
+This module knows which formats there are and in which order to ask them; each format's own package
+knows the rest, and is imported when it is first asked.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ __all__ = [
     "checksummed",
     "copyable_objects",
     "detect",
+    "index_files",
     "is_checkpoint",
     "locate",
     "locate_later",
@@ -64,6 +65,7 @@ __all__ = [
 ]
 
 # In the order in which they are asked: a DCP directory may have .pt side files beside it.
+# (The builtin `zip` cannot be used in this module: importing the package `zip` replaces it.)
 FORMATS: list[Format] = [
     dcp.FORMAT,
     dcp.SAFETENSORS,
@@ -105,6 +107,11 @@ def checkpoint_files() -> tuple[str, ...]:
     return tuple(glob for form in FORMATS for glob in form.files)
 
 
+def index_files() -> tuple[str, ...]:
+    """Suffixes of the files without which the others of a checkpoint cannot be read."""
+    return tuple(end for form in FORMATS for end in form.index_files)
+
+
 def rank_of(path: str) -> int | None:
     """The rank that wrote a file, as its name says in any format."""
     found = (form.rank_of(path) for form in FORMATS)
@@ -129,7 +136,7 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
 
 
 def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:
-    """The same index for a plan of which each worker locates what it reads itself; opens no file.
+    """The same index, for a plan whose chunks workers locate when they read them; opens no file.
 
     Flaws of objects become problems here as there.
     """
@@ -139,8 +146,8 @@ def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:
 
 
 def to_locate_in(index: CheckpointIndex) -> CheckpointIndex:
-    """The same index without entries, for some of its chunks to be located in: which formats they
-    are of, an object of each kind says.
+    """The same index without entries, to locate some of its chunks in; one object of each codec is
+    kept, since it says which formats the chunks are of.
     """
     kinds = {entry.codec: replace(entry, flaw=None) for entry in index.objects}
     objects = tuple(kinds.values())
@@ -178,7 +185,7 @@ def copyable_objects(index: Index, files: Files) -> Index:
 
 
 def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
-    """What makes up the value of an unopened object: equal bytes are equal values."""
+    """The bytes that make up the value of an unopened object: equal bytes are equal values."""
     if entry.codec is None:
         return None
     found = (form.object_bytes(entry, files) for form in FORMATS)
@@ -186,7 +193,7 @@ def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None
 
 
 def checksummed(index: CheckpointIndex, files: Files) -> Iterable[Part]:
-    """Everything that is to be read to know that a checkpoint is whole, with its checksums."""
+    """All byte ranges of a checkpoint that `verify` reads, with their checksums."""
     return _formats_of(index)[-1].checksummed(index, files)
 
 
@@ -235,7 +242,7 @@ def is_checkpoint(path: str) -> bool:
 
 
 def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
-    """The index of what is a checkpoint, with its framework, and what told the framework."""
+    """The index of what is a checkpoint, with its framework, and what shows the framework."""
     found = parts.find(place)
     # A file that changes while headers are read has changed, too.
     before = _states(place) | _states_beside(place)
@@ -265,7 +272,7 @@ def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
 
 
 def _beside(place: str, index: CheckpointIndex) -> list[str]:
-    """What else in the folder that was read looks like a checkpoint, and no note speaks of."""
+    """Other checkpoints in the folder that was read, unless a note names them."""
     read = [file.path for file in index.files]
     found = frameworks.beside(place, read, is_checkpoint)
     return [name for name in found if not any(name in note for note in index.notes)]
@@ -279,7 +286,7 @@ def _states(place: str) -> dict[str, FileState]:
 
 
 def _states_beside(place: str) -> dict[str, FileState]:
-    """The states of files that commands may read to know what this file or folder means."""
+    """The states of side files that commands may read: index JSON, config.json."""
     if paths.is_address(place):
         return {}  # the listing of the folder has them
     folder = place if paths.is_dir(place) else os.path.dirname(place)

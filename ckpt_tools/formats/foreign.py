@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
@@ -164,14 +163,10 @@ def _of_folder(folder: str) -> tuple[_Tool, str] | None:
     if "metadata.json" in names and _has_megatron_backend(metadata):
         return _MEGATRON, "a sharded_backend in its metadata.json"
     for tool, pattern in _FOLDERS:
-        seen = _first(names, pattern)
+        seen = next((name for name in names if re.fullmatch(pattern, name)), None)
         if seen is not None:
             return tool, seen
     return None
-
-
-def _first(names: Iterable[str], pattern: str) -> str | None:
-    return next((name for name in names if re.fullmatch(pattern, name)), None)
 
 
 def _has_megatron_backend(path: str) -> bool:

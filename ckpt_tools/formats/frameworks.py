@@ -169,18 +169,18 @@ def _is_part(root: str) -> bool:
 
 
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
-    """Which framework made a checkpoint, and what told it; (None, None) when nothing does."""
+    """Which framework made a checkpoint, and what shows it; (None, None) when nothing does."""
     root = paths.absolute(index.root)
     folder, name = os.path.split(root)
     parent = os.path.basename(folder)
-    for told in (
+    for answer in (
         _by_accelerate_names(name, folder),
         _by_files(root),
         _by_folder_names(index, name, parent),
         _by_entries(index),
     ):
-        if told is not None:
-            return told
+        if answer is not None:
+            return answer
     return None, None
 
 

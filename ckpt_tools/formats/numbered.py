@@ -1,6 +1,6 @@
 """Files of one checkpoint as Hugging Face names them: ``NAME-00001-of-00003`` and an index JSON.
 
-What the numbers and the index prove to be missing, for safetensors and .bin files alike. What is in
+What the numbers and the index prove to be missing, for safetensors and .bin files. What is in
 the files is not known here.
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, paths_instead
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.paths import Place
+from ckpt_tools.storage.paths import StoragePath
 from ckpt_tools.storage.reader import Files
 
 NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
@@ -29,7 +29,7 @@ _MOST_MISSING = 1000  # a gap in numbers is not listed further than this
 class Index:
     """An index JSON: which file holds which tensor, by full path, and the bytes of all tensors."""
 
-    path: Place
+    path: StoragePath
     weight_map: dict[str, str]
     total_size: int | None
 
@@ -72,7 +72,7 @@ def listing(fqns: Sequence[str]) -> str:
     return shown if len(fqns) <= _SHOWN else f"{shown} and {len(fqns) - _SHOWN:,} more"
 
 
-def parse_index(path: Place, files: Files) -> Index:
+def parse_index(path: StoragePath, files: Files) -> Index:
     """An index JSON, checked. Raises UnreadableError when it is not sound."""
     data = files.read(str(path), 0, files.size(str(path)))
     try:
@@ -169,7 +169,7 @@ def only_a_part(path: str, files: Files) -> IncompleteError | None:
     It is about the names that an index beside the file has in others, and without one about
     nothing: what the others held is then not known.
     """
-    place = Place(path)
+    place = StoragePath(path)
     match = NUMBERED.fullmatch(place.name)
     if match is None or int(match[3]) < 2:
         return None

@@ -1,4 +1,4 @@
-"""What a person may ask of a reader."""
+"""Options of readers."""
 
 from __future__ import annotations
 

@@ -108,11 +108,11 @@ def _accelerate(folder: str, held: Collection[str]) -> Parts | None:
     is_trainers = _TRAINER_STATE in held
     if is_trainers:
         closed.append((_at(folder, _TRAINER_STATE), ("trainer_state",)))
-    told = f"{_TRAINER_STATE} beside {model[0]}" if is_trainers else f"the name {model[0]}"
+    shown_by = f"{_TRAINER_STATE} beside {model[0]}" if is_trainers else f"the name {model[0]}"
     return Parts(
         root=folder,
         framework="transformers" if is_trainers else "accelerate",
-        told_by=told,
+        told_by=shown_by,
         main=tuple(main),
         flat=tuple((_at(folder, name), container) for container, name in flat.items()),
         closed=tuple(closed),

@@ -1,6 +1,6 @@
-"""What a format is to all other rooms: one object, which its package gives, with what it can do.
+"""The format protocol: all that other rooms know of a format is one `Format` object of its package.
 
-Only `matches` and `read_index` must be written. All else has a default here: chunks are raw bytes
+Only `matches` and `read_index` must be written. The defaults of all else: chunks are raw bytes
 already, objects have no bytes of their own, nothing has a checksum, and nothing is written.
 """
 
@@ -46,7 +46,7 @@ class Checksummed(NamedTuple):
 class Part(NamedTuple):
     """A part of a checkpoint that one thread checks, of about ``nbytes``.
 
-    ``open`` finds the bytes and their CRCs, and may read for it; if it raises, ``data`` is hurt.
+    ``open`` finds the bytes and their CRCs, and may read for it; if it raises, ``data`` is damaged.
     """
 
     data: ByteRange
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What a writer is told beside tensors and objects; each takes what it has a use for.
+    """What a writer gets beside tensors and objects; each format uses what it needs.
 
     ``tree`` has the containers of the names. ``single_file`` names the one file that is all of the
     output; else ``basename`` begins the names of files of at most ``max_shard_size`` bytes of
@@ -76,7 +76,7 @@ class PlanOptions:
 
 
 class Format(ABC):
-    """A format of checkpoints. Its package gives one, and imports the rest when it is asked.
+    """A format of checkpoints. Its package has one, and imports its other modules when asked.
 
     ``name`` is what commands and `CheckpointIndex.format` call it, ``label`` what people read.
     ``files`` are globs of the names that its files have: what --force may replace in a folder.
@@ -84,6 +84,9 @@ class Format(ABC):
     or None; an output with one of ``suffixes`` is one file. ``nested`` says that it keeps a state
     dict's containers and objects as they are; ``object_codec`` is that of objects whose bytes its
     writer copies unopened, ``codecs`` are those of chunks and objects that only it can locate.
+    ``index_files`` are suffixes of files without which the others cannot be read: they are sent to
+    a store last. ``counts_ranks``: every rank writes a file, also one with nothing to save, so that
+    `CheckpointIndex.world_size` is the number of ranks that saved.
     """
 
     name: ClassVar[str]
@@ -94,6 +97,8 @@ class Format(ABC):
     nested: ClassVar[bool] = False
     object_codec: ClassVar[str | None] = None
     codecs: ClassVar[frozenset[str]] = frozenset()
+    index_files: ClassVar[tuple[str, ...]] = ()
+    counts_ranks: ClassVar[bool] = False
 
     @abstractmethod
     def matches(self, path: str) -> bool:
@@ -119,7 +124,7 @@ class Format(ABC):
         return index
 
     def object_bytes(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
-        """What makes up the value of an object that is not opened; None when nothing is known.
+        """The bytes that make up the value of an unopened object, by name; None when unknown.
 
         Equal bytes are equal values. Any object may come, also one of another format.
         """
@@ -130,7 +135,7 @@ class Format(ABC):
         return None
 
     def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[Part]:
-        """Everything that is to be read to know that a checkpoint is whole.
+        """All byte ranges of a checkpoint that `verify` reads, with their checksums.
 
         ``index`` is as its reader gave it. Files that are not there are left out.
         """
@@ -146,8 +151,12 @@ class Format(ABC):
         """The containers of a state dict as they are read back; None when none are kept."""
         return tree if self.nested else None
 
+    def packs(self, branch: Branch[str], *, is_tensor: Callable[[str], bool]) -> bool:
+        """Whether a container of a state dict and all that it holds are in one pickle."""
+        return self.nested
+
     def assumption(self) -> str | None:
-        """What a writer has to assume of who reads its files; None when nothing."""
+        """A note on what a writer assumes of the reader of its files; None when nothing."""
         return None
 
     def plan_files(

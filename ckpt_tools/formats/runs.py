@@ -47,9 +47,9 @@ def step_of(path: str) -> int | None:
     """The step in the name of a file, or of the nearest folder that tells one."""
     for name in reversed(path.split(os.sep)):
         for pattern in _STEPS:
-            told = pattern.findall(name)
-            if told:
-                return int(told[-1])
+            steps = pattern.findall(name)
+            if steps:
+                return int(steps[-1])
     return None
 
 

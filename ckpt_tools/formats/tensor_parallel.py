@@ -179,7 +179,7 @@ class _Joining:
 
 
 def _fit(held: Sequence[TensorEntry], dim: int) -> bool:
-    """Whether tensors have this dimension, and all others alike."""
+    """Whether all tensors have this dimension, and are equal in all others."""
     rest = {entry.shape[:dim] + entry.shape[dim + 1 :] for entry in held}
     return dim < len(held[0].shape) and len(rest) == 1
 

@@ -2,9 +2,9 @@
 
 `verify` and `verify_quick` look for damage, `fingerprint` gives digests that do not depend on
 format or sharding, `diff` compares two checkpoints, `stats` looks at values, and `same_tensors` and
-`same_objects` prove an output against its source. This room writes no checkpoint, and of formats it
-knows only which archives carry checksums and what DCP keeps of containers. What needs numpy
-(`stats`, and the values of `diff`) is imported when it is called.
+`same_objects` prove an output against its source. Nothing here writes a checkpoint; formats are
+asked through their protocol. What needs numpy (`stats`, and the values of `diff`) is imported when
+it is called.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from ckpt_tools.proof.anomalies import Anomaly
 from ckpt_tools.proof.check import same_objects, same_tensors
 from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
-from ckpt_tools.proof.damage import Seen, require_undamaged
+from ckpt_tools.proof.damage import KnownCrcs, require_undamaged
 from ckpt_tools.proof.damage_map import DamagedTensor, Rescue
 from ckpt_tools.proof.diff import (
     Diff,
@@ -44,12 +44,12 @@ __all__ = [
     "Difference",
     "EntryDiff",
     "Fingerprint",
+    "KnownCrcs",
     "Naming",
     "RankState",
     "Rename",
     "Report",
     "Rescue",
-    "Seen",
     "TensorDigest",
     "Tolerance",
     "are_equal",

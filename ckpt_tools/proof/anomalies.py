@@ -1,4 +1,4 @@
-"""What points at a lost rank: zero, constant, NaN or repeated regions that end at shard edges.
+"""Signs of a lost rank: zero, constant, NaN or repeated regions that end at shard edges.
 
 A shard that was lost leaves zeros in a file that another tool put together; a rank that loaded
 nothing leaves its chunk constant; a rank's file that was copied over another's repeats it. None of
@@ -46,18 +46,18 @@ def anomalies_of(scan: Scan, files: Files) -> Iterator[Anomaly]:
     """The odd chunks of a tensor that is cut into several."""
     if len(scan.chunks) < 2:
         return
-    for found in scan.chunks:
-        kind = _odd(found, scan)
+    for one in scan.chunks:
+        kind = _odd(one, scan)
         if kind is not None:
-            chunk = found.chunk
+            chunk = one.chunk
             yield Anomaly(
-                scan.entry.fqn, kind, chunk.box, chunk.rank, chunk.data.path, _detail(kind, found)
+                scan.entry.fqn, kind, chunk.box, chunk.rank, chunk.data.path, _detail(kind, one)
             )
     yield from _repeated(scan, files)
 
 
 def _odd(found: ChunkScan, scan: Scan) -> Kind | None:
-    """What sets a chunk apart from the rest of its tensor."""
+    """How a chunk differs from the rest of its tensor."""
     here, total = found.moments, scan.total
     if here.numel < _MIN_NUMEL:
         return None
@@ -79,12 +79,12 @@ def _detail(kind: Kind, found: ChunkScan) -> str:
 
 def _repeated(scan: Scan, files: Files) -> Iterator[Anomaly]:
     """Chunks that hold what an earlier chunk of the tensor holds."""
-    alike: dict[tuple[int, tuple[int, ...]], list[ChunkScan]] = defaultdict(list)
+    equal_crcs: dict[tuple[int, tuple[int, ...]], list[ChunkScan]] = defaultdict(list)
     for found in scan.chunks:
         constant = found.moments.least == found.moments.greatest
         if not constant and found.moments.numel >= _MIN_NUMEL:
-            alike[found.crc, found.chunk.box.sizes].append(found)
-    for group in alike.values():
+            equal_crcs[found.crc, found.chunk.box.sizes].append(found)
+    for group in equal_crcs.values():
         first, *others = group
         for other in others:
             if _equal(scan.entry, first, other, files):
@@ -131,13 +131,13 @@ def zero_row_anomalies(scans: Sequence[Scan]) -> list[Anomaly]:
         if (shares := _shares(run, scan.entry.shape[0]))
     }
     votes = Counter(share for found in shares.values() for share in found)
-    told: list[Anomaly] = []
+    anomalies: list[Anomaly] = []
     for (place, run), found in shares.items():
         best = max(found, key=lambda share: (votes[share], -share.ranks))
         least = _MIN_VOTES if run[1] - run[0] > 1 else _MIN_VOTES_OF_ONE_ROW
         if votes[best] >= least:
-            told.append(_zero_rows(scans[place], run, best, votes[best]))
-    return told
+            anomalies.append(_zero_rows(scans[place], run, best, votes[best]))
+    return anomalies
 
 
 def _shares(run: tuple[int, int], rows: int) -> list[_Share]:
@@ -145,12 +145,12 @@ def _shares(run: tuple[int, int], rows: int) -> list[_Share]:
     start, end = run
     if start == 0 and end == rows:
         return []
-    found: list[_Share] = []
+    shares: list[_Share] = []
     for ranks in range(2, min(rows, _MAX_RANKS) + 1):
         size = -(-rows // ranks)
         if start % size == 0 and end == min(rows, start + size):
-            found.append(_Share(start // size, ranks))
-    return found
+            shares.append(_Share(start // size, ranks))
+    return shares
 
 
 def _zero_rows(scan: Scan, run: tuple[int, int], share: _Share, votes: int) -> Anomaly:

@@ -1,4 +1,4 @@
-"""What an entry is called inside its section, whatever format, framework or wrapper it came from.
+"""The name of an entry inside its section, independent of format, framework and wrappers.
 
 The container (``app.model``) is taken off by path, wrapper components by whole component, so that
 the same weights have the same names as a DCP directory, as rank files and as safetensors. Strings
@@ -55,9 +55,9 @@ def tensors_inside(index: CheckpointIndex) -> dict[str, Inside]:
 def _inside(index: CheckpointIndex) -> dict[str, Inside]:
     entries: list[TensorEntry | ObjectEntry] = [*index.tensors, *index.objects]
     objects = {entry.path for entry in index.objects}
-    found = names.classify([entry.path for entry in entries], objects=objects)
+    classified = names.classify([entry.path for entry in entries], objects=objects)
     inside: dict[str, Inside] = {}
-    for entry, (_, prefix) in zip(entries, found, strict=True):
+    for entry, (_, prefix) in zip(entries, classified, strict=True):
         name = names.join(entry.path[len(prefix) :])
         inside[entry.fqn] = Inside(entry.section, clean_name(name, entry.section))
     return inside

@@ -25,9 +25,9 @@ from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
-from ckpt_tools.proof.damage import Seen
+from ckpt_tools.proof.damage import KnownCrcs
 from ckpt_tools.proof.fingerprint import digest_of
-from ckpt_tools.proof.threads import in_threads
+from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.reader import Files
 
 _BLOCK_NUMEL = 128 << 10
@@ -41,7 +41,7 @@ class _Pair(NamedTuple):
     dtype: DType
 
 
-def same_tensors(
+def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
     source: CheckpointIndex,
     result: CheckpointIndex,
     files: Files,
@@ -50,14 +50,16 @@ def same_tensors(
     dtypes: Mapping[str, DType],
     threads: int | None = None,
     own: Collection[str] | None = None,
-    seen: Seen | None = None,
+    seen: KnownCrcs | None = None,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> str:
     """Read back ``result`` and compare the SHA-256 of each tensor with the source's.
 
     ``renamed`` gives the name in the result of each source tensor that was written, ``dtypes`` the
     type that it was to have there; where that is another one, the source is cast again, in memory.
     With ``own``, the only files of the source that can be read here, the boxes that they hold are
-    compared instead. ``seen`` takes in the CRC-32s of what is read of the source in its order.
+    compared instead. ``seen`` gets the CRC-32s of what is read of the source in its order,
+    ``on_bytes`` is told how many bytes of the result were read.
     Returns one line that says what was proven.
 
     Raises WriteError when a tensor differs, is missing, or is there without a source, and what
@@ -68,15 +70,15 @@ def same_tensors(
     here.require_whole()
     there.require_whole()
     pairs = _pairs(here, there, renamed, dtypes)
-    on_run = None if seen is None else seen.add
+    on_run, tally = None if seen is None else seen.add, Tally(on_bytes)
 
     def differs(pair: _Pair) -> bool:
         if own is not None:
             return _boxes_differ(pair, own, files)
         expected = _digest_as(pair, files, on_run)
-        return digest_of(pair.result, files) != expected
+        return digest_of(pair.result, files, on_bytes=tally.add) != expected
 
-    verdicts = in_threads(differs, pairs, threads=threads, nbytes=_nbytes)
+    verdicts = in_threads(differs, pairs, threads=threads, nbytes=lambda pair: pair.source.nbytes)
     wrong = [pair.result.fqn for pair, bad in zip(pairs, verdicts, strict=True) if bad]
     if wrong:
         raise WriteError(
@@ -100,11 +102,11 @@ def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files)
     source = as_read_back(source, result.format)
     faults = [f"{entry.fqn} has no source" for entry in result.objects if not _has(source, entry)]
     for entry in source.objects:
-        found = result.object(entry.fqn)
-        if found is None:
+        other = result.object(entry.fqn)
+        if other is None:
             faults.append(f"{entry.fqn} is missing")
             continue
-        verdict, why = compare_objects(entry, found, files)
+        verdict, why = compare_objects(entry, other, files)
         if not verdict:
             faults.append(f"{entry.fqn}: {why}")
     containers = compare_containers(source, result)
@@ -129,10 +131,6 @@ def _has(source: CheckpointIndex, entry: ObjectEntry) -> bool:
     return isinstance(holder, Branch) and (entry.path[-1], None) in holder.pairs()
 
 
-def _nbytes(pair: _Pair) -> int:
-    return pair.source.nbytes
-
-
 def _pairs(
     source: LocatedIndex,
     result: LocatedIndex,
@@ -145,17 +143,17 @@ def _pairs(
     faults = [f"{name} has no source" for name in sorted(extra)]
     pairs: list[_Pair] = []
     for entry in source.tensors:
-        found = result.tensor(names[entry.fqn])
+        other = result.tensor(names[entry.fqn])
         dtype = dtypes.get(entry.fqn, entry.dtype)
-        if found is None:
+        if other is None:
             faults.append(f"{names[entry.fqn]} is missing")
-        elif (found.dtype, found.shape) != (dtype, entry.shape):
+        elif (other.dtype, other.shape) != (dtype, entry.shape):
             faults.append(
-                f"{found.fqn} is {found.dtype.name} {list(found.shape)}, not {dtype.name} "
+                f"{other.fqn} is {other.dtype.name} {list(other.shape)}, not {dtype.name} "
                 f"{list(entry.shape)}"
             )
         else:
-            pairs.append(_Pair(entry, found, dtype))
+            pairs.append(_Pair(entry, other, dtype))
     if faults:
         raise WriteError(
             f"{result.root}, read back, is not what was to be written: {some(faults)}."

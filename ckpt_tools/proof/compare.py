@@ -48,7 +48,7 @@ class Comparison:
 def compare(found: Fingerprint, reference: Fingerprint) -> Comparison:
     """Compare a fingerprint with what it should be.
 
-    A section that only ``found`` has is told and is no difference: a file of the model's weights
+    A section that only ``found`` has is listed and is no difference: a file of the model's weights
     can be the reference of a whole checkpoint.
     """
     compared = tuple(section for section in SECTIONS if section in reference.sections)
@@ -66,7 +66,7 @@ def compare(found: Fingerprint, reference: Fingerprint) -> Comparison:
 def with_objects(
     compared: Comparison, index: CheckpointIndex, reference: CheckpointIndex, files: Files
 ) -> Comparison:
-    """The comparison with what differs among the objects of two checkpoints that name alike.
+    """The comparison with what differs among the objects of two checkpoints with equal names.
 
     Formats and nestings keep objects differently: only checkpoints of one format, whose tensors
     have the same raw names, are compared. Objects that are not opened count when their names
@@ -77,17 +77,17 @@ def with_objects(
         return compared
     here = {entry.fqn: entry for entry in formats.open_objects(index, files).objects}
     there = {entry.fqn: entry for entry in formats.open_objects(reference, files).objects}
-    found = list(compared.differences)
+    differences = list(compared.differences)
     for fqn in sorted(here.keys() | there.keys()):
         one, other = here.get(fqn), there.get(fqn)
         if one is None or other is None:
             section = (one or there[fqn]).section
             facts = ("there", "") if other is None else ("", "there")
-            found.append(Difference(section, fqn, "object", *facts))
+            differences.append(Difference(section, fqn, "object", *facts))
         elif compare_objects(one, other, files)[0] is False:
             facts = (repr(one.value)[:_SHOWN], repr(other.value)[:_SHOWN])
-            found.append(Difference(one.section, fqn, "object", *facts))
-    return replace(compared, differences=tuple(found))
+            differences.append(Difference(one.section, fqn, "object", *facts))
+    return replace(compared, differences=tuple(differences))
 
 
 def _in_section(
@@ -97,9 +97,9 @@ def _in_section(
     for place in sorted(here.keys() | there.keys()):
         one, other = here.get(place), there.get(place)
         if one is None and other is not None:
-            yield Difference(section, place.name, "missing", "", _told(other))
+            yield Difference(section, place.name, "missing", "", _type_and_shape(other))
         elif other is None and one is not None:
-            yield Difference(section, place.name, "extra", _told(one), "")
+            yield Difference(section, place.name, "extra", _type_and_shape(one), "")
         elif one is not None and other is not None:
             kind = _kind(one, other)
             if kind is not None:
@@ -123,8 +123,8 @@ def _kind(one: TensorDigest, other: TensorDigest) -> Kind | None:
 def _facts(kind: Kind, one: TensorDigest, other: TensorDigest) -> tuple[str, str]:
     if kind == "values":
         return one.sha256, other.sha256
-    return _told(one), _told(other)
+    return _type_and_shape(one), _type_and_shape(other)
 
 
-def _told(tensor: TensorDigest) -> str:
+def _type_and_shape(tensor: TensorDigest) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"

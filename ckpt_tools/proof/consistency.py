@@ -1,8 +1,8 @@
-"""Whether the two halves of a checkpoint fit: each parameter, and the optimizer's state for it.
+"""Does the optimizer's state fit the model: is there state for each parameter, and the reverse?
 
-Names only. Frozen parameters have no state, so its absence is told and is no fault; and a model may
-split what its optimizer has in one. Only when most of the state is for nothing that is there, the
-halves are not of one save.
+Names only. Frozen parameters have no state, so missing state is a note and no problem; and a model
+may split what its optimizer has in one. State for unknown parameters is a problem only when it is
+most of the state: model and optimizer are then not of one save.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BY_NUMBER = "Optimizer state is kept by number, so its parameters are not known
 
 
 class Consistency(NamedTuple):
-    """What is odd about the halves: faults, and what only should be known."""
+    """What does not fit: problems, and notes."""
 
     problems: tuple[CheckpointError, ...] = ()
     notes: tuple[str, ...] = ()
@@ -30,8 +30,8 @@ def compare_model_and_optimizer(
 ) -> Consistency:
     """Compare the model's names with those that the optimizer's state is for.
 
-    Both are there, or nothing is compared. State that is kept by number (a plain
-    ``optimizer.state_dict()``) does not say whose it is.
+    Nothing is compared when either is absent, or when the state is numbered (a plain
+    ``optimizer.state_dict()``).
     """
     model = {inside[e.fqn].name: e.fqn for e in index.tensors if e.section == "model"}
     state = _states(index, inside)
@@ -44,14 +44,14 @@ def compare_model_and_optimizer(
     notes = _notes(model.keys() - state.keys() - tied, state)
     if not unknown:
         return Consistency(notes=tuple(notes))
-    told = (
+    fault = (
         f"{index.root} has optimizer state for {len(unknown)} parameters that it does not have: "
         f"{some(sorted(unknown))}."
     )
     if 2 * len(unknown) < len(state):  # as when the model's state dict splits a fused weight
-        return Consistency(notes=(*notes, told))
+        return Consistency(notes=(*notes, fault))
     error = CheckpointError(
-        told,
+        fault,
         hint="The model's half is of another save or of another model, or its names were changed.",
         about=sorted(fqn for owner in unknown for fqn in state[owner].values()),
     )

@@ -1,9 +1,9 @@
-"""Whether two checkpoints have their entries in the same containers.
+"""Compares the containers and the objects of two checkpoints.
 
 Between two pickles (torch files, rank files) kinds and the types of keys must be equal; an
 OrderedDict is a dict. Where one side is DCP, both are taken as DCP has them: keys as text, no empty
 dicts, a tuple only where it is pickled whole. Safetensors have no containers, and DCP directories
-may have none; then nothing is compared.
+may have none; then no containers are compared.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core import names
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry, PlainValue
-from ckpt_tools.core.state_tree import Branch, Path, Tree
-from ckpt_tools.formats.dcp.flattening import is_one_item
-from ckpt_tools.formats.pickle.nest import nested
+from ckpt_tools.core.state_tree import Branch, Path, Tree, nested
 from ckpt_tools.storage.reader import Files
 
 _KEYS_SHOWN = 3
@@ -41,11 +39,11 @@ class ContainersCompared:
 
 
 def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersCompared | None:
-    """Compare the containers of two checkpoints; None where one of them does not tell them.
+    """Compare the containers of two checkpoints; None where one of them keeps none.
 
     Names that only one side has are no difference of containers.
     """
-    if not (_tells(a) and _tells(b)):
+    if not (_keeps_containers(a) and _keeps_containers(b)):
         return None
     here, there = a.nesting, b.nesting
     for form in {formats.named(index.format) for index in (a, b)}:
@@ -64,15 +62,16 @@ def as_read_back(index: CheckpointIndex, form: str) -> CheckpointIndex:
     """
     if all(branch.keys is not None for _, branch in index.nesting.branches()):
         return index
-    found = {entry.fqn: entry for entry in index.objects}
-    objects = dict(found)
+    packs = formats.named(form).packs
+    by_name = {entry.fqn: entry for entry in index.objects}
+    objects = dict(by_name)
 
     def settled(item: Tree[str], path: Path, *, is_pickled: bool) -> Tree[str]:
         if not isinstance(item, Branch):
             return item
-        pickled = is_pickled or is_one_item(item, lambda fqn: index.tensor(fqn) is not None)
-        if pickled and item.keys is None and not _is_walked(item, found, tensors_only=False):
-            value = cast("PlainValue", nested(item, lambda fqn: found[fqn].value))
+        pickled = is_pickled or packs(item, is_tensor=lambda fqn: index.tensor(fqn) is not None)
+        if pickled and item.keys is None and not _is_walked(item, by_name, tensors_only=False):
+            value = nested(item, lambda fqn: by_name[fqn].value)
             first, *_ = [objects.pop(fqn) for fqn in item.leaves()]
             one = replace(first, fqn=names.join(path), path=path, value=value)
             objects[one.fqn] = one
@@ -81,7 +80,7 @@ def as_read_back(index: CheckpointIndex, form: str) -> CheckpointIndex:
             [settled(inner, (*path, part), is_pickled=pickled) for part, inner in item.pairs()]
         )
 
-    tree = settled(index.nesting, (), is_pickled=formats.named(form).nested)
+    tree = settled(index.nesting, (), is_pickled=False)
     ordered = tuple(sorted(objects.values(), key=lambda entry: entry.fqn))
     return replace(index, objects=ordered, tree=tree if isinstance(tree, Branch) else NO_TREE)
 
@@ -96,7 +95,7 @@ def _is_walked(item: Tree[str], objects: Mapping[str, ObjectEntry], *, tensors_o
     return item is not None and not (item in objects and objects[item].opened)
 
 
-def _tells(index: CheckpointIndex) -> bool:
+def _keeps_containers(index: CheckpointIndex) -> bool:
     """Whether the format keeps all containers, or this checkpoint has one that it keeps."""
     form = formats.named(index.format)
     if form.nested:
@@ -171,11 +170,11 @@ _MAX_COMPARED = 64 << 20
 
 
 def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool | None, str]:
-    """Whether two objects are equal and, if not, why; None when it cannot be told.
+    """Whether two objects are equal and, if not, why; None when it cannot be known.
 
     Plain values are equal when they are equal in Python and of the same types, with keys of the
     same types; only an OrderedDict equals a dict, and a NaN another. What is not opened is compared
-    by its pickle: equal bytes are equal, different ones cannot be told.
+    by its pickle: equal bytes are equal values, different bytes may be, too.
     """
     if a.opened and b.opened:
         same = _same(a.value, b.value)
@@ -194,9 +193,9 @@ def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool 
 
 def _of_equal_pickles(a: ObjectEntry, b: ObjectEntry, files: Files) -> bool:
     """Whether two are the same part of two equal pickles (NumPy's arrays are in the pickle)."""
-    alike = a.codec is None and b.codec is None and a.path == b.path
+    comparable = a.codec is None and b.codec is None and a.path == b.path
     return (
-        alike
+        comparable
         and 0 < a.data.length == b.data.length <= _MAX_COMPARED
         and files.read(*a.data) == files.read(*b.data)
     )

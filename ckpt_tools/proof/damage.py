@@ -1,8 +1,7 @@
 """Checks the CRC-32s that a format keeps: `verify` of every byte, --check of what was copied.
 
-torch.save archives (whole files, and each item of a DCP file) have a CRC for every record. Nothing
-else has one: of safetensors, of torch.save's old format and of `.metadata`, reading proves only
-that the bytes can be read.
+A format says which bytes it has CRCs of (`Format.checksummed`). Of all others, reading proves only
+that they can be read.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Reading:
     parts: list[tuple[Checksummed, int]] = field(default_factory=list)
 
     def add(self, other: Reading) -> None:
-        """Take in what another reading found."""
+        """Add what another reading found."""
         self.damages += other.damages
         self.crcs += other.crcs
         self.checked_bytes += other.checked_bytes
@@ -54,7 +53,7 @@ class Reading:
         self.parts += other.parts
 
     def check(self, one: Checksummed, crc: int) -> None:
-        """Take in the CRC-32 that the bytes of ``one`` have."""
+        """Compare the CRC-32 of the bytes of ``one`` with the stored one."""
         where = _place(one)
         if crc == one.crc:
             self.crcs += 1
@@ -69,18 +68,18 @@ def read_everything(
 
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
     """
-    checker = _Checker(files, Tally(on_bytes), Seen())
+    checker = _Checker(files, Tally(on_bytes), KnownCrcs())
     return _read(list(formats.checksummed(index, files)), checker, threads)
 
 
-class Seen:
+class KnownCrcs:
     """The CRC-32s of runs of bytes that were read for something else, from any thread."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[str, int], tuple[int, int]] = {}
 
     def add(self, data: ByteRange, crc: int) -> None:
-        """Take in a run; of two that begin at one place, the longer one."""
+        """Add a run; of two that begin at one place, the longer one counts."""
         place = data.path, data.offset
         self._runs[place] = max(self._runs.get(place, (0, 0)), (data.length, crc))
 
@@ -97,7 +96,7 @@ class Seen:
 
 
 def require_undamaged(
-    index: CheckpointIndex, files: Files, *, seen: Seen, threads: int | None
+    index: CheckpointIndex, files: Files, *, seen: KnownCrcs, threads: int | None
 ) -> str:
     """Check the CRC-32s that a checkpoint keeps of the bytes of its entries, replicas left out.
 
@@ -125,17 +124,17 @@ def require_undamaged(
         for part in formats.checksummed(needed, files)
         if wanted.meeting(part.data)
     ]
-    found = _read(parts, _Checker(files, Tally(ignore_bytes), seen), threads)
-    if found.damages:
-        raise _damaged(index, found.damages)
-    if not found.crcs:
+    reading = _read(parts, _Checker(files, Tally(ignore_bytes), seen), threads)
+    if reading.damages:
+        raise _damaged(index, reading.damages)
+    if not reading.crcs:
         return " The source has no checksums of them."
     some_of = "as far as they exist, " if bare else ""
     return f" Their checksums in the source were checked, {some_of}and are right."
 
 
 def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableError:
-    """What to say of entries whose bytes are damaged."""
+    """The error that names the entries whose bytes are damaged."""
     spans = IntervalMap([damage.data for damage in damages])
     hurt = {
         f"{entry.fqn} {chunk.box}": entry.fqn
@@ -154,20 +153,22 @@ def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableErr
 
 
 def _place(one: Checksummed) -> ByteRange:
-    """Where the checkpoint has all the bytes that a CRC-32 is of."""
+    """The byte range in the checkpoint that a CRC-32 is of."""
     return one.stored or one.record or one.data
 
 
 def _read(parts: Sequence[Part], checker: _Checker, threads: int | None) -> Reading:
     total, far = Reading(), any(is_address(part.data.path) for part in parts[:1])
-    for found in in_threads(checker.check, parts, threads=threads, nbytes=_nbytes, far=far):
+    for found in in_threads(
+        checker.check, parts, threads=threads, nbytes=lambda part: part.nbytes, far=far
+    ):
         total.add(found)
     _combine(total)
     return total
 
 
 def _combine(total: Reading) -> None:
-    """Check what was read in parts; where one could not be read, its damage is known already."""
+    """Check records that were read in parts; one with an unreadable part is a damage already."""
     records: dict[ByteRange, dict[ByteRange, tuple[Checksummed, int]]] = {}
     for one, crc in total.parts:
         records.setdefault(one.record or one.data, {})[one.data] = one, crc
@@ -180,14 +181,10 @@ def _combine(total: Reading) -> None:
                 total.check(one, whole)
 
 
-def _nbytes(part: Part) -> int:
-    return part.nbytes
-
-
 class _Checker:
     """Checks parts from several threads; each has its own buffer."""
 
-    def __init__(self, files: Files, tally: Tally, seen: Seen) -> None:
+    def __init__(self, files: Files, tally: Tally, seen: KnownCrcs) -> None:
         self._files = files
         self._tally = tally
         self._seen = seen

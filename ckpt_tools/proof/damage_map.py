@@ -1,4 +1,7 @@
-"""What of a checkpoint is still good, given which byte ranges are not. It opens no file."""
+"""Damaged byte ranges -> damaged tensors, rows, objects and files. No file is opened.
+
+`IntervalMap` finds byte ranges that overlap, `holes` the elements of a tensor that no box holds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class _Cluster(NamedTuple):
 
 
 class IntervalMap:
-    """Byte ranges, known by their places in the sequence that they came in."""
+    """Finds which byte ranges of a sequence overlap another one, by their places in it."""
 
     def __init__(self, ranges: Sequence[ByteRange]) -> None:
         self._ranges = ranges
@@ -35,17 +38,17 @@ class IntervalMap:
         }
 
     def _clustered(self, places: list[int]) -> list[_Cluster]:
-        found: list[_Cluster] = []
+        clusters: list[_Cluster] = []
         for place in sorted(places, key=lambda place: self._ranges[place].offset):
             _, start, length = self._ranges[place]
             end = start + length
-            if found and start < found[-1].end:
-                last = found[-1]
+            if clusters and start < clusters[-1].end:
+                last = clusters[-1]
                 last.places.append(place)
-                found[-1] = last._replace(end=max(last.end, end))
+                clusters[-1] = last._replace(end=max(last.end, end))
             else:
-                found.append(_Cluster(start, end, [place]))
-        return found
+                clusters.append(_Cluster(start, end, [place]))
+        return clusters
 
     def meeting(self, data: ByteRange) -> list[int]:
         """Places of the ranges that have bytes in common with this one."""
@@ -53,21 +56,20 @@ class IntervalMap:
         if clusters is None or data.length == 0:
             return []
         end = data.offset + data.length
-        found: list[int] = []
+        places: list[int] = []
         first = max(0, bisect_right(self._starts[data.path], data.offset) - 1)
         for cluster in clusters[first:]:
             if cluster.start >= end:
                 break
-            found += [place for place in cluster.places if _meet(self._ranges[place], data)]
-        return found
+            for place in cluster.places:
+                _, start, length = self._ranges[place]
+                if start < end and data.offset < start + length:
+                    places.append(place)
+        return places
 
     def files(self) -> frozenset[str]:
         """The paths of the files that have any of the ranges."""
         return frozenset(self._clusters)
-
-
-def _meet(one: ByteRange, other: ByteRange) -> bool:
-    return one.offset < other.offset + other.length and other.offset < one.offset + one.length
 
 
 class DamagedTensor(NamedTuple):
@@ -106,7 +108,7 @@ def _owners(entry: TensorEntry, lost: Sequence[Box]) -> Iterator[int]:
 
 
 class DamageMap:
-    """Answers what is good; ``damaged`` are ranges beyond missing and short files."""
+    """What of a checkpoint is good; ``damaged`` are ranges beyond missing and short files."""
 
     def __init__(self, index: LocatedIndex, damaged: Sequence[ByteRange]) -> None:
         self._index = index
@@ -127,7 +129,7 @@ class DamageMap:
         return not self._damaged.meeting(data)
 
     def is_hurt_file(self, path: str) -> bool:
-        """Whether anything that a file should hold is not good."""
+        """Whether a file is missing, too short, or damaged anywhere."""
         length = self._lengths.get(path, self._needed[path])
         return length is None or length < self._needed[path] or path in self._damaged_files
 
@@ -161,13 +163,13 @@ class DamageMap:
 
     def rescued(self) -> tuple[Rescue, ...]:
         """The boxes that only a replica still holds."""
-        found: list[Rescue] = []
+        rescues: list[Rescue] = []
         for entry in self._index.tensors:
             for chunk in entry.chunks:
                 place = self._good_place(chunk) if chunk.replicas else None
                 if place is not None and place != chunk.data:
-                    found.append(Rescue(entry.fqn, chunk.box, chunk.data.path, place.path))
-        return tuple(found)
+                    rescues.append(Rescue(entry.fqn, chunk.box, chunk.data.path, place.path))
+        return tuple(rescues)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -187,8 +189,8 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
         return [Box.whole(shape)]
     if not shape:
         return []
-    found: list[Box] = []
-    waiting = sorted(solid, key=_start, reverse=True)
+    missing: list[Box] = []
+    waiting = sorted(solid, key=lambda box: box.offsets[0], reverse=True)
     active: list[Box] = []
     for start, end in pairwise(sorted({0, shape[0], *_edges(solid, shape[0])})):
         active = [box for box in active if box.ends[0] > start]
@@ -197,12 +199,8 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
         if any(box.sizes[1:] == tuple(shape[1:]) for box in active):
             continue
         for hole in holes(shape[1:], {_below(box) for box in active}):
-            _add(found, Box((start, *hole.offsets), (end - start, *hole.sizes)))
-    return found
-
-
-def _start(box: Box) -> int:
-    return box.offsets[0]
+            _add(missing, Box((start, *hole.offsets), (end - start, *hole.sizes)))
+    return missing
 
 
 def _edges(boxes: Sequence[Box], size: int) -> set[int]:
@@ -226,7 +224,7 @@ def _add(found: list[Box], hole: Box) -> None:
 
 
 def describe(box: Box, shape: Sequence[int]) -> str:
-    """Where a box lies, for a person: ``rows 3:6 of 11``, or its slices."""
+    """A box in words: ``rows 3:6 of 11``, or its slices."""
     if not shape:
         return "its one value"
     if box == Box.whole(shape):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING
 
-import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
+import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools.copying.cast import has_numbers, numbers
 from ckpt_tools.copying.write import read_box

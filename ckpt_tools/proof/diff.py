@@ -1,18 +1,21 @@
 """What is different between two checkpoints of any formats and meshes.
 
-Names, types and shapes come from headers; then objects, then values. A difference in one entry
-never hides those of another.
+`pair` matches entries by name, renamed and cleaned. Then names, types and shapes are compared from
+headers, objects by value, tensors by their elements. A difference in one entry never hides another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.index import CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.errors import UsageError
+from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.containers import compare_containers, compare_objects
 from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.proof.tolerance import Tolerance
@@ -20,18 +23,6 @@ from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     from ckpt_tools.proof.deltas import Delta
-
-
-import re
-from collections.abc import Sequence
-
-from ckpt_tools.errors import UsageError
-from ckpt_tools.proof.canonical_names import Inside, canonical_names
-
-# -------------------------------------------------------------------------------------------------
-# Which entries of two checkpoints belong together, by name. Headers only; no file is opened.
-# -------------------------------------------------------------------------------------------------
-
 
 Side = Literal["a", "b"]
 
@@ -102,16 +93,16 @@ def _names(index: CheckpointIndex, naming: Naming, side: Side) -> dict[str, str]
     rename = _renamer([r for r in naming.renames if r.side in (None, side)])
     fqns = [entry.fqn for entry in index.tensors] + [entry.fqn for entry in index.objects]
     inside = canonical_names(index) if naming.clean else {}
-    found: dict[str, str] = {}
+    fqns_by_name: dict[str, str] = {}
     for fqn in fqns:
         place = inside.get(fqn, Inside("model", fqn))
         name = rename(place.name)
         if place.section != "model":
             name = f"{place.section}:{name}"
-        other = found.setdefault(name, fqn)
+        other = fqns_by_name.setdefault(name, fqn)
         if other != fqn:
             raise UsageError(f"{index.root}: {other} and {fqn} would both be called {name}.")
-    return dict(sorted(found.items()))
+    return dict(sorted(fqns_by_name.items()))
 
 
 def _renamer(renames: Sequence[Rename]) -> Callable[[str], str]:
@@ -129,7 +120,7 @@ Status = Literal[
 
 
 class EntryDiff(NamedTuple):
-    """One name and what became of comparing it; ``container`` is of a dict, a list or a tuple.
+    """One name and the result of comparing it; ``container`` is of a dict, a list or a tuple.
 
     ``a`` and ``b`` say in words what is on each side. ``unknown`` means that it could not be
     compared, which is never the same as being equal. ``delta`` is there when values were compared
@@ -213,7 +204,7 @@ def diff(
         if header.status == "same" and same_bytes(one, other, files, on_bytes=tally.add):
             return header
         found_delta = delta(one, other, files, tolerance=options.tolerance)
-        return _told(header, found_delta, options)
+        return _with_delta(header, found_delta, options)
 
     both = list(_both(here, there, pairs))
     tensors = [found for found in both if isinstance(found.a, TensorEntry)]
@@ -240,10 +231,10 @@ def _both(a: CheckpointIndex, b: CheckpointIndex, pairs: Pairs) -> Iterator[_Bot
 
 
 def _entry(index: CheckpointIndex, fqn: str) -> TensorEntry | ObjectEntry:
-    found = index.tensor(fqn) or index.object(fqn)
-    if found is None:
+    entry = index.tensor(fqn) or index.object(fqn)
+    if entry is None:
         raise KeyError(fqn)  # names come from this very index
-    return found
+    return entry
 
 
 def _opened(index: CheckpointIndex, files: Files) -> LocatedIndex:
@@ -272,17 +263,17 @@ def _words(entry: TensorEntry | ObjectEntry) -> str:
 def _header(
     name: str, one: TensorEntry | ObjectEntry, other: TensorEntry | ObjectEntry
 ) -> EntryDiff:
-    """What headers tell of a pair."""
-    told = EntryDiff(name, "same", _words(one), _words(other))
+    """A pair compared by its headers."""
+    same = EntryDiff(name, "same", _words(one), _words(other))
     if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
-        alike = isinstance(one, ObjectEntry) and isinstance(other, ObjectEntry)
-        return told if alike else told._replace(status="kind")
+        objects = isinstance(one, ObjectEntry) and isinstance(other, ObjectEntry)
+        return same if objects else same._replace(status="kind")
     if one.shape != other.shape:
-        return told._replace(status="shape")
-    return told if one.dtype == other.dtype else told._replace(status="dtype")
+        return same._replace(status="shape")
+    return same if one.dtype == other.dtype else same._replace(status="dtype")
 
 
-def _told(header: EntryDiff, found: Delta, options: DiffOptions) -> EntryDiff:
+def _with_delta(header: EntryDiff, found: Delta, options: DiffOptions) -> EntryDiff:
     if found.differing:
         return header._replace(status="values" if header.status == "same" else "dtype", delta=found)
     status: Status = "same" if options.ignore_dtypes else header.status
@@ -307,14 +298,14 @@ def _diff(
     values_compared: bool,
 ) -> Diff:
     objects = sum(sides[0].object(fqn) is not None for fqn, _ in pairs.both.values())
-    found = None if naming.clean or naming.renames else compare_containers(*sides)
+    containers = None if naming.clean or naming.renames else compare_containers(*sides)
     entries += [
         EntryDiff(one.name or "(all)", "container", one.a, one.b)
-        for one in (found.differing if found is not None else ())
+        for one in (containers.differing if containers is not None else ())
     ]
     return Diff(
         values_compared=values_compared,
-        containers=None if found is None else found.count,
+        containers=None if containers is None else containers.count,
         tensors=len(pairs.both) - objects,
         objects=objects,
         same=sum(entry.status == "same" for entry in entries),

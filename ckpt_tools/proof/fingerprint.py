@@ -1,4 +1,4 @@
-"""A digest of what a checkpoint holds, whatever its format, nesting and sharding.
+"""A digest of what a checkpoint holds, independent of format, nesting and sharding, and its file.
 
 Byte for byte:
 
@@ -14,7 +14,7 @@ Byte for byte:
   digest as 64 hexadecimal digits.
 - A checkpoint's digest is that of its section ``model``.
 
-Objects (numbers, pickled state) take no part: formats keep them differently.
+Objects (numbers, pickled state) are left out: formats keep them differently.
 """
 
 from __future__ import annotations
@@ -91,26 +91,25 @@ def fingerprint(
     """The fingerprint of a whole checkpoint, or of the tensors selected in it.
 
     Reads every tensor once, several at a time, a few MiB in memory for each of ``threads``.
-    ``on_bytes`` is told how many bytes were done since it was last called.
+    ``on_bytes`` gets the number of bytes done since its last call.
 
     Raises what keeps the checkpoint from being whole, and UnsupportedError when two names are one.
     """
-    from ckpt_tools import formats  # the readers: whoever loads a fingerprint does not need them
-
     located = formats.locate(index, files)
     located.require_chosen()
-    with suppress(CheckpointError):  # tensors of tuples; what else objects are is not asked here
+    with suppress(CheckpointError):  # for tensors in tuples; other objects are not needed
         located = formats.open_objects(located, files)
     inside = tensors_inside(located)
     tally = Tally(on_bytes)
 
     def digest(entry: TensorEntry) -> TensorDigest:
-        told = digest_of(entry, files, on_bytes=tally.add)
-        return TensorDigest(entry.fqn, inside[entry.fqn], entry.dtype.name, entry.shape, told)
+        value = digest_of(entry, files, on_bytes=tally.add)
+        return TensorDigest(entry.fqn, inside[entry.fqn], entry.dtype.name, entry.shape, value)
 
     far = is_address(index.root)
-    found = in_threads(digest, located.tensors, threads=threads, nbytes=_nbytes, far=far)
-    return of_tensors(found)
+    return of_tensors(
+        in_threads(digest, located.tensors, threads=threads, nbytes=lambda e: e.nbytes, far=far)
+    )
 
 
 def digest_of(
@@ -137,7 +136,7 @@ def digest_of(
 
 def of_tensors(found: Iterable[TensorDigest]) -> Fingerprint:
     """The fingerprint that these tensors have together."""
-    tensors = tuple(sorted(found, key=_fqn))
+    tensors = tuple(sorted(found, key=lambda tensor: tensor.fqn))
     sections: dict[Section, str] = {}
     for section in SECTIONS:
         inside = [tensor for tensor in tensors if tensor.inside.section == section]
@@ -155,14 +154,6 @@ def _line(tensor: TensorDigest) -> bytes:
     shape = ",".join(map(str, tensor.shape))
     text = f"{tensor.inside.name}\0{tensor.dtype}\0{shape}\0{tensor.sha256}\n"
     return text.encode("utf-8", "surrogatepass")
-
-
-def _nbytes(entry: TensorEntry) -> int:
-    return entry.nbytes
-
-
-def _fqn(tensor: TensorDigest) -> str:
-    return tensor.fqn
 
 
 # -------------------------------------------------------------------------------------------------
@@ -231,14 +222,14 @@ def load(path: str) -> Fingerprint:
 def _sections(value: object, path: str) -> dict[Section, str]:
     if not isinstance(value, dict):
         raise UnreadableError(f"{path}: its sections cannot be read.")
-    found: dict[Section, str] = {}
+    sections: dict[Section, str] = {}
     for section in SECTIONS:
         digest = value.get(section)
         if isinstance(digest, str) and _SHA256.fullmatch(digest):
-            found[section] = digest
-    if len(found) != len(value):
+            sections[section] = digest
+    if len(sections) != len(value):
         raise UnreadableError(f"{path}: its sections cannot be read.")
-    return found
+    return sections
 
 
 def _tensors(value: object, path: str) -> list[TensorDigest]:
@@ -266,13 +257,13 @@ def _named(
     tensors: Sequence[TensorDigest], sections: Mapping[Section, str], path: str
 ) -> tuple[TensorDigest, ...]:
     """The tensors with their names inside the sections."""
-    found: list[TensorDigest] = []
+    named: list[TensorDigest] = []
     for section in SECTIONS:
         inside = [tensor for tensor in tensors if tensor.inside.section == section]
         if not inside and section not in sections:
             continue
-        found += _named_section(inside, sections.get(section), path)
-    return tuple(sorted(found, key=lambda tensor: tensor.fqn))
+        named += _named_section(inside, sections.get(section), path)
+    return tuple(sorted(named, key=lambda tensor: tensor.fqn))
 
 
 def _named_section(

@@ -1,6 +1,6 @@
-"""Whether copies of the same rows, saved by several ranks, are the same.
+"""Are copies of the same rows, saved by several ranks, equal?
 
-Which of two that differ is the right one cannot be known here.
+Which of two different copies is the right one cannot be known.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def differing_replicas(
         for other in chunk.replicas
         if chunk.codec is None and chunk.box.numel and is_good(chunk.data) and is_good(other)
     ]
-    found = in_threads(compare, pairs, threads=threads, nbytes=_nbytes)
-    return list(chain.from_iterable(found))
+    errors = in_threads(compare, pairs, threads=threads, nbytes=lambda pair: pair.other.length)
+    return list(chain.from_iterable(errors))
 
 
 def require_equal_replicas(index: CheckpointIndex, files: Files, *, threads: int | None) -> str:
@@ -69,19 +69,15 @@ def require_equal_replicas(index: CheckpointIndex, files: Files, *, threads: int
     if not left:
         return ""
     located = formats.locate(replace(index, tensors=left, objects=(), problems=()), files)
-    found = differing_replicas(
+    errors = differing_replicas(
         located.tensors,
         files,
         is_good=lambda _: True,
         threads=threads,
         tally=Tally(ignore_bytes),
     )
-    replace(located, problems=tuple(found)).require_whole()
+    replace(located, problems=tuple(errors)).require_whole()
     return f" The replicas of {counted(len(left), 'tensor')}, compared byte by byte, are equal."
-
-
-def _nbytes(pair: _Pair) -> int:
-    return pair.other.length
 
 
 def _compare(pair: _Pair, files: Files, tally: Tally) -> list[CheckpointError]:

@@ -1,37 +1,28 @@
-"""One pass over a tensor, chunk by chunk: sums, a checksum, and which rows are zero."""
+"""One pass over a tensor, chunk by chunk: moments, a checksum, and which rows are zero.
+
+`Moments` are sums over blocks of numbers that can be joined: mean, variance, extremes, counts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import prod, sqrt
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
+import numpy as np  # noqa: TID253 - imported late, and only to read values
 
-from ckpt_tools.copying.cast import has_numbers
+from ckpt_tools.copying.cast import exact_extremes, has_numbers, numbers
 from ckpt_tools.copying.write import read_box
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import Chunk, TensorEntry
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
-from math import sqrt
-from typing import TYPE_CHECKING
-
-from ckpt_tools.copying.cast import exact_extremes, numbers
-from ckpt_tools.core.dtypes import DType
-
-if TYPE_CHECKING:
     from ckpt_tools.copying.cast import Numbers
-
-# -------------------------------------------------------------------------------------------------
-# Sums over numbers that come block by block, and can be joined: mean, variance, extremes, counts.
-# -------------------------------------------------------------------------------------------------
-
 
 _BLOCK = 64 << 10  # elements: 512 KiB of float64 stay in the cache
 
@@ -110,17 +101,17 @@ def _block(values: Numbers) -> Moments:
         finite = values[good]
         inf = len(values) - nan - len(finite)
     zeros = len(values) - int(np.count_nonzero(values))
-    found = Moments(numel=len(values), finite=len(finite), nan=nan, inf=inf, zeros=zeros)
+    moments = Moments(numel=len(values), finite=len(finite), nan=nan, inf=inf, zeros=zeros)
     if len(finite) == 0:
-        return found
+        return moments
     mean = finite.mean()
     away = finite - mean
-    found.mean = complex(mean) if np.iscomplexobj(finite) else float(mean.real)
-    found.m2 = sum_of_squares(away)
-    found.squares = sum_of_squares(finite)
+    moments.mean = complex(mean) if np.iscomplexobj(finite) else float(mean.real)
+    moments.m2 = sum_of_squares(away)
+    moments.squares = sum_of_squares(finite)
     sizes = np.abs(finite) if np.iscomplexobj(finite) else finite.real
-    found.least, found.greatest = float(sizes.min()), float(sizes.max())
-    return found
+    moments.least, moments.greatest = float(sizes.min()), float(sizes.max())
+    return moments
 
 
 def sum_of_squares(values: Numbers) -> float:
@@ -132,7 +123,7 @@ def sum_of_squares(values: Numbers) -> float:
     return float(np.einsum("i,i->", flat, flat))
 
 
-# More rows than this are not told apart: one flag each would cost memory.
+# Tensors with more rows are not looked through: one flag a row would cost memory.
 _MAX_ROWS = 1 << 22
 
 
@@ -162,25 +153,22 @@ def scan(entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None]) -
     """Read a located tensor once. Equal boxes are read once, empty ones not at all."""
     unique = {chunk.box: chunk for chunk in reversed(entry.chunks) if chunk.box.numel}
     chunks = [unique[box] for box in sorted(unique)]
-    rows = _Rows(entry) if len(chunks) == 1 and _has_rows(entry) else None
+    has_rows = bool(entry.shape) and 2 <= entry.shape[0] <= _MAX_ROWS
+    rows = _Rows(entry) if len(chunks) == 1 and has_rows else None
     total = Moments()
     scans: list[ChunkScan] = []
     for chunk in chunks:
-        found, crc = Moments(), 0
+        moments, crc = Moments(), 0
         for piece in read_box(entry, chunk.box, files=files):
             crc = crc32(piece, crc)
             part = moments_of(piece, entry.dtype) if has_numbers(entry.dtype) else Moments()
-            found.join(part)
+            moments.join(part)
             if rows is not None:
                 rows.see(piece, may_be_zero=part.zeros > 0)
             on_bytes(len(piece))
-        total.join(found)
-        scans.append(ChunkScan(chunk, found, crc))
+        total.join(moments)
+        scans.append(ChunkScan(chunk, moments, crc))
     return Scan(entry, total, tuple(scans), () if rows is None else tuple(rows.zero_runs()))
-
-
-def _has_rows(entry: TensorEntry) -> bool:
-    return bool(entry.shape) and 2 <= entry.shape[0] <= _MAX_ROWS
 
 
 class _Rows:
@@ -192,7 +180,7 @@ class _Rows:
         self._at = 0
 
     def see(self, piece: memoryview, *, may_be_zero: bool) -> None:
-        """Take in the next bytes: some whole rows, or a part of one."""
+        """Add the next bytes: some whole rows, or a part of one."""
         first, last = self._at // self._row, (self._at + len(piece) - 1) // self._row
         self._at += len(piece)
         if not may_be_zero:

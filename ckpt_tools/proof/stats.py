@@ -1,7 +1,7 @@
-"""Mean, spread, extremes and norm of each tensor, and what in it points at a lost rank.
+"""Mean, spread, extremes, norm and histogram of each tensor, and signs of a lost rank.
 
-Tensors are streamed chunk by chunk, as they are stored, so that a chunk that is zero or the copy of
-another one shows.
+Tensors are streamed chunk by chunk, as they are stored, so that a chunk that is zero or a copy of
+another one is found. `histograms` reads them a second time, once the extremes are known.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np  # noqa: TID253 - only whoever looks at values comes here, and late
+import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools import formats
 from ckpt_tools.copying.cast import numbers
@@ -77,16 +77,12 @@ def stats(
     def one(entry: TensorEntry) -> Scan:
         return scan(entry, files, on_bytes=tally.add)
 
-    scans = in_threads(one, located.tensors, threads=threads, nbytes=_nbytes)
+    scans = in_threads(one, located.tensors, threads=threads, nbytes=lambda entry: entry.nbytes)
     odd = [anomaly for found in scans for anomaly in anomalies_of(found, files)]
     return Statistics(
         tensors=tuple(map(_stats, scans)),
         anomalies=(*odd, *zero_row_anomalies(scans)),
     )
-
-
-def _nbytes(entry: TensorEntry) -> int:
-    return entry.nbytes
 
 
 def _stats(found: Scan) -> TensorStats:
@@ -139,12 +135,8 @@ def histograms(
     def count(entry: TensorEntry) -> tuple[int, ...]:
         return _counts(entry, files, spreads[entry.fqn], on_bytes=tally.add)
 
-    counted = in_threads(count, entries, threads=threads, nbytes=_numel_bytes)
+    counted = in_threads(count, entries, threads=threads, nbytes=lambda entry: entry.nbytes)
     return {entry.fqn: counts for entry, counts in zip(entries, counted, strict=True)}
-
-
-def _numel_bytes(entry: TensorEntry) -> int:
-    return entry.nbytes
 
 
 def _counts(
@@ -156,7 +148,7 @@ def _counts(
         values = numbers(piece, entry.dtype)
         real = np.abs(values) if entry.dtype.kind == "complex" else values.real
         finite = real[np.isfinite(real)]
-        # Halves keep the width of a range of float64's whole span from being infinite.
+        # Halved, since the width of a range can be more than the largest float64.
         place = (finite / 2 - least / 2) / (greatest / 2 - least / 2) * BINS
         totals += np.bincount(place.clip(0, BINS - 1).astype(np.int64), minlength=BINS)
         on_bytes(len(piece))

@@ -1,13 +1,13 @@
-"""Work on many tensors at a time: a few threads, each with one of them, largest first.
+"""Runs work on many tensors in a few threads, the largest tensors first.
 
-It knows nothing of what the work is. Reading, hashing and numpy all let go of the interpreter.
+Reading, hashing and numpy all release the GIL. What the work is, is not known here.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ckpt_tools.copying.parallel import choose_threads
@@ -15,7 +15,7 @@ from ckpt_tools.copying.parallel import choose_threads
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Less than this is not worth a thread's turn: small items are worked on in groups.
+# Smaller items are worked on in groups of this many bytes.
 _GROUP_BYTES = 4 << 20
 
 
@@ -43,15 +43,11 @@ def in_threads(
     pool = ThreadPoolExecutor(max_workers=max(1, threads))
     try:
         futures = [pool.submit(work_on, group) for group in _groups(items, nbytes)]
-        _raise_first(futures)
+        for future in futures:
+            future.result()
     finally:
         pool.shutdown(cancel_futures=True)
     return [results[place] for place in range(len(items))]
-
-
-def _raise_first(futures: Iterable[Future[None]]) -> None:
-    for future in futures:
-        future.result()
 
 
 def _groups(items: Sequence[Item], nbytes: Callable[[Item], int]) -> list[list[int]]:
@@ -73,7 +69,7 @@ def _groups(items: Sequence[Item], nbytes: Callable[[Item], int]) -> list[list[i
 
 
 class Tally:
-    """Passes numbers of bytes on to one listener, from whichever thread they come."""
+    """Passes numbers of bytes from any thread on to one callback."""
 
     def __init__(self, on_bytes: Callable[[int], None]) -> None:
         self._on_bytes = on_bytes
@@ -81,11 +77,11 @@ class Tally:
         self.total = 0
 
     def add(self, nbytes: int) -> None:
-        """Count these bytes and tell the listener."""
+        """Count these bytes and call the callback."""
         with self._lock:
             self.total += nbytes
             self._on_bytes(nbytes)
 
 
 def ignore_bytes(nbytes: int) -> None:
-    """A listener that does not care."""
+    """No-op progress callback."""

@@ -1,19 +1,19 @@
-"""Is a checkpoint whole? `verify` reads all of it, `verify_quick` only headers.
+"""Is a checkpoint complete and undamaged? `verify` reads all of it, `verify_quick` only headers.
 
-What is hurt is told by tensor, by rows and by rank, and so is what is still whole. A report says
-what was proven and what cannot be: only torch.save archives carry checksums, and no checksum tells
-a file of this save from the same file of an older one. That is what fingerprints are for.
+The report names damaged tensors, rows and ranks, and what is still good. It says what was proven
+and what cannot be: only some formats have checksums, and no checksum tells a file of this save from
+the same file of an older one. Fingerprints do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, check_coverage
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, uncovered
 from ckpt_tools.core.text import counted, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.proof.canonical_names import tensors_inside
@@ -55,12 +55,12 @@ class Report:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing at all was found."""
+        """Whether no problem was found."""
         return not self.problems
 
 
 def verify_quick(index: CheckpointIndex, files: Files) -> Report:
-    """Check a checkpoint by its headers: files and lengths, coverage, item shapes, both halves."""
+    """Check a checkpoint by its headers: files, lengths, coverage, shapes, optimizer names."""
     located = formats.locate(index, files)
     return _report(index, located, _Findings(files))
 
@@ -75,8 +75,8 @@ def verify(
     """Check a checkpoint by reading every byte range of it once, and replicas against one another.
 
     Several ranges are read at a time, with about 2 MiB of memory for each of ``threads``.
-    ``on_bytes`` is told how many bytes were read since it was last called; `bytes_to_read` tells
-    about how many there will be.
+    ``on_bytes`` gets the number of bytes read since its last call; `bytes_to_read` estimates their
+    sum.
     """
     located = formats.locate(index, files)
     reading = read_everything(index, files, threads=threads, on_bytes=on_bytes)
@@ -114,10 +114,12 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
     ranges = [damage.data for damage in (*bad_items, *damages)]
     condition = DamageMap(located, ranges)
     halves = _halves(located)
+    known = {fqn for problem in located.problems for fqn in problem.about}
     problems = [
         *index.problems,
-        *_told_once(index, located, bad_items, damages),
-        *_uncovered(located),
+        *_not_in_damages(index, located, bad_items, damages),
+        # The problem of missing files names the rows that are lost with them.
+        *([] if located.missing else uncovered(located.tensors, known=known)),
         *_about(damages, located),
         *findings.differing,
         *halves.problems,
@@ -128,7 +130,7 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
         root=index.root,
         format=index.format,
         problems=tuple(problems),
-        notes=(*index.notes, *halves.notes, *([] if hurt or lost else _replicas_hold(index))),
+        notes=(*index.notes, *halves.notes, *([] if hurt or lost else _held_by_replicas(index))),
         tensors=len(index.tensors),
         hurt=hurt,
         objects=len(index.objects),
@@ -144,14 +146,14 @@ def _bad_items(index: CheckpointIndex, located: LocatedIndex, files: Files) -> l
     """Which items of the tensors that could not be located are at fault: each is tried alone."""
     known = {id(problem) for problem in index.problems}
     new = [problem for problem in located.problems if id(problem) not in known]
-    found: list[Damage] = []
+    damages: list[Damage] = []
     for fqn in sorted({fqn for problem in new for fqn in problem.about}):
         entry = index.tensor(fqn)
         for chunk in entry.chunks if entry is not None else ():
             one = _with_chunk(index, fqn, chunk.box)
             alone = formats.locate(one, files).problems
-            found += [Damage(chunk.data, problem) for problem in alone]
-    return found
+            damages += [Damage(chunk.data, problem) for problem in alone]
+    return damages
 
 
 def _with_chunk(index: CheckpointIndex, fqn: str, box: Box) -> CheckpointIndex:
@@ -165,42 +167,28 @@ def _with_chunk(index: CheckpointIndex, fqn: str, box: Box) -> CheckpointIndex:
     return replace(index, tensors=tensors, objects=(), problems=())
 
 
-def _told_once(
+def _not_in_damages(
     index: CheckpointIndex,
     located: LocatedIndex,
     bad_items: Sequence[Damage],
     damages: Sequence[Damage],
 ) -> list[CheckpointError]:
-    """Problems that locating found, without those that a damage tells better."""
+    """Problems that locating found, without those that a damage describes better."""
     known = {id(problem) for problem in index.problems}
     spans = IntervalMap([damage.data for damage in damages])
-    told = {
+    names = {
         fqn for damage in bad_items for fqn in damage.error.about if not spans.meeting(damage.data)
     }
-    told |= {entry.fqn for entry in index.objects if entry.flaw is not None}
+    names |= {entry.fqn for entry in index.objects if entry.flaw is not None}
     return [
         problem
         for problem in located.problems
-        if id(problem) not in known and (not problem.about or problem.about & told)
+        if id(problem) not in known and (not problem.about or problem.about & names)
     ]
 
 
-def _uncovered(located: LocatedIndex) -> Iterable[CheckpointError]:
-    """Holes and overlaps of tensors that nothing is known against so far."""
-    known = {fqn for problem in located.problems for fqn in problem.about}
-    if located.missing:
-        return  # the files that are not there are told, and the rows that are lost with them
-    for entry in located.tensors:
-        if entry.fqn in known:
-            continue
-        try:
-            check_coverage(entry)
-        except CheckpointError as error:
-            yield error
-
-
 def _about(damages: Sequence[Damage], located: LocatedIndex) -> list[CheckpointError]:
-    """The damages' errors, with the names of what they hurt."""
+    """The errors of damages, with the names of the entries that they are in."""
     if not damages:
         return []
     spans = IntervalMap([damage.data for damage in damages])
@@ -228,8 +216,8 @@ def _halves(index: CheckpointIndex) -> Consistency:
     return compare_model_and_optimizer(index, inside)
 
 
-def _replicas_hold(index: CheckpointIndex) -> list[str]:
-    """What to say when files are missing and yet no row is.
+def _held_by_replicas(index: CheckpointIndex) -> list[str]:
+    """A note when files are missing and yet no row is.
 
     What a missing file held is known where an item is placed in it, and where layouts on the mesh
     of all ranks state it; else it may have held names and rows of which nothing is left.
@@ -241,15 +229,15 @@ def _replicas_hold(index: CheckpointIndex) -> list[str]:
     stated = index.world_size in meshes
     if not stated and not placed.issuperset(index.missing):
         return []
-    told = (
+    note = (
         "Every row of every tensor is still present: replicas in other files hold what the "
         f"{len(index.missing)} missing files held."
     )
-    return [told]
+    return [note]
 
 
 def _ranks(index: CheckpointIndex, condition: DamageMap) -> tuple[RankState, ...]:
-    """Who saved something, and whether what they saved is whole."""
+    """The ranks that saved something, and whether their files are good."""
     paths: dict[int, set[str]] = {}
     for entry in index.tensors:
         for chunk in entry.chunks:
@@ -266,18 +254,20 @@ def _ranks(index: CheckpointIndex, condition: DamageMap) -> tuple[RankState, ...
 
 
 def expecting_ranks(report: Report, index: CheckpointIndex, ranks: int) -> Report:
-    """The same report, with a problem when it is not these ranks, 0 to N - 1, that left files.
+    """The same report, with a problem unless exactly the ranks 0 to N - 1 have files.
 
-    A DCP directory counts by its listing: there a rank with nothing to save leaves an empty file.
+    In some formats a rank with nothing to save has a file, too: there `world_size` counts.
     """
-    is_dcp = index.format.startswith("dcp") and index.world_size is not None
-    found = set(range(index.world_size or 0)) if is_dcp else {s.rank for s in report.ranks}
+    actual = {state.rank for state in report.ranks}
+    if formats.named(index.format).counts_ranks and index.world_size is not None:
+        actual = set(range(index.world_size))
     expected = set(range(ranks))
-    if found == expected:
+    if actual == expected:
         return report
-    absent, more = sorted(expected - found), sorted(found - expected)
-    told = f"ranks {rank_spans(absent)} have no file" if absent else ""
-    told += f"{' and ' if absent and more else ''}"
-    told += f"there are files of ranks {rank_spans(more)}" if more else ""
-    problem = IncompleteError(f"{index.root} should be of {counted(ranks, 'rank')}, but {told}.")
+    absent, more = sorted(expected - actual), sorted(actual - expected)
+    faults = [f"ranks {rank_spans(absent)} have no file"] if absent else []
+    faults += [f"there are files of ranks {rank_spans(more)}"] if more else []
+    problem = IncompleteError(
+        f"{index.root} should be of {counted(ranks, 'rank')}, but {' and '.join(faults)}."
+    )
     return replace(report, problems=(problem, *report.problems))

@@ -75,13 +75,13 @@ def _protocol(address: str) -> FileSystem:
             hint="pip install 'ckpt-tools[remote]', and s3fs, gcsfs or huggingface_hub.",
         ) from error
     try:
-        found: FileSystem = core.url_to_fs(address, **_client(address))[0]
+        system: FileSystem = core.url_to_fs(address, **_client(address))[0]
     except (ImportError, ValueError) as error:
         raise UsageError(
             f"{address} cannot be opened: {error}.",
             hint="s3:// needs s3fs, gs:// gcsfs, hf:// huggingface_hub, http:// aiohttp.",
         ) from error
-    return found
+    return system
 
 
 def _client(address: str) -> dict[str, object]:
@@ -146,7 +146,7 @@ def _is_timeout(error: Exception) -> bool:
 
 
 def _fault(error: Exception, address: str) -> OSError:
-    """The same as a sentence for a person."""
+    """The same as a sentence."""
     status = getattr(error, "status", None)
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(ENOENT, "it does not exist", address)
@@ -256,8 +256,8 @@ def _facts(entry: Mapping[str, object]) -> Facts:
     # To a web client all is a file; a page in the place of one is the listing of a folder.
     is_page = str(entry.get("mimetype", "")).startswith("text/html")
     is_dir = entry.get("type") == "directory" or is_page
-    told = (entry.get(key) for key in ("ETag", "etag", "LastModified", "mtime", "created"))
-    version = next((str(value) for value in told if value), "")
+    values = (entry.get(key) for key in ("ETag", "etag", "LastModified", "mtime", "created"))
+    version = next((str(value) for value in values if value), "")
     known = size if isinstance(size, int) and not is_dir else 0
     return Facts(_tail(str(entry["name"])), known, is_dir, version)
 

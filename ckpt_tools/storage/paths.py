@@ -244,7 +244,7 @@ def normal(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoragePath:
     """A path with the few questions of `pathlib.Path` that readers ask, for addresses, too."""
 
     path: str
@@ -255,8 +255,8 @@ class Place:
     def __str__(self) -> str:
         return self.path
 
-    def __truediv__(self, name: str) -> Place:
-        return Place(os.path.join(self.path, name))
+    def __truediv__(self, name: str) -> StoragePath:
+        return StoragePath(os.path.join(self.path, name))
 
     @property
     def name(self) -> str:
@@ -264,9 +264,9 @@ class Place:
         return os.path.basename(self.path)
 
     @property
-    def parent(self) -> Place:
+    def parent(self) -> StoragePath:
         """The folder that it is in."""
-        return Place(os.path.dirname(self.path) or ".")
+        return StoragePath(os.path.dirname(self.path) or ".")
 
     def is_dir(self) -> bool:
         """Whether it is a folder."""
@@ -280,6 +280,6 @@ class Place:
         """Whether something is there."""
         return is_dir(self.path) or is_file(self.path)
 
-    def iterdir(self) -> Iterator[Place]:
+    def iterdir(self) -> Iterator[StoragePath]:
         """What is in the folder. Raises OSError."""
         return (self / name for name in listdir(self.path))

@@ -1,7 +1,7 @@
 """Outputs in a store: made whole on this machine first, then sent file by file.
 
-A store has no rename, so what tells that a checkpoint is there (`.metadata`, an index) is sent
-last: until then its readers find nothing whole. It knows nothing else of formats.
+A store has no rename, so the files that tell that a checkpoint is there are sent last: until then
+its readers find nothing whole.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from tempfile import mkdtemp
 from ckpt_tools.errors import OutputExistsError, UsageError, WriteError, unwritable
 from ckpt_tools.storage import fsspec_store, paths
 
-_LAST = (".metadata", ".index.json")
-
 
 @contextmanager
-def staged(out: str, *, force: bool, resume: bool) -> Iterator[str]:
-    """A path on this machine to write to; what is there when the block ends is sent to ``out``.
+def staged(out: str, *, force: bool, resume: bool, last: tuple[str, ...] = ()) -> Iterator[str]:
+    """A path on this machine to write to; what is there when the block ends is sent to ``out``,
+    files whose names end with one of ``last`` after all others.
 
     It lies in the folder for temporary files, which needs room for all of it. Raises what
     `refuse_existing` raises, UsageError with ``resume``, and WriteError when the store refuses or
@@ -31,7 +30,7 @@ def staged(out: str, *, force: bool, resume: bool) -> Iterator[str]:
     try:
         here = os.path.join(folder, os.path.basename(paths.normal(out)))
         yield here
-        _send(here, paths.normal(out))
+        _send(here, paths.normal(out), last)
     finally:
         rmtree(folder, ignore_errors=True)
 
@@ -57,9 +56,9 @@ def refuse_existing(out: str, *, force: bool, resume: bool) -> None:
         raise OutputExistsError(f"{out} already exists{more}.", hint=hint)
 
 
-def _send(here: str, out: str) -> None:
-    """Send a file, or all of a folder: what makes a checkpoint of them last. Raises WriteError."""
-    for path in sorted(_files(here), key=_order):
+def _send(here: str, out: str, last: tuple[str, ...]) -> None:
+    """Send a file, or all of a folder. Raises WriteError."""
+    for path in sorted(_files(here), key=lambda path: (path.endswith(last), path)):
         inside = os.path.relpath(path, here)
         address = out if path == here else f"{out}/{inside}"
         try:
@@ -77,7 +76,3 @@ def _files(here: str) -> list[str]:
     if os.path.isfile(here):
         return [here]
     return [os.path.join(parent, name) for parent, _, names in os.walk(here) for name in names]
-
-
-def _order(path: str) -> tuple[bool, str]:
-    return path.endswith(_LAST), path

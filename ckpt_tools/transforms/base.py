@@ -1,8 +1,7 @@
 """Steps between what a checkpoint holds and what is written: each turns entries into other entries.
 
-A step renames, cuts, joins or leaves out entries, as boxes over byte ranges; what it cannot express
-so, it leaves as work to do before the files are written. This room knows what a step is, none of
-them by name.
+A step renames, cuts, joins or leaves out entries, as boxes over byte ranges; values that it has to
+compute are a `Work` to do before the files are written. No step is known by name here.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Work(Protocol):
 class TransformResult(NamedTuple):
     """What a step gives.
 
-    ``notes`` are for a person, ``files`` go into the output beside the tensors, ``works`` make
+    ``notes`` are for people, ``files`` go into the output beside the tensors, ``works`` make
     bytes that the entries' chunks point at.
     """
 
@@ -50,10 +49,10 @@ class TransformResult(NamedTuple):
 Step = Callable[[tuple[TransformedTensor, ...], Files], TransformResult]
 
 
-def carry_out(
+def apply(
     steps: Sequence[Step], made: tuple[TransformedTensor, ...], files: Files
 ) -> TransformResult:
-    """One step after the other; what they say and leave to do is gathered.
+    """Apply the steps in order; their notes, files and works are collected.
 
     Raises UsageError when two entries end with one name.
     """

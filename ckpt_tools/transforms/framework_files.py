@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ckpt_tools import formats
 from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import (
@@ -21,7 +22,6 @@ from ckpt_tools.core.plan import (
 )
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import unwritable
-from ckpt_tools.formats.torch_file import write as torch_write
 from ckpt_tools.storage import paths
 from ckpt_tools.transforms.frameworks import Arranged
 
@@ -48,9 +48,11 @@ def plan_files(
     for name, tree in arranged.beside.items():
         moved = located.arranged(tree)
         if moved.entries:
-            part = renamed(tree, targets)
-            plans += torch_write.plan_files(part, moved.objects, filename=name, tree=moved.tree)
-    plans += [_text(name, text) for name, text in arranged.texts.items()]
+            wanted = formats.PlanOptions(tree=moved.tree, single_file=name)
+            torch = formats.named("torch")
+            plans += torch.plan_files(renamed(tree, targets), moved.objects, options=wanted)
+    bodies = {name: text.encode() for name, text in arranged.texts.items()}
+    plans += [FilePlan(name, len(body), ((0, body),), ()) for name, body in bodies.items()]
     plans += [_copy(name, path) for name, path in arranged.copied.items()]
     return joined([*parts, plans])
 
@@ -64,11 +66,6 @@ def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...
         if isinstance(entry, TensorEntry)
     ]
     return tuple(sorted(found, key=lambda target: target.fqn))
-
-
-def _text(name: str, text: str) -> FilePlan:
-    body = text.encode()
-    return FilePlan(name, len(body), ((0, body),), ())
 
 
 def _copy(name: str, path: str) -> FilePlan:

@@ -176,7 +176,7 @@ class _Job(NamedTuple):
         return None
 
     def about_step(self) -> list[str]:
-        """What to tell of a step that nothing told."""
+        """A note on a step that is not known."""
         if self.named_step() is not None:
             return []
         return ["No folder name has the step, so it is 1; rename the folder if needed."]

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpt_tools import formats
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.formats.safetensors import read as safetensors
 from ckpt_tools.storage.paths import open_file
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def _shapes(state: Mapping[str, torch.Tensor]) -> Shapes:
 def _by_headers(folder: str, config: Mapping[str, object]) -> Needed | None:
     """What the folder's own weights are, or at least what its index says that they are."""
     ties = usual_ties(config)
+    safetensors = formats.named("safetensors")
     try:
         if safetensors.matches(folder):
             index = safetensors.read_index(folder)

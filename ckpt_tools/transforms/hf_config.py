@@ -116,7 +116,9 @@ def _with_quantization(
         what = f"no weight is quantized, but there is {some(sorted(weights.scales))}"
         return config, [f"{CONFIG} keeps its {_QUANTIZATIONS[0]}: {what}."]
     if has and not weights.packed:
-        plain = _mapped(config, lambda part: _without(part, _QUANTIZATIONS))
+        plain = _mapped(
+            config, lambda part: {k: v for k, v in part.items() if k not in _QUANTIZATIONS}
+        )
         return plain, [f"{CONFIG} goes without its {_QUANTIZATIONS[0]}: no tensor is quantized."]
     if has or not weights.packed:
         return config, []
@@ -153,10 +155,6 @@ def _said(part: Config) -> dict[str, DType]:
     """The types that one part of a config says, by their keys."""
     types = {key: parse_dtype(str(part.get(key))) for key in _DTYPES}
     return {key: dtype for key, dtype in types.items() if dtype is not None}
-
-
-def _without(part: Config, keys: Collection[str]) -> dict[str, object]:
-    return {key: value for key, value in part.items() if key not in keys}
 
 
 def _mapped(config: Config, change: Callable[[Config], dict[str, object]]) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """A folder that Hugging Face's loaders take: what lies beside the weights, and which weights.
 
 The asset folder (config, tokenizer, chat template; a downloaded base model will do) says which
-model it is. What that model needs is asked of `architecture`; here it is compared with what there
-is, and tied tensors are written once where their bytes prove that they are one.
+model it is. `hf_architecture` says what that model needs; here it is compared with what there is,
+and tied tensors are written once where their bytes prove that they are one.
 """
 
 from __future__ import annotations

@@ -391,7 +391,7 @@ def _cut(rest: str, options: Mapping[str, object]) -> Path:
 def _regrouped(
     options: Mapping[str, Mapping[Key, Tree[Entry]]], digest: Digest
 ) -> tuple[Group, ...]:
-    """Groups made anew: parameters with equal hyper-parameters are one group."""
+    """New groups: parameters with equal hyper-parameters are one group."""
     members: dict[Hashable, list[str]] = {}
     for name, own in options.items():
         members.setdefault(_value_of(_dict(own), digest), []).append(name)

@@ -46,22 +46,19 @@ def names_in(index: CheckpointIndex) -> ParamNames:
         if optimizer.shape_of(tree) == "flattened":
             continue
         groups = optimizer.read(tree).held()
-        listed = [_texts(group.params) or group.stored_names() or () for group in groups]
-        if any(listed) and all(map(_fits, groups, listed)):
+        listed = [
+            tuple(p for p in group.params if isinstance(p, str)) or group.stored_names() or ()
+            for group in groups
+        ]
+        if any(listed) and all(
+            len(group.params) == len(own) for group, own in zip(groups, listed, strict=True)
+        ):
             ordered = tuple(name for own in listed for name in own)
             return ParamNames(ordered, tuple(map(len, listed)))
     raise UsageError(
         f"{index.root} lists no parameter names in an optimizer's param_groups.",
         hint="--param-names takes a text file, one name a line, or a checkpoint with names.",
     )
-
-
-def _texts(params: Sequence[Param]) -> tuple[str, ...]:
-    return tuple(param for param in params if isinstance(param, str))
-
-
-def _fits(group: optimizer.Group, listed: Sequence[str]) -> bool:
-    return len(group.params) == len(listed)
 
 
 def optimizers_of(index: CheckpointIndex) -> dict[Path, Branch[Entry]]:

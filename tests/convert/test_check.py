@@ -20,12 +20,16 @@ from safetensors.torch import save_file
 from ckpt_tools import api, formats
 from ckpt_tools.cli import cli
 from ckpt_tools.convert import check as checking
+from ckpt_tools.convert.export import Export, ExportOptions
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import write as copy
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.plan import total_length
+from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.errors import UnreadableError, WriteError
-from ckpt_tools.proof import Seen, damage
+from ckpt_tools.proof import KnownCrcs, damage
 from ckpt_tools.storage.reader import Files
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(6, 4)
@@ -188,7 +192,7 @@ def test_large_records_are_checked_without_reading_them_again(
 
 def test_a_record_that_was_seen_in_parts_is_known_only_when_all_of_it_was_seen() -> None:
     data = bytes(range(200))
-    seen = Seen()
+    seen = KnownCrcs()
     for start, end in ((0, 50), (50, 51), (51, 120), (0, 20), (130, 200)):
         seen.add(ByteRange("f", 1000 + start, end - start), crc32(data[start:end]))
     assert seen.crc_of(ByteRange("f", 1000, 120)) == crc32(data[:120])
@@ -262,3 +266,13 @@ def test_each_rank_that_gathers_checks_the_checksums_of_its_own_files(tmp_path: 
                 threads=1,
                 own={str(path)},
             )
+
+
+def test_what_is_read_back_is_part_of_the_bar(tmp_path: Path) -> None:
+    done, totals = [], []
+    write = WriteOptions(check=True)
+    here = Here(write, listener=Listener(done.append, totals.append))
+    out = str(tmp_path / "out.safetensors")
+    plan = here.write(Export(formats.read_index(DCP), out, write, ExportOptions()))
+    assert totals == [2 * total_length(plan.files)]
+    assert sum(done) == total_length(plan.files) + plan.nbytes

@@ -252,14 +252,14 @@ def test_a_single_file_begins_again(tmp_path: Path) -> None:
 
 
 def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> None:
-    place = resume.Place(str(tmp_path))
+    place = resume.OutputPlace(str(tmp_path))
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "file").write_bytes(b"data")
     plans = [FilePlan("file", 4, (), ())]
     for index, (first, end) in enumerate([(0, 2), (3, 5), (1, 3)]):
         assert not resume.finished_files(place, plans)
         with resume.logged(place, index) as log:
-            log.written(resume.Part("file", first, end, 5))
+            log.written(resume.TaskRange("file", first, end, 5))
     assert resume.finished_files(place, plans) == {"file"}
     assert resume.keep_finished(place, plans) == {"file"}
     assert resume.finished_files(place, plans) == {"file"}
@@ -269,7 +269,7 @@ def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> Non
 def test_a_file_is_synced_before_it_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = resume.Place(str(tmp_path))
+    place = resume.OutputPlace(str(tmp_path))
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "file").write_bytes(b"data")
     plans = [FilePlan("file", 4, (), ())]
@@ -281,7 +281,7 @@ def test_a_file_is_synced_before_it_is_noted(
 
     monkeypatch.setattr(os, "fsync", fsync)
     with resume.logged(place, 0) as log:
-        log.written(resume.Part("file", 0, 1, 1))
+        log.written(resume.TaskRange("file", 0, 1, 1))
     assert synced == [str(tmp_path / "new" / "file"), str(tmp_path / "new")]
     assert resume.finished_files(place, plans) == {"file"}
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import DTYPES, Source, layouts, region, values
 
-from ckpt_tools.copying.resume import Part
+from ckpt_tools.copying.resume import TaskRange
 from ckpt_tools.copying.write import ALL, Share, write_files
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
@@ -89,7 +89,7 @@ def write(
     threads: int = 2,
     slab: int = 1 << 20,
     share: Share = ALL,
-    parts: list[Part] | None = None,
+    parts: list[TaskRange] | None = None,
 ) -> int:
     """Write with slabs and tasks of this size; gives the number of bytes that were reported."""
     parts = [] if parts is None else parts
@@ -154,7 +154,7 @@ def test_shares_together_write_every_byte(tmp_path: Path, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 20])
 def test_each_worker_says_which_tasks_of_a_file_it_has_written(tmp_path: Path, count: int) -> None:
     plan = checked_plan(tmp_path)
-    parts: list[Part] = []
+    parts: list[TaskRange] = []
     with Files() as files:
         for index in range(count):
             write([plan], str(tmp_path), files, slab=64, share=Share(index, count), parts=parts)

@@ -27,7 +27,7 @@ from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.export import Export, ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, plan_reshard
 from ckpt_tools.convert.write import Plan, WriteOptions
-from ckpt_tools.copying.resume import Place as OutPlace
+from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import Share, cut
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.dtypes import dtype_named
@@ -47,12 +47,12 @@ from ckpt_tools.distributed import agreement, dcp_engine, environment, gathering
 from ckpt_tools.distributed import group as group_module
 from ckpt_tools.distributed.agreement import digest, identity
 from ckpt_tools.distributed.engines import Request, reshard_by
-from ckpt_tools.distributed.environment import Place
+from ckpt_tools.distributed.environment import RankPlace
 from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.heartbeat import Heartbeat
 from ckpt_tools.distributed.job import Job
-from ckpt_tools.distributed.workers import Order, write_share, write_with_workers
+from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.errors import (
     AnswerNo,
     CkptError,
@@ -108,7 +108,7 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def test_torchrun_is_known_by_its_environment(under_torchrun: Callable[[int], None]) -> None:
     under_torchrun(3)
-    assert environment.place() == Place(3, 4, 0, 2)
+    assert environment.place() == RankPlace(3, 4, 0, 2)
 
 
 def test_a_rank_alone_is_no_torchrun_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def run_ranks(count: int, work: Callable[[Group], object]) -> list[object]:
 
     def run(rank: int) -> None:
         try:
-            place = Place(rank, count, rank, count)
+            place = RankPlace(rank, count, rank, count)
             heartbeat = Heartbeat(store, place)
             with heartbeat.running():
                 found[rank] = work(Group(store, place, heartbeat=heartbeat))
@@ -304,7 +304,7 @@ def test_ranks_that_never_join_end_the_one_that_waits_and_are_named(
     monkeypatch: pytest.MonkeyPatch, here: int, absent: str
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    store, place = MemoryStore(), Place(here, 3, 0, 1)
+    store, place = MemoryStore(), RankPlace(here, 3, 0, 1)
     heartbeat = Heartbeat(store, place)
     started = time.monotonic()
     with heartbeat.running(), pytest.raises(PeerFailedError) as lost:
@@ -354,7 +354,7 @@ def test_a_store_that_is_gone_is_told_as_such() -> None:
             raise RuntimeError("Connection reset by peer")
 
     with pytest.raises(PeerFailedError, match=r"store at .* is gone \(Connection reset by peer\)"):
-        Group(Gone(), here := Place(1, 2, 1, 2), heartbeat=Heartbeat(Gone(), here)).barrier()
+        Group(Gone(), here := RankPlace(1, 2, 1, 2), heartbeat=Heartbeat(Gone(), here)).barrier()
 
 
 # ----------------------------------------------------------------------------------- agreement
@@ -371,7 +371,7 @@ def test_an_output_folder_on_a_nodes_own_disk_is_refused(
 
     def work(group: Group) -> None:
         folder = str(folders[group.rank])
-        agreement.require_same_folder(group, OutPlace(folder))
+        agreement.require_same_folder(group, OutputPlace(folder))
 
     for error in run_ranks(2, work):
         assert isinstance(error, UsageError)
@@ -501,23 +501,23 @@ def test_an_output_that_is_there_is_refused_before_anything_is_read(
 
 
 @pytest.fixture
-def orders(tmp_path: Path) -> list[Order]:
+def orders(tmp_path: Path) -> list[ShareOrder]:
     """What two workers are given, of a source that may be harmed."""
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(DCP, source)
     out.mkdir()
     plan = plan_reshard(read_index(str(source)), ReshardOptions(parse_mesh("4x8")))
-    place = OutPlace(str(out))
-    return [Order(plan.files, Share(n, 2), place, 1, 4 << 20, plan.source) for n in range(2)]
+    place = OutputPlace(str(out))
+    return [ShareOrder(plan.files, Share(n, 2), place, 1, 4 << 20, plan.source) for n in range(2)]
 
 
-def test_what_one_worker_raises_is_raised(orders: list[Order], tmp_path: Path) -> None:
+def test_what_one_worker_raises_is_raised(orders: list[ShareOrder], tmp_path: Path) -> None:
     os.truncate(tmp_path / "source" / "__2_0.distcp", 100)
     with pytest.raises(UnreadableError, match=r"__2_0\.distcp is truncated"):
         write_with_workers(orders, on_bytes=nothing)
 
 
-def test_a_worker_that_dies_is_an_error_that_says_how(orders: list[Order]) -> None:
+def test_a_worker_that_dies_is_an_error_that_says_how(orders: list[ShareOrder]) -> None:
     plans = (orders[0].plans[0]._replace(path="\0"),)  # no file can have this name: our fault
     orders = [order._replace(plans=plans) for order in orders]
     with pytest.raises(WriteError, match=r"Worker \d of 2 died \(exit code 1\)"):
@@ -762,11 +762,12 @@ def _write_big(path: Path) -> None:
 # -------------------------------------------------------------------------------------- own share
 
 
-def shares_of(plan: ReshardPlan, out: Path, count: int) -> list[Order]:
+def shares_of(plan: ReshardPlan, out: Path, count: int) -> list[ShareOrder]:
     (out / "new").mkdir(parents=True)
-    place = OutPlace(str(out))
+    place = OutputPlace(str(out))
     return [
-        Order(plan.files, Share(n, count), place, 1, 4 << 20, plan.source) for n in range(count)
+        ShareOrder(plan.files, Share(n, count), place, 1, 4 << 20, plan.source)
+        for n in range(count)
     ]
 
 

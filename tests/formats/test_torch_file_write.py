@@ -14,11 +14,10 @@ import torch
 from plan_writer import Source, value_object, write_plans
 
 from ckpt_tools.core.index import ByteRange, ObjectEntry, PlainValue, Size
-from ckpt_tools.core.state_tree import Branch, list_of
+from ckpt_tools.core.state_tree import Branch, list_of, nested
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 from ckpt_tools.formats.pickle.dump import dumps
 from ckpt_tools.formats.pickle.load import load_plain
-from ckpt_tools.formats.pickle.nest import nested
 from ckpt_tools.formats.torch_file.write import plan_files
 from ckpt_tools.formats.zip.layout import lay_out
 

@@ -83,7 +83,7 @@ class Entries(Tree[Shown]):
         self.cursor_line = 0
 
     def again(self) -> None:
-        """Make all lines anew."""
+        """Render all lines again."""
         self._behind.clear()
         self.root.refresh()
         self.refresh()
@@ -287,7 +287,7 @@ class Browser(App[None]):
 
     @work(thread=True, exclusive=True, group="tree")
     def arrange(self) -> None:
-        """Build the tree anew: as it is arranged, and of what is searched for."""
+        """Build the tree again: in its arrangement, of what is searched for."""
         worker = get_current_worker()
         try:
             leaves = self.sides.leaves(self._arrangement, self._text, differing=self._differing)
@@ -449,7 +449,7 @@ class Browser(App[None]):
         self.call_later(self._show_compared)
 
     def _show_compared(self) -> None:
-        """Make all lines anew, and the details of the one under the cursor."""
+        """Render all lines again, and the details of the one under the cursor."""
         tree = self.tree_widget
         tree.again()
         if tree.cursor_node is not None:

@@ -39,8 +39,8 @@ class Sides:
         self._compared: set[str] = set()
         self._placed: dict[Arrangement, list[Leaf]] = {}
         if self.two:
-            told = diff_headers(*indexes, naming=naming).entries
-            self._found = {one.name: one for one in told}
+            entries = diff_headers(*indexes, naming=naming).entries
+            self._found = {one.name: one for one in entries}
 
     @property
     def two(self) -> bool:

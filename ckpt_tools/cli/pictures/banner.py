@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from time import gmtime, strftime
 
 from ckpt_tools._version import __version__
-from ckpt_tools.analysis.inspection import Inspection, Part
+from ckpt_tools.analysis.inspection import Inspection, VerdictPart
 from ckpt_tools.cli import report
 from ckpt_tools.cli.pictures import files
 from ckpt_tools.cli.pictures.shell import page, table, text
@@ -37,7 +37,7 @@ def hurt_by(problems: Sequence[CheckpointError]) -> frozenset[str]:
 
 
 def _banner(
-    root: str, verdict: Sequence[Part], facts: Sequence[str], problems: Iterable[str]
+    root: str, verdict: Sequence[VerdictPart], facts: Sequence[str], problems: Iterable[str]
 ) -> Iterator[str]:
     kinds = {part.kind for part in verdict}
     kind = next(kind for kind in ("bad", "doubtful", "good", "plain") if kind in kinds)
@@ -87,7 +87,7 @@ def failure_page(ckpt: str, error: CheckpointError) -> str:
     found: dict[str, FileState] = {}
     with suppress(OSError):
         found = paths.states(ckpt)
-    verdict = [Part("CANNOT BE READ", "bad")]
+    verdict = [VerdictPart("CANNOT BE READ", "bad")]
     parts = list(_banner(ckpt, verdict, [_saved(last_written(found))], [_why(error)]))
     shown = sorted(found.items())[:_MAX_FILES]
     rows = ((os.path.basename(path), f"{state.size:,}") for path, state in shown)

@@ -154,9 +154,9 @@ def _loads(side: Holdings, place: tuple[int, int, int], *, most: int) -> Iterato
     left, top, width = place
     totals = bytes_held(side)
     skew = skew_of(totals)
-    told = "" if skew is None or len(totals) < 2 else f", {skew:.2f} × the average"
+    average = "" if skew is None or len(totals) < 2 else f", {skew:.2f} × the average"
     fullest = format_size(max(totals, default=0))
-    yield top, _text(left, top, f"bytes per {side.unit}: {fullest} the most{told}", style="h")
+    yield top, _text(left, top, f"bytes per {side.unit}: {fullest} the most{average}", style="h")
     shown = totals[:_MAX_LOADS]
     step = min(_CELL, width // max(1, len(shown)))
     base = top + 14 + _LOAD_HEIGHT

@@ -1,4 +1,4 @@
-"""Tensors that differ only by the numbers in their names, and are held alike, as one row.
+"""Tensors that differ only by the numbers in their names, with the same holders, as one row.
 
 A model of 32 layers then takes no more rows than one of two.
 """

@@ -43,7 +43,8 @@ def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
     across = mesh.shape[-1] if mesh.shape else 1
     cell = len(str(mesh.size - 1)) + 2
     words = " × ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
-    yield f"  {words}: {names[-1]} from left to right" + _downwards(names)
+    downwards = f", {names[-2]} downwards" if len(names) > 1 else ""
+    yield f"  {words}: {names[-1]} from left to right{downwards}"
     if mesh.size > 512:
         yield f"  {counted(mesh.size, 'rank')}, not drawn"
         return
@@ -55,10 +56,6 @@ def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
         for first in range(start, start + across, per_line):
             ranks = range(first, min(first + per_line, start + across))
             yield "  " + "".join(paint(str(rank).center(cell), rank) for rank in ranks)
-
-
-def _downwards(names: Sequence[str]) -> str:
-    return f", {names[-2]} downwards" if len(names) > 1 else ""
 
 
 def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:

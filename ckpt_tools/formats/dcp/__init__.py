@@ -22,6 +22,8 @@ class Dcp(Format):
     writes: ClassVar[Writes | None] = "shards"
     object_codec: ClassVar[str | None] = "torch.save"
     codecs: ClassVar[frozenset[str]] = frozenset({"torch.save", "zstd"})
+    index_files = (".metadata",)
+    counts_ranks = True
 
     def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.dcp import read
@@ -73,6 +75,11 @@ class Dcp(Format):
         from ckpt_tools.formats.dcp import flattening
 
         return flattening.as_read(tree, is_tensor=is_tensor)
+
+    def packs(self, branch: Branch[str], *, is_tensor: Callable[[str], bool]) -> bool:  # noqa: D102
+        from ckpt_tools.formats.dcp import flattening
+
+        return flattening.is_one_item(branch, is_tensor)
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions

@@ -1,5 +1,5 @@
-"""What is wrong with a DCP directory, told from `.metadata` and file sizes: which files are missing
-or short, which names that hurts, and what is still whole.
+"""Checks a DCP directory by `.metadata` and file sizes: which files are missing or short, which
+entries are in them, and what is still complete.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _hurt(index: CheckpointIndex, bad: Mapping[str, int | None]) -> dict[str, se
 
 
 def _damage(index: CheckpointIndex, hurt: Mapping[str, set[str]], paths: Sequence[str]) -> str:
-    """How much is hurt and what is whole, for a person."""
+    """How much is damaged and what is complete, as text."""
     fqns = set().union(*(hurt[path] for path in paths))
     tensors = [entry for entry in index.tensors if entry.fqn in fqns]
     total = len(index.tensors)

@@ -91,7 +91,7 @@ class StoredItems:
         self._root = root
         self._storage = storage
         self._places: dict[tuple[str, tuple[str, ...]], _Place] = {}
-        # By the identity of the boxes, which tensors that are cut alike share and a grid keeps.
+        # By the identity of the boxes, which tensors with the same cut share and a grid keeps.
         self._grids: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Grid] = {}
 
     @property

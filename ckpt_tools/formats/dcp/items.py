@@ -209,7 +209,7 @@ def _records(files: Files, data: ByteRange, codec: str) -> Iterator[Checksummed]
 def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDTensor]:
     """The tensors in a pickled object: a whole state dict, saved with flatten_state_dict=False.
 
-    None are said to be in an object that cannot be opened: whoever chooses it gets the error.
+    An object that cannot be opened counts as one without: choosing it raises the error.
     """
     item = unpacked(files, entry.data, entry.codec or TORCH_SAVE)
     where = f"{item.path}, item of {entry.fqn}"

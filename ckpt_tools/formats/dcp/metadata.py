@@ -2,7 +2,7 @@
 
 It knows the classes of torch.distributed.checkpoint from torch 2.1 on, and nothing of the files
 that they speak of. A file can list a million chunks: each is a few small objects without a dict,
-tensors that are cut alike share their boxes, and checks run over many values at once.
+tensors with the same cut share their boxes, and checks run over many values at once.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Metadata(StateRecord):
 class TensorMeta(NamedTuple):
     """One tensor: element type, global shape, and its different boxes in the order of the ranks.
 
-    Most tensors that are cut alike have the same tuple of boxes, known by its identity.
+    Most tensors with the same cut have the same tuple of boxes, known by its identity.
     """
 
     dtype: str
@@ -298,7 +298,7 @@ def _tensor(fqn: str, entry: StateRecord, cuts: _Cuts) -> TensorMeta:
 
 
 class _Cuts:
-    """The boxes of tensors: those of tensors that are cut alike become one tuple."""
+    """The boxes of tensors: those of tensors with the same cut become one tuple."""
 
     def __init__(self) -> None:
         self._known: dict[Offsets, list[tuple[list[Offsets], list[Offsets], tuple[Box, ...]]]] = {}
@@ -309,8 +309,8 @@ class _Cuts:
             raise UnreadableError(f"describes {fqn} with chunks that are none.")
         offsets = list(map(_offsets, chunks))
         sizes = list(map(_sizes, chunks))
-        alike = self._known.setdefault(shape, [])
-        for known_offsets, known_sizes, boxes in alike:
+        same_shape = self._known.setdefault(shape, [])
+        for known_offsets, known_sizes, boxes in same_shape:
             if known_offsets == offsets and known_sizes == sizes:
                 return boxes
         if not _are_counts(offsets, len(shape)) or not _are_counts(sizes, len(shape)):
@@ -318,8 +318,8 @@ class _Cuts:
                 f"describes {fqn} with a chunk that is not a box in {len(shape)}-D."
             )
         boxes = tuple(dict.fromkeys(map(Box, offsets, sizes)))
-        if len(alike) < _MAX_ALIKE:
-            alike.append((offsets, sizes, boxes))
+        if len(same_shape) < _MAX_ALIKE:
+            same_shape.append((offsets, sizes, boxes))
         return boxes
 
 

@@ -61,7 +61,7 @@ def open_containers(index: Index, files: Files) -> Index:
 
     Such an item becomes a container in the tree, with an entry for each tensor and value in it, of
     the item's section; `CheckpointIndex.packed` keeps the item. One that is damaged gets a flaw.
-    What could run code, and what is of a class that nobody knows, stays one object.
+    What could run code, and what is of an unknown class, stays one object.
     """
     return _with_containers(index, *_containers(index, files))
 
@@ -264,7 +264,7 @@ def _container(entry: ObjectEntry, files: Files) -> _Container | None:
 def copyable_objects(index: Index, files: Files) -> Index:
     """The same index with objects as archives of torch.save, those that are packed inflated.
 
-    Raises UnreadableError for an archive that nobody could open: its copy would be as damaged.
+    Raises UnreadableError for an archive that cannot be opened: its copy would be as damaged.
     """
     return replace(index, objects=tuple(_copyable(entry, files) for entry in index.objects))
 

@@ -267,7 +267,7 @@ class _Items:
         try:
             here, there = self._records(one, codec), self._records(other, codec)
         except CheckpointError:
-            return True  # an item that is damaged is told where it is read
+            return True  # a damaged item is reported when it is read
         return here.keys() == there.keys() and all(
             self._same_record(here[name], there[name]) for name in here
         )

@@ -100,11 +100,12 @@ def _read_index(path: str) -> CheckpointIndex:
         for fqn, meta in sorted(metadata.tensors.items())
         if meta.dtype in BY_NAME
     )
+    unread = {fqn for fqn, meta in metadata.tensors.items() if meta.dtype not in BY_NAME}
     objects = tuple(
         stored.object(fqn, path_of[fqn], sections[fqn])
         if fqn in metadata.objects
         else stored.unread(fqn, path_of[fqn], sections[fqn], dtype=metadata.tensors[fqn].dtype)
-        for fqn in sorted({*metadata.objects, *_unread(metadata)})
+        for fqn in sorted({*metadata.objects, *unread})
     )
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
     index = CheckpointIndex(
@@ -143,11 +144,6 @@ def _classified(index: CheckpointIndex) -> CheckpointIndex:
         tensors=tuple(replace(entry, section=sections[entry.fqn]) for entry in index.tensors),
         objects=tuple(replace(entry, section=sections[entry.fqn]) for entry in index.objects),
     )
-
-
-def _unread(metadata: Metadata) -> Iterable[str]:
-    """The tensors whose element types are not read: quantized ones."""
-    return (fqn for fqn, meta in metadata.tensors.items() if meta.dtype not in BY_NAME)
 
 
 def _file_sizes(path: str) -> dict[str, int]:

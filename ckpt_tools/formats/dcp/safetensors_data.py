@@ -70,7 +70,7 @@ def _lengths_are_bare(index: CheckpointIndex) -> bool:
     """Whether `.metadata` gives an item the length of its elements alone, as it does only here.
 
     An item that is a torch.save archive is longer, a compressed one has a transform. So a usual
-    directory is told apart without a look into its data files.
+    directory is recognised without reading its data files.
     """
     for entry in index.tensors:
         for chunk in entry.chunks:
@@ -81,7 +81,7 @@ def _lengths_are_bare(index: CheckpointIndex) -> bool:
 
 
 def _first_place(index: CheckpointIndex, lengths: Mapping[str, int]) -> tuple[str, int] | None:
-    """The first byte of some tensor data that is there; what is lacking is told elsewhere."""
+    """The first byte of some tensor data that is there; missing files are reported elsewhere."""
     for entry in index.tensors:
         for chunk in entry.chunks:
             if chunk.data.offset + 9 <= lengths.get(chunk.data.path, 0):
@@ -90,7 +90,7 @@ def _first_place(index: CheckpointIndex, lengths: Mapping[str, int]) -> tuple[st
 
 
 def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:
-    """The shards of one data file, with the offsets that its header tells."""
+    """The shards of one data file, with the offsets in its header."""
     header = read_header(files, path, offset=start)
     offsets = _saved_offsets(header.metadata, path)
     for fqn, stored in header.tensors.items():
@@ -100,7 +100,7 @@ def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Store
 def _saved_offsets(metadata: Mapping[str, str], path: str) -> dict[str, tuple[int, ...]]:
     try:
         info = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
-        return {fqn: tuple(map(int, told["saved_offsets"])) for fqn, told in info.items()}
+        return {fqn: tuple(map(int, shard["saved_offsets"])) for fqn, shard in info.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnreadableError(f"{path}: its DCP_SHARDING_INFO cannot be read: {error}.") from error
 

@@ -1,6 +1,6 @@
 """Writes the pickles that torch.save would write, without torch and without its classes.
 
-What to pickle is told by nodes: plain Python values, and `Global`, `Call`, `Instance`,
+The input are nodes: plain Python values, and `Global`, `Call`, `Instance`,
 `Persistent` for what a pickle says about classes. Protocol 2, with the same opcodes in the same
 order as `pickle.Pickler`, so that a tensor's pickle is the same bytes. Equal strings are memoized
 as one; pickle itself would do so only for the same object.

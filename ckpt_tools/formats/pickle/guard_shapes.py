@@ -127,7 +127,7 @@ def _pattern(entry: bytes) -> bytes | None:
 
 
 def _fixed_references(tokens: list[_Token]) -> set[int] | None:
-    """Which references must be to the same value in every entry: None when that cannot be told.
+    """Which references must be to the same value in every entry: None when that is not known.
 
     All of those that become a key, an item of a tuple, or remembered: what they refer to decides
     what the entry costs. Others are arguments of calls and values of dicts, which are not hashed.

@@ -1,7 +1,7 @@
 """A restricted unpickler: it reads the pickles of checkpoints and runs nothing foreign.
 
-A pickle is a program that names classes and functions. Here each name gives a stand-in of our own,
-an opaque value, or an error that says the name. Nothing is imported, and torch is not needed.
+A pickle is a program that names classes and functions. Here each name gives a stub of ours, an
+opaque value, or an error with the name. Nothing is imported, and torch is not needed.
 It knows what torch puts into a pickle, not what a checkpoint format means by it.
 """
 

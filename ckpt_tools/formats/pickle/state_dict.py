@@ -47,7 +47,7 @@ class ObjectLeaf(NamedTuple):
     """Something that is not a tensor: its value when it is plain, else the name of its type.
 
     ``flaw`` says why it cannot be used: it is a tensor of a kind that is not read, or of a class
-    that nobody knows. What is not plain may still have a value, to be shown.
+    that is not known. What is not plain may still have a value, to be shown.
     """
 
     fqn: str

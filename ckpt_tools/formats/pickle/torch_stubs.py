@@ -116,7 +116,7 @@ class Opaque(StandIn):
 class OpaqueObject(StandIn):
     """The base of the classes made for opaque globals: takes any arguments, state and items.
 
-    ``unknown`` are all globals of the pickle that nobody knows, where this is one of them.
+    ``unknown`` are all unknown globals of the pickle, where this is one of them.
     """
 
     __slots__ = ("is_module",)

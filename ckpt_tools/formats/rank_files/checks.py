@@ -6,11 +6,11 @@ A file states the mesh of its tensors and its own place on it; names state a ran
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.geometry import row_major_strides
-from ckpt_tools.core.index import TensorEntry, check_coverage
+from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.text import are, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
@@ -156,17 +156,6 @@ def _rows_of(rank: int, world: int, tensors: Sequence[TensorEntry]) -> list[str]
         if box.numel and len(rows) < _ROWS_SHOWN:
             rows.append(f"{entry.fqn} {box}")
     return rows
-
-
-def holes(tensors: Sequence[TensorEntry], known: Collection[str]) -> Iterator[CheckpointError]:
-    """What chunks do not cover, or cover twice, of tensors that nothing else is known against."""
-    for entry in tensors:
-        if entry.fqn in known:
-            continue
-        try:
-            check_coverage(entry)
-        except CheckpointError as error:
-            yield error
 
 
 def listed(ranks: Sequence[int]) -> str:

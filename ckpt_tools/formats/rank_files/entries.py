@@ -1,7 +1,7 @@
 """From what every rank holds to the entries of one checkpoint.
 
 What must be the same on all ranks and is not becomes a problem or a note here; which rank files
-there should be is the business of `rank_checks`.
+there should be, `checks` knows.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class _Report:
             yield replicas_differ(self.unlike)
 
     def notes(self) -> Iterator[str]:
-        """What a person should know."""
+        """Notes for people."""
         if self.per_rank:
             yield f"Kept once per rank, as ….rank_N: {some(sorted(self.per_rank))}."
         if self.unseen:

@@ -57,7 +57,7 @@ def listing(path: str) -> list[RankFile]:
 def families_of(listings: Sequence[Sequence[RankFile]], *, where: str) -> tuple[Family, ...]:
     """The families of the files that all ranks found, each rank's own as that rank sees it.
 
-    Raises IncompleteError when nobody found any, and what `rank_names.joined` raises.
+    Raises IncompleteError when no rank found any, and what `file_names.joined` raises.
     """
     found: dict[tuple[str, int], RankFile] = {}
     for rank, files in enumerate(listings):

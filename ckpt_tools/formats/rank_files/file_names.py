@@ -101,12 +101,11 @@ def families(paths: Iterable[str]) -> list[Family]:
                 f"{other.path} and {file.path} both say that they are of rank {file.rank}.",
                 hint="Name the files of one checkpoint by a quoted glob.",
             )
-    return [_family(pattern, found[pattern]) for pattern in sorted(found)]
-
-
-def _family(pattern: str, ranks: dict[int, RankFile]) -> Family:
-    files = tuple(ranks[rank] for rank in sorted(ranks))
-    return Family(files[0].family, pattern, files[0].world_size, files)
+    made = []
+    for pattern, ranks in sorted(found.items()):
+        files = tuple(ranks[rank] for rank in sorted(ranks))
+        made.append(Family(files[0].family, pattern, files[0].world_size, files))
+    return made
 
 
 def joined(found: Sequence[Family], *, where: str) -> tuple[Family, ...]:
@@ -155,8 +154,8 @@ def _part(name: str) -> str | None:
 def has_container(keys: Iterable[object], name: str) -> bool:
     """Whether a state dict with these keys already says which part of a checkpoint it is."""
     part = _part(name) or ""
-    alike = _OPTIM if part.startswith("1") else _MODEL - {""}
-    return any(key == name or (part[:1] in ("0", "1") and key in alike) for key in keys)
+    expected = _OPTIM if part.startswith("1") else _MODEL - {""}
+    return any(key == name or (part[:1] in ("0", "1") and key in expected) for key in keys)
 
 
 def holds_other_state(name: str) -> bool:

@@ -164,17 +164,17 @@ def join(parts: Sequence[Part], comparison: Comparison) -> Joined:
 def _join_plain(parts: Sequence[Part], comparison: Comparison, complaint: str | None) -> Joined:
     """A plain tensor: the first rank's, when that of every other rank is the same."""
     first = parts[0]
-    alike, differing, unseen = [first], [], False
+    equal, differing, unseen = [first], [], False
     for part in parts[1:]:
         verdict = comparison.equal(first, part)
         unseen = unseen or verdict is None
         if verdict is False:
             differing.append(part.rank)
         else:
-            alike.append(part)
+            equal.append(part)
     return Joined(
         shape=first.shape,
-        chunks=(_chunk(alike),),
+        chunks=(_chunk(equal),),
         layout=None,
         complaint=complaint,
         differing=tuple(differing),

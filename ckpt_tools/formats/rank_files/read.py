@@ -6,8 +6,8 @@ the file names and their number. Families of one save (``model_â€¦``, ``optim_â€
 are one checkpoint, and the name of a family is the container of its entries unless the files
 themselves have it. Files are opened one after the other.
 
-An object has no bytes of its own: its byte range is that of its file's pickle, and its value
-carries the truth.
+An object has no bytes of its own: its byte range is that of its file's pickle, and only its
+value is compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry, uncovered
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
@@ -86,18 +86,18 @@ def read_index(
         for family in families:
             reading.read(family, contained=len(families) > 1)
         if not named:
-            reading.notes += map(_ranks_from_files, families)
+            for family in families:
+                ranks = [
+                    f"{os.path.basename(one.path)} is of rank {one.rank}" for one in family.files
+                ]
+                text = "Ranks were taken from the meshes in the files, not from names"
+                reading.notes.append(f"{text}: {some(ranks)}.")
         return reading.index(root, families)
 
 
 def _around(folders: Collection[str]) -> str:
     """The folder that all of these are in, or are."""
     return next(iter(folders)) if len(folders) == 1 else os.path.commonpath(folders)
-
-
-def _ranks_from_files(family: Family) -> str:
-    ranks = [f"{os.path.basename(file.path)} is of rank {file.rank}" for file in family.files]
-    return f"Ranks were taken from the meshes in the files, not from names: {some(ranks)}."
 
 
 def _files_in(folder: str) -> list[str]:
@@ -205,7 +205,7 @@ class Reading:
         ]
         known = {fqn for problem in problems for fqn in problem.about}
         if all(problem.about for problem in problems):
-            problems += rank_checks.holes(entries.tensors, known)
+            problems += uncovered(entries.tensors, known=known)
         return CheckpointIndex(
             root=root,
             format="ranks",

@@ -47,7 +47,7 @@ def _replicated(layouts: set[Layout], ndim: int) -> list[int]:
 
 
 def notes(families: Sequence[Family], world: int) -> Iterator[str]:
-    """What a person should know of the ranks that are absent."""
+    """A note on the ranks that are absent."""
     for family in families:
         have = {file.rank for file in family.files}
         absent = [rank for rank in range(world) if rank not in have]

@@ -33,7 +33,7 @@ from ckpt_tools.core.plan import (
     placed_tree,
     refuse_types_not_in_torch,
 )
-from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.core.state_tree import Branch, nested
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.pickle.dump import (
     Blank,
@@ -43,7 +43,6 @@ from ckpt_tools.formats.pickle.dump import (
     object_node,
     tensor_node,
 )
-from ckpt_tools.formats.pickle.nest import nested
 from ckpt_tools.formats.rank_files import file_names as rank_names
 from ckpt_tools.formats.torch_file.dtensor_write import (
     NEWEST,

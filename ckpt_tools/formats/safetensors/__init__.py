@@ -17,6 +17,7 @@ class Safetensors(Format):
     label = "safetensors"
     suffixes = (".safetensors",)
     files = ("*.safetensors", "*.safetensors.index.json")
+    index_files = (".index.json",)
     writes = "whole"
 
     def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)

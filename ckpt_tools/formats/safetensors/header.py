@@ -1,7 +1,7 @@
 """The head of one safetensors file: eight bytes of length, JSON, and data ranges without holes.
 
-Nothing foreign passes this door unchecked. It knows nothing of folders, ranks or sections, and it
-reads no values. The rules are those of the format's own README: the data ranges tile the rest of
+Everything in the header is checked here. Folders, ranks and sections are not known, and no values
+are read. The rules are those of the format's own README: the data ranges tile the rest of
 the file, ``__metadata__`` maps strings to strings, no name is there twice.
 """
 
@@ -183,7 +183,7 @@ def _metadata(raw: object, path: str) -> dict[str, str]:
 
 
 def _tensors(raw: dict[str, object], *, path: str, start: int) -> dict[str, Stored]:
-    """All tensors by name. Types that are not known are told all at once."""
+    """All tensors by name. Unknown types are reported all at once."""
     tensors: dict[str, Stored] = {}
     unknown: dict[str, list[str]] = {}
     for name, entry in raw.items():

@@ -1,9 +1,8 @@
 """safetensors checkpoints: one file, a Hugging Face folder, or what torch's DCP writes as such.
 
 Finds the files that belong together and what says so: an index JSON, the numbers in their names,
-or nothing. What a header may hold is `safetensors_header`'s, what many files are together is
-`safetensors_parts`'s. Only headers are read, and the eight bytes of a scalar that torch may have
-lost.
+or nothing. `header` parses and checks each file, `join` makes one checkpoint of many. Only headers
+are read, and the eight bytes of a scalar that torch may have lost.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ckpt_tools.formats.safetensors.join import (
     make_part,
 )
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.paths import Place
+from ckpt_tools.storage.paths import StoragePath
 from ckpt_tools.storage.reader import Files
 
 __all__ = ["Header", "matches", "read_header", "read_index"]
@@ -76,7 +75,7 @@ class _Reading:
 
 def matches(path: str) -> bool:
     """Whether this is a safetensors file, an index of some, or a folder that has one of them."""
-    place = Place(path)
+    place = StoragePath(path)
     if place.is_dir():
         return bool(_names_in(place))
     if _is_ours(place.name):
@@ -90,7 +89,7 @@ def _is_ours(name: str) -> bool:
     return name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")
 
 
-def _names_in(folder: Place) -> list[str]:
+def _names_in(folder: StoragePath) -> list[str]:
     """The names of the folder's files that may be ours, sorted."""
     try:
         children = [child for child in folder.iterdir() if _is_ours(child.name)]
@@ -108,7 +107,7 @@ def read_index(
 
     Raises CheckpointError when nothing in it can be read; anything less is in ``problems``.
     """
-    place = Place(path)
+    place = StoragePath(path)
     reading = _Reading(path)
     with Files() as files:
         if place.is_dir():
@@ -124,7 +123,7 @@ def read_index(
 # ------------------------------------------------------------------------------------- single files
 
 
-def _read_single(reading: _Reading, place: Place, files: Files) -> CheckpointIndex:
+def _read_single(reading: _Reading, place: StoragePath, files: Files) -> CheckpointIndex:
     """One file by itself, whatever else lies beside it."""
     _read_parts(reading, [str(place)], files)
     if not reading.parts:
@@ -170,7 +169,7 @@ def _join(reading: _Reading, weight_map: Mapping[str, str] | None = None) -> Non
 # ------------------------------------------------------------------------------------------ folders
 
 
-def _read_folder(reading: _Reading, folder: Place, files: Files) -> CheckpointIndex:
+def _read_folder(reading: _Reading, folder: StoragePath, files: Files) -> CheckpointIndex:
     """A folder: by its index JSON when it has one, else all of its files as one checkpoint."""
     present = _names_in(folder)
     index_path = _find_index(folder, present)
@@ -190,7 +189,7 @@ def _read_folder(reading: _Reading, folder: Place, files: Files) -> CheckpointIn
     return _conclude_unlisted(reading, folder, names)
 
 
-def _find_index(folder: Place, present: Sequence[str]) -> Place | None:
+def _find_index(folder: StoragePath, present: Sequence[str]) -> StoragePath | None:
     """The index JSON to go by, None when there is none."""
     found = [name for name in present if name.endswith(INDEX_SUFFIX)]
     if _USUAL_INDEX in found:
@@ -203,7 +202,9 @@ def _find_index(folder: Place, present: Sequence[str]) -> Place | None:
     return folder / found[0] if found else None
 
 
-def _conclude_unlisted(reading: _Reading, folder: Place, names: Sequence[str]) -> CheckpointIndex:
+def _conclude_unlisted(
+    reading: _Reading, folder: StoragePath, names: Sequence[str]
+) -> CheckpointIndex:
     """Without an index: what the numbers in the names say, and what nothing says."""
     ranks = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
     _add_gaps(reading, parts_of.gaps_in_ranks(str(folder), names, reading.tensors))
@@ -233,7 +234,7 @@ def _add_gaps(reading: _Reading, gaps: Gaps) -> None:
 # ---------------------------------------------------------------------------------------- the index
 
 
-def _parse_index(path: Place, files: Files) -> Index:
+def _parse_index(path: StoragePath, files: Files) -> Index:
     """An index JSON. Raises CheckpointError when it is not sound, or something else."""
     head = files.read(str(path), 0, min(64, files.size(str(path))))
     stranger = None if head.startswith(b"{") else foreign(str(path), head)
@@ -245,7 +246,7 @@ def _parse_index(path: Place, files: Files) -> Index:
 def _read_listed(reading: _Reading, index: Index, files: Files) -> None:
     """The files of an index, and both held against each other."""
     by_file = index.by_file()
-    there = [path for path in by_file if Place(path).is_file() or paths.special(path)]
+    there = [path for path in by_file if StoragePath(path).is_file() or paths.special(path)]
     for path in there:
         known = len(reading.problems)
         _read_parts(reading, [path], files)
@@ -273,7 +274,9 @@ def _check_total(reading: _Reading, index: Index) -> None:
         )
 
 
-def _look_beside(reading: _Reading, folder: Place, names: Sequence[str], files: Files) -> None:
+def _look_beside(
+    reading: _Reading, folder: StoragePath, names: Sequence[str], files: Files
+) -> None:
     """Files that the index leaves out: harmless, unless they hold the same names otherwise."""
     listed = {file.path for file in reading.files}
     known = {entry.fqn for entry in reading.tensors}
@@ -289,7 +292,7 @@ def _look_beside(reading: _Reading, folder: Place, names: Sequence[str], files: 
             reading.notes.append(f"{name} is not in the index, and not read.")
 
 
-def _second_checkpoint(folder: Place, name: str, same: Sequence[str]) -> CheckpointError:
+def _second_checkpoint(folder: StoragePath, name: str, same: Sequence[str]) -> CheckpointError:
     return CheckpointError(
         f"{folder / name} is not in the index, and it holds {some(sorted(same), 3)}, as the "
         "index's own files do: two checkpoints in one folder.",
@@ -300,13 +303,13 @@ def _second_checkpoint(folder: Place, name: str, same: Sequence[str]) -> Checkpo
 # --------------------------------------------------------------------- torch's consolidated folders
 
 
-def _is_consolidated(folder: Place) -> bool:
+def _is_consolidated(folder: StoragePath) -> bool:
     """Whether torch's writer made this folder's files from the shards in its sub-folder."""
     shards = folder / _CONSOLIDATED_FROM
     return shards.is_dir() and any(SHARD.fullmatch(name) for name in _names_in(shards))
 
 
-def _unfinished(folder: Place) -> IncompleteError:
+def _unfinished(folder: StoragePath) -> IncompleteError:
     return IncompleteError(
         f"{folder} has shards in {_CONSOLIDATED_FROM}/ but no index: torch writes it last, so the "
         "consolidation stopped half-way.",
@@ -314,7 +317,7 @@ def _unfinished(folder: Place) -> IncompleteError:
     )
 
 
-def _check_consolidated(reading: _Reading, folder: Place, files: Files) -> None:
+def _check_consolidated(reading: _Reading, folder: StoragePath, files: Files) -> None:
     """Scalars of a consolidated folder: torch 2.13 leaves zeros in their place (a fault of its)."""
     if not _is_consolidated(folder):
         return

@@ -58,7 +58,7 @@ def encoded(homes: Mapping[str, Home]) -> dict[str, str]:
         usual.setdefault(home.container, home)
     containers = sorted(usual.values())
     found = Homes(containers, {})
-    told = {
+    value = {
         "containers": [[list(home.container), home.section] for home in containers],
         "names": {
             fqn: [list(home.container), home.section]
@@ -66,7 +66,7 @@ def encoded(homes: Mapping[str, Home]) -> dict[str, str]:
             if found.of(fqn) != home
         },
     }
-    return {KEY: json.dumps(told, ensure_ascii=False, separators=(",", ":"))}
+    return {KEY: json.dumps(value, ensure_ascii=False, separators=(",", ":"))}
 
 
 def decoded(metadata: Mapping[str, str], path: str) -> Homes | None:

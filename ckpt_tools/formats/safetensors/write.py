@@ -98,7 +98,8 @@ def _split(ordered: Sequence[Target], max_shard_size: int) -> list[list[Target]]
 
 def _plan_file(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) -> FilePlan:
     """One file: its header as bytes that are known, and a box to fill for each tensor."""
-    placed = sorted(shard, key=_size_and_name)
+    # By falling bits of the format's own elements, then by name.
+    placed = sorted(shard, key=lambda one: (-one.dtype.bits // one.dtype.packed, one.fqn))
     described: dict[str, object] = {_RESERVED: {"format": "pt", **dict(sorted(metadata.items()))}}
     starts: list[int] = []
     end = 0
@@ -117,11 +118,6 @@ def _plan_file(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) 
         if target.entry.numel
     )
     return FilePlan(path, len(head) + end, ((0, head),), items)
-
-
-def _size_and_name(target: Target) -> tuple[int, str]:
-    """The order of tensors in a file: falling bits of the format's own elements, then names."""
-    return -target.dtype.bits // target.dtype.packed, target.fqn
 
 
 def _header_shape(target: Target) -> list[int]:

@@ -18,6 +18,7 @@ class TorchFile(Format):
     name = "torch"
     label = "one torch.save state dict"
     suffixes = (".pt", ".pth", ".bin", ".ckpt")
+    index_files = (".index.json",)
     files: ClassVar[tuple[str, ...]] = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
     writes: ClassVar[Writes | None] = "whole"
     nested = True

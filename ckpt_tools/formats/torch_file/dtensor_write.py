@@ -5,7 +5,7 @@ then a layout with one shape and one stride, from 2.13 on a layout of axes. Each
 only, so a pickle is made for one. What 2.5 to 2.9 and 2.10 to 2.12 read is taken from files that
 2.9.1 and 2.11 wrote.
 
-This room makes nodes for `pickle_out`; it knows nothing of files.
+The nodes are for `pickle.dump`; files are not known here.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def dtensor_node(
     size = Call(Global("torch", "Size"), ((*shape,),))
     state: dict[str, Node] = {
         "mesh": mesh.node,
-        "placements": _placement_nodes(layout),
+        "placements": tuple(_placement_node(layout, dim) for dim in range(len(layout.placements))),
         "tensor_meta": Instance(Global(_SPEC, "TensorMeta"), (size, (*strides,), kind)),
     }
     if mesh.torch_version >= _FIRST_LAYOUT:
@@ -174,10 +174,6 @@ def dtensor_node(
     spec = Instance(Global(_SPEC, "DTensorSpec"), state=state)
     inner: dict[str, Node] = {"_local_tensor": local, "_spec": spec}
     return Call(_REBUILD_TYPE, (_REBUILD_WRAPPER, _DTENSOR, wrapper, (None, inner)))
-
-
-def _placement_nodes(layout: Layout) -> tuple[Node, ...]:
-    return tuple(_placement_node(layout, mesh_dim) for mesh_dim in range(len(layout.placements)))
 
 
 def _placement_node(layout: Layout, mesh_dim: int) -> Instance:

@@ -37,7 +37,7 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
 
 
 def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
-    """The same index with each chunk as ``raw`` gives it, with those replicas that are alike.
+    """The same index with each chunk as ``raw`` gives it, with the replicas of the same layout.
 
     What ``raw`` raises becomes a problem of the index, so that one chunk does not hide the others;
     so do flaws of objects.
@@ -66,11 +66,11 @@ def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
 
 def flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
     """Problems of entries that are there and cannot be used, one for all with the same flaw."""
-    alike: dict[tuple[str, str], list[ObjectEntry]] = {}
+    by_flaw: dict[tuple[str, str], list[ObjectEntry]] = {}
     for entry in objects:
         if entry.flaw is not None:
-            alike.setdefault((entry.data.path, entry.flaw.message), []).append(entry)
-    for (path, _), entries in alike.items():
+            by_flaw.setdefault((entry.data.path, entry.flaw.message), []).append(entry)
+    for (path, _), entries in by_flaw.items():
         flaw, fqns = entries[0].flaw, [entry.fqn for entry in entries]
         if flaw is not None:
             yield flaw.at(f"{path}: {some(fqns)}").concerning(fqns)
@@ -79,17 +79,17 @@ def flaws(objects: Sequence[ObjectEntry]) -> Iterator[CheckpointError]:
 def _with_replicas(
     chunk: Chunk, raw: Callable[[Chunk], Chunk], is_there: Callable[[ByteRange], bool]
 ) -> Chunk:
-    """The chunk and those of its replicas that are laid out alike, as raw elements."""
+    """The chunk and those of its replicas with the same layout, as raw elements."""
     first = raw(chunk)
     if not chunk.replicas or chunk.codec is None:
         return first
     bare = chunk._replace(replicas=())
     others = [raw(bare._replace(data=data)) if is_there(data) else None for data in chunk.replicas]
-    alike = (first.strides, first.codec, first.data.length)
+    layout = (first.strides, first.codec, first.data.length)
     replicas = [
         data if other is None else other.data
         for data, other in zip(chunk.replicas, others, strict=True)
-        if other is None or (other.strides, other.codec, other.data.length) == alike
+        if other is None or (other.strides, other.codec, other.data.length) == layout
     ]
     return first._replace(replicas=tuple(replicas))
 

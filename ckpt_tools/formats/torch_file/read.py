@@ -2,7 +2,7 @@
 Lightning .ckpt, or any other .pt, .pth and .bin file of a state dict.
 
 What is not a tensor has no bytes of its own in such a file: the byte range of an object is that of
-the whole pickle, and its value carries the truth.
+the whole pickle, and only its value is compared.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ from ckpt_tools.core.plan import (
     placed_tree,
     refuse_types_not_in_torch,
 )
-from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.core.state_tree import Branch, nested
 from ckpt_tools.formats.pickle.dump import Node, dumps, object_node, tensor_node
-from ckpt_tools.formats.pickle.nest import nested
 from ckpt_tools.formats.zip.layout import Slot, lay_out
 
 

@@ -143,7 +143,7 @@ class Archive:
         return Record(self._bytes.offset + start, entry.length, None if absent else entry.crc)
 
     def loose_ranges(self, names: Collection[str]) -> list[tuple[int, int]]:
-        """Where archives differ that are alike in all but the contents of these records: start and
+        """Where archives differ that are equal but for the contents of these records: start and
         end, relative to the archive, of each content and of its CRCs.
         """
         found = []

@@ -184,6 +184,7 @@ def _made(config: LoraConfig, parts: Parts) -> dict[str, object]:
     ranks = {one.module: one.rank for one in parts.factors}
     usual = Counter(ranks.values()).most_common(1)[0][0]
     said = config.said or {}
+    saved = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in parts.saved})
     return {
         "peft_type": "LORA",
         "task_type": said.get("task_type"),
@@ -191,7 +192,7 @@ def _made(config: LoraConfig, parts: Parts) -> dict[str, object]:
         "r": usual,
         "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
         "target_modules": _targets(parts),
-        "modules_to_save": _saved(parts) or None,
+        "modules_to_save": saved or None,
         "rank_pattern": {
             f"^{re.escape(module)}": rank for module, rank in ranks.items() if rank != usual
         },
@@ -212,7 +213,3 @@ def _targets(parts: Parts) -> list[str]:
     modules = {name.rpartition(".")[0] for name in parts.base}
     others = {module for module in modules - adapted if module.rpartition(".")[2] in last}
     return sorted(adapted if others or not modules else last)
-
-
-def _saved(parts: Parts) -> list[str]:
-    return sorted({name.rpartition(".")[0].rpartition(".")[2] for name in parts.saved})

@@ -30,10 +30,13 @@ def transposed(parts: Parts, *, said: bool | None, asked: bool) -> frozenset[str
     other than the weights beside them.
     """
     found, open_ones = set(), []
-    told = {True: set(_told(parts, conv1d=True)), False: set(_told(parts, conv1d=False))}
+    elsewhere = {
+        True: set(_ways_elsewhere(parts, conv1d=True)),
+        False: set(_ways_elsewhere(parts, conv1d=False)),
+    }
     for factors in parts.factors:
         ways = _ways(factors, parts)
-        beside = told[_CONV1D.fullmatch(factors.module) is not None]
+        beside = elsewhere[_CONV1D.fullmatch(factors.module) is not None]
         if len(ways) > 1:
             others = _by_others(factors.module, said=said, beside=beside)
             ways = {said is True} if asked else others
@@ -53,13 +56,13 @@ def transposed(parts: Parts, *, said: bool | None, asked: bool) -> frozenset[str
 
 
 def is_transposed(parts: Parts, *, said: bool | None) -> bool:
-    """What a new configuration is to say: PEFT itself corrects it by the module's class."""
-    seen = {way for conv1d in (True, False) for way in _told(parts, conv1d=conv1d)}
+    """The value for a new configuration; PEFT itself corrects it by the module's class."""
+    seen = {way for conv1d in (True, False) for way in _ways_elsewhere(parts, conv1d=conv1d)}
     return seen == {True} if said is None else said
 
 
 def _by_others(module: str, *, said: bool | None, beside: set[bool]) -> set[bool]:
-    """What is known of a square weight by others; both ways when that is nothing."""
+    """The orientation of a square weight by other weights; both when they say nothing."""
     if said is not None:
         return {said, *beside} if len(beside) == 1 else {said}
     if len(beside) == 1:
@@ -76,8 +79,8 @@ def _ways(factors: Factors, parts: Parts) -> set[bool]:
     return {way for way in (False, True) if made.entry.shape == (fits[::-1] if way else fits)}
 
 
-def _told(parts: Parts, *, conv1d: bool) -> Iterator[bool]:
-    """What other weights tell, by factors or biases, that are (or are not) called as Conv1D's."""
+def _ways_elsewhere(parts: Parts, *, conv1d: bool) -> Iterator[bool]:
+    """The orientations of other weights, by factors or biases; ``conv1d`` for names of Conv1D."""
     for factors in parts.factors:
         ways = _ways(factors, parts)
         same = (_CONV1D.fullmatch(factors.module) is not None) == conv1d

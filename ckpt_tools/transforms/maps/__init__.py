@@ -1,4 +1,4 @@
-"""Maps: other names and other cuts of the same tensors, told by small TOML files.
+"""Maps: other names and other cuts of the same tensors, from small TOML files.
 
 `toml` reads them, `model` is what they say, `views` are the tensors they make, `apply` does it;
 `auto` chooses one, `renaming` is for what needs no map.

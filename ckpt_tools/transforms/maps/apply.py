@@ -54,7 +54,7 @@ def apply(
 
     Raises UsageError for a model that the map is not for, for names that it does not know, or that
     two rules claim, for parts that are not there, for shapes that do not fit, and for values that
-    it asks for and nobody told.
+    it asks for and was not given.
     """
     _refuse_others(tensor_map, [one.entry.fqn for one in made], model_type)
     sorted_out = _sorted_out(tensor_map, made, values=values)
@@ -304,7 +304,7 @@ def _rotated(view: View, group: _Group, *, number: int) -> View:
 def _check_shape(view: View, wanted: Sequence[str], *, values: Mapping[str, int]) -> None:
     """Raise UsageError when a declared shape is not the tensor's.
 
-    ``_``, and what needs a value that nobody told, stand for any size.
+    ``_``, and what needs a value that was not given, stand for any size.
     """
     if not wanted:
         return

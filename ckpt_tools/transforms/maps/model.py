@@ -133,7 +133,7 @@ class TensorMap:
 
     @property
     def values(self) -> frozenset[str]:
-        """The named values that the map needs to be told."""
+        """The named values that the map has to be given."""
         texts = [rule.groups for rule in self.rules]
         texts += [text for rule in self.rules for text in rule.sizes]
         texts += [rule.head_dim for rule in self.rules if any(rule.rotary)]

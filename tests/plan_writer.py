@@ -14,6 +14,14 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plan import FilePlan, Target, WriteItem
 
 
+def told(plans: Iterable[FilePlan]) -> list[FilePlan]:
+    """The same plans with what their items read in the place of how they find it: to compare."""
+    return [
+        plan._replace(items=tuple(i._replace(finder=tuple(i.reads)) for i in plan.items))
+        for plan in plans
+    ]
+
+
 def write_plans(plans: Iterable[FilePlan], root: Path) -> None:
     """Write every file of the plans under ``root``."""
     for plan in plans:

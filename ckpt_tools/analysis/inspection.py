@@ -49,8 +49,8 @@ class Inspection:
     notes: tuple[str, ...]
 
     @property
-    def verdict(self) -> tuple[Part, ...]:
-        """The answer to what most people ask: whole, resumable, which step, how old."""
+    def state(self) -> tuple[Part, ...]:
+        """The part of the verdict that stays true when it is read later: all but the age."""
         parts = [
             Part("whole by its headers", "good") if self.whole else Part("NOT WHOLE", "bad"),
             Part("training can resume", "good")
@@ -59,9 +59,14 @@ class Inspection:
         ]
         if self.step is not None:
             parts.append(Part(f"step {self.step.value:,}"))
-        if self.saved is not None:
-            parts.append(Part(f"saved {ago(time.time() - self.saved)}"))
         return tuple(parts)
+
+    @property
+    def verdict(self) -> tuple[Part, ...]:
+        """The answer to what most people ask: whole, resumable, which step, how old."""
+        if self.saved is None:
+            return self.state
+        return (*self.state, Part(f"saved {ago(time.time() - self.saved)}"))
 
     def __str__(self) -> str:
         """A few lines for a person."""

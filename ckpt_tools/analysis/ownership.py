@@ -54,7 +54,10 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Every tensor of a checkpoint with its holders, which are ranks, or files by their numbers."""
+    """Every tensor of a checkpoint with its holders, which are ranks, or files by their numbers.
+
+    ``missing`` are the numbers of files that are not there.
+    """
 
     unit: Unit
     holders: int
@@ -62,6 +65,7 @@ class Holdings:
     status: Status | None
     files: tuple[str, ...]
     tensors: tuple[Held, ...]
+    missing: frozenset[int] = frozenset()
 
 
 def holdings_of(index: CheckpointIndex, found: FoundMesh | None) -> Holdings:
@@ -79,7 +83,8 @@ def holdings_of(index: CheckpointIndex, found: FoundMesh | None) -> Holdings:
         saved = max((rank for rank in ranks if rank is not None), default=-1) + 1
         count = max(index.world_size or 0, saved, 0 if mesh is None else mesh.size)
     status = None if found is None else found.status
-    return Holdings(unit, count, mesh, status, _relative(numbers, index.root), tensors)
+    missing = frozenset(numbers[path] for path in index.missing)
+    return Holdings(unit, count, mesh, status, _relative(numbers, index.root), tensors, missing)
 
 
 def _paths(index: CheckpointIndex) -> list[str]:

@@ -6,7 +6,7 @@ import click
 
 from ckpt_tools.cli import asked, options, render, report, run_list
 from ckpt_tools.cli.group import say_error
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, read_index, run_of
 
 _HELP = """Say what a checkpoint is: whole or not, resumable or not, step, format, mesh, sizes.
@@ -18,8 +18,9 @@ incomplete checkpoint is reported, too; the exit code is then 3.
 A folder of several checkpoints is a run: they are listed by their steps, one a line, the newest
 last. --latest and --step choose one of them, here and in every other command.
 
---html writes the report as a page for a colleague, with the layout of every tensor; it opens
-without network. With --stats every value is read, and it has the statistics of each tensor.
+--html writes the report as a page for a colleague, with the layout of every tensor; it needs
+neither network nor scripts. A checkpoint that cannot be read has a page, too: it says why. With
+--stats every value is read, and the page has the statistics of each tensor.
 
 --json prints one object of schema ckpt-tools/inspect/1; for several checkpoints, one object of
 schema ckpt-tools/inspect-list/1 with those objects in "checkpoints". A run is one object of schema
@@ -111,6 +112,7 @@ def _page(
 ) -> None:
     """Write the report of one checkpoint as a page."""
     from ckpt_tools.cli.pictures import files  # late: most reports are for the terminal
+    from ckpt_tools.cli.pictures.banner import page_of_failure
     from ckpt_tools.cli.pictures.report_page import report_page
     from ckpt_tools.cli.values import look
     from ckpt_tools.copying import one_file
@@ -121,9 +123,17 @@ def _page(
     chosen, read = given
     if html != "-":
         one_file.admit(html, sources=ckpts, force=force)
-    whole = options.read(ckpts[0], read)
-    sources = (*ckpts, *sources_of(whole))
-    index = options.with_values(options.choose(whole, chosen))
-    seen = look(index) if stats else None
-    files.write(html, report_page(whole, index, seen=seen), sources=sources, force=force)
+    with page_of_failure(ckpts[0], html, force=force):
+        whole = options.read(ckpts[0], read)
+    index = options.choose(whole, chosen)
+    seen, failure = None, None
+    try:
+        index = options.with_values(index)
+        seen = look(index) if stats else None
+    except CheckpointError as error:
+        failure = error
+    page = report_page(whole, index, seen=seen, unseen=failure)
+    files.write(html, page, sources=(*ckpts, *sources_of(whole)), force=force)
     whole.require_whole()
+    if failure is not None:
+        raise failure

@@ -34,10 +34,10 @@ replicas are told by the layout, which for DCP is inferred from the boxes. Tenso
 by the numbers in their names and are held alike are one bar. With NAME, one tensor is drawn as a
 grid with each of its pieces. Formats without ranks show files instead.
 
---html writes one page with all tensors, folded by layer, with a search field; it opens without
-network. --svg writes one picture. With --to-mesh both also show the layout after `reshard`, and
-how many bytes a rank gets that the rank of the same number did not have before. --json prints
-schema ckpt-tools/layout/1.
+--html writes one page with all tensors, folded by layer; it needs neither network nor scripts, and
+a broken checkpoint has one, too. --svg writes one picture. With --to-mesh both also show the layout
+after `reshard`, and how many bytes a rank gets that the rank of the same number did not have
+before. --json prints schema ckpt-tools/layout/1.
 
 """ + options.examples(
     "ckpt-tools layout run7/step-1000",
@@ -86,13 +86,16 @@ def command(
     for path in filter(None, (svg, html)):
         if path != "-":
             one_file.admit(path, sources=[ckpt], force=force)
-    whole = options.read(ckpt, asked.reading())
+    from ckpt_tools.cli.pictures.banner import page_of_failure
+
+    with page_of_failure(ckpt, html, force=force):
+        whole = options.read(ckpt, asked.reading())
     chosen = options.choose(whole, asked.filters())
     if name is not None:
         chosen = _one(whole, name)
     before = holdings_of(chosen, mesh_of(whole))
     target = None
-    if to_mesh is not None:
+    if to_mesh is not None and not (html and chosen.problems):  # what is broken is shown as it is
         target = _target(chosen, before)
     change = None if target is None else moved(before, target)
     if json:
@@ -102,6 +105,7 @@ def command(
             svg=svg,
             html=html,
             whole=whole,
+            chosen=chosen,
             sources=(ckpt, *sources_of(whole)),
             before=before,
             target=target,
@@ -139,6 +143,7 @@ def _write(
     svg: str | None,
     html: str | None,
     whole: CheckpointIndex,
+    chosen: CheckpointIndex,
     sources: tuple[str, ...],
     before: Holdings,
     target: Holdings | None,
@@ -146,6 +151,7 @@ def _write(
     force: bool,
 ) -> None:
     """Write one picture, and say so."""
+    from ckpt_tools.cli import report
     from ckpt_tools.cli.pictures import drawing, files
     from ckpt_tools.cli.pictures.page import layout_page
 
@@ -153,7 +159,8 @@ def _write(
         picture = drawing.svg(whole.root, before, target=target, change=change)
         files.write(svg, picture, sources=sources, force=force)
     elif html is not None:
-        picture = layout_page(whole.root, before, target=target, change=change)
+        told = report.look(whole, chosen)
+        picture = layout_page(told, before, target=target, change=change, problems=whole.problems)
         files.write(html, picture, sources=sources, force=force)
 
 
@@ -174,11 +181,7 @@ def _lines(
     yield render.heading(f"After reshard --to-mesh {target.mesh}")
     yield from _side(target, paint, every=every)
     yield ""
-    share = change.nbytes / (sum(bytes_held(target)) or 1)
-    yield (
-        f"{format_size(change.nbytes)} move, {share:.0%} of what the new ranks hold, "
-        "if rank n stays where it is."
-    )
+    yield f"{text.moved_words(target, change)}."
 
 
 def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str]:
@@ -190,7 +193,7 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
         yield ""
     yield from text.load_lines(holdings, paint)
     yield ""
-    rows = fold.each(holdings.tensors) if every else fold.rows(holdings.tensors)
+    rows = fold.each(holdings) if every else fold.rows(holdings)
     yield from text.bar_lines(rows, paint, width=render.terminal_width())
 
 

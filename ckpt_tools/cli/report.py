@@ -136,9 +136,7 @@ def _coloured(part: Part) -> str:
 
 def identity(told: Inspection) -> Iterator[tuple[str, str]]:
     """What it is: labels and texts."""
-    form = formats.named(told.format).label
-    version = f", torch {told.torch_version}" if told.torch_version else ""
-    yield "format", form + version
+    yield "format", written_as(told)
     if told.framework is not None:
         yield "framework", told.framework
     if told.world_size is not None:
@@ -149,6 +147,12 @@ def identity(told: Inspection) -> Iterator[tuple[str, str]]:
             "placements",
             "\n".join(f"{counted(count, 'tensor')}: {text}" for text, count in told.placements),
         )
+
+
+def written_as(told: Inspection) -> str:
+    """The format, with the version of torch that wrote it where the files say."""
+    version = f", torch {told.torch_version}" if told.torch_version else ""
+    return formats.named(told.format).label + version
 
 
 def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:

@@ -55,6 +55,11 @@ class Mesh:
         """Number of ranks."""
         return prod(self.shape)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its dimensions, ``dim0`` and so on where it has none."""
+        return self.dim_names or tuple(f"dim{dim}" for dim in range(len(self.shape)))
+
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Where this rank (0 to size - 1) sits, one index per mesh dimension."""
         place = []

@@ -122,6 +122,6 @@ def fsdp_order(mesh: Mesh, placements: Sequence[Placement]) -> tuple[int, ...]:
 
 def in_words(mesh: Mesh, placements: Sequence[Placement]) -> str:
     """For a person: ``dp_replicate=4 × dp_shard=8: Replicate, Shard(0)``."""
-    names = mesh.dim_names or tuple(f"dim{i}" for i in range(len(mesh.shape)))
+    names = mesh.names
     sizes = " × ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
     return f"{sizes}: {', '.join(map(str, placements))}"

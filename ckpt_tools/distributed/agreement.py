@@ -119,16 +119,22 @@ def _appears(path: str) -> bool:
 
 
 def require_all_written(
-    group: Group, plans: Sequence[FilePlan], folder: str, *, nbytes: int
+    group: Group,
+    plans: Sequence[FilePlan],
+    folder: str,
+    *,
+    nbytes: int,
+    planned: int | None = None,
 ) -> None:
     """Raise WriteError on all ranks unless rank 0 finds every file with its length, and the
-    ``nbytes`` that each rank wrote are together all bytes of the plans, which leave no byte out.
+    ``nbytes`` that each rank wrote are together the ``planned`` ones: by default all bytes of the
+    plans, which leave no byte out.
     """
     written = group.total(nbytes)
     error = None
     if group.rank == 0:
         faults = [fault for plan in files_of(plans) if (fault := _fault(plan, folder)) is not None]
-        planned = total_length(plans)
+        planned = total_length(plans) if planned is None else planned
         if not faults and written != planned:
             faults = [f"the ranks wrote {written:,} bytes of {planned:,}"]
         if faults:

@@ -75,7 +75,7 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """Torch's mesh of all ranks of the job, numbered row-major."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    names = mesh.dim_names or tuple(f"dim{i}" for i in range(len(mesh.shape)))
+    names = mesh.names
     return init_device_mesh(device_type, mesh.shape, mesh_dim_names=names)
 
 

@@ -24,7 +24,7 @@ from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, WriteItem
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
-from ckpt_tools.distributed.executors import lead_or_follow
+from ckpt_tools.distributed.executors import ignore, lead_or_follow
 from ckpt_tools.distributed.gathering import Gathering, Source, Write
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
@@ -72,14 +72,16 @@ class _Gatherer:
         group, plans, folder = self.group, plan.files, place.folder
         begin(group, plans, place)
         cut = frozenset(entry.fqn for entry in self.index.tensors if entry.layout is not None)
-        progress = Progress(group, self.job.on_bytes)
-        _create(group, plans, folder, on_bytes=progress.add)
+        _create(group, plans, folder)
         mine = _uncut(plans, cut, headers=self.headers, rank=group.rank)
+        progress = Progress(group, self.job.on_bytes)
         write = partial(_write, folder=folder, options=self.job.write, on_bytes=progress.add)
         with group.collective(), Files() as files:  # no rank that fails is missed in a collective
             write(mine, files)
         self._gather(plans, cut, write)
-        require_all_written(group, plans, folder, nbytes=progress.nbytes)
+        items = (item for one in plans for item in one.items)  # the rest is there from the start
+        planned = sum(item.box.numel * item.target.itemsize for item in items)
+        require_all_written(group, plans, folder, nbytes=progress.nbytes, planned=planned)
         if self.job.write.check:
             own = self.headers[group.rank].sizes
             self.proven.append(_check(group, self.index, self.job, folder, own=own))
@@ -171,14 +173,12 @@ def _write(
     )
 
 
-def _create(
-    group: Group, plans: Sequence[FilePlan], folder: str, *, on_bytes: Callable[[int], None]
-) -> None:
+def _create(group: Group, plans: Sequence[FilePlan], folder: str) -> None:
     """Rank 0 makes every file with its length, and all that is known of it already."""
     if group.rank == 0:
         bare = tuple(plan._replace(items=()) for plan in plans)
         with Files() as files:
-            _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=on_bytes)
+            _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=ignore)
     group.barrier()
 
 

@@ -58,8 +58,10 @@ _KINDS = (
 def inside(relative: str) -> str:
     """A path below a folder as it is listed there: ``./a`` and ``b/../a`` are ``a``.
 
-    Raises UnreadableError for one that leaves the folder.
+    Raises UnreadableError for one that leaves the folder, or that no file can have.
     """
+    if "\0" in relative:
+        raise UnreadableError(f"names a file that cannot be: {relative!r}.")
     path = os.path.normpath(relative)
     if os.path.isabs(path) or path.split("/", 1)[0] in ("..", "."):
         raise UnreadableError(f"names a file outside of its folder: {relative!r}.")

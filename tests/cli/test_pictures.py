@@ -1,14 +1,16 @@
 """Pictures: one self-contained file each, true at any size, and a browser opens them."""
 
-import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import browser
 import builders
 import pytest
 
+from ckpt_tools._version import __version__
+from ckpt_tools.analysis.inspection import inspect
 from ckpt_tools.analysis.ownership import (
     Held,
     Holdings,
@@ -35,25 +37,27 @@ def _holdings(layers: int, *, layout: Layout = HSDP, extra: tuple[str, ...] = ()
     return holdings_of(index, mesh_of(index))
 
 
-def _data(page: str) -> dict[str, object]:
-    found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    value = json.loads(found[1])
-    assert isinstance(value, dict)
-    return value
+def _page(found: Holdings, *, root: str = "run", target: Holdings | None = None) -> str:
+    told = inspect(replace(builders.index(), root=root), step=None, saved=0.0)
+    change = None if target is None else moved(found, target)
+    return layout_page(told, found, target=target, change=change)
+
+
+def _ranks(count: int, *, layers: int = 1) -> Holdings:
+    return _holdings(layers, layout=Layout(Mesh((count,)), (Shard(0),)))
 
 
 def test_layers_that_are_held_alike_are_one_row() -> None:
-    rows = fold.rows(_holdings(32).tensors)
-    assert {(row.label, row.tensors) for row in rows} == {
+    rows = fold.rows(_holdings(32))
+    assert {(row.label, len(row.tensors)) for row in rows} == {
         ("model.layers.{0-31}.wq.weight", 32),
         ("model.layers.{0-31}.wk.weight", 32),
     }
 
 
 def test_numbers_inside_of_a_word_are_not_folded() -> None:
-    tensors = _holdings(0, extra=("ffn.w1.weight", "ffn.w2.weight")).tensors
-    assert [row.label for row in fold.rows(tensors)] == ["ffn.w1.weight", "ffn.w2.weight"]
+    found = _holdings(0, extra=("ffn.w1.weight", "ffn.w2.weight"))
+    assert [row.label for row in fold.rows(found)] == ["ffn.w1.weight", "ffn.w2.weight"]
 
 
 def test_rectangles_of_a_grid_tile_the_unit_square() -> None:
@@ -117,59 +121,143 @@ def test_an_svg_of_many_layers_is_no_longer_than_one_of_few() -> None:
 def test_names_cannot_become_markup(hostile: str) -> None:
     found = _holdings(0, extra=(hostile,))
     ET.fromstring(drawing.svg(hostile, found))  # noqa: S314 - our own
-    page = layout_page(hostile, found)
+    page = _page(found, root=hostile)
     assert "<script>alert" not in page
     assert "<img" not in page
     assert "\x1b" not in page
 
 
 def test_a_page_needs_no_network() -> None:
-    page = layout_page("run", _holdings(2))
-    assert not re.search(r"(?:src|href)=|https?://|@import|url\(", page)
+    assert not re.search(r"(?:src|href)=|https?://|@import|url\(", _page(_holdings(2)))
 
 
-def test_a_page_lists_each_way_of_being_cut_once() -> None:
-    data = _data(layout_page("run", _holdings(100)))
-    sides = data["sides"]
-    assert isinstance(sides, list)
-    assert len(sides[0]["kinds"]) == 1
-    assert len(sides[0]["kind"]) == 200
+def test_the_banner_says_the_verdict_the_format_and_the_date() -> None:
+    banner = _page(_holdings(2)).split("</header>")[0]
+    assert "whole by its headers" in banner
+    assert "DCP directory (torch.distributed.checkpoint) · saved 1970-01-01 00:00 UTC" in banner
+    assert f"read by ckpt-tools {__version__}" in banner
+
+
+def test_without_a_script_a_page_has_every_name_piece_and_file() -> None:
+    page = re.sub(r"<script>.*?</script>", "", _page(_holdings(100)), flags=re.DOTALL)
+    assert page.count("<details class=row>") == 2
+    assert all(f"model.layers.{n}.wq.weight\n" in page for n in range(99))
+    for fact in ("0,4", "[4:8, 0:8]", "rank3"):
+        assert f"<td>{fact}</td>" in page
 
 
 def test_the_same_holdings_give_the_same_bytes() -> None:
-    assert layout_page("run", _holdings(3)) == layout_page("run", _holdings(3))
+    assert _page(_holdings(3)) == _page(_holdings(3))
+
+
+def test_before_and_after_are_drawn_on_one_scale() -> None:
+    before, target = _ranks(4), _ranks(2)
+    page = _page(before, target=target)
+    columns = re.findall(r'<b class="[^"]*" style="height:(\d+)px">', page)
+    assert columns == ["24"] * 4 + ["48"] * 2
+    assert len(re.findall('height="32"', drawing.svg("run", before, target=target))) == 4
+
+
+@pytest.mark.parametrize(("ranks", "lines"), [(32, 1), (64, 2)])
+def test_32_ranks_stand_in_a_row(ranks: int, lines: int) -> None:
+    drawn = _page(_ranks(ranks)).split('<div class="ranks">')[1].split("</div>")[0]
+    assert drawn.count("<p>") == lines
+    assert all(f"</b>{n}</i>" in drawn for n in range(ranks))
+
+
+def test_colours_do_not_repeat_without_a_word() -> None:
+    assert len({colors.classes(n) for n in range(32)}) == 32
+    assert "repeat after 32" not in _page(_ranks(32))
+    assert "repeat after 32" in _page(_ranks(33))
+    ET.fromstring(drawing.svg("run", _ranks(32)))  # noqa: S314 - our own
+    assert "repeat after 32" in drawing.svg("run", _ranks(33))
+
+
+def test_a_piece_says_who_holds_it() -> None:
+    many = _holdings(1, layout=Layout(Mesh((64, 2)), (Replicate(), Shard(0))))
+    assert ">0+63</i>" in _page(many)
+    assert all(f">{n}</i>" in _page(_holdings(1)).split("<details class=row>")[1] for n in range(8))
+
+
+def test_a_piece_in_a_missing_file_is_drawn_as_lost() -> None:
+    found = _ranks(4)
+    page = _page(replace(found, missing=frozenset({2})))
+    assert page.count(' lost"') == 2  # of two kinds of tensor
+    assert "rank2 (missing)" in page
+    assert drawing.svg("run", replace(found, missing=frozenset({2}))).count('class="lost"') == 2
+
+
+def test_rows_that_no_rank_holds_are_drawn_as_a_hole() -> None:
+    found = _ranks(4)
+    assert "holed" not in _page(found).split("</style>")[1]
+    held = found.tensors[0]
+    hole = held._replace(pieces=held.pieces[:2] + held.pieces[3:])
+    assert '<span class="bar holed"' in _page(replace(found, tensors=(hole,)))
+    nothing = held._replace(pieces=())
+    assert "all of it is lost" in _page(replace(found, tensors=(nothing,)))
+
+
+def test_tensors_that_lie_otherwise_after_a_reshard_are_rows_of_their_own() -> None:
+    before = _ranks(2, layers=2)
+    layouts = {held.fqn: Layout(Mesh((2,)), (Shard(0),)) for held in before.tensors}
+    layouts["model.layers.1.wq.weight"] = Layout(Mesh((2,)), (Shard(1),))
+    target = after(before, Mesh((2,)), layouts)
+    assert [row.label for row in fold.rows(before, target)] == [
+        "model.layers.{0-1}.wk.weight",
+        "model.layers.0.wq.weight",
+        "model.layers.1.wq.weight",
+    ]
+
+
+def test_what_a_page_draws_is_bounded() -> None:
+    layout = Layout(Mesh((256,)), (Shard(0),))
+    names = [f"a{number}" for number in range(2_000)]
+    tensors = [builders.tensor(name, (256, 2), layout=layout) for name in names]
+    found = builders.index(*tensors, world_size=256)
+    page = _page(holdings_of(found, mesh_of(found)))
+    assert len(page) < 30_000_000
+    assert "256 pieces of ranks 0-255" in page
 
 
 @needs_browser
 @pytest.mark.slow
 def test_a_browser_opens_a_page_without_a_word_on_the_console(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(layout_page("run", _holdings(2)))
+    (tmp_path / "page.html").write_text(_page(_holdings(2)))
     opened = browser.open_page(tmp_path / "page.html")
     assert opened.console == []
     assert "data-ready" in opened.html
-    assert opened.html.count('class="row"') == 4
+    assert "4 of 4 tensors" in opened.html
 
 
 @needs_browser
 @pytest.mark.slow
-def test_the_search_field_chooses_by_all_of_its_words(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(layout_page("run", _holdings(20)))
-    opened = browser.open_page(tmp_path / "page.html", fragment="q=layers.1%20WQ")
-    assert "11 of 40 tensors" in opened.html  # 1 and 10 to 19
+@pytest.mark.parametrize(
+    ("words", "count", "nothing"),
+    [("layers.1%20WQ", "11 of 40", 'id="nothing" hidden=""'), ("wv", "0 of 40", 'id="nothing">')],
+)
+def test_the_filter_chooses_by_all_of_its_words(
+    tmp_path: Path, words: str, count: str, nothing: str
+) -> None:
+    (tmp_path / "page.html").write_text(_page(_holdings(20)))
+    opened = browser.open_page(tmp_path / "page.html", fragment=f"q={words}")
+    assert f"{count} tensors" in opened.html
+    assert nothing in opened.html
     assert opened.console == []
 
 
 @needs_browser
 @pytest.mark.slow
-def test_a_page_before_and_after_shows_both_and_what_moves(tmp_path: Path) -> None:
-    before = _holdings(2)
-    target = after(before, Mesh((2,)), {held.fqn: None for held in before.tensors})
-    change = moved(before, target)
-    (tmp_path / "page.html").write_text(layout_page("run", before, target=target, change=change))
-    opened = browser.open_page(tmp_path / "page.html", fragment="tensor=model.layers.1.wq.weight")
-    assert opened.console == []
-    assert opened.html.count('class="mesh"') == 2
-    assert "3.07 KB move" in opened.html
+def test_finding_a_name_in_the_page_opens_its_row(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(_page(_holdings(20)))
+    found = browser.open_page(tmp_path / "page.html", fragment=":~:text=model.layers.7.wk.weight")
+    assert found.html.count('<details class="row" open="">') == 1
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_phone_shows_all_that_a_wide_screen_shows(tmp_path: Path) -> None:
+    before, target = _ranks(4, layers=3), _ranks(32, layers=3)
+    assert browser.lost_on_a_phone(_page(before, target=target), tmp_path) == ""
 
 
 @needs_browser
@@ -179,9 +267,9 @@ def test_a_hundred_thousand_tensors_open_in_three_seconds(tmp_path: Path) -> Non
     names = sorted(f"model.layers.{n // 9}.part{n % 9}.weight" for n in range(100_000))
     tensors = tuple(held._replace(fqn=name) for name in names)
     found = Holdings("rank", 8, HSDP.mesh, "inferred", ("a",) * 8, tensors)
-    (tmp_path / "page.html").write_text(layout_page("run", found))
+    (tmp_path / "page.html").write_text(_page(found))
     opened = browser.open_page(tmp_path / "page.html")
     ready = re.search(r'data-ready="(\d+)"', opened.html)
     assert ready is not None
     assert int(ready[1]) < 3000
-    assert opened.html.count('class="row') < 200
+    assert opened.html.count('class="row"') == 9

@@ -22,6 +22,7 @@ def test_the_page_has_the_facts_of_the_report() -> None:
     for fact in ("8 ranks", "2x4, inferred from the boxes", "Adam or AdamW", "yes: model and"):
         assert fact in page
     assert "<path" not in page
+    assert "ago" not in page.split("</header>")[0]  # a page is read later
 
 
 def test_statistics_come_when_asked_for() -> None:
@@ -35,7 +36,38 @@ def test_what_is_missing_stands_in_the_page_and_in_the_exit_code(tmp_path: Path)
     next((tmp_path / "ckpt").glob("__2_*.distcp")).unlink()
     done = _run(str(tmp_path / "ckpt"), "--html", str(tmp_path / "page.html"), "-q")
     assert done.exit_code == 3
-    assert "Not whole" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "NOT WHOLE" in page.split("</header>")[0]
+    assert '<b class="bad">hurt</b>' in page
+
+
+@pytest.mark.parametrize(
+    "args", [("inspect", "--stats"), ("layout",), ("layout", "--to-mesh", "2")]
+)
+def test_a_broken_checkpoint_gets_its_page(tmp_path: Path, args: tuple[str, ...]) -> None:
+    """Damaged or unreadable: the page says so first, and the exit code is that of the command."""
+    shutil.copytree(DCP, tmp_path / "ckpt")
+    next((tmp_path / "ckpt").glob("__2_*.distcp")).unlink()
+    command = [args[0], str(tmp_path / "ckpt"), *args[1:], "--html", "-", "-q"]
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 3
+    assert "NOT WHOLE" in done.stdout.split("</header>")[0]
+    metadata = tmp_path / "ckpt" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:300])
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 3
+    assert "CANNOT BE READ" in done.stdout
+    assert ".metadata is cut short" in done.stdout
+    assert "__1_0.distcp" in done.stdout
+
+
+@pytest.mark.parametrize("path", ["absent", "absent*.pt", "several"])
+def test_a_path_that_is_no_checkpoint_gets_no_page(tmp_path: Path, path: str) -> None:
+    for number in (1, 2):
+        shutil.copytree(DCP, tmp_path / "several" / f"copy{number}")
+    done = _run(str(tmp_path / path), "--html", str(tmp_path / "page.html"))
+    assert done.exit_code != 0
+    assert not (tmp_path / "page.html").exists()
 
 
 @pytest.mark.parametrize("args", [(DCP, DCP, "--html", "-"), (DCP, "--stats")])
@@ -50,3 +82,4 @@ def test_a_browser_opens_the_page(tmp_path: Path) -> None:
     opened = browser.open_page(tmp_path / "page.html")
     assert opened.console == []
     assert "data-ready" in opened.html
+    assert browser.lost_on_a_phone((tmp_path / "page.html").read_text(), tmp_path) == ""

@@ -176,10 +176,10 @@ def test_what_is_written_of_a_folder_is_proven_and_the_rest_is_named(
     is_named = any("rng_state.rank_0.numpy" in note for note in plan.notes)
     assert is_named is (form == "ranks")
     if form == "dcp":
-        entry = api.open_checkpoint(tmp_path / "out").index.object("rng_state.rank_0")
-        assert entry is not None
+        packed = api.open_checkpoint(tmp_path / "out").index.packed
+        item = next(one.item for one in packed if one.item.fqn == "rng_state.rank_0")
         with Files() as files:
-            assert files.read(*entry.data) == (TRAINER / "rng_state_0.pth").read_bytes()
+            assert files.read(*item.data) == (TRAINER / "rng_state_0.pth").read_bytes()
 
 
 def test_parts_of_different_formats_are_each_read_by_their_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import io
 import pickle
 import shutil
 from collections import OrderedDict
+from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ import torch
 from reader_contract import DATA, ReaderContract, RealCheckpoint, whole
 
 from ckpt_tools import formats
-from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.index import CheckpointIndex, TorchValue
 from ckpt_tools.errors import (
     IncompleteError,
     UnreadableError,
@@ -190,6 +191,7 @@ NESTED = {
     "betas": (0.9, 0.99),
     "empty": {},
     "dtype": torch.float16,
+    "half": Fraction(1, 2),
 }
 
 
@@ -198,7 +200,8 @@ def test_names_are_those_that_dcp_gives_to_the_same_state_dict(tmp_path: Path) -
     assert [entry.fqn for entry in index.tensors] == ["optimizers.0.state.0.exp_avg", "pair.0"]
     assert {entry.fqn: entry.value for entry in index.objects} == {
         "betas": (0.9, 0.99),
-        "dtype": None,
+        "dtype": TorchValue("torch.float16"),
+        "half": None,
         "numbers": [1, 2, 3],
         "optimizers.0.param_groups.0.lr": 0.1,
         "optimizers.0.param_groups.0.params": [0],
@@ -221,8 +224,8 @@ def test_the_tree_keeps_the_containers_and_their_keys(tmp_path: Path) -> None:
 
 
 def test_what_is_not_plain_is_named_and_not_opened(tmp_path: Path) -> None:
-    entry = torch_file.read_index(saved(tmp_path, NESTED)).object("dtype")
-    assert (entry.opened, entry.type_name) == (False, "torch.float16")
+    entry = torch_file.read_index(saved(tmp_path, NESTED)).object("half")
+    assert (entry.opened, entry.type_name) == (False, "fractions.Fraction")
 
 
 def test_a_bare_tensor_is_called_value(tmp_path: Path) -> None:

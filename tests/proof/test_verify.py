@@ -352,7 +352,7 @@ def test_state_by_number_is_left_alone() -> None:
 
 def test_a_parameter_with_less_state_than_others_is_a_note() -> None:
     names = ("model/v", "model/w", "optim/state/v/a", "optim/state/v/b", "optim/state/w/a")
-    assert "have no b" in halves(*names)[1][0]
+    assert "No b for" in halves(*names)[1][0]
 
 
 def test_no_optimizer_is_no_fault() -> None:

@@ -1,7 +1,7 @@
 """Colours by rank that people with any colour vision can tell apart.
 
 The palette is Okabe and Ito's (2008), in an order that sets neighbours far apart in lightness, too.
-It repeats after eight; numbers and edges tell the rest.
+After eight, pictures repeat it with stripes; after four times that, `repeated` says so in words.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ HEX = (
     "#b3b3b3",
 )
 NOBODY = "#8886"
+STRIPES = (45, 135, 90)  # degrees, of the second to fourth eight
+DISTINCT = len(HEX) * (1 + len(STRIPES))
 
 # The nearest colours of the 256 that terminals know.
 _ANSI = (74, 214, 36, 227, 25, 175, 166, 249)
@@ -31,6 +33,43 @@ def fill(holder: int) -> str:
 def ink(holder: int) -> str:
     """A colour for letters on that."""
     return "#fff" if holder % len(HEX) in _DARK else "#111"
+
+
+def stripe(holder: int) -> int:
+    """Which of the stripes, counted from 1, tells a holder from the others of its colour; or 0."""
+    return holder // len(HEX) % (1 + len(STRIPES))
+
+
+def away(holder: int) -> str:
+    """The colour of stripes: away from that of the letters, which stay readable."""
+    return "#0005" if holder % len(HEX) in _DARK else "#fff8"
+
+
+def classes(holder: int) -> str:
+    """The classes of `css` that paint a holder."""
+    striped = stripe(holder)
+    return f"c{holder % len(HEX)}" + (f" s{striped}" if striped else "")
+
+
+def css() -> str:
+    """Rules for the classes of all holders."""
+    plain = [
+        f".c{n} {{ background-color: {fill(n)}; color: {ink(n)}; --away: {away(n)}; }}"
+        for n in range(len(HEX))
+    ]
+    striped = [
+        f".s{n} {{ background-image: repeating-linear-gradient({degrees}deg, "
+        "var(--away) 0 2px, transparent 2px 7px); }"
+        for n, degrees in enumerate(STRIPES, start=1)
+    ]
+    return "\n".join([*plain, *striped, ""])
+
+
+def repeated(holders: int) -> str | None:
+    """What to say where the colours of so many holders are not all different."""
+    if holders <= DISTINCT:
+        return None
+    return f"Colours and stripes repeat after {DISTINCT}: the numbers tell which is which."
 
 
 def painted(text: str, holder: int) -> str:

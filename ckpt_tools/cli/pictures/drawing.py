@@ -19,12 +19,13 @@ from ckpt_tools.analysis.ownership import (
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import Rect, rects
+from ckpt_tools.cli.pictures.text import moved_words
 from ckpt_tools.cli.render import cut_to, printable
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.text import counted, format_size, rank_spans
 
 _WIDTH, _MARGIN = 1080, 24
-_ROW, _BAR_HEIGHT, _BAR_LEFT = 24, 16, 640
+_ROW, _BAR_HEIGHT, _BAR_LEFT = 30, 22, 640
 _NAME, _SHAPE = 44, 24  # letters
 _MAX_ROWS, _MAX_CELLS, _MAX_LOADS = 64, 256, 64
 _CELL, _LOAD_HEIGHT = 26, 64
@@ -36,7 +37,7 @@ text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#1f2328
 .r{text-anchor:end}
 @media (prefers-color-scheme:dark){
 text{fill:#e6edf3}.q{fill:#9198a1}.page{fill:#0d1117}.box{stroke:#0d1117}}
-.ink0{fill:#111}.ink1{fill:#fff}
+.ink0{fill:#111}.ink1{fill:#fff}.lost{fill:none;stroke:#d1242f;stroke-dasharray:3}
 """
 
 
@@ -47,13 +48,18 @@ def svg(
     parts: list[str] = [_text(_MARGIN, 36, root, style="t")]
     sides = [before] if target is None else [before, target]
     width = (_WIDTH - 2 * _MARGIN) // len(sides)
+    most = max((load for side in sides for load in bytes_held(side)), default=0)
     bottom = 48
     for place, side in enumerate(sides):
-        lines = list(_head(side, left=_MARGIN + place * width, width=width - 24))
+        lines = list(_head(side, left=_MARGIN + place * width, width=width - 24, most=most))
         parts += [text for _, text in lines]
         bottom = max([bottom, *(low for low, _ in lines)])
     if change is not None and target is not None:
-        parts.append(_text(_MARGIN, bottom + 28, _moved_words(target, change), style="h"))
+        parts.append(_text(_MARGIN, bottom + 28, moved_words(target, change), style="h"))
+        bottom += 28
+    words = colors.repeated(max(side.holders for side in sides))
+    if words is not None:
+        parts.append(_text(_MARGIN, bottom + 28, words, style="q"))
         bottom += 28
     drawn, height = _rows(before, target, top=bottom + 36)
     return _document([*parts, *drawn], height=height + _MARGIN)
@@ -64,8 +70,10 @@ def _document(parts: Sequence[str], *, height: int) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'width="{_WIDTH}" height="{height}" role="img">'
     )
+    drawn = "".join(parts)
+    patterns = [pattern for pattern in dict.fromkeys(_patterns()) if pattern.split('"')[1] in drawn]
     page = f'<rect class="page" width="{_WIDTH}" height="{height}" rx="8"/>'
-    return "\n".join([head, f"<style>{_STYLE}</style>", page, *parts, "</svg>\n"])
+    return "\n".join([head, f"<style>{_STYLE}</style>", *patterns, page, *parts, "</svg>\n"])
 
 
 def _text(x: float, y: float, text: str, *, style: str = "") -> str:
@@ -73,15 +81,7 @@ def _text(x: float, y: float, text: str, *, style: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}"{known}>{escape(printable(text))}</text>'
 
 
-def _moved_words(target: Holdings, change: Moved) -> str:
-    share = change.nbytes / (sum(bytes_held(target)) or 1)
-    return (
-        f"{format_size(change.nbytes)} move, {share:.0%} of what the new ranks hold, "
-        "if rank n stays where it is"
-    )
-
-
-def _head(side: Holdings, *, left: int, width: int) -> Iterator[tuple[int, str]]:
+def _head(side: Holdings, *, left: int, width: int, most: int) -> Iterator[tuple[int, str]]:
     """The mesh and the bytes of each holder: bottom edges and elements."""
     top = 64
     if side.mesh is not None:
@@ -91,7 +91,7 @@ def _head(side: Holdings, *, left: int, width: int) -> Iterator[tuple[int, str]]
             yield low, element
             top = max(top, low)
         top += 28
-    yield from _loads(side, left=left, top=top, width=width)
+    yield from _loads(side, (left, top, width), most=most)
 
 
 def _mesh(mesh: Mesh, *, left: int, top: int, width: int) -> Iterator[tuple[int, str]]:
@@ -107,33 +107,61 @@ def _mesh(mesh: Mesh, *, left: int, top: int, width: int) -> Iterator[tuple[int,
 
 
 def _place(mesh: Mesh, rank: int) -> str:
-    names = mesh.dim_names or tuple(f"dim{dim}" for dim in range(len(mesh.shape)))
-    pairs = zip(names, mesh.coordinate(rank), strict=True)
+    pairs = zip(mesh.names, mesh.coordinate(rank), strict=True)
     return ", ".join(f"{name}={index}" for name, index in pairs)
 
 
 def _square(x: float, y: float, rank: int, *, hover: str) -> str:
     ink = "ink1" if colors.ink(rank) == "#fff" else "ink0"
     return (
-        f'<g><title>{escape(hover)}</title><rect class="box" x="{x:g}" y="{y:g}" width="{_CELL}" '
-        f'height="{_CELL}" fill="{colors.fill(rank)}"/>'
+        f"<g><title>{escape(hover)}</title>{_box((x, y, _CELL, _CELL), rank)}"
         f'<text class="in {ink}" x="{x + _CELL / 2:g}" y="{y + 17:g}">{rank}</text></g>'
     )
 
 
-def _loads(side: Holdings, *, left: int, top: int, width: int) -> Iterator[tuple[int, str]]:
-    """A column of bytes for each holder, and the skew."""
+def _box(place: tuple[float, float, float, float], holder: int | None) -> str:
+    """A rectangle in the colour and the stripes of a holder."""
+    where = _where(place)
+    color = colors.NOBODY if holder is None else colors.fill(holder)
+    drawn = f'<rect class="box" {where} fill="{color}"/>'
+    if holder is None or not colors.stripe(holder):
+        return drawn
+    return f'{drawn}<rect {where} fill="url(#{_stripes(holder)})"/>'
+
+
+def _where(place: tuple[float, float, float, float]) -> str:
+    sides = zip(("x", "y", "width", "height"), place, strict=True)
+    return " ".join(f'{side}="{round(value, 1):g}"' for side, value in sides)
+
+
+def _stripes(holder: int) -> str:
+    return f"s{colors.stripe(holder)}{colors.away(holder)[1]}"
+
+
+def _patterns() -> Iterator[str]:
+    """The stripes of every kind, in the colours that they have on dark and on light ones."""
+    for holder in range(len(colors.HEX), colors.DISTINCT):
+        degrees = colors.STRIPES[colors.stripe(holder) - 1]
+        yield (
+            f'<pattern id="{_stripes(holder)}" width="6" height="6" patternUnits="userSpaceOnUse" '
+            f'patternTransform="rotate({degrees})"><rect width="6" height="2" '
+            f'fill="{colors.away(holder)}"/></pattern>'
+        )
+
+
+def _loads(side: Holdings, place: tuple[int, int, int], *, most: int) -> Iterator[tuple[int, str]]:
+    """A column of bytes for each holder, and the skew; ``most`` bytes are a full column."""
+    left, top, width = place
     totals = bytes_held(side)
     skew = skew_of(totals)
     told = "" if skew is None or len(totals) < 2 else f", {skew:.2f} × the average"
     fullest = format_size(max(totals, default=0))
     yield top, _text(left, top, f"bytes per {side.unit}: {fullest} the most{told}", style="h")
     shown = totals[:_MAX_LOADS]
-    most = max(totals, default=0) or 1
     step = min(_CELL, width // max(1, len(shown)))
     base = top + 14 + _LOAD_HEIGHT
     for holder, nbytes in enumerate(shown):
-        height = max(1.0, _LOAD_HEIGHT * nbytes / most)
+        height = max(1.0, _LOAD_HEIGHT * nbytes / (most or 1))
         name = f"rank {holder}" if side.unit == "rank" else side.files[holder]
         yield (
             base,
@@ -152,15 +180,13 @@ def _loads(side: Holdings, *, left: int, top: int, width: int) -> Iterator[tuple
 
 def _column(x: int, base: int, *, size: tuple[int, float], holder: int, words: str) -> str:
     width, height = size
-    return (
-        f'<rect class="box" x="{x}" y="{base - height:g}" width="{width}" height="{height:g}" '
-        f'fill="{colors.fill(holder)}"><title>{escape(printable(words))} bytes</title></rect>'
-    )
+    drawn = _box((x, base - height, width, height), holder)
+    return f"<g><title>{escape(printable(words))} bytes</title>{drawn}</g>"
 
 
 def _rows(before: Holdings, target: Holdings | None, *, top: int) -> tuple[list[str], int]:
     """A bar for each row of tensors, or two; and where the last one ends."""
-    rows = fold.rows(before.tensors)
+    rows = fold.rows(before, target)
     later = {} if target is None else {held.fqn: held for held in target.tensors}
     room = _WIDTH - _MARGIN - _BAR_LEFT
     bar = room if target is None else (room - 16) // 2
@@ -184,10 +210,9 @@ def _rows(before: Holdings, target: Holdings | None, *, top: int) -> tuple[list[
 
 
 def _row_texts(row: fold.Row, *, top: int) -> list[str]:
-    times = f" ×{row.tensors:,}" if row.tensors > 1 else ""
-    label = _middle_out(printable(row.label), _NAME - len(times)) + times
+    label = _middle_out(printable(row.label), _NAME - len(row.times)) + row.times
     shape = f"{short_shape(row.first.shape)} {row.first.dtype.name}"
-    y = top + 13
+    y = top + 16
     return [
         f"<g><title>{escape(printable(row.label))}</title>{_text(_MARGIN, y, label)}</g>",
         _text(_MARGIN + 356, y, cut_to(shape, _SHAPE), style="q"),
@@ -207,7 +232,7 @@ def _bar(held: Held, side: Holdings, *, left: int, top: int, width: int) -> Iter
     found = rects(held.pieces, held.shape)
     if len(found) > width:
         words = counted(len(held.pieces), "piece")
-        yield _text(left, top + 13, words, style="q")
+        yield _text(left, top + 16, words, style="q")
         return
     for rect in found:
         yield _piece(rect, held, side=side, place=(left, top, width))
@@ -217,17 +242,15 @@ def _piece(rect: Rect, held: Held, *, side: Holdings, place: tuple[int, int, int
     left, top, width = place
     x, wide = left + rect.x * width, rect.width * width
     y, high = top + rect.y * _BAR_HEIGHT, rect.height * _BAR_HEIGHT
-    color = colors.NOBODY if rect.holder is None else colors.fill(rect.holder)
-    number = ""
-    if rect.holder is not None and wide > 9 * len(str(rect.holder)) and high > 10:
-        ink = "ink1" if colors.ink(rect.holder) == "#fff" else "ink0"
+    number, ink, drawn = "", "ink0", _box((x, y, wide, high), rect.holder)
+    if rect.piece.file in side.missing:
+        ink, drawn = "", f'<rect class="lost" {_where((x, y, wide, high))}/>'
+    elif rect.holder is not None and colors.ink(rect.holder) == "#fff":
+        ink = "ink1"
+    if wide > 9 * len(rect.label) and high > 9:
         middle = f'x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}"'
-        number = f'<text class="in {ink}" {middle}>{rect.holder}</text>'
-    return (
-        f"<g><title>{escape(_facts(rect, held, side=side))}</title>"
-        f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" '
-        f'fill="{color}"/>{number}</g>'
-    )
+        number = f'<text class="in {ink}" {middle}>{rect.label}</text>'
+    return f"<g><title>{escape(_facts(rect, held, side=side))}</title>{drawn}{number}</g>"
 
 
 def _facts(rect: Rect, held: Held, *, side: Holdings) -> str:
@@ -238,5 +261,6 @@ def _facts(rect: Rect, held: Held, *, side: Holdings) -> str:
         lines.append(f"rank {rank_spans(piece.holders) or 'unknown'}")
     lines.append(f"{piece.box.numel * held.dtype.itemsize:,} bytes")
     if piece.file is not None:
-        lines.append(printable(side.files[piece.file]))
+        lost = " (missing)" if piece.file in side.missing else ""
+        lines.append(printable(side.files[piece.file]) + lost)
     return "\n".join(lines)

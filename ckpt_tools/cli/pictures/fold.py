@@ -9,39 +9,57 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt_tools.analysis.ownership import Held
+from ckpt_tools.analysis.ownership import Held, Holdings
 from ckpt_tools.core.text import rank_spans
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component: `layers.12.`, never `w2`
 
 
 class Row(NamedTuple):
-    """Tensors that are drawn as one: the first of them, how many, and their bytes together."""
+    """Tensors that are drawn as one."""
 
     label: str
-    first: Held
-    tensors: int
-    nbytes: int
+    tensors: tuple[Held, ...]
+
+    @property
+    def first(self) -> Held:
+        """The one that is drawn."""
+        return self.tensors[0]
+
+    @property
+    def times(self) -> str:
+        """How many they are, after the label: ``" ×32"``, or nothing for one."""
+        return f" ×{len(self.tensors):,}" if len(self.tensors) > 1 else ""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of them."""
+        return sum(held.nbytes for held in self.tensors)
 
 
-def rows(tensors: Sequence[Held]) -> list[Row]:
-    """The rows of these tensors, in the order in which the first of each comes."""
+def rows(before: Holdings, target: Holdings | None = None) -> list[Row]:
+    """The rows of these tensors, in the order in which the first of each comes.
+
+    Those of a row are held alike, also after a reshard when there is a target, and hurt alike.
+    """
     groups: dict[tuple[object, ...], list[Held]] = {}
     numbers: dict[tuple[object, ...], int] = {}
     cuts: dict[int, int] = {}
-    for held in tensors:
+
+    def cut(held: Held | None) -> object:
+        if held is None:
+            return None
         if id(held.pieces) not in cuts:  # of replicas one is stored, now in this file, now in that
-            cut = tuple((piece.box, piece.holders) for piece in held.pieces)
-            cuts[id(held.pieces)] = numbers.setdefault(cut, len(numbers))
+            pieces = tuple((p.box, p.holders, p.file in before.missing) for p in held.pieces)
+            cuts[id(held.pieces)] = numbers.setdefault(pieces, len(numbers))
+        return cuts[id(held.pieces)], held.placements
+
+    then = {} if target is None else {held.fqn: held for held in target.tensors}
+    for held in before.tensors:
         pattern = _NUMBER.sub("*", held.fqn)
-        kind = (pattern, held.dtype, held.shape, held.placements, cuts[id(held.pieces)])
+        kind = (pattern, held.dtype, held.shape, cut(held), cut(then.get(held.fqn)))
         groups.setdefault(kind, []).append(held)
-    return [
-        Row(
-            _label([held.fqn for held in group]), group[0], len(group), sum(h.nbytes for h in group)
-        )
-        for group in groups.values()
-    ]
+    return [Row(_label([held.fqn for held in group]), tuple(group)) for group in groups.values()]
 
 
 def _label(names: Sequence[str]) -> str:
@@ -59,6 +77,6 @@ def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{{{rank_spans(numbers)}}}"
 
 
-def each(tensors: Sequence[Held]) -> list[Row]:
+def each(holdings: Holdings) -> list[Row]:
     """One row for each tensor."""
-    return [Row(held.fqn, held, 1, held.nbytes) for held in tensors]
+    return [Row(held.fqn, (held,)) for held in holdings.tensors]

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_tools.analysis.ownership import holdings_of
 from ckpt_tools.cli import entries, options, report
-from ckpt_tools.cli.pictures.page import LIST, SCRIPTS, heads, layout_data
-from ckpt_tools.cli.pictures.shell import page, text
+from ckpt_tools.cli.pictures.banner import banner, hurt_by
+from ckpt_tools.cli.pictures.bars import who_holds_what
+from ckpt_tools.cli.pictures.shell import page, table, text
 from ckpt_tools.cli.values import Seen
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.text import counted
+from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof import Anomaly
 from ckpt_tools.proof.stats import TensorStats
 
@@ -19,23 +21,30 @@ _WIDE, _HIGH = 120, 20
 _STATS_HEADER = ("NAME", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "INF", "ZEROS", "SPREAD")
 
 
-def report_page(whole: CheckpointIndex, index: CheckpointIndex, *, seen: Seen | None) -> str:
-    """The page of a checkpoint; the filters chose ``index`` out of ``whole``."""
-    parts = ["<main>", f"<h1>{text(whole.root)}</h1>"]
+def report_page(
+    whole: CheckpointIndex,
+    index: CheckpointIndex,
+    *,
+    seen: Seen | None,
+    unseen: CheckpointError | None = None,
+) -> str:
+    """The page of a checkpoint; the filters chose ``index`` out of ``whole``.
+
+    ``unseen`` is why its values could not be read.
+    """
     told = report.look(whole, index)
-    parts.append(f"<p><b>{text(', '.join(part.text for part in told.verdict))}</b></p>")
-    parts += _facts(report.identity(told))
-    parts += _table(report.SECTION_HEADER, report.section_rows(index), numbers=range(1, 5))
+    parts = [*banner(told, whole.problems), *_facts(report.identity(told))]
+    parts += table(report.SECTION_HEADER, report.section_rows(index), numbers=range(1, 5))
     parts += _facts(report.state(whole, told))
-    parts += _problems(whole)
+    if unseen is not None:
+        parts.append(f'<p class="bad">The values were not read: {text(unseen.message)}</p>')
     if seen is not None:
         parts += _anomalies(seen.statistics.anomalies)
         parts += _statistics(seen)
-    parts += ["<h2>Who holds what</h2>", '<div id="sides" class="sides"></div>']
-    parts += [LIST.format(heads=heads(None)), *_objects(index.objects), "</main>"]
-    parts += ['<div id="tip" role="tooltip"></div>', '<aside id="detail"></aside>']
-    data = layout_data(holdings_of(index, told.mesh))
-    return page(f"Report of {whole.root}", parts, scripts=SCRIPTS, data=data)
+    parts.append("<h2>Who holds what</h2>")
+    parts += who_holds_what(holdings_of(index, told.mesh), hurt=hurt_by(whole.problems))
+    parts += _objects(index.objects)
+    return page(f"Report of {whole.root}", parts)
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -44,33 +53,6 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
         lines = "<br>".join(text(line) for line in told.split("\n"))
         yield f"<dt>{text(label)}</dt><dd>{lines}</dd>"
     yield "</dl>"
-
-
-def _table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int]
-) -> Iterator[str]:
-    """A table of texts; ``numbers`` are the columns that are set to the right."""
-    right = frozenset(numbers)
-    styles = [' class="n"' if place in right else "" for place in range(len(header))]
-    yield '<div class="scroll"><table><thead><tr>'
-    for style, name in zip(styles, header, strict=True):
-        yield f"<th{style}>{text(name.lower())}</th>"
-    yield "</tr></thead><tbody>"
-    for row in rows:
-        cells = (f"<td{style}>{text(cell)}</td>" for style, cell in zip(styles, row, strict=True))
-        yield f"<tr>{''.join(cells)}</tr>"
-    yield "</tbody></table></div>"
-
-
-def _problems(whole: CheckpointIndex) -> Iterator[str]:
-    if not whole.problems:
-        return
-    yield '<h2 class="bad">Not whole</h2><ul>'
-    for problem in whole.problems[:50]:
-        yield f"<li>{text(problem.message)}</li>"
-    if len(whole.problems) > 50:
-        yield f"<li>and {len(whole.problems) - 50:,} more</li>"
-    yield "</ul>"
 
 
 def _anomalies(found: Sequence[Anomaly]) -> Iterator[str]:
@@ -82,7 +64,7 @@ def _anomalies(found: Sequence[Anomaly]) -> Iterator[str]:
         (odd.kind, odd.fqn, str(odd.box), "-" if odd.rank is None else str(odd.rank), odd.detail)
         for odd in found[:500]
     ]
-    yield from _table(("KIND", "NAME", "BOX", "RANK", "DETAIL"), rows, numbers=())
+    yield from table(("KIND", "NAME", "BOX", "RANK", "DETAIL"), rows)
 
 
 def _statistics(seen: Seen) -> Iterator[str]:
@@ -91,8 +73,9 @@ def _statistics(seen: Seen) -> Iterator[str]:
     bad = seen.statistics.nonfinite
     told = f", <span class=bad>{bad:,} values are NaN or infinite</span>" if bad else ""
     opened = " open" if len(tensors) <= _MAX_OPEN else ""
-    yield f"<details{opened}><summary>Values of {counted(len(tensors), 'tensor')}{told}</summary>"
-    yield '<div class="scroll"><table class="mono"><thead><tr>'
+    number = counted(len(tensors), "tensor")
+    yield f'<details class="section"{opened}><summary>Values of {number}{told}</summary>'
+    yield '<div class="scroll"><table class="mono stats"><thead><tr>'
     for name in _STATS_HEADER:
         yield f'<th class="{"" if name in ("NAME", "SPREAD") else "n"}">{name.lower()}</th>'
     yield "</tr></thead><tbody>"
@@ -107,7 +90,8 @@ def _statistics(seen: Seen) -> Iterator[str]:
 def _stats_row(one: TensorStats, counts: Sequence[int] | None) -> str:
     values = map(options.number, (one.mean, one.std, one.min, one.max, one.l2))
     tallies = (f"{count:,}" for count in (one.nan, one.inf, one.zeros))
-    cells = "".join(f'<td class="n">{text(cell)}</td>' for cell in (*values, *tallies))
+    titled = zip(_STATS_HEADER[1:-1], (*values, *tallies), strict=True)
+    cells = "".join(f'<td class="n" title="{t.lower()}">{text(cell)}</td>' for t, cell in titled)
     drawn = "" if counts is None else _histogram(counts)
     return f'<tr><td class="name">{text(one.fqn)}</td>{cells}<td>{drawn}</td></tr>'
 
@@ -129,9 +113,10 @@ def _histogram(counts: Sequence[int]) -> str:
 def _objects(objects: Sequence[ObjectEntry]) -> Iterator[str]:
     if not objects:
         return
-    yield f"<details><summary>{counted(len(objects), 'object')}</summary>"
+    number = counted(len(objects), "object")
+    yield f'<details class="section"><summary>{number}</summary>'
     rows = [(one.fqn, entries.value_text(one)[:400]) for one in objects[:_MAX_OBJECTS]]
-    yield from _table(("NAME", "VALUE"), rows, numbers=())
+    yield from table(("NAME", "VALUE"), rows)
     if len(objects) > _MAX_OBJECTS:
         yield f'<p class="quiet">and {len(objects) - _MAX_OBJECTS:,} more</p>'
     yield "</details>"

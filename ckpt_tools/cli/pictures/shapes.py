@@ -1,7 +1,8 @@
 """Where the pieces of a tensor lie in a rectangle: numbers from 0 to 1, for every kind of picture.
 
 A tensor that is cut along one dimension is a strip from left to right; cut along two, it is a grid,
-the first of them downwards. Those who hold the same piece share it, one band each.
+the first of them downwards. Those who hold the same piece share it, one band each; of many, the
+first stands for all.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Rect(NamedTuple):
     height: float
     piece: Piece
     holder: int | None
+    label: str
 
 
 def cut_dims(pieces: Sequence[Piece], shape: Sequence[int]) -> list[int]:
@@ -31,7 +33,7 @@ def cut_dims(pieces: Sequence[Piece], shape: Sequence[int]) -> list[int]:
 
 
 def rects(pieces: Sequence[Piece], shape: Sequence[int]) -> list[Rect]:
-    """A rectangle for each piece and holder, at most `MAX_BANDS` holders of each."""
+    """A rectangle for each piece and holder; one for a piece that more than `MAX_BANDS` hold."""
     dims = cut_dims(pieces, shape)
     if len(dims) > 2:
         spans = _by_share(pieces)
@@ -39,11 +41,20 @@ def rects(pieces: Sequence[Piece], shape: Sequence[int]) -> list[Rect]:
         down, across = (dims[0], dims[1]) if len(dims) == 2 else (None, dims[0] if dims else None)
         spans = [(*_span(p, shape, across), *_span(p, shape, down)) for p in pieces]
     return [
-        Rect(x, y + height * band / len(bands), width, height / len(bands), piece, holder)
+        Rect(x, y + height * band / len(bands), width, height / len(bands), piece, holder, label)
         for piece, (x, width, y, height) in zip(pieces, spans, strict=True)
-        for bands in [piece.holders[:MAX_BANDS] or (None,)]
-        for band, holder in enumerate(bands)
+        for bands in [_bands(piece.holders)]
+        for band, (holder, label) in enumerate(bands)
     ]
+
+
+def _bands(holders: Sequence[int]) -> list[tuple[int | None, str]]:
+    """Who is drawn, and as what: ``3``, or ``0+63`` for the first and 63 more."""
+    if not holders:
+        return [(None, "?")]
+    if len(holders) > MAX_BANDS:
+        return [(holders[0], f"{holders[0]}+{len(holders) - 1}")]
+    return [(holder, str(holder)) for holder in holders]
 
 
 def _span(piece: Piece, shape: Sequence[int], dim: int | None) -> tuple[float, float]:

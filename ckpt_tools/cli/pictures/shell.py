@@ -1,20 +1,20 @@
-"""The frame of a page: one HTML file with its style, its script and its data, and no network.
+"""The frame of a page: one HTML file with its style and its script, and no network.
 
-It knows nothing of what the page shows.
+Without the script all is there; it only adds a filter. It knows nothing of what the page shows.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from ckpt_tools.cli.render import Json, printable
+from ckpt_tools.cli.pictures import colors
+from ckpt_tools.cli.render import printable
 
 _FOLDER = os.path.dirname(__file__)
 # Nothing may be fetched, whatever a name in the checkpoint tries to say.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def text(value: str) -> str:
@@ -22,24 +22,37 @@ def text(value: str) -> str:
     return escape(printable(value))
 
 
-def page(title: str, body: Sequence[str], *, scripts: Sequence[str], data: Json = None) -> str:
-    """A whole page: its body as HTML, then the scripts of this folder, which find ``data``."""
-    # A script's text ends at "</", wherever that stands.
-    packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+def page(title: str, body: Iterable[str]) -> str:
+    """A whole page of this body, which is HTML."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{text(title)}</title>",
-        f"<style>\n{_file('page.css')}</style></head><body>",
-        '<button id="theme" title="Light or dark">◐</button>',
+        f"<style>\n{_file('page.css')}{colors.css()}</style></head><body>",
+        '<label id="theme" title="Light or dark"><input type="checkbox">◐</label><main>',
         *body,
-        f'<script type="application/json" id="data">{packed}</script>',
-        *(f"<script>\n{_file(name)}</script>" for name in ("theme.js", *scripts)),
-        "</body></html>\n",
+        "</main>",
+        f"<script>\n{_file('filter.js')}</script></body></html>\n",
     ]
     return "\n".join(parts)
+
+
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()
+) -> Iterator[str]:
+    """A table of texts; ``numbers`` are the columns that are set to the right."""
+    right = frozenset(numbers)
+    styles = [' class="n"' if place in right else "" for place in range(len(header))]
+    yield '<div class="scroll"><table><thead><tr>'
+    for style, name in zip(styles, header, strict=True):
+        yield f"<th{style}>{text(name.lower())}</th>"
+    yield "</tr></thead><tbody>"
+    for row in rows:
+        cells = (f"<td{style}>{text(cell)}</td>" for style, cell in zip(styles, row, strict=True))
+        yield f"<tr>{''.join(cells)}</tr>"
+    yield "</tbody></table></div>"
 
 
 def _file(name: str) -> str:

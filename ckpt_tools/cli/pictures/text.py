@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ckpt_tools.analysis.ownership import (
     Held,
     Holdings,
+    Moved,
     Piece,
     bytes_held,
     skew_of,
@@ -38,7 +39,7 @@ def plain(text: str, holder: int) -> str:  # noqa: ARG001 - one of two ways to p
 
 def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
     """The ranks of a mesh as a grid: the last dimension across, the one before it down."""
-    names = mesh.dim_names or tuple(f"dim{dim}" for dim in range(len(mesh.shape)))
+    names = mesh.names
     across = mesh.shape[-1] if mesh.shape else 1
     cell = len(str(mesh.size - 1)) + 2
     words = " × ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
@@ -91,7 +92,7 @@ def _holder_name(holdings: Holdings, holder: int) -> str:
 
 def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterator[str]:
     """A bar for each row, after its name, its shape and its bytes."""
-    labels = [render.printable(row.label) + _times(row.tensors) for row in rows]
+    labels = [f"{render.printable(row.label)} {row.times}".rstrip() for row in rows]
     shapes = [f"{short_shape(row.first.shape)} {row.first.dtype.name}" for row in rows]
     sizes = [format_size(row.nbytes) for row in rows]
     name, shape, size = (max(map(len, texts), default=0) for texts in (labels, shapes, sizes))
@@ -107,10 +108,6 @@ def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterat
             yield f"  {facts}"
         else:
             yield f"{label:<{name}}  {facts}"
-
-
-def _times(count: int) -> str:
-    return f"  ×{count:,}" if count > 1 else ""
 
 
 def bar_of(held: Held, paint: Paint, *, size: int) -> str:
@@ -238,6 +235,15 @@ def _extent(piece: Piece, dim: int | None, edges: dict[int, int]) -> tuple[int, 
 def painter(*, color: bool) -> Paint:
     """The way to paint for a terminal with colours, or for anything else."""
     return colors.painted if color else plain
+
+
+def moved_words(target: Holdings, change: Moved) -> str:
+    """How much a reshard moves."""
+    share = change.nbytes / (sum(bytes_held(target)) or 1)
+    return (
+        f"{format_size(change.nbytes)} move, {share:.0%} of what the new ranks hold, "
+        "if rank n stays where it is"
+    )
 
 
 def piece_lines(held: Held, holdings: Holdings) -> Iterator[str]:

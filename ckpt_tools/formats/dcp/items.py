@@ -152,12 +152,12 @@ def _view(
     """The bytes from the first to the last element of a view into a storage record."""
     start = stored.storage_offset * itemsize
     length = span(stored.shape, stored.strides) * itemsize
-    if start + length > record.length:
+    if length and start + length > record.length:  # torch keeps the offset of an empty view
         raise UnreadableError(
             f"{where}: its tensor needs bytes {start:,} to {start + length:,} of a storage that "
             f"has {record.length:,}."
         )
-    return ByteRange(path, record.offset + start, length)
+    return ByteRange(path, record.offset + (start if length else 0), length)
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -95,7 +95,7 @@ class StorageInfo(StandIn):
             raise TypeError("a storage info without path, offset or length")
         if offset < 0 or length < 0:
             raise ValueError("a storage info with a negative offset or length")
-        self.relative_path = inside(path) if "/" in path else path
+        self.relative_path = inside(path) if "/" in path or "\0" in path else path
         self.offset = offset
         self.length = length
         transforms = state.get("transform_descriptors") if len(state) > 3 else None

@@ -262,14 +262,23 @@ def _container(entry: ObjectEntry, files: Files) -> _Container | None:
 
 
 def copyable_objects(index: Index, files: Files) -> Index:
-    """The same index with packed objects that have no value as archives of torch.save, inflated."""
-    objects = [
-        replace(entry, data=unpacked(files, entry.data, entry.codec), codec=TORCH_SAVE)
-        if entry.codec == ZSTD and not entry.opened
-        else entry
-        for entry in index.objects
-    ]
-    return replace(index, objects=tuple(objects))
+    """The same index with objects as archives of torch.save, those that are packed inflated.
+
+    Raises UnreadableError for an archive that nobody could open: its copy would be as damaged.
+    """
+    return replace(index, objects=tuple(_copyable(entry, files) for entry in index.objects))
+
+
+def _copyable(entry: ObjectEntry, files: Files) -> ObjectEntry:
+    if entry.codec == ZSTD and not entry.opened:
+        entry = replace(entry, data=unpacked(files, entry.data, ZSTD), codec=TORCH_SAVE)
+    if entry.codec == TORCH_SAVE:
+        try:
+            where = f"{entry.data.path}, item of {entry.fqn}"
+            archive_of(files, entry.data, where).read("data.pkl")
+        except CheckpointError as error:
+            raise error.concerning((entry.fqn,)) from error
+    return entry
 
 
 def object_bytes(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:

@@ -8,7 +8,7 @@ business of `items`. DCP stores boxes and no mesh, so no layout is stated here.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.core import names
@@ -24,6 +24,7 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.state_tree import of_paths
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import (
+    CheckpointError,
     IncompleteError,
     UnreadableError,
     UnsupportedError,
@@ -117,7 +118,7 @@ def _read_index(path: str) -> CheckpointIndex:
         world_size=_world_size((*sizes, *union.files)),
         torch_version=None,
         notes=tuple(_notes(sizes, union.files, objects)),
-        problems=union.problems,
+        problems=(*union.problems, *_misplaced(metadata, path)),
         tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
     index = per_rank.with_replicas(index, union.twins) if union.twins else index
@@ -212,6 +213,26 @@ def _paths(metadata: Metadata) -> dict[str, Path]:
     known = {fqn: tuple(path) for fqn, path in planner.items() if fqn in entries}
     rest = (fqn for fqn in (*metadata.tensors, *sorted(metadata.objects)) if fqn not in known)
     return known | {fqn: (fqn,) for fqn in rest}
+
+
+def _misplaced(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
+    """Names that planner_data places elsewhere than they say: one of the two is damaged.
+
+    torch names an entry by its path, with dots between the keys.
+    """
+    planner = metadata.planner_data or {}
+    entries = metadata.tensors.keys() | metadata.objects
+    wrong = {fqn for fqn, path in planner.items() if ".".join(map(str, path)) != fqn}
+    strangers, left = planner.keys() - entries, entries - planner.keys()
+    if planner and strangers and left:
+        wrong |= left
+    if wrong & entries:
+        yield UnreadableError(
+            f"{where}/.metadata is damaged: names and places in the state dict (planner_data) "
+            f"differ for {some(sorted(wrong & entries))}.",
+            hint="Take .metadata from another copy; which of the two is right cannot be known.",
+            about=wrong & entries,
+        )
 
 
 def _sections(metadata: Metadata, path_of: Mapping[str, Path]) -> dict[str, Section]:

@@ -232,7 +232,7 @@ class Comparison:
 
     files: Files
     left: int = field(default=_MAX_COMPARED_IN_ALL)
-    _kept: tuple[ByteRange, bytes] | None = None
+    _kept: tuple[Part, bytes] | None = None
 
     def equal(self, one: Part, other: Part) -> bool | None:
         """Whether two parts hold the same elements; None when they are too large to be read."""
@@ -251,11 +251,11 @@ class Comparison:
         return self._elements(one) == self._elements(other, keep=False)
 
     def _elements(self, part: Part, *, keep: bool = True) -> bytes:
-        if self._kept is not None and self._kept[0] == part.data:
+        if self._kept is not None and self._kept[0] is part:  # two views may lie in one range
             return self._kept[1]
         data = elements(part, self.files)
         if keep:
-            self._kept = (part.data, data)
+            self._kept = (part, data)
         return data
 
 

@@ -1,0 +1,97 @@
+"""The head of a page: whether the checkpoint is whole, what wrote it and when, what is wrong.
+
+A checkpoint that cannot be read has such a page, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from time import gmtime, strftime
+
+from ckpt_tools._version import __version__
+from ckpt_tools.analysis.inspection import Inspection, Part
+from ckpt_tools.cli import report
+from ckpt_tools.cli.pictures import files
+from ckpt_tools.cli.pictures.shell import page, table, text
+from ckpt_tools.core.index import FileState
+from ckpt_tools.core.text import first_of
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.storage import paths
+from ckpt_tools.storage.age import last_written
+
+_MAX_PROBLEMS, _MAX_FILES = 50, 500
+
+
+def banner(told: Inspection, problems: Sequence[CheckpointError]) -> Iterator[str]:
+    """The verdict, the version and the date of the source, and what is wrong with it."""
+    facts = [report.written_as(told), _saved(told.saved)]
+    found = first_of(list(map(_why, problems)), _MAX_PROBLEMS)
+    yield from _banner(told.root, told.state, facts, found)
+
+
+def hurt_by(problems: Sequence[CheckpointError]) -> frozenset[str]:
+    """The names of all that these problems hurt."""
+    return frozenset[str]().union(*(problem.about for problem in problems))
+
+
+def _banner(
+    root: str, verdict: Sequence[Part], facts: Sequence[str], problems: Iterable[str]
+) -> Iterator[str]:
+    kinds = {part.kind for part in verdict}
+    kind = next(kind for kind in ("bad", "doubtful", "good", "plain") if kind in kinds)
+    words = ", ".join(f'<span class="{part.kind}">{text(part.text)}</span>' for part in verdict)
+    yield f'<header class="banner {kind}"><h1>{text(root)}</h1>'
+    source = " · ".join([*facts, f"read by ckpt-tools {__version__}"])
+    yield f"<p><b>{words}</b></p><p>{text(source)}</p>"
+    for problem in problems:
+        yield f"<p>{'<br>'.join(text(line.strip()) for line in problem.splitlines())}</p>"
+    yield "</header>"
+
+
+def _saved(seconds: float | None) -> str:
+    if seconds is None:
+        return "date of the save not known"
+    return f"saved {strftime('%Y-%m-%d %H:%M UTC', gmtime(seconds))}"
+
+
+def _why(error: CheckpointError) -> str:
+    return "\n".join(filter(None, [error.message, error.hint]))
+
+
+@contextmanager
+def page_of_failure(ckpt: str, html: str | None, *, force: bool) -> Iterator[None]:
+    """Where reading the checkpoint fails, write a page of why to ``html``, and let it fail.
+
+    A path that is not there, or in whose place another was meant, is no broken checkpoint.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        elsewhere = error.instead is not None and any(way.path for way in error.instead.ways)
+        if html is not None and not elsewhere and _is_there(ckpt):
+            files.write(html, failure_page(ckpt, error), sources=(ckpt,), force=force)
+        raise
+
+
+def _is_there(ckpt: str) -> bool:
+    try:
+        return paths.exists(ckpt) or bool(paths.glob(ckpt))
+    except OSError:
+        return False
+
+
+def failure_page(ckpt: str, error: CheckpointError) -> str:
+    """The page of a checkpoint that cannot be read: why, what to try, and the files there."""
+    found: dict[str, FileState] = {}
+    with suppress(OSError):
+        found = paths.states(ckpt)
+    verdict = [Part("CANNOT BE READ", "bad")]
+    parts = list(_banner(ckpt, verdict, [_saved(last_written(found))], [_why(error)]))
+    shown = sorted(found.items())[:_MAX_FILES]
+    rows = ((os.path.basename(path), f"{state.size:,}") for path, state in shown)
+    parts += table(("FILE", "BYTES"), rows, numbers=[1])
+    if len(found) > len(shown):
+        parts.append(f'<p class="quiet">and {len(found) - len(shown):,} more files</p>')
+    return page(f"Report of {ckpt}", parts)

@@ -16,6 +16,8 @@ NUMERIC = sorted(name for name, row in BY_NAME.items() if row.kind != "raw")
 
 @pytest.mark.parametrize("name", NUMERIC)
 def test_every_bit_pattern_decodes_as_torch_reads_it(name: str) -> None:
+    if not hasattr(torch, name):
+        pytest.skip("torch has float8_e8m0fnu only since 2.7")
     dtype = dtype_named(name)
     if name == "bool":
         data = bytes([0, 1, 1, 0])

@@ -10,6 +10,7 @@ from zlib import crc32
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from alone import ALONE
 from click.testing import CliRunner, Result
 from damages import Victim
 from dtensor_files import ROWS, drifted, dtensor, mesh_of, shard
@@ -138,7 +139,7 @@ def test_damage_of_what_was_not_chosen_is_no_damage_of_the_copy(base: str, tmp_p
 def test_a_damaged_object_of_the_source_is_never_proven(tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "cursor": bytearray(2 << 20)}
     source = tmp_path / "source"
-    dcp.save(state, checkpoint_id=source, no_dist=True)
+    dcp.save(state, checkpoint_id=source, **ALONE)
     (entry,) = formats.read_index(str(source)).objects
     data = bytearray((source / "__0_0.distcp").read_bytes())
     data[entry.data.offset + entry.data.length // 2] ^= 1
@@ -177,7 +178,7 @@ def test_large_records_are_checked_without_reading_them_again(
     if kind == "one file":
         torch.save(state, source)
     else:
-        dcp.save(state, checkpoint_id=source, no_dist=True)
+        dcp.save(state, checkpoint_id=source, **ALONE)
     index = formats.read_index(str(source))
     with Files() as files:
         place = formats.locate(index, files).tensor("w").chunks[0].data

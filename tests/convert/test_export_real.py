@@ -188,9 +188,9 @@ def test_what_four_ranks_trained_under_fsdp2_loads_with_its_logits(
         if name.startswith("model.")
     }
     config = transformers.AutoConfig.from_pretrained(assets)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    dtype = truth["model.embed_tokens.weight"].dtype
-    model.to(dtype).load_state_dict(truth, strict=True)
+    dtype = truth["model.embed_tokens.weight"].dtype  # the model's `to` would cast buffers, too
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(truth, strict=True)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
     assert torch.equal(logits(found.eval(), 37), logits(model.eval(), 37))
 

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 DCP = DATA / "fsdp2_dcp_1d_4r" / "ckpt"
+TORCH_2_6 = torch.__version__.startswith("2.6.")
 TP = ("*.up.weight*=S(0),S(0)", "*.down.weight*=S(0),S(1)")
 
 
@@ -32,6 +33,8 @@ TP = ("*.up.weight*=S(0),S(0)", "*.down.weight*=S(0),S(1)")
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """What each job did next: from the checkpoint that a job of 4 ranks left, and from ours."""
+    if TORCH_2_6:
+        pytest.skip("FSDP2 of torch 2.6 trains on no CPU")
     folder = tmp_path_factory.mktemp("training")
     job(4, "training.py", "save", folder)
     source = folder / "source"
@@ -187,12 +190,16 @@ def elements(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
         }
 
 
-@pytest.mark.parametrize("name", ["hsdp", "uneven", "tp"])
+STRIDED = "torch 2.6 places uneven strided shards wrongly, which the engine refuses"
+BY_DCP = ["hsdp", "uneven", pytest.param("tp", marks=pytest.mark.skipif(TORCH_2_6, reason=STRIDED))]
+
+
+@pytest.mark.parametrize("name", BY_DCP)
 def test_the_engine_dcp_gives_the_tensors_that_copy_gives(engines: Path, name: str) -> None:
     assert elements(engines / f"dcp-{name}") == elements(engines / f"copy-dcp-{name}")
 
 
-@pytest.mark.parametrize("name", ["hsdp", "uneven", "tp"])
+@pytest.mark.parametrize("name", BY_DCP)
 def test_the_engine_dcp_keeps_every_chunk_where_copy_puts_it(engines: Path, name: str) -> None:
     def places(folder: Path) -> dict[str, set[tuple[Box, int | None]]]:
         index = read_index(str(folder))
@@ -201,7 +208,7 @@ def test_the_engine_dcp_keeps_every_chunk_where_copy_puts_it(engines: Path, name
     assert places(engines / f"dcp-{name}") == places(engines / f"copy-dcp-{name}")
 
 
-@pytest.mark.parametrize("name", ["hsdp", "uneven", "tp"])
+@pytest.mark.parametrize("name", BY_DCP)
 def test_the_engine_dcp_keeps_paths_and_the_bytes_of_objects(engines: Path, name: str) -> None:
     def objects(folder: Path) -> dict[str, tuple[object, bytes]]:
         with Files() as files:
@@ -232,7 +239,7 @@ def test_the_engine_dcp_refuses_what_torch_cannot_load_on_every_rank(engines: Pa
 @pytest.mark.parametrize("name", ["1d", "tp", "dtypes", "verl"])
 def test_the_engine_gather_writes_the_files_that_copy_writes(engines: Path, name: str) -> None:
     refused = {path.read_text() for path in engines.glob(f"gather-{name}.error.*")}
-    if refused and torch.__version__.startswith("2.6."):
+    if refused and TORCH_2_6:
         assert len(refused) == 1
         assert re.search(r"torch 2\.6\S+ cannot gather it", refused.pop())
         assert not (engines / f"gather-{name}").exists()

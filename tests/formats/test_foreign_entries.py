@@ -168,7 +168,7 @@ def test_plain_python_closes_nothing(protocol: int, tmp_path: Path) -> None:
         "w": W,
         "plain": [range(3), slice(1, 2), ..., type(None), int, str, bytes, ValueError("x")],
         "counts": collections.defaultdict(int, {"a": 1}),
-        "when": dt.datetime(2026, 1, 1, tzinfo=dt.UTC),
+        "when": dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc),
         "where": pathlib.PurePosixPath("/a/b"),
     }
     index = located(saved(tmp_path, state, pickle_protocol=protocol))

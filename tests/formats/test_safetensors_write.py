@@ -21,7 +21,7 @@ from ckpt_tools.formats.safetensors import read as safetensors
 from ckpt_tools.formats.safetensors.write import plan_files
 
 SINGLE = [dtype for dtype in BY_NAME.values() if dtype.packed == 1]  # others: test_packed_floats
-HELD = [dtype for dtype in SINGLE if dtype.safetensors is not None]
+HELD = [one for one in SINGLE if one.safetensors is not None and hasattr(torch, one.name)]
 NOT_HELD = [dtype for dtype in SINGLE if dtype.safetensors is None]
 
 

@@ -5,6 +5,7 @@ import pickle
 import shutil
 from collections import OrderedDict
 from fractions import Fraction
+from http import HTTPStatus
 from pathlib import Path
 from typing import ClassVar
 
@@ -224,8 +225,10 @@ def test_the_tree_keeps_the_containers_and_their_keys(tmp_path: Path) -> None:
 
 
 def test_what_is_not_plain_is_named_and_not_opened(tmp_path: Path) -> None:
-    entry = torch_file.read_index(saved(tmp_path, NESTED)).object("half")
+    index = torch_file.read_index(saved(tmp_path, {**NESTED, "status": HTTPStatus.OK}))
+    entry = index.object("half")
     assert (entry.opened, entry.type_name) == (False, "fractions.Fraction")
+    assert index.object("status").type_name == "http.HTTPStatus"
 
 
 def test_a_bare_tensor_is_called_value(tmp_path: Path) -> None:

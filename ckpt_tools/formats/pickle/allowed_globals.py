@@ -193,6 +193,14 @@ _OPAQUE_NAMES = frozenset(
         "typing.Optional",
         "typing.Tuple",
         "typing.Union",
+        # Enums of modules that are refused otherwise.
+        "http.HTTPMethod",
+        "http.HTTPStatus",
+        "inspect._ParameterKind",
+        "signal.Handlers",
+        "signal.Signals",
+        "socket.AddressFamily",
+        "socket.SocketKind",
     }
 )
 _TORCH_CONSTANTS = frozenset(

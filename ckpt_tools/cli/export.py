@@ -8,7 +8,7 @@ import click
 
 from ckpt_tools import formats
 from ckpt_tools.cli import asked, options, progress, render, shaping
-from ckpt_tools.cli.group import say
+from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.parallel import choose_threads
@@ -88,7 +88,7 @@ def command(
     if json:
         render.emit_json(_json(plan, out, dry_run=dry_run))
     else:
-        click.echo(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
+        answer(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
     if dry_run:
         check_room(out, plan.files, single_file=plan.single_file)
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import TracebackType
+from typing import TextIO
 
 import click
 
@@ -148,12 +149,18 @@ def say(text: str) -> None:
         click.echo("\n".join(lines), err=True)
 
 
-def _wrapped(text: str, *, indent: str) -> list[str]:
-    """The text wrapped to the width of the terminal; one line when stderr is no terminal.
+def answer(text: str) -> None:
+    """Print one line of an answer to stdout, wrapped on a terminal."""
+    click.echo("\n".join(_wrapped(text, indent="  ", on=sys.stdout)))
+
+
+def _wrapped(text: str, *, indent: str, on: TextIO | None = None) -> list[str]:
+    """The text wrapped to the width of the terminal; one line when ``on`` (stderr) is no terminal.
 
     A command to copy stays on its line: one between backticks, or a line that begins with one.
     """
-    width = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0
+    stream = on or sys.stderr
+    width = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     if len(text) <= width or not width or _COMMAND.match(text):
         return [text]
     from textwrap import wrap  # late: few texts are that long

@@ -13,7 +13,7 @@ import click
 
 from ckpt_tools import formats
 from ckpt_tools.cli import asked, options, progress, render, shaping
-from ckpt_tools.cli.group import say
+from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.copying import atomic_output
@@ -177,7 +177,7 @@ def _write(request: Request, job: Job, *, said: str, as_json: bool) -> None:
     if as_json:
         render.emit_json(report.json(plan, dry_run=False))
     else:
-        click.echo(report.summary(plan, seconds=time.monotonic() - started))
+        answer(report.summary(plan, seconds=time.monotonic() - started))
 
 
 def _say_notes(plan: ReshardPlan, said: str) -> None:

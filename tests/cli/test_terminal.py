@@ -53,7 +53,15 @@ def _read(terminal: int) -> bytes:
 )
 def test_words_wrap_where_the_terminal_ends(args: tuple[str, ...]) -> None:
     long = [line for line in on_terminal(*args, columns=60) if len(line) > 60]
-    assert all(line.strip() in (DCP, f"{DCP}:") for line in long)
+    assert [line for line in long if line.strip() not in (DCP, f"{DCP}:")] == []
+
+
+@pytest.mark.parametrize("args", [("export",), ("reshard", "--to-mesh", "2")], ids=lambda a: a[0])
+def test_the_summary_of_what_was_written_wraps(args: tuple[str, ...], tmp_path: Path) -> None:
+    command, *more = args
+    out, width = str(tmp_path / "out"), len(str(tmp_path)) + 9
+    lines = on_terminal(command, DCP, "-o", out, *more, "-q", columns=width)  # without the bar
+    assert max(map(len, lines)) <= width
 
 
 def test_a_command_to_copy_is_not_broken() -> None:

@@ -172,7 +172,7 @@ def resumes(arguments: tuple[str | Path, ...], folder: Path) -> str:
 @pytest.mark.parametrize(
     ("stall", "words"),
     [
-        ("1:executors:join", r"Of the 2 ranks of this torchrun job, 1 did not join within 10 s"),
+        ("1:group:join", r"Of the 2 ranks of this torchrun job, 1 did not join within 10 s"),
         ("1:engines:read_index", r"Rank 1 on .* sent no heartbeat for 5 seconds"),
     ],
 )

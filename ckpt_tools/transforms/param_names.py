@@ -198,12 +198,23 @@ def _check_shapes(index: CheckpointIndex, found: Optimizer, names_of: Mapping[Pa
             shape = shapes[names.clean(name)]
             if key not in LIKE_PARAMETER or not isinstance(entry, TensorEntry):
                 continue
-            if entry.shape not in ((), shape):  # Amos keeps one number for each parameter
+            if not _may_be_of(entry.shape, shape):
                 raise UsageError(
                     f"{entry.fqn} has shape {list(entry.shape)}, and {name}, whose it would be, "
                     f"has {list(shape)}.",
                     hint="The names are not in the order of the optimizer's own groups.",
                 )
+
+
+def _may_be_of(state: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of this shape may have such a state: the shape itself, one number (Amos),
+    one for each row (Nero), or none yet (SARA).
+    """
+    if state in ((), (0,)):
+        return True
+    return len(state) == len(shape) and all(
+        size in (1, whole) for size, whole in zip(state, shape, strict=True)
+    )
 
 
 def _parameter_shapes(index: CheckpointIndex) -> dict[str, tuple[int, ...]]:

@@ -157,6 +157,16 @@ def test_the_optimizers_of_packages_come_back_from_a_layout(
     assert same(loaded, with_texts(without_empty(found["nested"])))
 
 
+@pytest.mark.parametrize("kind", ["amos", "nero", "sara"])
+def test_a_state_smaller_than_its_parameter_is_no_sign_of_another_order(
+    tmp_path: Path, kind: str
+) -> None:
+    found = PACKAGES[f"pytorch_optimizer.{kind} after 2 steps"]
+    state = {"model": Model().state_dict(), "optim": found["numbered"]}
+    loaded = there_and_back(tmp_path, state, found["names"], "plain")
+    assert same(loaded, with_texts(without_empty(found["nested"])))
+
+
 def with_texts(value: object) -> object:
     """The same with the texts of keys, which is all that DCP keeps of them."""
     if isinstance(value, list | tuple):

@@ -60,6 +60,7 @@ class Heartbeat:
         with suppress(RuntimeError):  # the next request to the store reports that it is gone
             self._store.set(f"host/{self._place.rank}", os.uname().nodename)
             self._beat()
+            self._report_orphan()  # before others count on this rank
             self._store.add("joined", 1)
         thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         thread.start()
@@ -116,14 +117,21 @@ class Heartbeat:
         if self._store.check(["lost"]):
             self.is_leaderless = self._store.check(["leaderless"])
             self._lost = messages.decode(self._store.get("lost").decode())
-        elif environment.is_orphan():
-            self.is_leaderless = True
-            name = self._name(self._place.rank)
-            self.report(_gone(f"{name} has lost the torchrun agent that started it."))
+        elif self._report_orphan():
+            pass
         elif self._joined < self._place.world_size:
             self._look_for_more()
         else:
             self._look_for_silent()
+
+    def _report_orphan(self) -> bool:
+        """Report that this rank's agent is gone; False where it is not."""
+        if not environment.is_orphan():
+            return False
+        self.is_leaderless = True
+        name = self._name(self._place.rank)
+        self.report(_gone(f"{name} has lost the torchrun agent that started it."))
+        return True
 
     def _look_for_more(self) -> None:
         joined = self._store.add("joined", 0)

@@ -19,12 +19,12 @@ from ckpt_tools.cli import cli
 
 # Every reason for which a command may refuse a case, and what it then says.
 REASONS = {
-    "two entries of one name": r"two entries have the name|both|is there twice",
+    "two entries of one name": r"two entries have the name|both|is there twice|exists twice",
     "a cut along a dimension that a tensor lacks": r"S\w*\(\d\) of a tensor of shape",
     "a strided cut that torch computes wrong": r"torch itself loads such shards wrong",
     "a type that safetensors lacks": r"safetensors cannot hold",
     "a cast of what may be a quantized weight's": r"may belong to quantized weights|4-bit codes",
-    "no tensor is chosen": r"no entry is chosen|choose objects only|nothing that is chosen",
+    "no tensor is chosen": r"choose (no entry|objects only)|no entry is chosen|that is chosen",
     "damage": r".",
 }
 

@@ -22,6 +22,7 @@ def on_terminal(*args: str, columns: int = 80) -> list[str]:
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm"}
+    environment.pop("COLUMNS", None)  # pytest-xdist's; it would count before the terminal's own
     command = [sys.executable, "-m", "ckpt_tools", *args]
     running = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)

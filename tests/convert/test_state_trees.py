@@ -38,9 +38,8 @@ from ckpt_tools import (
 )
 from ckpt_tools.cli import cli
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.core.state_tree import Branch, nested
 from ckpt_tools.errors import CkptError, UnsupportedError, WriteError
-from ckpt_tools.formats.pickle import nest
 
 T = torch.arange(6.0)
 SETTINGS = settings(
@@ -539,7 +538,7 @@ def test_check_refuses_an_output_with_another_object_or_container(
     plan = api.export(index, str(tmp_path / "b.pt"), options=options, write=write)
     assert "So are its 2 objects and 3 containers, by value." in plan.notes[-1]
 
-    real = nest.nested
+    real = nested
 
     def as_list(tree: Branch[str], node_of: Callable[[str], object]) -> object:
         node = real(tree, node_of)

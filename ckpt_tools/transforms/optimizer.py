@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple, TypeGuard, cast
 
@@ -381,11 +381,26 @@ def _cut(rest: str, options: Mapping[str, object]) -> Path:
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
         if name in options:
+            _refuse_fractions(rest, parts[end:])
             return name, *parts[end:]
     raise UnsupportedError(
         f"{_STATE}.{rest} is of a parameter that no group of the optimizer has.",
         hint="Leave it out with --exclude.",
     )
+
+
+def _refuse_fractions(rest: str, keys: Sequence[str]) -> None:
+    """Raise UnsupportedError for keys such as 0.9 (AggMo's momenta): flattened, the dot in a number
+    looks like one between two keys.
+    """
+    for key, inner in pairwise(keys):
+        if key.isdigit() and inner.isdigit():
+            raise UnsupportedError(
+                f"{_STATE}.{rest}: {key}.{inner} is a number, or the key {inner} inside of {key}; "
+                "flattened, the two look the same.",
+                hint="Save the optimizer without flatten_optimizer_state_dict, or export the model "
+                "alone: --only model.",
+            )
 
 
 def _regrouped(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry
@@ -34,16 +34,7 @@ FrameworkLayout = Literal[
     "lightning-fsdp2",
     "composer",
 ]
-LAYOUTS: tuple[FrameworkLayout, ...] = (
-    "plain",
-    "accelerate",
-    "titan",
-    "verl",
-    "lightning",
-    "lightning-fsdp1",
-    "lightning-fsdp2",
-    "composer",
-)
+LAYOUTS: tuple[FrameworkLayout, ...] = get_args(FrameworkLayout)
 
 # What verl calls the dimensions of its mesh; torch loads no DTensor of a mesh with other names.
 VERL_MESH = ("ddp", "fsdp")

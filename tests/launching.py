@@ -76,6 +76,9 @@ def ends(agents: list[subprocess.Popen[str]], *, within: float) -> list[str]:
     finally:
         for agent in agents:
             agent.kill()
+            agent.wait()
+            if agent.stdout is not None:
+                agent.stdout.close()
 
 
 def job(ranks: int, name: str, *arguments: str | Path) -> None:

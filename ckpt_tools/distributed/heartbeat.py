@@ -72,6 +72,8 @@ class Heartbeat:
 
     def trouble(self) -> CkptError | None:
         """Why this job cannot continue, or None: a rank, an agent or the store is gone."""
+        if self._lost is None and environment.is_orphan():
+            return self._orphaned()  # the thread reports it to the others
         if self._lost is None and time.monotonic() - self._last > self._limit:
             # This process itself may have been suspended for so long: look once more.
             now = time.monotonic()
@@ -106,6 +108,8 @@ class Heartbeat:
             except RuntimeError as error:
                 if not self._stopped.is_set():
                     self.store_is_gone(str(error).partition("\n")[0])
+        if self._lost is None:  # stopped, maybe because the agent is gone
+            self._report_orphan()
 
     def _beat(self) -> None:
         self._count += 1
@@ -128,10 +132,13 @@ class Heartbeat:
         """Report that this rank's agent is gone; False where it is not."""
         if not environment.is_orphan():
             return False
-        self.is_leaderless = True
-        name = self._name(self._place.rank)
-        self.report(_gone(f"{name} has lost the torchrun agent that started it."))
+        self.report(self._orphaned())
         return True
+
+    def _orphaned(self) -> CkptError:
+        self.is_leaderless = True
+        name = f"Rank {self._place.rank} on {os.uname().nodename}"
+        return _gone(f"{name} has lost the torchrun agent that started it.")
 
     def _look_for_more(self) -> None:
         joined = self._store.add("joined", 0)

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
@@ -165,7 +165,7 @@ class Format(ABC):
         objects: Sequence[ObjectEntry],
         *,
         options: PlanOptions,
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         """The files that hold these tensors and objects, with paths relative to the output.
 
         Pure: it opens nothing. Raises UnsupportedError and UsageError for what it cannot hold.

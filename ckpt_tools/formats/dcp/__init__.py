@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import Format, Index, Part, PlanOptions, Writes
@@ -83,7 +83,7 @@ class Dcp(Format):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         from ckpt_tools.formats.dcp import write
 
         return write.plan_files(targets, objects, world_size=options.mesh.size, tree=options.tree)

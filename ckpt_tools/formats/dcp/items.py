@@ -93,7 +93,8 @@ class _Opener:
         path, offset, _ = item
         data = _make(ByteRange, (path, offset + found.offset, found.length))
         sign = found.stored.sign
-        raw = _make(Chunk, (chunk.box, data, found.strides, sign, chunk.replicas, chunk.rank))
+        known = chunk.box, data, found.strides, sign, chunk.replicas, chunk.rank, None
+        raw = _make(Chunk, known)
         return raw if sign is None else resolved(raw, entry.dtype, self._files)
 
     def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> Found:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, uncovered
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
 from ckpt_tools.core.text import counted, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.proof.canonical_names import tensors_inside

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
+from ckpt_tools.core.coverage import check_coverage
 from ckpt_tools.core.index import (
     CheckpointIndex,
     Grid,
     GridChunks,
     TensorEntry,
-    check_coverage,
 )
 from ckpt_tools.core.text import are, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError

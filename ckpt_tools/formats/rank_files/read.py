@@ -16,7 +16,8 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry, uncovered
+from ckpt_tools.core.coverage import uncovered
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.core import names
+from ckpt_tools.core.coverage import check_coverage
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import Chunk, TensorEntry, check_coverage
+from ckpt_tools.core.index import Chunk, TensorEntry
 from ckpt_tools.core.text import rank_spans, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.numbered import Gaps, absent, two_saves

@@ -8,12 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.summary import FoundMesh, Optimizer, SectionSum, Step, Verdict
 from ckpt_tools.core.index import CheckpointIndex, Section
 from ckpt_tools.core.text import ago, counted, format_size
+
+_MOST_IN_HTML = 20  # tensors
 
 
 class VerdictPart(NamedTuple):
@@ -116,3 +119,17 @@ def inspect(
         missing=whole.missing,
         notes=whole.notes,
     )
+
+
+def html_of(index: CheckpointIndex, facts: str) -> str:
+    """For a notebook: the lines of ``facts``, the first as a heading, and the first tensors."""
+    first, *rest = map(escape, facts.splitlines())
+    rows = [
+        f"<tr><td>{escape(entry.fqn)}</td><td>{entry.dtype.name}</td>"
+        f"<td>{list(entry.shape)}</td><td>{format_size(entry.nbytes)}</td></tr>"
+        for entry in index.tensors[:_MOST_IN_HTML]
+    ]
+    more = len(index.tensors) - len(rows)
+    last = f"<p>and {more:,} more tensors</p>" if more > 0 else ""
+    head = "<tr><th>name</th><th>dtype</th><th>shape</th><th>size</th></tr>"
+    return f"<b>{first}</b><br>{'<br>'.join(rest)}<table>{head}{''.join(rows)}</table>{last}"

@@ -7,7 +7,7 @@ boxes tell is inferred, and says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
@@ -16,6 +16,7 @@ from ckpt_tools.analysis.infer_mesh import Inference, infer
 from ckpt_tools.core.index import (
     SECTIONS,
     CheckpointIndex,
+    Entry,
     ObjectEntry,
     Section,
     TensorEntry,
@@ -23,6 +24,7 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.layout import Layout, Mesh, Shard
 from ckpt_tools.core.optimizer_states import kind_of
 from ckpt_tools.core.text import some
+from ckpt_tools.errors import CheckpointError
 
 Status = Literal["confirmed", "inferred"]
 
@@ -211,13 +213,13 @@ def optimizer_of(index: CheckpointIndex) -> Optimizer | None:
     return Optimizer(kind.name, tuple(sorted(kind.states | (names & {"step"}))))
 
 
-def step_entries(index: CheckpointIndex) -> list[TensorEntry | ObjectEntry]:
+def step_entries(index: CheckpointIndex) -> list[Entry]:
     """Entries that may count the training's steps, the likeliest first.
 
     They have one of the usual names, one element if they are tensors, and do not belong to the
     optimizer, which counts for each parameter.
     """
-    all_entries: list[TensorEntry | ObjectEntry] = [*index.objects, *index.tensors]
+    all_entries: list[Entry] = [*index.objects, *index.tensors]
     entries = [
         entry
         for entry in all_entries
@@ -228,8 +230,23 @@ def step_entries(index: CheckpointIndex) -> list[TensorEntry | ObjectEntry]:
     return sorted(entries, key=_by_likelihood)
 
 
-def _by_likelihood(entry: TensorEntry | ObjectEntry) -> tuple[int, int, str]:
+def _by_likelihood(entry: Entry) -> tuple[int, int, str]:
     return _STEP_NAMES.index(str(entry.path[-1])), len(entry.path), entry.fqn
+
+
+def step_of(index: CheckpointIndex, read: Callable[[Entry], object]) -> Step | None:
+    """The step that the likeliest entry gives, which ``read`` reads; None when none gives one.
+
+    An entry that cannot be read is skipped: verifying reports damage.
+    """
+    for entry in step_entries(index):
+        try:
+            value = read(entry)
+        except CheckpointError:
+            continue
+        if type(value) is int or (isinstance(value, float) and value.is_integer()):
+            return Step(int(value), entry.fqn)
+    return None
 
 
 def resume_verdict(index: CheckpointIndex) -> Verdict:
@@ -255,7 +272,7 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     return Verdict(yes=True, reason="model and optimizer state are complete")
 
 
-def _is_of_groups(entry: TensorEntry | ObjectEntry) -> bool:
+def _is_of_groups(entry: Entry) -> bool:
     """Whether an entry is of an optimizer's groups, which a flattened one has in its names."""
     parts = (str(part).partition(".")[0] for part in entry.path)
     return entry.section == "optim" and "param_groups" in parts

@@ -85,13 +85,7 @@ def command(
         raise UsageError("--svg, --html and --json cannot be used together.")
     if to_mesh is None and (placements or place):
         raise UsageError("--placements and --place need --to-mesh.")
-    for path in filter(None, (svg, html)):
-        if path != "-":
-            one_file.admit(path, sources=[ckpt], force=force)
-    from ckpt_tools.cli.pictures.banner import page_of_failure
-
-    with page_of_failure(ckpt, html, force=force):
-        whole = options.read(ckpt, asked.reading())
+    whole = _read(ckpt, svg=svg, html=html, force=force)
     chosen = options.choose(whole, asked.filters())
     if name is not None:
         chosen = _one(whole, name)
@@ -119,6 +113,17 @@ def command(
     else:
         render.emit(_lines(whole.root, before, target=target, change=change, every=every))
     whole.require_whole()
+
+
+def _read(ckpt: str, *, svg: str | None, html: str | None, force: bool) -> CheckpointIndex:
+    """The index; refuses a picture's file before, and draws a page of what cannot be read."""
+    from ckpt_tools.cli.pictures.banner import page_of_failure  # late: most runs write no page
+
+    for path in filter(None, (svg, html)):
+        if path != "-":
+            one_file.admit(path, sources=[ckpt], force=force)
+    with page_of_failure(ckpt, html, force=force):
+        return options.read(ckpt, asked.reading())
 
 
 def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:

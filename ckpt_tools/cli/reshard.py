@@ -22,6 +22,7 @@ from ckpt_tools.core.mesh_spec import (
     default_placements,
     in_words,
 )
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import (
@@ -31,7 +32,6 @@ from ckpt_tools.distributed.engines import (
     dry_run,
     reshard_by,
 )
-from ckpt_tools.distributed.executors import ignore
 from ckpt_tools.distributed.job import Job, check_room, made_at
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
@@ -151,7 +151,7 @@ def command(
     words = f"{to_mesh} = {in_words(mesh, wanted.placements or default_placements(mesh))}"
     say(words)
     request = Request(ckpt, engine, jobs, asked.reading(shaping.cuts()))
-    job = Job(out, wanted, asked.writing(), ignore)
+    job = Job(out, wanted, asked.writing(), ignore_bytes)
     (_dry_run if dry_run else _write)(request, job, said=words, as_json=json)
 
 

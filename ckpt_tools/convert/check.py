@@ -18,6 +18,7 @@ from ckpt_tools._version import __version__
 from ckpt_tools.copying.atomic_output import PROOF_FILE
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.storage.reader import Files
 
@@ -25,10 +26,6 @@ PROOF_FIELD = "proof"
 # Bytes of the field in a header; the text is padded with blanks.
 _ROOM = 400
 UNPROVEN = "-" * _ROOM
-
-
-def ignore(_nbytes: int) -> None:
-    """Nobody watches."""
 
 
 class Written(NamedTuple):
@@ -46,7 +43,7 @@ def check(
     source: CheckpointIndex,
     threads: int | None,
     own: Collection[str] | None = None,
-    on_bytes: Callable[[int], None] = ignore,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> str:
     """Compare what is in ``folder`` with what was to be written; one line says what is proven.
 
@@ -58,30 +55,14 @@ def check(
     source's own checksums say that what was read is damaged, and UnsupportedError when its replicas
     differ.
     """
-    entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in written.targets]
-    dtypes = {target.fqn: target.dtype for target in written.targets}
     with Files() as files:
         result = formats.open_objects(formats.read_index(folder), files)
-        here = replace(
-            formats.to_locate_in(source), tensors=tuple(sorted(entries, key=lambda e: e.fqn))
-        )
-        located = formats.locate(here, files)
-        located.require_whole()
-        wanted = replace(
-            source,
-            format=result.format,
-            tensors=located.tensors,
-            objects=tuple(sorted(written.objects, key=lambda e: e.fqn)),
-            tree=written.tree,
-            problems=(),
-        )
-        wanted = formats.open_objects(wanted, files)
-        names = {entry.fqn: entry.fqn for entry in wanted.tensors}
+        wanted = _expected(written, source, result.format, files)
         seen = proof.KnownCrcs()
         words = proof.same_tensors(
             *(wanted, result, files),
-            renamed=names,
-            dtypes=dtypes,
+            renamed={entry.fqn: entry.fqn for entry in wanted.tensors},
+            dtypes={target.fqn: target.dtype for target in written.targets},
             threads=threads,
             own=own,
             seen=seen,
@@ -93,6 +74,27 @@ def check(
         else:
             source = _held_in(source, own)
         return words + proof.require_undamaged(source, files, seen=seen, threads=threads)
+
+
+def _expected(
+    written: Written, source: CheckpointIndex, form: str, files: Files
+) -> CheckpointIndex:
+    """The index that the output should have, its chunks where the source has them."""
+    entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in written.targets]
+    here = replace(
+        formats.to_locate_in(source), tensors=tuple(sorted(entries, key=lambda e: e.fqn))
+    )
+    located = formats.locate(here, files)
+    located.require_whole()
+    wanted = replace(
+        source,
+        format=form,
+        tensors=located.tensors,
+        objects=tuple(sorted(written.objects, key=lambda e: e.fqn)),
+        tree=written.tree,
+        problems=(),
+    )
+    return formats.open_objects(wanted, files)
 
 
 def _held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:

@@ -129,10 +129,11 @@ def plan_export(
     names and element types that the output cannot hold.
     """
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    keeps_nesting = _keeps_nesting(options)
     of_ranks: list[str] = []
-    if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
+    if keeps_nesting and not options.keep_rank_states:  # objects go along
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
-    read = chosen if _keeps_nesting(options) else replace(chosen, objects=())
+    read = chosen if keeps_nesting else replace(chosen, objects=())
     with Files() as files:
         located = _whole(chosen, options, locate, files)
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
@@ -140,13 +141,11 @@ def plan_export(
     targets, kept = _targets(index, outcome, options)
     targets = _in_containers(targets, outcome, index, options)
     objects: tuple[ObjectEntry, ...] = ()
-    tree = NO_TREE
-    if _keeps_nesting(options):
-        tree = located.nesting
+    if keeps_nesting:
         objects = tuple(entry for entry in located.objects if entry.opened)
         chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.opened))
     wanted = formats.PlanOptions(
-        tree=tree,
+        tree=located.nesting if keeps_nesting else NO_TREE,
         single_file=single_file,
         basename=options.basename,
         max_shard_size=options.max_shard_size,
@@ -164,7 +163,7 @@ def plan_export(
         single_file=single_file,
         works=outcome.works,
         objects=objects,
-        tree=tree,
+        tree=wanted.tree,
     )
 
 

@@ -19,6 +19,7 @@ from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
@@ -126,7 +127,7 @@ class Executor(Protocol):
 
 
 def write(
-    conversion: Conversion[P], executor: Executor, on_bytes: Callable[[int], None] | None = None
+    conversion: Conversion[P], executor: Executor, on_bytes: Callable[[int], None] = ignore_bytes
 ) -> P:
     """Write the output of a conversion; for an address, locally first, and then sent.
 
@@ -163,7 +164,7 @@ def write(
 
 
 def _check(
-    conversion: Conversion[P], plan: P, folder: str, on_bytes: Callable[[int], None] | None
+    conversion: Conversion[P], plan: P, folder: str, on_bytes: Callable[[int], None]
 ) -> tuple[str, ...]:
     """Read the output back, and record the proof in it where it has room."""
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
@@ -171,8 +172,6 @@ def _check(
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
     wanted = checking.Written(plan.targets, plan.objects, plan.tree)
     threads = conversion.write.threads
-    words = checking.check(
-        written, wanted, source=plan.chosen, threads=threads, on_bytes=on_bytes or checking.ignore
-    )
+    words = checking.check(written, wanted, source=plan.chosen, threads=threads, on_bytes=on_bytes)
     conversion.record(plan, folder, words)
     return (words,)

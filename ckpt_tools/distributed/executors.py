@@ -19,6 +19,7 @@ from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, groups_of
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan, total_length
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.storage.paths import is_address
@@ -29,18 +30,14 @@ if TYPE_CHECKING:
     from ckpt_tools.distributed.group import Group
 
 
-def ignore(_nbytes: int) -> None:
-    """No-op progress callback."""
-
-
 @dataclass(frozen=True, slots=True)
 class Listener:
     """``on_bytes`` gets the number of bytes that this process wrote, ``on_total`` before that about
     how many there will be.
     """
 
-    on_bytes: Callable[[int], None] = ignore
-    on_total: Callable[[int], None] = ignore
+    on_bytes: Callable[[int], None] = ignore_bytes
+    on_total: Callable[[int], None] = ignore_bytes
 
 
 SILENT = Listener()
@@ -164,7 +161,7 @@ def lead_or_follow(
     group: Group,
     conversion: Conversion[P],
     executor: Executor,
-    on_bytes: Callable[[int], None] = ignore,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> P:
     """Plan on every rank, and write in the folder that rank 0 makes and renames."""
     if group.rank == 0:

@@ -22,9 +22,10 @@ from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, WriteItem
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
-from ckpt_tools.distributed.executors import ignore, lead_or_follow
+from ckpt_tools.distributed.executors import lead_or_follow
 from ckpt_tools.distributed.gathering import Gathering, Source, Write
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
@@ -178,7 +179,7 @@ def _create(group: Group, plans: Sequence[FilePlan], folder: str) -> None:
     if group.rank == 0:
         bare = tuple(plan._replace(items=()) for plan in plans)
         with Files() as files:
-            _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=ignore)
+            _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=ignore_bytes)
     group.barrier()
 
 

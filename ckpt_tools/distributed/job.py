@@ -12,8 +12,8 @@ from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.executors import ignore
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 
@@ -50,7 +50,7 @@ class Job(NamedTuple):
     options: ReshardOptions
     write: WriteOptions
     on_bytes: Callable[[int], None]
-    on_total: Callable[[int], None] = ignore
+    on_total: Callable[[int], None] = ignore_bytes
 
     def without_resume(self) -> Job:
         """The same for an engine that logs no finished files, and so always starts again."""

@@ -21,13 +21,14 @@ from ckpt_tools.core.index import (
     ObjectEntry,
     TensorEntry,
 )
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
 from ckpt_tools.proof.damage import KnownCrcs
 from ckpt_tools.proof.fingerprint import digest_of
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 
 _BLOCK_NUMEL = 128 << 10

@@ -16,11 +16,12 @@ from zlib import crc32
 from ckpt_tools import formats
 from ckpt_tools.copying.crc import combine
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
 from ckpt_tools.formats.protocol import Checksummed, Part
 from ckpt_tools.proof.damage_map import IntervalMap
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.index import CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.errors import UsageError
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.containers import compare_containers, compare_objects
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 

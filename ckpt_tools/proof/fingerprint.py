@@ -40,9 +40,10 @@ from ckpt_tools.core.index import (
     Section,
     TensorEntry,
 )
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.errors import CheckpointError, UnreadableError, UsageError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, clean_name, tensors_inside
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address, open_file
 from ckpt_tools.storage.reader import Files
 

@@ -18,9 +18,10 @@ from ckpt_tools.core.index import (
     TensorEntry,
     replicas_differ,
 )
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 
 

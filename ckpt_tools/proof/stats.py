@@ -16,9 +16,10 @@ from ckpt_tools.copying.cast import numbers
 from ckpt_tools.copying.write import read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.proof.anomalies import Anomaly, anomalies_of, zero_row_anomalies
 from ckpt_tools.proof.scan import Scan, scan
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 
 

@@ -15,6 +15,7 @@ from ckpt_tools import formats
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.proof.canonical_names import tensors_inside
@@ -22,7 +23,6 @@ from ckpt_tools.proof.consistency import Consistency, compare_model_and_optimize
 from ckpt_tools.proof.damage import Damage, Reading, read_everything
 from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
-from ckpt_tools.proof.threads import Tally, ignore_bytes
 from ckpt_tools.storage.reader import Files
 
 

@@ -86,27 +86,7 @@ def _read_index(path: str) -> CheckpointIndex:
     metadata = union.metadata
     _refuse_flat_parameters(path, metadata.tensors)
     path_of = _paths(metadata)
-    stored = StoredItems(path, metadata.storage)
-    sections = _sections(metadata, path_of)
-    tensors = tuple(
-        TensorEntry(
-            fqn=fqn,
-            path=path_of[fqn],
-            section=sections[fqn],
-            dtype=dtype_named(meta.dtype),
-            shape=tuple(meta.shape),
-            chunks=stored.chunks(fqn, meta.boxes),
-        )
-        for fqn, meta in sorted(metadata.tensors.items())
-        if meta.dtype in BY_NAME
-    )
-    unread = {fqn for fqn, meta in metadata.tensors.items() if meta.dtype not in BY_NAME}
-    objects = tuple(
-        stored.object(fqn, path_of[fqn], sections[fqn])
-        if fqn in metadata.objects
-        else stored.unread(fqn, path_of[fqn], sections[fqn], dtype=metadata.tensors[fqn].dtype)
-        for fqn in sorted({*metadata.objects, *unread})
-    )
+    tensors, objects = _entries(metadata, path_of, StoredItems(path, metadata.storage))
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
     index = CheckpointIndex(
         root=path,
@@ -132,6 +112,33 @@ def _read_index(path: str) -> CheckpointIndex:
         index = replace(index, problems=(*index.problems, *problems_of(index, sizes)))
         index = dcp_objects.open_containers(index, files)
     return _classified(index) if index.packed else index
+
+
+def _entries(
+    metadata: Metadata, path_of: Mapping[str, Path], stored: StoredItems
+) -> tuple[tuple[TensorEntry, ...], tuple[ObjectEntry | None, ...]]:
+    """Tensors and objects by name; None for an object without a place in any file."""
+    sections = _sections(metadata, path_of)
+    tensors = tuple(
+        TensorEntry(
+            fqn=fqn,
+            path=path_of[fqn],
+            section=sections[fqn],
+            dtype=dtype_named(meta.dtype),
+            shape=tuple(meta.shape),
+            chunks=stored.chunks(fqn, meta.boxes),
+        )
+        for fqn, meta in sorted(metadata.tensors.items())
+        if meta.dtype in BY_NAME
+    )
+    unread = {fqn for fqn, meta in metadata.tensors.items() if meta.dtype not in BY_NAME}
+    objects = tuple(
+        stored.object(fqn, path_of[fqn], sections[fqn])
+        if fqn in metadata.objects
+        else stored.unread(fqn, path_of[fqn], sections[fqn], dtype=metadata.tensors[fqn].dtype)
+        for fqn in sorted({*metadata.objects, *unread})
+    )
+    return tensors, objects
 
 
 def _classified(index: CheckpointIndex) -> CheckpointIndex:

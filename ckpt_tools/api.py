@@ -305,11 +305,11 @@ class Checkpoint:
             raise self._unknown(fqn, "object")
         with Files() as files:
             self.index.select({fqn}).require_whole()
-            found = formats.open_object(self.index, entry, files)
-        if not found.opened:
-            what = found.type_name or "too large"
+            opened = formats.open_object(self.index, entry, files)
+        if not opened.opened:
+            what = opened.type_name or "too large"
             raise UnsupportedError(f"{fqn} is not a plain value and was not opened: {what}.")
-        return found.value
+        return opened.value
 
     def _entry(self, fqn: str) -> TensorEntry:
         entry = self.index.tensor(fqn)

@@ -74,9 +74,9 @@ class Instead(NamedTuple):
         return way.path if meant == given or meant.startswith(given + os.sep) else word
 
 
-def paths_instead(path: str, found: Iterable[str]) -> Instead:
+def paths_instead(path: str, paths: Iterable[str]) -> Instead:
     """Other paths in the place of one."""
-    return Instead(path, tuple(map(Way, found)))
+    return Instead(path, tuple(map(Way, paths)))
 
 
 class CkptError(Exception):

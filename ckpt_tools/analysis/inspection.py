@@ -99,7 +99,7 @@ def inspect(
     saved: float | None,
 ) -> Inspection:
     """What is known of a checkpoint; sections and placements are those of the chosen entries."""
-    found = summary.mesh_of(whole)
+    mesh = summary.mesh_of(whole)
     index = whole if chosen is None else chosen
     return Inspection(
         root=whole.root,
@@ -111,8 +111,8 @@ def inspect(
         framework=whole.framework,
         torch_version=whole.torch_version,
         world_size=whole.world_size,
-        mesh=found,
-        placements=tuple(summary.placements_of(index, found)),
+        mesh=mesh,
+        placements=tuple(summary.placements_of(index, mesh)),
         sections=summary.sections_of(index),
         optimizer=summary.optimizer_of(whole),
         nbytes=sum(file.length or 0 for file in whole.files),

@@ -68,22 +68,22 @@ class Holdings:
     missing: frozenset[int] = frozenset()
 
 
-def holdings_of(index: CheckpointIndex, found: FoundMesh | None) -> Holdings:
-    """Who holds what of a checkpoint, as far as its headers tell; ``found`` is its mesh."""
+def holdings_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> Holdings:
+    """Who holds what of a checkpoint, as far as its headers tell; ``known_mesh`` is its mesh."""
     ranks = {chunk.rank for entry in index.tensors for chunk in entry.chunks}
-    unit: Unit = "rank" if found is not None or ranks - {None} else "file"
+    unit: Unit = "rank" if known_mesh is not None or ranks - {None} else "file"
     numbers: dict[str, int] = {}
     used = sorted({chunk.data.path for entry in index.tensors for chunk in entry.chunks})
     for path in [*(file.path for file in index.files), *used]:
         numbers.setdefault(path, len(numbers))
-    mesh = None if found is None else found.mesh
+    mesh = None if known_mesh is None else known_mesh.mesh
     known = _Known(numbers, unit, mesh)
-    tensors = tuple(known.held(entry, layout_of(entry, found)) for entry in index.tensors)
+    tensors = tuple(known.held(entry, layout_of(entry, known_mesh)) for entry in index.tensors)
     count = len(numbers)
     if unit == "rank":
         saved = max((rank for rank in ranks if rank is not None), default=-1) + 1
         count = max(index.world_size or 0, saved, 0 if mesh is None else mesh.size)
-    status = None if found is None else found.status
+    status = None if known_mesh is None else known_mesh.status
     missing = frozenset(numbers[path] for path in index.missing)
     return Holdings(unit, count, mesh, status, _relative(numbers, index.root), tensors, missing)
 

@@ -121,23 +121,23 @@ def mesh_of(index: CheckpointIndex) -> FoundMesh | None:
     return None if inferred is None else FoundMesh(inferred.mesh, "inferred", inferred)
 
 
-def layout_of(entry: TensorEntry, found: FoundMesh | None) -> tuple[Layout, Status] | None:
+def layout_of(entry: TensorEntry, known_mesh: FoundMesh | None) -> tuple[Layout, Status] | None:
     """The layout of one tensor, stated or inferred on this mesh; None when nothing tells it."""
     if entry.layout is not None:
         return entry.layout, "confirmed"
-    if found is None or found.inference is None:
+    if known_mesh is None or known_mesh.inference is None:
         return None
-    layout = found.inference.layout_of(entry)
+    layout = known_mesh.inference.layout_of(entry)
     return None if layout is None else (layout, "inferred")
 
 
-def placements_of(index: CheckpointIndex, found: FoundMesh | None) -> list[tuple[str, int]]:
+def placements_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> list[tuple[str, int]]:
     """How the tensors lie, in words, with how many lie so; most first."""
     counts: Counter[str] = Counter()
     for entry in index.tensors:
-        known = layout_of(entry, found)
+        known = layout_of(entry, known_mesh)
         if known is not None:
-            counts[_in_words(known[0], found)] += 1
+            counts[_in_words(known[0], known_mesh)] += 1
         elif len(entry.chunks) > 1:
             counts["cut in a way that no mesh explains"] += 1
         else:
@@ -145,9 +145,9 @@ def placements_of(index: CheckpointIndex, found: FoundMesh | None) -> list[tuple
     return counts.most_common()
 
 
-def _in_words(layout: Layout, found: FoundMesh | None) -> str:
+def _in_words(layout: Layout, known_mesh: FoundMesh | None) -> str:
     text = ", ".join(placement_names(layout))
-    if found is None or layout.mesh == found.mesh:
+    if known_mesh is None or layout.mesh == known_mesh.mesh:
         return text
     return f"{text} on {layout.mesh}"
 

@@ -166,8 +166,10 @@ def _write(
         picture = drawing.svg(whole.root, before, target=target, change=change)
         files.write(svg, picture, sources=sources, force=force)
     elif html is not None:
-        told = report.look(whole, chosen)
-        picture = layout_page(told, before, target=target, change=change, problems=whole.problems)
+        inspection = report.look(whole, chosen)
+        picture = layout_page(
+            inspection, before, target=target, change=change, problems=whole.problems
+        )
         files.write(html, picture, sources=sources, force=force)
 
 

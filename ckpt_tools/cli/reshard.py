@@ -252,10 +252,10 @@ class PlanReport(NamedTuple):
             return f"{self.request.workers} workers with {threads} each"
         return f"one process with {threads}"
 
-    def _memory(self, plan: ReshardPlan, found: forecast.Forecast) -> int:
+    def _memory(self, plan: ReshardPlan, predicted: forecast.Forecast) -> int:
         buffers = self.job.write.max_memory // self.request.workers
         engine = self.request.engine
-        return forecast.peak_memory(plan, found.held, engine=engine, buffers=buffers)
+        return forecast.peak_memory(plan, predicted.held, engine=engine, buffers=buffers)
 
     def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
         """All of it as one JSON object."""

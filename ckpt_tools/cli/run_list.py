@@ -42,9 +42,9 @@ class Run:
     lines: tuple[Line, ...]
 
 
-def look(path: str, found: Sequence[Saved], options: ReadOptions) -> Run:
+def look(path: str, saves: Sequence[Saved], options: ReadOptions) -> Run:
     """Read the headers of every checkpoint of a run, one after the other."""
-    return Run(path, tuple(_line(saved, options) for saved in found))
+    return Run(path, tuple(_line(saved, options) for saved in saves))
 
 
 def _line(saved: Saved, options: ReadOptions) -> Line:

@@ -88,17 +88,19 @@ def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
     return statistics
 
 
-def _nonfinite(root: str, found: Statistics) -> str:
-    hurt = [tensor.fqn for tensor in found.tensors if tensor.nan or tensor.inf]
-    verb = "is" if found.nonfinite == 1 else "are"
-    return f"{root}: {counted(found.nonfinite, 'value')} {verb} NaN or infinite, in {some(hurt)}."
+def _nonfinite(root: str, statistics: Statistics) -> str:
+    hurt = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
+    verb = "is" if statistics.nonfinite == 1 else "are"
+    return (
+        f"{root}: {counted(statistics.nonfinite, 'value')} {verb} NaN or infinite, in {some(hurt)}."
+    )
 
 
-def _lines(found: Statistics) -> Iterator[str]:
-    rows = [_row(tensor) for tensor in found.tensors]
+def _lines(statistics: Statistics) -> Iterator[str]:
+    rows = [_row(tensor) for tensor in statistics.tensors]
     width = render.terminal_width()
     yield from render.columns(_HEADER, rows, align="lllrrrrrrrr", width=width)
-    yield from _anomaly_lines(found)
+    yield from _anomaly_lines(statistics)
 
 
 def _row(tensor: TensorStats) -> tuple[str, ...]:
@@ -112,24 +114,24 @@ def _row(tensor: TensorStats) -> tuple[str, ...]:
     )
 
 
-def _anomaly_lines(found: Statistics) -> Iterator[str]:
-    if not found.anomalies:
+def _anomaly_lines(statistics: Statistics) -> Iterator[str]:
+    if not statistics.anomalies:
         return
     yield ""
     yield render.heading("Suspicious regions: their edges are shard edges")
-    for odd in found.anomalies:
+    for odd in statistics.anomalies:
         rank = "" if odd.rank is None else f", rank {odd.rank}"
         where = f"{render.printable(odd.fqn)} {odd.box}{rank}, {render.printable(odd.path)}"
         yield f"  {odd.kind}: {where}: {odd.detail}"
 
 
-def _json(root: str, found: Statistics) -> render.Json:
+def _json(root: str, statistics: Statistics) -> render.Json:
     return {
         "schema": "ckpt-tools/stats/1",
         "path": root,
-        "nonfinite": found.nonfinite,
-        "tensors": {tensor.fqn: _tensor_json(tensor) for tensor in found.tensors},
-        "anomalies": [_anomaly_json(odd) for odd in found.anomalies],
+        "nonfinite": statistics.nonfinite,
+        "tensors": {tensor.fqn: _tensor_json(tensor) for tensor in statistics.tensors},
+        "anomalies": [_anomaly_json(odd) for odd in statistics.anomalies],
     }
 
 

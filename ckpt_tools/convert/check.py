@@ -49,7 +49,7 @@ def check(
 
     ``source`` is the part of the source that it comes from, as its reader gave it. ``own`` are the
     source's files that this process can read, when that is not all of them: then only tensors in
-    these are compared; other ranks compare the rest. ``on_bytes`` is told how much was read back.
+    these are compared; other ranks compare the rest. ``on_bytes`` gets the number of bytes read.
 
     Raises WriteError when a tensor, an object or a container differs, UnreadableError when the
     source's own checksums say that what was read is damaged, and UnsupportedError when its replicas

@@ -131,7 +131,7 @@ def write(
 ) -> P:
     """Write the output of a conversion; for an address, locally first, and then sent.
 
-    ``on_bytes`` is told how many bytes of the output --check has read back.
+    ``on_bytes`` gets how many bytes of the output --check has read back.
 
     Raises what its `plan`, the executor, `atomic_output.open_output` and `upload.staged` raise; in
     every case what was at ``out`` before is as it was.

@@ -89,8 +89,8 @@ class Chunk(NamedTuple):
 
 
 class Grid:
-    """The boxes of a tensor with the file and the rank of each, shared by all that are cut and
-    saved alike; compared by identity, so that what is found out of one is known of all.
+    """The boxes of a tensor with the file and the rank of each, shared by all tensors with the same
+    boxes; compared by identity, so that a fact about one need not be computed for the others.
     """
 
     __slots__ = ("_solid", "boxes", "paths", "ranks")

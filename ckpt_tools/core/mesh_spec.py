@@ -54,11 +54,11 @@ def parse_mesh(text: str) -> Mesh:
         raise UsageError(
             f"{text!r} is not a mesh.", hint="Write 32, 4x8, or names: dp_replicate=4,dp_shard=8."
         )
-    found = [(pair[1], int(pair[2])) for pair in pairs if pair is not None]
-    names = tuple(name for name, _ in found)
+    dims = [(pair[1], int(pair[2])) for pair in pairs if pair is not None]
+    names = tuple(name for name, _ in dims)
     if len(set(names)) != len(names):
         raise UsageError(f"{text!r} names a mesh dimension twice.")
-    return Mesh(tuple(size for _, size in found), names)
+    return Mesh(tuple(size for _, size in dims), names)
 
 
 def parse_placements(text: str, mesh: Mesh) -> tuple[Placement, ...]:

@@ -58,16 +58,16 @@ def container_of(paths: Iterable[Path]) -> dict[Path, Section]:
     when its last component is one of the names that frameworks use, and all components before it
     are outer containers.
     """
-    found: dict[Path, Section] = {}
+    containers: dict[Path, Section] = {}
     for path in paths:
         for depth, part in enumerate(path[:-1]):
             name = str(part)
             if name in _MODEL or name in _OPTIM:
-                found[path[: depth + 1]] = "model" if name in _MODEL else "optim"
+                containers[path[: depth + 1]] = "model" if name in _MODEL else "optim"
                 break
             if name not in _OUTER:
                 break
-    return found
+    return containers
 
 
 def classify(
@@ -199,7 +199,7 @@ def _may_hold(lost: str, section: Section) -> bool:
 
 
 def near_names(index: CheckpointIndex, fqn: str) -> list[str]:
-    """A few names that a person may have meant: those that contain it, else those spelled alike."""
+    """A few names that a person may have meant: those that contain it, or are spelled like it."""
     from difflib import get_close_matches  # late: it is for errors only
 
     names = [entry.fqn for entry in index.tensors] + [entry.fqn for entry in index.objects]

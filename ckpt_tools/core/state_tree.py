@@ -274,13 +274,13 @@ class _Inner(dict[str | int, object]):
 def _settled(root: dict[str | int, object]) -> Branch[L]:
     """Containers by the parts in them, the inner ones first."""
     waiting: list[tuple[Path, dict[str | int, object]]] = [((), root)]
-    found: list[tuple[Path, dict[str | int, object]]] = []
+    containers: list[tuple[Path, dict[str | int, object]]] = []
     while waiting:
         path, container = waiting.pop()
-        found.append((path, container))
+        containers.append((path, container))
         waiting += [((*path, p), i) for p, i in container.items() if type(i) is _Inner]
     made: dict[int, Branch[L]] = {}
-    for path, container in reversed(found):
+    for path, container in reversed(containers):
         items = [made[id(i)] if type(i) is _Inner else i for i in container.values()]
         made[id(container)] = _container(path, list(container), items)  # type: ignore[arg-type]
     return made[id(root)]

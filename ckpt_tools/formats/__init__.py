@@ -114,8 +114,8 @@ def index_files() -> tuple[str, ...]:
 
 def rank_of(path: str) -> int | None:
     """The rank that wrote a file, as its name says in any format."""
-    found = (form.rank_of(path) for form in FORMATS)
-    return next((rank for rank in found if rank is not None), None)
+    ranks = (form.rank_of(path) for form in FORMATS)
+    return next((rank for rank in ranks if rank is not None), None)
 
 
 def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
@@ -188,8 +188,8 @@ def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None
     """The bytes that make up the value of an unopened object: equal bytes are equal values."""
     if entry.codec is None:
         return None
-    found = (form.object_bytes(entry, files) for form in FORMATS)
-    return next((one for one in found if one is not None), None)
+    values = (form.object_bytes(entry, files) for form in FORMATS)
+    return next((one for one in values if one is not None), None)
 
 
 def checksummed(index: CheckpointIndex, files: Files) -> Iterable[Part]:
@@ -243,13 +243,15 @@ def is_checkpoint(path: str) -> bool:
 
 def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
     """The index of what is a checkpoint, with its framework, and what shows the framework."""
-    found = parts.find(place)
+    folder_parts = parts.find(place)
     # A file that changes while headers are read has changed, too.
     before = _states(place) | _states_beside(place)
-    if found is not None:
-        before |= {path: state for part in found.paths for path, state in _states(part).items()}
-        index = parts.joined(found, lambda path: _read_part(path, options), options)
-        return _with_states(index, before), found.told_by
+    if folder_parts is not None:
+        before |= {
+            path: state for part in folder_parts.paths for path, state in _states(part).items()
+        }
+        index = parts.joined(folder_parts, lambda path: _read_part(path, options), options)
+        return _with_states(index, before), folder_parts.told_by
     index = _with_states(_read_format(place, options), before)
     framework, told_by = frameworks.framework(index)
     return replace(index, framework=framework), told_by
@@ -274,8 +276,8 @@ def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
 def _beside(place: str, index: CheckpointIndex) -> list[str]:
     """Other checkpoints in the folder that was read, unless a note names them."""
     read = [file.path for file in index.files]
-    found = frameworks.beside(place, read, is_checkpoint)
-    return [name for name in found if not any(name in note for note in index.notes)]
+    names = frameworks.beside(place, read, is_checkpoint)
+    return [name for name in names if not any(name in note for note in index.notes)]
 
 
 def _states(place: str) -> dict[str, FileState]:
@@ -322,23 +324,23 @@ def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> Che
 
 def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     """The rank files that a glob chooses, as one checkpoint."""
-    found = paths.glob(path) if any(c in path for c in "*?[") else []
-    if not found:
+    matched = paths.glob(path) if any(c in path for c in "*?[") else []
+    if not matched:
         raise IncompleteError(f"{path} does not exist.")
-    if len(found) == 1:
-        return read_index(found[0], options=options)
-    folder = paths.folder_of(found[0])
+    if len(matched) == 1:
+        return read_index(matched[0], options=options)
+    folder = paths.folder_of(matched[0])
     form = detect(folder)
     if form not in (None, rank_files.FORMAT, torch_file.FORMAT):
-        return _read_globbed_folder(path, folder, frozenset(map(paths.normal, found)), options)
+        return _read_globbed_folder(path, folder, frozenset(map(paths.normal, matched)), options)
     from ckpt_tools.formats.rank_files import read as of_ranks
 
-    before = paths.states_now(found)
-    return _with_states(of_ranks.read_index(found, options=options), before)
+    before = paths.states_now(matched)
+    return _with_states(of_ranks.read_index(matched, options=options), before)
 
 
 def _read_globbed_folder(
-    path: str, folder: str, found: frozenset[str], options: ReadOptions
+    path: str, folder: str, matched: frozenset[str], options: ReadOptions
 ) -> CheckpointIndex:
     """The checkpoint of a folder whose files a glob chooses, when it chooses all that hold tensors.
 
@@ -346,10 +348,11 @@ def _read_globbed_folder(
     """
     index = read_index(folder, options=options)
     held = {paths.normal(c.data.path) for e in index.tensors for c in e.chunks}
-    if held <= found:
+    if held <= matched:
         return index
     raise UsageError(
-        f"{path} chooses {len(held & found)} of the {len(held)} files that {folder} is read from.",
+        f"{path} chooses {len(held & matched)} of the {len(held)} files that {folder} is read "
+        "from.",
         hint="A checkpoint is read from all of its files; choose names with -i and -x.",
         instead=paths_instead(path, [folder]),
     )
@@ -357,10 +360,10 @@ def _read_globbed_folder(
 
 def _only_one_inside(folder: str) -> str:
     """The only checkpoint below a folder; raises when there is none or more than one."""
-    found = checkpoints_in(folder)
-    if len(found) == 1:
-        return found[0].path
-    if not found:
+    saves = checkpoints_in(folder)
+    if len(saves) == 1:
+        return saves[0].path
+    if not saves:
         for path in frameworks.inside(folder, foreign.is_foreign):
             foreign.refuse_foreign(path)
         foreign.refuse_inside(folder)
@@ -371,7 +374,7 @@ def _only_one_inside(folder: str) -> str:
                 instead=paths_instead(folder, [around]),
             )
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
-    inside = [one.path for one in reversed(found)]
+    inside = [one.path for one in reversed(saves)]
     of_ranks = rank_files.globs_of(folder, inside)
     raise UnreadableError(
         f"{folder} is not a checkpoint; {len(inside)} are inside.",
@@ -381,16 +384,16 @@ def _only_one_inside(folder: str) -> str:
 
 def checkpoints_in(folder: str) -> list[Saved]:
     """The checkpoints below a folder by their steps, the newest last."""
-    found = frameworks.inside(folder, lambda path: foreign.is_foreign(path) or is_checkpoint(path))
-    return runs.in_order(folder, [path for path in found if not foreign.is_foreign(path)])
+    inside = frameworks.inside(folder, lambda path: foreign.is_foreign(path) or is_checkpoint(path))
+    return runs.in_order(folder, [path for path in inside if not foreign.is_foreign(path)])
 
 
 def run_of(path: str) -> list[Saved]:
     """The checkpoints of a folder that is none itself, when there are several; else nothing."""
     if not paths.is_dir(path) or is_checkpoint(path):
         return []
-    found = checkpoints_in(path)
-    return found if len(found) > 1 else []
+    saves = checkpoints_in(path)
+    return saves if len(saves) > 1 else []
 
 
 def of_step(path: str, step: int | None) -> str:
@@ -400,8 +403,8 @@ def of_step(path: str, step: int | None) -> str:
     """
     if not paths.is_dir(path):
         return path  # reading it will say what it is
-    found = checkpoints_in(path)
-    stepped = [one for one in found if one.step is not None]
+    saves = checkpoints_in(path)
+    stepped = [one for one in saves if one.step is not None]
     if not stepped and is_checkpoint(path) and step in (None, runs.step_of(paths.absolute(path))):
         return path
     return runs.chosen(path, stepped, step)

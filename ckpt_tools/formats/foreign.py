@@ -105,9 +105,9 @@ def refuse_foreign(path: str) -> None:
     Raises UnreadableError for a pointer of Git LFS, in whose place the file never came.
     """
     if paths.is_dir(path):
-        found = _of_folder(path)
-        if found is not None:
-            raise _refusal(path, found[0], f" (it holds {found[1]})")
+        tool_and_sign = _of_folder(path)
+        if tool_and_sign is not None:
+            raise _refusal(path, tool_and_sign[0], f" (it holds {tool_and_sign[1]})")
     elif paths.is_file(path):
         head = paths.head(path, _HEAD)
         if head.startswith(_LFS):

@@ -63,7 +63,7 @@ def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
 
     What is inside of a checkpoint is not looked into.
     """
-    found: dict[str, str] = {}
+    by_real_path: dict[str, str] = {}
     level = [folder]
     seen = 0
     for _ in range(_MAX_DEPTH):
@@ -72,13 +72,13 @@ def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
             for path in _candidates(parent):
                 seen += 1
                 if is_checkpoint(followed(path)):
-                    _keep(found, followed(path))
+                    _keep(by_real_path, followed(path))
                 elif paths.is_dir(path) and not os.path.islink(path):
                     below.append(path)
         level = below
         if seen > _MAX_FOLDERS:
             break
-    return list(found.values())
+    return list(by_real_path.values())
 
 
 def beside(folder: str, read: Collection[str], is_checkpoint: Callable[[str], bool]) -> list[str]:
@@ -98,11 +98,11 @@ def beside(folder: str, read: Collection[str], is_checkpoint: Callable[[str], bo
     return [os.path.relpath(path, folder) for path in inside(folder, is_other)]
 
 
-def _keep(found: dict[str, str], path: str) -> None:
+def _keep(by_real_path: dict[str, str], path: str) -> None:
     """Remember a checkpoint once, by its own name rather than by that of a link to it."""
     real = path if paths.is_address(path) else os.path.realpath(path)
-    if real not in found or os.path.islink(found[real]):
-        found[real] = path
+    if real not in by_real_path or os.path.islink(by_real_path[real]):
+        by_real_path[real] = path
 
 
 def _candidates(parent: str) -> list[str]:

@@ -35,10 +35,10 @@ class Index:
 
     def by_file(self) -> dict[str, list[str]]:
         """The names in each file, sorted."""
-        found: dict[str, list[str]] = defaultdict(list)
+        names: dict[str, list[str]] = defaultdict(list)
         for fqn, path in sorted(self.weight_map.items()):
-            found[path].append(fqn)
-        return found
+            names[path].append(fqn)
+        return names
 
     def missing(self, path: str, fqns: Sequence[str]) -> IncompleteError:
         """The error for a file that does not exist."""

@@ -159,7 +159,7 @@ def joined(
     joining = _Joining(parts, options)
     for path, container in parts.main:
         joining.read(path, container, read)
-    if not joining.found:
+    if not joining.indexes:
         raise joining.problems[0]
     for path, container in parts.flat:
         joining.flat(path, container)
@@ -174,7 +174,7 @@ class _Joining:
 
     parts: Parts
     options: ReadOptions
-    found: list[CheckpointIndex] = field(default_factory=list)
+    indexes: list[CheckpointIndex] = field(default_factory=list)
     others: list[CheckpointIndex] = field(default_factory=list)
     problems: list[CheckpointError] = field(default_factory=list)
 
@@ -183,7 +183,7 @@ class _Joining:
     ) -> None:
         """Read a checkpoint; one that cannot be read is lost, with all names in its container."""
         try:
-            self.found.append(_under(container, read(path)))
+            self.indexes.append(_under(container, read(path)))
         except CheckpointError as error:
             about = error.about if container is None else (f"{container}.*",)
             self.problems.append(error.concerning(about))
@@ -205,8 +205,8 @@ class _Joining:
         """Take in a file as one object, or the values of a JSON file."""
         try:
             length = paths.size(path)
-            found = _values(path, place, length) if path.endswith(".json") else None
-            entries, tree = found or _archive(path, place, length)
+            from_json = _values(path, place, length) if path.endswith(".json") else None
+            entries, tree = from_json or _archive(path, place, length)
         except OSError as error:
             self.problems.append(unreadable(path, error).concerning((names.join(place),)))
             return
@@ -218,15 +218,15 @@ class _Joining:
 
     def index(self) -> CheckpointIndex:
         """All of it as one index."""
-        first, every = self.found[0], [*self.found, *self.others]
+        first, every = self.indexes[0], [*self.indexes, *self.others]
         entries = [entry for part in every for entry in part.entries]
         whole = replace(
             first,
             root=self.parts.root,
             framework=self.parts.framework,
             files=tuple(dict.fromkeys(file for part in every for file in part.files)),
-            world_size=next((p.world_size for p in self.found if p.world_size is not None), None),
-            mesh=next((part.mesh for part in self.found if part.mesh is not None), None),
+            world_size=next((p.world_size for p in self.indexes if p.world_size is not None), None),
+            mesh=next((part.mesh for part in self.indexes if part.mesh is not None), None),
             ties=tuple(tie for part in every for tie in part.ties),
             notes=(*self._notes(), *dict.fromkeys(note for part in every for note in part.notes)),
             problems=(
@@ -245,7 +245,7 @@ class _Joining:
         Each saves them, and torch's `set_optimizer_state_dict` and `FSDP.optim_state_dict_to_load`
         ask for the key. By itself, a part is no more than its tensors, and is read.
         """
-        optim = [e for part in self.found for e in part.entries if e.section == "optim"]
+        optim = [e for part in self.indexes for e in part.entries if e.section == "optim"]
         if not optim or any(map(_is_of_groups, optim)):
             return
         read = [path for path, _ in self.parts.main]
@@ -263,7 +263,7 @@ class _Joining:
         read = [".metadata" if name == "." else name for name in read]
         if len(read) > 1:
             yield f"Reading as one checkpoint: {some(read)}."
-        sizes = {part.root: part.world_size for part in self.found if part.world_size is not None}
+        sizes = {part.root: part.world_size for part in self.indexes if part.world_size is not None}
         if len(set(sizes.values())) > 1:
             said = [f"{os.path.basename(root)} by {size} ranks" for root, size in sizes.items()]
             yield f"Saved by different numbers of ranks: {', '.join(said)}. Are they of one save?"

@@ -60,7 +60,7 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
     type that it was to have there; where that is another one, the source is cast again, in memory.
     With ``own``, the only files of the source that can be read here, the boxes that they hold are
     compared instead. ``seen`` gets the CRC-32s of what is read of the source in its order,
-    ``on_bytes`` is told how many bytes of the result were read.
+    ``on_bytes`` gets how many bytes of the result were read.
     Returns one line that says what was proven.
 
     Raises WriteError when a tensor differs, is missing, or is there without a source, and what

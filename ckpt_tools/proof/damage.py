@@ -160,10 +160,10 @@ def _place(one: Checksummed) -> ByteRange:
 
 def _read(parts: Sequence[Part], checker: _Checker, threads: int | None) -> Reading:
     total, far = Reading(), any(is_address(part.data.path) for part in parts[:1])
-    for found in in_threads(
+    for reading in in_threads(
         checker.check, parts, threads=threads, nbytes=lambda part: part.nbytes, far=far
     ):
-        total.add(found)
+        total.add(reading)
     _combine(total)
     return total
 
@@ -193,34 +193,34 @@ class _Checker:
 
     def check(self, part: Part) -> Reading:
         """Read the bytes of a part; what is wrong with them becomes a damage, never an error."""
-        found = Reading()
+        reading = Reading()
         try:
             for one in part.open():
-                self._check_one(one, found)
+                self._check_one(one, reading)
         except CheckpointError as error:
-            found.damages.append(Damage(part.data, error))
-        return found
+            reading.damages.append(Damage(part.data, error))
+        return reading
 
-    def _check_one(self, one: Checksummed, found: Reading) -> None:
+    def _check_one(self, one: Checksummed, reading: Reading) -> None:
         try:
             if one.crc is None:
-                found.plain_bytes += sum(map(len, self._blocks(one.data)))
+                reading.plain_bytes += sum(map(len, self._blocks(one.data)))
                 return
             whole = one.record or one.data
             known = self._seen.crc_of(whole) if whole.length else None
             if known is not None:
                 if one.data.offset == whole.offset:
-                    found.check(one, known)
+                    reading.check(one, known)
                 return
             crc = self._crc(one)
         except CheckpointError as error:
-            found.damages.append(Damage(one.data, error))
+            reading.damages.append(Damage(one.data, error))
             return
-        found.checked_bytes += one.data.length
+        reading.checked_bytes += one.data.length
         if one.record is not None:
-            found.parts.append((one, crc))
+            reading.parts.append((one, crc))
         else:
-            found.check(one, crc)
+            reading.check(one, crc)
 
     def _crc(self, one: Checksummed) -> int:
         """The CRC-32 of some bytes, read block by block unless they were kept."""
@@ -256,10 +256,10 @@ class _Checker:
         return buffer
 
 
-def _wrong_crc(where: ByteRange, one: Checksummed, found: int) -> UnreadableError:
+def _wrong_crc(where: ByteRange, one: Checksummed, crc: int) -> UnreadableError:
     end = where.offset + where.length
     return UnreadableError(
         f"{where.path}: {one.name} (bytes {where.offset:,} to {end:,}) is damaged: "
-        f"its CRC-32 is {found:08x}, the archive says {one.crc:08x}.",
+        f"its CRC-32 is {crc:08x}, the archive says {one.crc:08x}.",
         hint="Use another copy of the file; its data cannot be repaired.",
     )

@@ -34,7 +34,8 @@ class IntervalMap:
             by_path[data.path].append(place)
         self._clusters = {path: self._clustered(places) for path, places in by_path.items()}
         self._starts = {
-            path: [cluster.start for cluster in found] for path, found in self._clusters.items()
+            path: [cluster.start for cluster in clusters]
+            for path, clusters in self._clusters.items()
         }
 
     def _clustered(self, places: list[int]) -> list[_Cluster]:
@@ -136,8 +137,8 @@ class DamageMap:
     def hurt_tensors(self, problems: Sequence[CheckpointError]) -> tuple[DamagedTensor, ...]:
         """The tensors that have lost rows, and those that any problem names."""
         named = {fqn for problem in problems for fqn in problem.about}
-        found = (self._hurt(entry) for entry in self._index.tensors)
-        return tuple(hurt for hurt in found if hurt.lost or hurt.fqn in named)
+        damaged = (self._hurt(entry) for entry in self._index.tensors)
+        return tuple(hurt for hurt in damaged if hurt.lost or hurt.fqn in named)
 
     def _hurt(self, entry: TensorEntry) -> DamagedTensor:
         good = {chunk.box for chunk in entry.chunks if self._good_place(chunk) is not None}
@@ -213,14 +214,14 @@ def _below(box: Box) -> Box:
     return Box(box.offsets[1:], box.sizes[1:])
 
 
-def _add(found: list[Box], hole: Box) -> None:
+def _add(holes: list[Box], hole: Box) -> None:
     """Append a hole, joined to the one before it along the first dimension where they meet."""
-    for place, before in enumerate(found):
+    for place, before in enumerate(holes):
         same = _below(before) == _below(hole)
         if same and before.ends[0] == hole.offsets[0]:
-            found[place] = Box(before.offsets, (before.sizes[0] + hole.sizes[0], *before.sizes[1:]))
+            holes[place] = Box(before.offsets, (before.sizes[0] + hole.sizes[0], *before.sizes[1:]))
             return
-    found.append(hole)
+    holes.append(hole)
 
 
 def describe(box: Box, shape: Sequence[int]) -> str:

@@ -79,15 +79,15 @@ def stats(
         return scan(entry, files, on_bytes=tally.add)
 
     scans = in_threads(one, located.tensors, threads=threads, nbytes=lambda entry: entry.nbytes)
-    odd = [anomaly for found in scans for anomaly in anomalies_of(found, files)]
+    odd = [anomaly for one in scans for anomaly in anomalies_of(one, files)]
     return Statistics(
         tensors=tuple(map(_stats, scans)),
         anomalies=(*odd, *zero_row_anomalies(scans)),
     )
 
 
-def _stats(found: Scan) -> TensorStats:
-    entry, total = found.entry, found.total
+def _stats(scan: Scan) -> TensorStats:
+    entry, total = scan.entry, scan.total
     return TensorStats(
         fqn=entry.fqn,
         section=entry.section,
@@ -113,21 +113,21 @@ Spread = tuple[float, float]
 def histograms(
     index: CheckpointIndex,
     files: Files,
-    found: Statistics,
+    statistics: Statistics,
     *,
     threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Mapping[str, tuple[int, ...]]:
     """The counts of finite values in `BINS` equal steps, for each tensor with two values or more.
 
-    ``found`` are the statistics of the same index. Reads every tensor once. Raises what keeps the
+    ``statistics`` are those of the same index. Reads every tensor once. Raises what keeps the
     tensors from being whole.
     """
     located = formats.locate(index, files)
     located.require_whole()
     spreads = {
         one.fqn: (float(one.min), float(one.max))
-        for one in found.tensors
+        for one in statistics.tensors
         if one.min is not None and one.max is not None and one.min < one.max
     }
     entries = [entry for entry in located.tensors if entry.fqn in spreads]

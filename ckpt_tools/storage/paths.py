@@ -30,8 +30,8 @@ def is_address(path: str) -> bool:
 
 def local(path: str) -> str | None:
     """The path on this machine that is meant, also by ``file://``; None for any other address."""
-    scheme, found, rest = path.partition("://")
-    if found and scheme in ("file", "local"):
+    scheme, separator, rest = path.partition("://")
+    if separator and scheme in ("file", "local"):
         return rest
     return None if is_address(path) else path
 
@@ -144,37 +144,37 @@ def _state_of(status: os.stat_result) -> FileState:
 
 def states_now(files: Iterable[str]) -> dict[str, FileState]:
     """The states of these files as they are now, without those that are not there."""
-    found: dict[str, FileState] = {}
+    states: dict[str, FileState] = {}
     folders: dict[str, set[str]] = {}
     for file in files:
         if is_address(file):
             folders.setdefault(os.path.dirname(file), set()).add(file)
             continue
         with suppress(OSError):
-            found[file] = _state_of(os.stat(file))
+            states[file] = _state_of(os.stat(file))
     for folder, wanted in folders.items():
         fsspec_store.forget(folder)
         with suppress(OSError):
             for one in fsspec_store.listing(folder):
                 path = os.path.join(folder, one.name)
                 if path in wanted:
-                    found[path] = FileState(one.size, version=one.version)
-    return found
+                    states[path] = FileState(one.size, version=one.version)
+    return states
 
 
 def is_dir(path: str) -> bool:
     """Whether this is a folder."""
     if is_address(path):
-        found = _facts(path)
-        return found is not None and found.is_dir
+        facts = _facts(path)
+        return facts is not None and facts.is_dir
     return os.path.isdir(path)
 
 
 def is_file(path: str) -> bool:
     """Whether this is a file."""
     if is_address(path):
-        found = _facts(path)
-        return found is not None and not found.is_dir
+        facts = _facts(path)
+        return facts is not None and not facts.is_dir
     return os.path.isfile(path)
 
 
@@ -221,7 +221,7 @@ def glob(pattern: str) -> list[str]:
         return sorted(local_glob(pattern))
     folder, name = os.path.split(pattern)
     try:
-        return sorted(os.path.join(folder, found) for found in filter_names(listdir(folder), name))
+        return sorted(os.path.join(folder, match) for match in filter_names(listdir(folder), name))
     except FileNotFoundError:
         return []
 

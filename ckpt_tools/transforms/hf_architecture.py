@@ -111,8 +111,8 @@ def _as_on_hub(
     revert = getattr(loading, "revert_weight_conversion", None)
     if revert is None:
         return None
-    found = revert(model, dict(state))
-    return found if isinstance(found, dict) and found.keys() != state.keys() else None
+    reverted = revert(model, dict(state))
+    return reverted if isinstance(reverted, dict) and reverted.keys() != state.keys() else None
 
 
 def _shapes(state: Mapping[str, torch.Tensor]) -> Shapes:

@@ -123,17 +123,17 @@ def _count(states: _States) -> str:
 
 def _states(index: CheckpointIndex) -> dict[str, _States]:
     """All states of ranks, by what a person calls them."""
-    found: dict[str, _States] = {}
+    by_name: dict[str, _States] = {}
     for entry in index.entries:
         mark = _mark_of(entry.path) if entry.section == "other" else None
         if mark is None:
             continue
         name, place = _place_of(entry.path, mark)
-        states = found.setdefault(name, _States(mark.whose, None))
+        states = by_name.setdefault(name, _States(mark.whose, None))
         states.places.add(place)
         count = index.world_size if mark.rank is None else mark.rank + 1
         states.ranks = max(states.ranks or 0, count or 0) or None
-    return found
+    return by_name
 
 
 def _mark_of(path: Path) -> _Mark | None:

@@ -224,7 +224,7 @@ class Browser(App[None]):
     .-narrow #main { layout: vertical; }
     .-narrow Entries, .-narrow #details { width: 100%; height: 1fr; border-left: none; }
     .facts, .text { height: auto; padding: 0 1; }
-    #told { height: auto; padding: 0 1; }
+    #message { height: auto; padding: 0 1; }
     DataTable { height: auto; max-height: 24; margin: 1 0 0 1; }
     #asked Input { display: none; }
     #asked { height: auto; }
@@ -259,7 +259,7 @@ class Browser(App[None]):
         with Horizontal(id="main", classes="-two" if self.sides.two else ""):
             yield Entries("everything", self.sides)
             with Vertical(id="details"):
-                yield Static(id="told")
+                yield Static(id="message")
                 with Horizontal():
                     for number, _ in enumerate(self.sides.indexes):
                         yield Side(self.sides, number)
@@ -333,22 +333,22 @@ class Browser(App[None]):
 
     def _difference(self, name: str) -> str:
         """What `diff` says of one name, a line for each column of its table."""
-        found = self.sides.difference(name)
+        entry_diff = self.sides.difference(name)
         status = self.sides.status(name)
-        if found is None or status in ("", "same"):
+        if entry_diff is None or status in ("", "same"):
             known = "the same, bit for bit" if status else "same by headers; c compares the values"
             return known if self.sides.two else ""
-        cells = zip(HEADER[1:], diff_row(found)[1:], strict=True)
+        cells = zip(HEADER[1:], diff_row(entry_diff)[1:], strict=True)
         lines = [f"{label:<10} {text}" for label, text in cells if text != "-"]
-        return "\n".join([*lines, *([printable(found.detail)] if found.detail else [])])
+        return "\n".join([*lines, *([printable(entry_diff.detail)] if entry_diff.detail else [])])
 
     def _warn(self, error: Exception) -> None:
         self.notify(printable(str(error)), severity="warning", markup=False)
 
     def _say(self, text: str) -> None:
-        told = self.query_one("#told", Static)
-        told.update(Text(text))
-        told.display = bool(text)
+        message = self.query_one("#message", Static)
+        message.update(Text(text))
+        message.display = bool(text)
 
     @work(thread=True, exclusive=True, group="details")
     def _report(self) -> None:

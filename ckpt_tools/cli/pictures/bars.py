@@ -127,7 +127,7 @@ def _column(holder: int, load: int, *, most: int, hover: str) -> str:
 
 
 def _rows(sides: Sequence[Side], change: Moved | None, hurt: frozenset[str]) -> Iterator[str]:
-    """A row for tensors that are held alike, folded: it opens to pieces and names."""
+    """A row for tensors with the same pieces and holders, folded: it opens to pieces and names."""
     before, target = sides[0][1], sides[1][1] if len(sides) > 1 else None
     moves: dict[str, int] = {}
     if target is not None and change is not None:
@@ -140,7 +140,9 @@ def _rows(sides: Sequence[Side], change: Moved | None, hurt: frozenset[str]) -> 
     yield f'<div{" class=two" if later else ""}><div class="row heads">{"".join(cells)}</div>'
     budget = _BUDGET
     for row in fold.rows(before, target):
-        then = [[found[held.fqn] for held in row.tensors if held.fqn in found] for found in later]
+        then = [
+            [held_of[held.fqn] for held in row.tensors if held.fqn in held_of] for held_of in later
+        ]
         drawn = [
             (side, same) for side, same in zip(sides, [row.tensors, *then], strict=True) if same
         ]
@@ -183,10 +185,10 @@ def _bar(titled: Side, held: Held, *, fits: bool) -> str:
         who = rank_spans(sorted({n for piece in held.pieces for n in piece.holders})) or "unknown"
         words = f"{counted(len(held.pieces), 'piece')} of {side.unit}s {who}"
         return f'<span class="side">{lead}<span>{words}</span></span>'
-    found = rects(held.pieces, held.shape)
-    lines = min(8, round(1 / min(rect.height for rect in found)))
+    drawn = rects(held.pieces, held.shape)
+    lines = min(8, round(1 / min(rect.height for rect in drawn)))
     parts = []
-    for rect in found:
+    for rect in drawn:
         lost = " lost" if rect.piece.file in side.missing else ""
         style = "nobody" if rect.holder is None else colors.classes(rect.holder)
         placed = (
@@ -226,6 +228,6 @@ def _pieces(titled: Side, same: Sequence[Held], *, fits: bool) -> Iterator[str]:
 
 def _files(side: Holdings, numbers: set[int | None]) -> str:
     """The files of a piece: in tensors of one row it may lie in several."""
-    found = sorted(number for number in numbers if number is not None)
-    names = [f"{side.files[n]}{' (missing)' if n in side.missing else ''}" for n in found]
+    known = sorted(number for number in numbers if number is not None)
+    names = [f"{side.files[n]}{' (missing)' if n in side.missing else ''}" for n in known]
     return some(names, 3) or "-"

@@ -229,12 +229,12 @@ def _middle_out(text: str, size: int) -> str:
 
 
 def _bar(held: Held, side: Holdings, *, left: int, top: int, width: int) -> Iterator[str]:
-    found = rects(held.pieces, held.shape)
-    if len(found) > width:
+    drawn = rects(held.pieces, held.shape)
+    if len(drawn) > width:
         words = counted(len(held.pieces), "piece")
         yield _text(left, top + 16, words, style="q")
         return
-    for rect in found:
+    for rect in drawn:
         yield _piece(rect, held, side=side, place=(left, top, width))
 
 

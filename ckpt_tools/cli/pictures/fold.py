@@ -40,7 +40,7 @@ class Row(NamedTuple):
 def rows(before: Holdings, target: Holdings | None = None) -> list[Row]:
     """The rows of these tensors, in the order in which the first of each comes.
 
-    Those of a row are held alike, also after a reshard when there is a target, and hurt alike.
+    Those of a row have the same pieces and holders, also after a reshard when there is a target.
     """
     groups: dict[tuple[object, ...], list[Held]] = {}
     numbers: dict[tuple[object, ...], int] = {}

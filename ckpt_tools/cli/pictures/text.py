@@ -207,13 +207,13 @@ def _grid_line(
     """One line through all the pieces that it crosses, from left to right."""
     down, across = dims
     crossed = [(piece, _extent(piece, down, edges[0])) for piece in held.pieces]
-    found = [
+    spans = [
         (*_extent(piece, across, edges[1]), line == top, piece)
         for piece, (top, bottom) in crossed
         if top <= line < bottom
     ]
     text = ""
-    for left, right, is_first, piece in sorted(found):
+    for left, right, is_first, piece in sorted(spans):
         label = f" {rank_spans(piece.holders) or '?'}" if is_first else ""
         corner, fill = ("┌", "─") if is_first else ("│", " ")
         if paint is not plain:

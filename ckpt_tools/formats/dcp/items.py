@@ -67,9 +67,9 @@ class _Opener:
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
-        found = self._known(entry, chunk)
-        if found is not None:
-            return self._as_found(entry, chunk, chunk.data, found)
+        place = self._known(entry, chunk)
+        if place is not None:
+            return self._as_found(entry, chunk, chunk.data, place)
         if chunk.codec is None:
             return chunk
         if 0 in chunk.box.sizes and not self._is_there(chunk.data):
@@ -83,17 +83,17 @@ class _Opener:
         """What an item is, when it is like one that was read and as `.metadata` says."""
         if chunk.codec != TORCH_SAVE or not self._is_there(chunk.data):
             return None
-        found = self._templates.find(chunk.data)
-        if found is None or found.stored.dtype != entry.dtype.name:
+        place = self._templates.find(chunk.data)
+        if place is None or place.stored.dtype != entry.dtype.name:
             return None
-        return found if found.stored.shape == chunk.box.sizes else None
+        return place if place.stored.shape == chunk.box.sizes else None
 
-    def _as_found(self, entry: TensorEntry, chunk: Chunk, item: ByteRange, found: Found) -> Chunk:
+    def _as_found(self, entry: TensorEntry, chunk: Chunk, item: ByteRange, place: Found) -> Chunk:
         """The chunk as raw elements, which lie in the item where it was found."""
         path, offset, _ = item
-        data = _make(ByteRange, (path, offset + found.offset, found.length))
-        sign = found.stored.sign
-        raw = _make(Chunk, (chunk.box, data, found.strides, sign, chunk.replicas, chunk.rank))
+        data = _make(ByteRange, (path, offset + place.offset, place.length))
+        sign = place.stored.sign
+        raw = _make(Chunk, (chunk.box, data, place.strides, sign, chunk.replicas, chunk.rank))
         return raw if sign is None else resolved(raw, entry.dtype, self._files)
 
     def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> Found:
@@ -108,10 +108,10 @@ class _Opener:
             torch_zip.require_little_endian(archive)
         packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
         strides = None if packed else stored.strides
-        found = Found(stored, data.offset - item.offset, data.length, strides)
+        place = Found(stored, data.offset - item.offset, data.length, strides)
         if self._is_there(item):
-            self._templates.learn(item, archive, found)
-        return found
+            self._templates.learn(item, archive, place)
+        return place
 
     def _is_there(self, data: ByteRange) -> bool:
         return data.offset + data.length <= self._lengths.get(data.path, 0)

@@ -241,16 +241,16 @@ def load_metadata(data: bytes, *, where: str) -> Metadata:
 
 
 def _resolved(name: str) -> object:
-    found = METADATA_GLOBALS.get(name)
-    if found is None and is_torch_dtype(name):
+    stub = METADATA_GLOBALS.get(name)
+    if stub is None and is_torch_dtype(name):
         return TorchDType(name)
-    if found is None:
+    if stub is None:
         raise UnsafePickleError(
             f"asks for {name}, which DCP metadata of torch 2.1 to 2.13 does not have; "
             "it was not run.",
             hint="The directory was written by another library, or is hostile.",
         )
-    return found
+    return stub
 
 
 def _no_storage(_pid: object) -> object:

@@ -71,10 +71,10 @@ def open_objects(index: Index, files: Files) -> Index:
 
     Raises UnsafePickleError when an object asks for a global that could run code.
     """
-    found, damaged = _containers(index, files)
+    containers, damaged = _containers(index, files)
     for error in damaged.values():
         raise error
-    index = _with_containers(index, found, {})
+    index = _with_containers(index, containers, {})
     return replace(index, objects=tuple(opened(entry, files) for entry in index.objects))
 
 
@@ -82,35 +82,39 @@ def _containers(
     index: CheckpointIndex, files: Files
 ) -> tuple[dict[str, _Container], dict[str, CheckpointError]]:
     """The items that are containers of tensors, by name, and what is wrong with others."""
-    found, damaged = {}, {}
+    containers, damaged = {}, {}
     for entry in _with_records(index, files):
         try:
             # Not for what could run code, nor without the package that inflates it.
             with suppress(UnsafePickleError, UnsupportedError):
                 container = _container(entry, files)
                 if container is not None:
-                    found[entry.fqn] = container
+                    containers[entry.fqn] = container
         except CheckpointError as error:
             damaged[entry.fqn] = error
-    return found, damaged
+    return containers, damaged
 
 
 def _with_containers(
-    index: Index, found: Mapping[str, _Container], damaged: Mapping[str, CheckpointError]
+    index: Index, containers: Mapping[str, _Container], damaged: Mapping[str, CheckpointError]
 ) -> Index:
     objects = [
         replace(entry, flaw=damaged[entry.fqn]) if entry.fqn in damaged else entry
         for entry in index.objects
     ]
-    if not found:
+    if not containers:
         return replace(index, objects=tuple(objects)) if damaged else index
-    packed = [Packed(e, frozenset(found[e.fqn].tree.leaves())) for e in objects if e.fqn in found]
-    objects = [entry for entry in objects if entry.fqn not in found]
-    objects += [entry for container in found.values() for entry in container.objects]
-    tensors = [entry for container in found.values() for entry in container.tensors]
+    packed = [
+        Packed(e, frozenset(containers[e.fqn].tree.leaves()))
+        for e in objects
+        if e.fqn in containers
+    ]
+    objects = [entry for entry in objects if entry.fqn not in containers]
+    objects += [entry for container in containers.values() for entry in container.objects]
+    tensors = [entry for container in containers.values() for entry in container.tensors]
 
     def part(fqn: str) -> str | Branch[str]:
-        return found[fqn].tree if fqn in found else fqn
+        return containers[fqn].tree if fqn in containers else fqn
 
     return replace(
         index,

@@ -182,12 +182,12 @@ def compared(
     )
 
 
-def _differing(found: Mapping[str, int | None]) -> Iterator[CheckpointError]:
-    if found:
-        fqns = list(found)
+def _differing(differing: Mapping[str, int | None]) -> Iterator[CheckpointError]:
+    if differing:
+        fqns = list(differing)
         yield UnsupportedError(
             f"{some(fqns)}: replicas that differ between ranks, so it is not known which is right; "
-            f"rank {found[fqns[0]]} is the first that differs.",
+            f"rank {differing[fqns[0]]} is the first that differs.",
             hint="Leave them out with -x, or save again from a job in which all ranks agree.",
             about=fqns,
         )
@@ -239,10 +239,10 @@ class _Items:
             return False
         try:
             values = [
-                repr(found.value)
+                repr(opened.value)
                 for data in (entry.data, other)
-                for found in [dcp_objects.opened(replace(entry, data=data), self._files)]
-                if found.opened
+                for opened in [dcp_objects.opened(replace(entry, data=data), self._files)]
+                if opened.opened
             ]
         except CheckpointError:
             return True

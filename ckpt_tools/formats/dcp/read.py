@@ -144,8 +144,8 @@ def _entries(
 def _classified(index: CheckpointIndex) -> CheckpointIndex:
     """The same entries in the sections that they have beside what containers held."""
     objects = {entry.path for entry in index.objects}
-    found = names.classify([entry.path for entry in index.entries], objects=objects)
-    sections = {e.fqn: section for e, (section, _) in zip(index.entries, found, strict=True)}
+    classified = names.classify([entry.path for entry in index.entries], objects=objects)
+    sections = {e.fqn: section for e, (section, _) in zip(index.entries, classified, strict=True)}
     return replace(
         index,
         tensors=tuple(replace(entry, section=sections[entry.fqn]) for entry in index.tensors),
@@ -180,8 +180,8 @@ def _read_metadata(path: str, sizes: Mapping[str, int]) -> Union:
         parts = {int(match[1]): name for name in sizes if (match := RANK_METADATA.fullmatch(name))}
         if not parts:
             raise _no_metadata(path, sizes)
-        found = {rank: load(name) for rank, name in sorted(parts.items())}
-        return per_rank.union(found, sizes, path)
+        by_rank = {rank: load(name) for rank, name in sorted(parts.items())}
+        return per_rank.union(by_rank, sizes, path)
 
 
 def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
@@ -240,8 +240,8 @@ def _misplaced(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
 
 def _sections(metadata: Metadata, path_of: Mapping[str, Path]) -> dict[str, Section]:
     objects = {path_of[fqn] for fqn in metadata.objects}
-    found = names.classify(list(path_of.values()), objects=objects)
-    return {fqn: section for fqn, (section, _) in zip(path_of, found, strict=True)}
+    classified = names.classify(list(path_of.values()), objects=objects)
+    return {fqn: section for fqn, (section, _) in zip(path_of, classified, strict=True)}
 
 
 def _world_size(file_names: Iterable[str]) -> int | None:

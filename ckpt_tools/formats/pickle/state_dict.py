@@ -92,12 +92,12 @@ def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDic
     top = value if is_container else {"value": value}
     for part in reversed(under):
         top = {part: top}
-    found = flatten_at(top, where=where, fqn="", path=())
-    if not isinstance(found.tree, Branch):
+    flat = flatten_at(top, where=where, fqn="", path=())
+    if not isinstance(flat.tree, Branch):
         raise TypeError("the outermost value is a container")  # made so above
-    _refuse_flat_parameters([leaf.path for leaf in found.tensors], where)
-    _check_names([*found.tensors, *found.objects], where)
-    return StateDict(tuple(found.tensors), tuple(found.objects), found.tree)
+    _refuse_flat_parameters([leaf.path for leaf in flat.tensors], where)
+    _check_names([*flat.tensors, *flat.objects], where)
+    return StateDict(tuple(flat.tensors), tuple(flat.objects), flat.tree)
 
 
 def flatten_at(value: object, *, where: str, fqn: str, path: Path) -> Flattened:
@@ -299,10 +299,10 @@ def _refuse_flat_parameters(paths: Sequence[Path], where: str) -> None:
             )
 
 
-def _check_names(found: Iterable[TensorLeaf | ObjectLeaf], where: str) -> None:
+def _check_names(leaves: Iterable[TensorLeaf | ObjectLeaf], where: str) -> None:
     """Refuse two leaves of one name, and names that are no text."""
     seen: dict[str, Path] = {}
-    for leaf in found:
+    for leaf in leaves:
         fqn, path = leaf.fqn, leaf.path
         if not _is_text(fqn):
             raise UnreadableError(f"{where} is damaged: {fqn!a:.80} is not a name.")

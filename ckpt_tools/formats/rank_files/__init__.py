@@ -87,16 +87,16 @@ class RankFiles(Format):
         )
 
 
-def globs_of(folder: str, found: Sequence[str]) -> list[str]:
+def globs_of(folder: str, paths: Sequence[str]) -> list[str]:
     """Globs of rank files that lie in a folder of their own each (``rank0/model.pt`` …); none where
     these are no rank files.
     """
     from ckpt_tools.formats.rank_files import file_names, numbered
 
-    if not all(path.endswith(file_names.SUFFIXES) for path in found):
+    if not all(path.endswith(file_names.SUFFIXES) for path in paths):
         return []
     try:
-        families = numbered.families(found, ReadOptions())
+        families = numbered.families(paths, ReadOptions())
     except CheckpointError:
         return []
     return [os.path.join(escape(folder), family.pattern) for family in families]

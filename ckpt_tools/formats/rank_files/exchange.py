@@ -59,20 +59,20 @@ def families_of(listings: Sequence[Sequence[RankFile]], *, where: str) -> tuple[
 
     Raises IncompleteError when no rank found any, and what `file_names.joined` raises.
     """
-    found: dict[tuple[str, int], RankFile] = {}
+    by_rank: dict[tuple[str, int], RankFile] = {}
     for rank, files in enumerate(listings):
         for file in files:
             if file.rank == rank:
-                found[file.pattern, rank] = file
+                by_rank[file.pattern, rank] = file
             else:
-                found.setdefault((file.pattern, file.rank), file)
-    if not found:
+                by_rank.setdefault((file.pattern, file.rank), file)
+    if not by_rank:
         raise IncompleteError(
             f"{where} holds no file of any rank.",
             hint="--engine gather reads a folder of per-rank files, or a quoted glob of them; "
             "--engine copy reads every format.",
         )
-    paths = [file.path for file in found.values()]
+    paths = [file.path for file in by_rank.values()]
     return rank_names.joined(rank_names.families(paths), where=escape(where))
 
 

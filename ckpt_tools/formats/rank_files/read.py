@@ -58,13 +58,13 @@ def matches(path: str) -> bool:
     if not paths.is_dir(path):
         return False
     try:
-        found = paths.listdir(path)
+        names = paths.listdir(path)
     except OSError:
         return False
-    named = list(filter(None, map(rank_names.parse, found)))
+    named = list(filter(None, map(rank_names.parse, names)))
     if named:
         return any(file.rank > 0 or file.world_size is not None for file in named)
-    return numbered.are_rank_files(os.path.join(path, name) for name in found)
+    return numbered.are_rank_files(os.path.join(path, name) for name in names)
 
 
 def read_index(
@@ -80,8 +80,8 @@ def read_index(
     folders = {os.path.dirname(file) for file in file_paths}
     root = path if isinstance(path, str) else (_around(folders) or ".")
     named = rank_names.families(file_paths)
-    found = named or numbered.families(file_paths, options)
-    families = rank_names.joined(found, where=root)
+    candidates = named or numbered.families(file_paths, options)
+    families = rank_names.joined(candidates, where=root)
     with Files(max_open=_MAX_OPEN) as files, collector_paused():
         reading = Reading(files, options)
         for family in families:
@@ -102,8 +102,8 @@ def _around(folders: Collection[str]) -> str:
 
 
 def _files_in(folder: str) -> list[str]:
-    found = [os.path.join(folder, name) for name in sorted(paths.listdir(folder))]
-    return [path for path in found if paths.is_file(path) or paths.special(path)]
+    inside = [os.path.join(folder, name) for name in sorted(paths.listdir(folder))]
+    return [path for path in inside if paths.is_file(path) or paths.special(path)]
 
 
 @dataclass(slots=True)
@@ -167,15 +167,15 @@ class Reading:
             self.gathered.objects.setdefault(leaf.path, []).append(part)
         self.ranks.see(file, [leaf.stored for leaf in state.tensors])
         held = self.held.setdefault(file.pattern, set())
-        found = {leaf.fqn for leaf in state.tensors} | {leaf.fqn for leaf in state.objects}
+        names = {leaf.fqn for leaf in state.tensors} | {leaf.fqn for leaf in state.objects}
         for pattern, others in self.held.items():
-            twins = found & others if pattern != file.pattern else ()
+            twins = names & others if pattern != file.pattern else ()
             if twins:
                 raise UnsupportedError(
                     f"{min(twins)} is in the files {pattern} and in {file.pattern}.",
                     hint="Choose one of them with a quoted glob.",
                 )
-        held |= found
+        held |= names
 
     def _keep_closed(self, file: RankFile, error: CheckpointError) -> None:
         """Keep a file of other state that cannot be opened as one opaque object."""

@@ -86,12 +86,12 @@ def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
 
 
 def _offsets_of(raw: object, fqn: str, *, path: str, ndim: int) -> tuple[int, ...]:
-    found = natural_numbers(raw.get("saved_offsets")) if isinstance(raw, dict) else None
-    if found is None or len(found) != ndim:
+    offsets = natural_numbers(raw.get("saved_offsets")) if isinstance(raw, dict) else None
+    if offsets is None or len(offsets) != ndim:
         raise UnreadableError(
             f"{path}: {fqn}: {_SHARDING_INFO} should give {ndim} offsets, found {raw!r:.60}."
         )
-    return found
+    return offsets
 
 
 def join(parts: Sequence[Part], *, weight_map: Mapping[str, str] | None = None) -> Joined:
@@ -122,8 +122,8 @@ def _homes(held: Mapping[str, Sequence[_Held]]) -> dict[str, Home]:
     stated = {fqn: group[0].part.homes for fqn, group in held.items()}
     bare = [fqn for fqn, homes in stated.items() if homes is None]
     sections = names.classify([(fqn,) for fqn in bare])
-    found = {fqn: Home((), section) for fqn, (section, _) in zip(bare, sections, strict=True)}
-    return found | {fqn: homes.of(fqn) for fqn, homes in stated.items() if homes is not None}
+    bare_homes = {fqn: Home((), section) for fqn, (section, _) in zip(bare, sections, strict=True)}
+    return bare_homes | {fqn: homes.of(fqn) for fqn, homes in stated.items() if homes is not None}
 
 
 def _choose(
@@ -196,17 +196,17 @@ def _entry(
 
 def _chunks(group: Sequence[_Held], fqn: str) -> tuple[Chunk, ...]:
     """The boxes in the order of their offsets; equal ones are replicas of the first."""
-    found: dict[Box, Chunk] = {}
+    by_box: dict[Box, Chunk] = {}
     for part, stored in group:
         offsets = part.offsets[fqn] if part.offsets is not None else (0,) * len(stored.shape)
         box = Box(offsets, stored.shape)
-        first = found.get(box)
-        found[box] = (
+        first = by_box.get(box)
+        by_box[box] = (
             Chunk(box, stored.data, rank=part.rank)
             if first is None
             else first._replace(replicas=(*first.replicas, stored.data))
         )
-    return tuple(found[box] for box in sorted(found))
+    return tuple(by_box[box] for box in sorted(by_box))
 
 
 def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorEntry]) -> Gaps:

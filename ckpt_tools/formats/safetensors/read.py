@@ -191,15 +191,15 @@ def _read_folder(reading: _Reading, folder: StoragePath, files: Files) -> Checkp
 
 def _find_index(folder: StoragePath, present: Sequence[str]) -> StoragePath | None:
     """The index JSON to go by, None when there is none."""
-    found = [name for name in present if name.endswith(INDEX_SUFFIX)]
-    if _USUAL_INDEX in found:
+    index_files = [name for name in present if name.endswith(INDEX_SUFFIX)]
+    if _USUAL_INDEX in index_files:
         return folder / _USUAL_INDEX
-    if len(found) > 1:
+    if len(index_files) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(found)} checkpoints: {some(found, 3)}.",
-            hint=f"Name one of them: {folder / found[0]}",
+            f"{folder} holds {len(index_files)} checkpoints: {some(index_files, 3)}.",
+            hint=f"Name one of them: {folder / index_files[0]}",
         )
-    return folder / found[0] if found else None
+    return folder / index_files[0] if index_files else None
 
 
 def _conclude_unlisted(
@@ -266,11 +266,11 @@ def _about(problem: CheckpointError, fqns: Sequence[str]) -> CheckpointError:
 
 
 def _check_total(reading: _Reading, index: Index) -> None:
-    found = sum(entry.nbytes for entry in reading.tensors)
-    if index.total_size is not None and index.total_size != found and not reading.problems:
+    total = sum(entry.nbytes for entry in reading.tensors)
+    if index.total_size is not None and index.total_size != total and not reading.problems:
         reading.notes.append(
             f"{index.path.name} gives a total_size of {index.total_size:,} bytes; "
-            f"the tensors have {found:,}."
+            f"the tensors have {total:,}."
         )
 
 

@@ -43,11 +43,11 @@ def parts_of_archive(data: ByteRange, files: Files) -> Iterator[Part]:
     left = _PART_BYTES
     try:
         archive = _Edges(files, data).archive()
-        found = [(name, archive.record(name)) for name in archive.names]
+        named = [(name, archive.record(name)) for name in archive.names]
     except CheckpointError:
         yield Part(data, data.length, partial(records, files, data))
         return
-    for name, (offset, length, crc) in found:
+    for name, (offset, length, crc) in named:
         record = ByteRange(data.path, offset, length)
         if crc is not None and length > _PART_BYTES:
             for part in cut(record, _PART_BYTES):

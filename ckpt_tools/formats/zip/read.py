@@ -146,14 +146,14 @@ class Archive:
         """Where archives differ that are equal but for the contents of these records: start and
         end, relative to the archive, of each content and of its CRCs.
         """
-        found = []
+        ranges = []
         for name in self._entries.keys() & set(names):
             record, entry = self.record(name), self._entries[name]
             end = record.offset - self._bytes.offset + record.length
-            found += [(end - record.length, end), (entry.crc_at, entry.crc_at + 4)]
+            ranges += [(end - record.length, end), (entry.crc_at, entry.crc_at + 4)]
             if end + 8 <= self._end and self._bytes.take(end, 4) == b"PK\x07\x08":
-                found.append((end + 4, end + 8))
-        return found
+                ranges.append((end + 4, end + 8))
+        return ranges
 
     def read(self, name: str) -> bytes:
         """The bytes of a small record, checked against its CRC. At most 1 GiB.
@@ -306,9 +306,9 @@ class _Source:
             )
         raise UnreadableError(f"{self.where} is not a torch.save archive: {_FOREIGN[kind]}.")
 
-    def _raise_cut(self, found: int, expected: int) -> None:
+    def _raise_cut(self, length: int, expected: int) -> None:
         raise UnreadableError(
-            f"{self.where} is truncated: {found:,} bytes, the archive needs {expected:,}."
+            f"{self.where} is truncated: {length:,} bytes, the archive needs {expected:,}."
         )
 
 

@@ -51,8 +51,8 @@ class LoraConfig:
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of B·A for this module: alpha / r, or alpha / sqrt(r) for rsLoRA."""
-        found = _matching(module, list(self.alphas))
-        alpha = self.alpha if found is None else self.alphas[found]
+        pattern = _matching(module, list(self.alphas))
+        alpha = self.alpha if pattern is None else self.alphas[pattern]
         return alpha / (sqrt(rank) if self.rslora else rank)
 
 
@@ -91,10 +91,10 @@ def check_beside(config: LoraConfig, ckpt: str) -> None:
     for path in (os.path.join(folder, name) for name in _BESIDE):
         if not os.path.isfile(path):
             continue
-        found = read_config(path)
-        patterns = f"alpha_pattern = {dict(found.alphas)}" if found.alphas else ""
-        alpha = f"lora_alpha = {found.alpha:g}" if found.alpha != config.alpha else ""
-        others = [alpha, "use_rslora = True" if found.rslora else "", patterns]
+        beside = read_config(path)
+        patterns = f"alpha_pattern = {dict(beside.alphas)}" if beside.alphas else ""
+        alpha = f"lora_alpha = {beside.alpha:g}" if beside.alpha != config.alpha else ""
+        others = [alpha, "use_rslora = True" if beside.rslora else "", patterns]
         if any(others):
             said = ", ".join(filter(None, others))
             raise UsageError(
@@ -152,8 +152,8 @@ def check_ranks(config: LoraConfig, parts: Parts) -> None:
     if usual is None or not isinstance(patterns, dict):
         return
     for one in parts.factors:
-        found = _matching(one.module, list(patterns))
-        wanted = usual if found is None else patterns[found]
+        pattern = _matching(one.module, list(patterns))
+        wanted = usual if pattern is None else patterns[pattern]
         if wanted != one.rank:
             raise UsageError(
                 f"{one.module}: the configuration says rank {wanted}, its tensors have {one.rank}.",

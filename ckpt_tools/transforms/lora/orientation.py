@@ -29,7 +29,7 @@ def transposed(parts: Parts, *, said: bool | None, asked: bool) -> frozenset[str
     Raises UsageError for square weights of which nothing tells, or of which the configuration says
     other than the weights beside them.
     """
-    found, open_ones = set(), []
+    modules, open_ones = set(), []
     elsewhere = {
         True: set(_ways_elsewhere(parts, conv1d=True)),
         False: set(_ways_elsewhere(parts, conv1d=False)),
@@ -43,7 +43,7 @@ def transposed(parts: Parts, *, said: bool | None, asked: bool) -> frozenset[str
         if len(ways) > 1:
             open_ones.append(factors.module)
         elif ways == {True}:
-            found.add(factors.module)
+            modules.add(factors.module)
     if open_ones:
         raise UsageError(
             f"Square weights with LoRA ({len(open_ones)}): nothing tells (out, in) from "
@@ -52,7 +52,7 @@ def transposed(parts: Parts, *, said: bool | None, asked: bool) -> frozenset[str
             " PEFT's adapter_config.json says it too; where the other weights say otherwise, ask "
             "the model.",
         )
-    return frozenset(found)
+    return frozenset(modules)
 
 
 def is_transposed(parts: Parts, *, said: bool | None) -> bool:

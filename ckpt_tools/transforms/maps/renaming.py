@@ -54,8 +54,8 @@ def parse_rename(text: str) -> tuple[str, str]:
 
     Raises UsageError when there is none, or when the left side is no regular expression.
     """
-    pattern, found, by = text.rpartition("=")
-    if not found or not pattern:
+    pattern, equals, by = text.rpartition("=")
+    if not equals or not pattern:
         raise UsageError(f"A renaming is written RE=REPL, not {text!r}.")
     try:
         re.compile(pattern)
@@ -133,15 +133,15 @@ class UntieStep:
 
         Raises UsageError when there is nothing that it could be a copy of.
         """
-        found = {one.entry.fqn: one for one in made}
-        if self.name in found:
+        by_fqn = {one.entry.fqn: one for one in made}
+        if self.name in by_fqn:
             return TransformResult(made, (f"--untie: {self.name} already exists.",))
-        if self.source not in found:
+        if self.source not in by_fqn:
             raise UsageError(f"--untie: there is no {self.source} that {self.name} could equal.")
-        entry = replace(found[self.source].entry, fqn=self.name, path=(self.name,))
+        entry = replace(by_fqn[self.source].entry, fqn=self.name, path=(self.name,))
         note = f"--untie: {self.name} is written too, with the values of {self.source}."
         return TransformResult(
-            (*made, TransformedTensor(entry, found[self.source].origins)), (note,)
+            (*made, TransformedTensor(entry, by_fqn[self.source].origins)), (note,)
         )
 
 
@@ -163,8 +163,8 @@ class UnderStep:
 
 def parse_value(text: str) -> tuple[str, int]:
     """The name and the number of ``NAME=N``. Raises UsageError."""
-    name, found, number = text.partition("=")
-    if not found or not number.isdecimal() or not name:
+    name, equals, number = text.partition("=")
+    if not equals or not number.isdecimal() or not name:
         raise UsageError(f"A value is written NAME=N, not {text!r}.")
     return name, int(number)
 

@@ -36,7 +36,7 @@ from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import AnswerNo, CheckpointError, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions
-from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, Report
+from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, VerifyReport
 from ckpt_tools.storage.age import last_written
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -201,7 +201,7 @@ class Checkpoint:
         step = None if is_address(index.root) else summary.step_of(index, self._value)
         return inspection.inspect(index, step=step, saved=last_written(there))
 
-    def verify(self) -> Report:
+    def verify(self) -> VerifyReport:
         """Read every byte once and say what is hurt."""
         return verify(self)
 
@@ -437,13 +437,13 @@ def verify(
     *,
     threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
-) -> Report:
+) -> VerifyReport:
     """Read every byte range once, check every CRC and coverage; the report says what is hurt."""
     with Files() as files:
         return proof.verify(_index(source), files, threads=threads, on_bytes=on_bytes)
 
 
-def verify_quick(source: Source | Checkpoint) -> Report:
+def verify_quick(source: Source | Checkpoint) -> VerifyReport:
     """Check a checkpoint by its headers alone; the report says what is hurt."""
     with Files() as files:
         return proof.verify_quick(_index(source), files)

@@ -12,7 +12,7 @@ from html import escape
 from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis import summary
-from ckpt_tools.analysis.summary import FoundMesh, Optimizer, SectionSum, Step, Verdict
+from ckpt_tools.analysis.summary import FoundMesh, OptimizerSummary, SectionSum, Step, Verdict
 from ckpt_tools.core.index import CheckpointIndex, Section
 from ckpt_tools.core.text import ago, counted, format_size
 
@@ -46,7 +46,7 @@ class Inspection:
     mesh: FoundMesh | None
     placements: tuple[tuple[str, int], ...]
     sections: Mapping[Section, SectionSum]
-    optimizer: Optimizer | None
+    optimizer: OptimizerSummary | None
     nbytes: int
     missing: tuple[str, ...]
     notes: tuple[str, ...]

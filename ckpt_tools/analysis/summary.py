@@ -74,7 +74,7 @@ class SectionSum:
     dtypes: Mapping[str, int] = field(default_factory=dict)
 
 
-class Optimizer(NamedTuple):
+class OptimizerSummary(NamedTuple):
     """Which optimizer it seems to be, and the names of the tensors that it keeps."""
 
     kind: str
@@ -198,7 +198,7 @@ def _sum(index: CheckpointIndex, section: Section) -> SectionSum:
     )
 
 
-def optimizer_of(index: CheckpointIndex) -> Optimizer | None:
+def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:
     """Which optimizer the names of its state speak of, or None when there is no such state."""
     names = {
         str(entry.path[-1]).rpartition(".")[2]
@@ -209,8 +209,8 @@ def optimizer_of(index: CheckpointIndex) -> Optimizer | None:
         return None
     kind = kind_of(names)
     if kind is None:
-        return Optimizer("unknown", tuple(sorted(names)[:_MAX_NAMED]))
-    return Optimizer(kind.name, tuple(sorted(kind.states | (names & {"step"}))))
+        return OptimizerSummary("unknown", tuple(sorted(names)[:_MAX_NAMED]))
+    return OptimizerSummary(kind.name, tuple(sorted(kind.states | (names & {"step"}))))
 
 
 def step_entries(index: CheckpointIndex) -> list[Entry]:

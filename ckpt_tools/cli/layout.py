@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import click
 
 from ckpt_tools.analysis.ownership import (
-    Held,
+    HeldBox,
+    HeldTensor,
     Holdings,
     Moved,
-    Piece,
     after,
     bytes_held,
     holdings_of,
@@ -206,7 +206,7 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
     yield from text.bar_lines(rows, paint, width=render.terminal_width())
 
 
-def _one_lines(held: Held, before: Holdings, *, target: Holdings | None) -> Iterator[str]:
+def _one_lines(held: HeldTensor, before: Holdings, *, target: Holdings | None) -> Iterator[str]:
     paint = _paint()
     yield render.heading(render.printable(held.fqn))
     facts = f"{entries.short_shape(held.shape)} {held.dtype.name}, {format_size(held.nbytes)}"
@@ -248,7 +248,7 @@ def _holdings_json(holdings: Holdings) -> dict[str, render.Json]:
     }
 
 
-def _held_json(held: Held) -> render.Json:
+def _held_json(held: HeldTensor) -> render.Json:
     return {
         "fqn": held.fqn,
         "dtype": held.dtype.name,
@@ -258,7 +258,7 @@ def _held_json(held: Held) -> render.Json:
     }
 
 
-def _piece_json(piece: Piece) -> render.Json:
+def _piece_json(piece: HeldBox) -> render.Json:
     return {
         "offsets": list(piece.box.offsets),
         "sizes": list(piece.box.sizes),

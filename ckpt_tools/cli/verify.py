@@ -21,7 +21,7 @@ from ckpt_tools.proof import (
     Comparison,
     DamagedTensor,
     Difference,
-    Report,
+    VerifyReport,
     bytes_to_read,
     compare,
     verify,
@@ -131,11 +131,11 @@ class _Verifier:
     threads: int | None
     ranks: int | None
 
-    def report(self, index: CheckpointIndex) -> Report:
+    def report(self, index: CheckpointIndex) -> VerifyReport:
         report = self._read(index)
         return report if self.ranks is None else expecting_ranks(report, index, self.ranks)
 
-    def _read(self, index: CheckpointIndex) -> Report:
+    def _read(self, index: CheckpointIndex) -> VerifyReport:
         with Files() as files:
             if self.quick:
                 return verify_quick(index, files)
@@ -192,7 +192,9 @@ def _compare(
 _SHOWN = 10
 
 
-def lines(report: Report, compared: Comparison | None, *, against: str | None) -> Iterator[str]:
+def lines(
+    report: VerifyReport, compared: Comparison | None, *, against: str | None
+) -> Iterator[str]:
     """The report for a person."""
     verdict = "complete" if report.whole else "NOT COMPLETE"
     how = "" if report.reading is not None else ", by its headers"
@@ -202,7 +204,7 @@ def lines(report: Report, compared: Comparison | None, *, against: str | None) -
         yield from render.facts(_comparison(compared, against))
 
 
-def line(path: str, report: Report) -> str:
+def line(path: str, report: VerifyReport) -> str:
     """The report in one line."""
     how = "" if report.reading is not None else ", by its headers"
     if report.whole:
@@ -212,7 +214,7 @@ def line(path: str, report: Report) -> str:
     return render.printable(f"{path}: NOT COMPLETE{how}: {first}{more}")
 
 
-def _facts(report: Report) -> Iterator[tuple[str, str]]:
+def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
     for problem in report.problems[:_SHOWN]:
         yield "problem", _problem(problem)
     if len(report.problems) > _SHOWN:
@@ -246,7 +248,7 @@ def _problem(problem: CheckpointError) -> str:
     return "\n".join(map(render.printable, f"{problem.message}{hint}".splitlines()))
 
 
-def _tensors(report: Report) -> str:
+def _tensors(report: VerifyReport) -> str:
     lost = f", {len(report.lost):,} missing" if report.lost else ""
     if report.hurt:
         return (
@@ -259,7 +261,7 @@ def _tensors(report: Report) -> str:
     return f"{there.format(report.tensors)} complete{lost}"
 
 
-def _whole(report: Report) -> int:
+def _whole(report: VerifyReport) -> int:
     return report.tensors - len(report.hurt)
 
 
@@ -270,14 +272,14 @@ def _lost(hurt: DamagedTensor) -> str:
     return f"{render.printable(hurt.fqn)}: {where}{ranks}"
 
 
-def _ranks(report: Report) -> str:
+def _ranks(report: VerifyReport) -> str:
     intact = [state.rank for state in report.ranks if state.whole]
     hurt = [state.rank for state in report.ranks if not state.whole]
     text = f"{rank_spans(intact)} intact" if intact else "none is intact"
     return f"{text}; {rank_spans(hurt)} damaged" if hurt else text
 
 
-def _proven(report: Report) -> str:
+def _proven(report: VerifyReport) -> str:
     reading = report.reading
     if reading is None:
         return (
@@ -289,7 +291,7 @@ def _proven(report: Report) -> str:
     return f"{checked}; {format_size(reading.plain_bytes)} more are readable"
 
 
-def _unproven(report: Report) -> str:
+def _unproven(report: VerifyReport) -> str:
     """What this run cannot know."""
     if report.reading is None:
         return "the values: only headers were read"
@@ -333,7 +335,9 @@ def _difference(one: Difference) -> str:
     return f"{name} is {one.found}, not {one.expected}"
 
 
-def as_json(report: Report, compared: Comparison | None, *, against: str | None) -> render.Json:
+def as_json(
+    report: VerifyReport, compared: Comparison | None, *, against: str | None
+) -> render.Json:
     """The object of schema ckpt-tools/verify/1."""
     reading = report.reading
     return {

@@ -29,7 +29,7 @@ from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
-from ckpt_tools.transforms.base import Step, TransformedTensor, TransformResult
+from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
 from ckpt_tools.transforms.param_names import loadable
 from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
 
@@ -53,7 +53,7 @@ class ExportOptions:
     dtypes: tuple[tuple[str, DType | None], ...] = ()
     keep_names: bool = False
     keep_rank_states: bool = False
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Transform, ...] = ()
     basename: str = "model"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()

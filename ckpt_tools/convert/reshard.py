@@ -46,7 +46,7 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import param_names
-from ckpt_tools.transforms.base import Step, TransformedTensor, TransformResult
+from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.optimizer import ParamNames
@@ -76,7 +76,7 @@ class ReshardOptions:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     only: Section | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Transform, ...] = ()
     layout: FrameworkLayout | None = None
     param_names: ParamNames | None = None
     keep_rank_states: bool = False

@@ -25,7 +25,7 @@ from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Work
+from ckpt_tools.transforms.base import Materialize
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Plan:
     source: CheckpointIndex
     objects: tuple[ObjectEntry, ...] = ()
     tree: Branch[str] = NO_TREE
-    works: tuple[Work, ...] = ()
+    works: tuple[Materialize, ...] = ()
     single_file: str | None = None
 
 

@@ -203,7 +203,7 @@ class ObjectEntry:
 Entry: TypeAlias = TensorEntry | ObjectEntry
 
 
-class Packed(NamedTuple):
+class PackedObject(NamedTuple):
     """An object of the format that was opened as a container: the names ``held`` came of ``item``.
 
     ``held`` is empty when they have other names now.
@@ -276,7 +276,7 @@ class CheckpointIndex:
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
     tree: Branch[str] = NO_TREE
-    packed: tuple[Packed, ...] = ()
+    packed: tuple[PackedObject, ...] = ()
     beside: tuple[FileEntry, ...] = ()
     _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 

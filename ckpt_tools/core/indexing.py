@@ -12,8 +12,8 @@ from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
     Slice = slice[int | None, int | None, int | None]
-    Part = SupportsIndex | Slice
-    Selection = Part | EllipsisType | tuple[Part | EllipsisType, ...]
+    DimIndex = SupportsIndex | Slice
+    Selection = DimIndex | EllipsisType | tuple[DimIndex | EllipsisType, ...]
 
 
 def indexed_box(entry: TensorEntry, selection: Selection) -> tuple[Box, tuple[int | Slice, ...]]:
@@ -37,7 +37,7 @@ def indexed_box(entry: TensorEntry, selection: Selection) -> tuple[Box, tuple[in
     return Box(tuple(offsets), tuple(sizes)), tuple(after)
 
 
-def _along(fqn: str, one: Part, size: int) -> tuple[int, int, int | Slice]:
+def _along(fqn: str, one: DimIndex, size: int) -> tuple[int, int, int | Slice]:
     """Start and length along one dimension, and the index into what is read."""
     if isinstance(one, slice):
         chosen = range(size)[one]

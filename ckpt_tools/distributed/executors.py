@@ -24,7 +24,7 @@ from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Work
+from ckpt_tools.transforms.base import Materialize
 
 if TYPE_CHECKING:
     from ckpt_tools.distributed.group import Group
@@ -181,13 +181,15 @@ def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: S
     return ShareOrder(plans, share, place, options.threads, options.max_memory, plan.source)
 
 
-def _do(works: Sequence[Work], files: Files) -> None:
+def _do(works: Sequence[Materialize], files: Files) -> None:
     """Make the bytes that a plan reads and no checkpoint holds."""
     for work in works:
         work(files)
 
 
-def _needed(works: Sequence[Work], plans: Sequence[FilePlan], share: Share) -> list[Work]:
+def _needed(
+    works: Sequence[Materialize], plans: Sequence[FilePlan], share: Share
+) -> list[Materialize]:
     """The works whose bytes this share reads: each rank makes them on its own disk."""
     if not works:
         return []

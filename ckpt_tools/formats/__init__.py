@@ -31,7 +31,7 @@ from ckpt_tools.formats import (
     torch_file,
 )
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Format, Index, Part, PlanOptions, Writes
+from ckpt_tools.formats.protocol import ChecksumPart, Format, Index, PlanOptions, Writes
 from ckpt_tools.formats.runs import Saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
@@ -192,7 +192,7 @@ def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None
     return next((one for one in values if one is not None), None)
 
 
-def checksummed(index: CheckpointIndex, files: Files) -> Iterable[Part]:
+def checksummed(index: CheckpointIndex, files: Files) -> Iterable[ChecksumPart]:
     """All byte ranges of a checkpoint that `verify` reads, with their checksums."""
     return _formats_of(index)[-1].checksummed(index, files)
 

@@ -56,7 +56,7 @@ _MAX_JSON = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class FolderParts:
     """The parts of a checkpoint in a folder.
 
     ``main`` are paths of checkpoints, or globs of rank files, with the container of the entries of
@@ -77,7 +77,7 @@ class Parts:
         return [path for path, _ in (*self.main, *self.flat, *self.closed)]
 
 
-def find(folder: str) -> Parts | None:
+def find(folder: str) -> FolderParts | None:
     """The parts that a framework left in a folder, None for any other folder."""
     if not paths.is_dir(folder):
         return None
@@ -88,7 +88,7 @@ def find(folder: str) -> Parts | None:
     return _accelerate(folder, held) or _olmo(folder, held) or _lightning(folder, held)
 
 
-def _accelerate(folder: str, held: Collection[str]) -> Parts | None:
+def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
     model = [name for name in _MODEL if name in held]
     model += [_MODEL_RANKS] if any(map(_OF_MODEL_RANKS.fullmatch, held)) else []
     optim = [name for name in _OPTIM if name in held]
@@ -109,7 +109,7 @@ def _accelerate(folder: str, held: Collection[str]) -> Parts | None:
     if is_trainers:
         closed.append((_at(folder, _TRAINER_STATE), ("trainer_state",)))
     shown_by = f"{_TRAINER_STATE} beside {model[0]}" if is_trainers else f"the name {model[0]}"
-    return Parts(
+    return FolderParts(
         root=folder,
         framework="transformers" if is_trainers else "accelerate",
         told_by=shown_by,
@@ -119,7 +119,7 @@ def _accelerate(folder: str, held: Collection[str]) -> Parts | None:
     )
 
 
-def _olmo(folder: str, held: Collection[str]) -> Parts | None:
+def _olmo(folder: str, held: Collection[str]) -> FolderParts | None:
     inner = _at(folder, "model_and_optim")
     if "model_and_optim" not in held or not paths.is_dir(inner):
         return None
@@ -130,14 +130,18 @@ def _olmo(folder: str, held: Collection[str]) -> Parts | None:
         for name in sorted(ranks, key=_by_number)
         if (match := _RANK_OF_OLMO.fullmatch(name))
     )
-    return Parts(folder, "olmo", "the folder name model_and_optim", ((inner, None),), closed=closed)
+    return FolderParts(
+        folder, "olmo", "the folder name model_and_optim", ((inner, None),), closed=closed
+    )
 
 
-def _lightning(folder: str, held: Collection[str]) -> Parts | None:
+def _lightning(folder: str, held: Collection[str]) -> FolderParts | None:
     if not {".metadata", "meta.pt"} <= set(held):
         return None
     meta = (_at(folder, "meta.pt"), None)
-    return Parts(folder, "lightning", "meta.pt beside .metadata", ((folder, None),), flat=(meta,))
+    return FolderParts(
+        folder, "lightning", "meta.pt beside .metadata", ((folder, None),), flat=(meta,)
+    )
 
 
 def _at(folder: str, name: str) -> str:
@@ -150,7 +154,7 @@ def _by_number(name: str) -> tuple[int, str]:
 
 
 def joined(
-    parts: Parts, read: Callable[[str], CheckpointIndex], options: ReadOptions
+    parts: FolderParts, read: Callable[[str], CheckpointIndex], options: ReadOptions
 ) -> CheckpointIndex:
     """One index of all parts; ``read`` reads the index of one that is a checkpoint by itself.
 
@@ -172,7 +176,7 @@ def joined(
 class _Joining:
     """What the parts read so far hold."""
 
-    parts: Parts
+    parts: FolderParts
     options: ReadOptions
     indexes: list[CheckpointIndex] = field(default_factory=list)
     others: list[CheckpointIndex] = field(default_factory=list)

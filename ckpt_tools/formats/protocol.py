@@ -43,7 +43,7 @@ class Checksummed(NamedTuple):
     record: ByteRange | None = None
 
 
-class Part(NamedTuple):
+class ChecksumPart(NamedTuple):
     """A part of a checkpoint that one thread checks, of about ``nbytes``.
 
     ``open`` finds the bytes and their CRCs, and may read for it; if it raises, ``data`` is damaged.
@@ -134,7 +134,7 @@ class Format(ABC):
         """The rank that wrote a file, as its name says."""
         return None
 
-    def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[Part]:
+    def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[ChecksumPart]:
         """All byte ranges of a checkpoint that `verify` reads, with their checksums.
 
         ``index`` is as its reader gave it. Files that are not there are left out.
@@ -178,10 +178,10 @@ def lengths_of(index: CheckpointIndex) -> dict[str, int]:
     return {file.path: file.length for file in index.files if file.length is not None}
 
 
-def plain_parts(path: str, length: int) -> Iterator[Part]:
+def plain_parts(path: str, length: int) -> Iterator[ChecksumPart]:
     """A file without checksums, in parts of 64 MiB."""
     for data in cut(ByteRange(path, 0, length), PART_BYTES):
-        yield Part(data, data.length, partial(iter, (Checksummed(data),)))
+        yield ChecksumPart(data, data.length, partial(iter, (Checksummed(data),)))
 
 
 def cut(data: ByteRange, most: int) -> Iterator[ByteRange]:

@@ -110,7 +110,7 @@ def _equal(entry: TensorEntry, one: ChunkScan, other: ChunkScan, files: Files) -
     return all(bytes(a) == bytes(b) for a, b in zip(here, there, strict=True))
 
 
-class _Share(NamedTuple):
+class _RankOf(NamedTuple):
     """Rank ``rank`` of ``ranks``."""
 
     rank: int
@@ -140,20 +140,20 @@ def zero_row_anomalies(scans: Sequence[Scan]) -> list[Anomaly]:
     return anomalies
 
 
-def _shares(run: tuple[int, int], rows: int) -> list[_Share]:
+def _shares(run: tuple[int, int], rows: int) -> list[_RankOf]:
     """Whose share these rows may be: pieces of ceil(rows / ranks), the last one shorter."""
     start, end = run
     if start == 0 and end == rows:
         return []
-    shares: list[_Share] = []
+    shares: list[_RankOf] = []
     for ranks in range(2, min(rows, _MAX_RANKS) + 1):
         size = -(-rows // ranks)
         if start % size == 0 and end == min(rows, start + size):
-            shares.append(_Share(start // size, ranks))
+            shares.append(_RankOf(start // size, ranks))
     return shares
 
 
-def _zero_rows(scan: Scan, run: tuple[int, int], share: _Share, votes: int) -> Anomaly:
+def _zero_rows(scan: Scan, run: tuple[int, int], share: _RankOf, votes: int) -> Anomaly:
     entry, (start, end) = scan.entry, run
     box = Box((start, *(0 for _ in entry.shape[1:])), (end - start, *entry.shape[1:]))
     return Anomaly(

@@ -49,7 +49,7 @@ def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersComp
     for form in {formats.named(index.format) for index in (a, b)}:
         here = form.containers(here, is_tensor=lambda fqn: a.tensor(fqn) is not None) or here
         there = form.containers(there, is_tensor=lambda fqn: b.tensor(fqn) is not None) or there
-    comparison = _Comparison(frozenset(here.leaves()), frozenset(there.leaves()))
+    comparison = _ContainerComparison(frozenset(here.leaves()), frozenset(there.leaves()))
     differing = tuple(comparison.of(here, there))
     return ContainersCompared(comparison.count, differing)
 
@@ -104,7 +104,7 @@ def _keeps_containers(index: CheckpointIndex) -> bool:
     return keeps and any(isinstance(item, Branch) for item in index.nesting.items)
 
 
-class _Comparison:
+class _ContainerComparison:
     """One walk through two trees, side by side."""
 
     def __init__(self, a: frozenset[str], b: frozenset[str]) -> None:

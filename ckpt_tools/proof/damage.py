@@ -19,7 +19,7 @@ from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnreadableError, unreadable
-from ckpt_tools.formats.protocol import Checksummed, Part
+from ckpt_tools.formats.protocol import Checksummed, ChecksumPart
 from ckpt_tools.proof.damage_map import IntervalMap
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address
@@ -36,7 +36,7 @@ class Damage(NamedTuple):
 
 
 @dataclass(slots=True)
-class Reading:
+class ReadResult:
     """What a reading of everything found: damages, CRCs that were right, bytes with and without."""
 
     damages: list[Damage] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Reading:
     plain_bytes: int = 0
     parts: list[tuple[Checksummed, int]] = field(default_factory=list)
 
-    def add(self, other: Reading) -> None:
+    def add(self, other: ReadResult) -> None:
         """Add what another reading found."""
         self.damages += other.damages
         self.crcs += other.crcs
@@ -64,7 +64,7 @@ class Reading:
 
 def read_everything(
     index: CheckpointIndex, files: Files, *, threads: int | None, on_bytes: Callable[[int], None]
-) -> Reading:
+) -> ReadResult:
     """Read everything that a checkpoint needs, several ranges at a time.
 
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
@@ -112,7 +112,7 @@ def require_undamaged(
     needed = replace(index, files=tuple(file for file in index.files if file.path in held))
     bare: list[Checksummed] = []
 
-    def with_crcs(part: Part) -> Iterator[Checksummed]:
+    def with_crcs(part: ChecksumPart) -> Iterator[Checksummed]:
         for one in part.open():
             if wanted.meeting(_place(one)):
                 if one.crc is None:
@@ -158,8 +158,8 @@ def _place(one: Checksummed) -> ByteRange:
     return one.stored or one.record or one.data
 
 
-def _read(parts: Sequence[Part], checker: _Checker, threads: int | None) -> Reading:
-    total, far = Reading(), any(is_address(part.data.path) for part in parts[:1])
+def _read(parts: Sequence[ChecksumPart], checker: _Checker, threads: int | None) -> ReadResult:
+    total, far = ReadResult(), any(is_address(part.data.path) for part in parts[:1])
     for reading in in_threads(
         checker.check, parts, threads=threads, nbytes=lambda part: part.nbytes, far=far
     ):
@@ -168,7 +168,7 @@ def _read(parts: Sequence[Part], checker: _Checker, threads: int | None) -> Read
     return total
 
 
-def _combine(total: Reading) -> None:
+def _combine(total: ReadResult) -> None:
     """Check records that were read in parts; one with an unreadable part is a damage already."""
     records: dict[ByteRange, dict[ByteRange, tuple[Checksummed, int]]] = {}
     for one, crc in total.parts:
@@ -191,9 +191,9 @@ class _Checker:
         self._seen = seen
         self._own = local()
 
-    def check(self, part: Part) -> Reading:
+    def check(self, part: ChecksumPart) -> ReadResult:
         """Read the bytes of a part; what is wrong with them becomes a damage, never an error."""
-        reading = Reading()
+        reading = ReadResult()
         try:
             for one in part.open():
                 self._check_one(one, reading)
@@ -201,7 +201,7 @@ class _Checker:
             reading.damages.append(Damage(part.data, error))
         return reading
 
-    def _check_one(self, one: Checksummed, reading: Reading) -> None:
+    def _check_one(self, one: Checksummed, reading: ReadResult) -> None:
         try:
             if one.crc is None:
                 reading.plain_bytes += sum(map(len, self._blocks(one.data)))

@@ -79,7 +79,7 @@ class LayoutTarget:
     by_ranks: bool = False
 
 
-class _Parts(NamedTuple):
+class _StateParts(NamedTuple):
     """A checkpoint without its containers: the model by its names, the optimizer, all else."""
 
     model: Branch[Entry]
@@ -130,7 +130,7 @@ class _Job(NamedTuple):
     """What an arrangement is made of."""
 
     source: CheckpointIndex
-    parts: _Parts
+    parts: _StateParts
     target: LayoutTarget
 
     def nested(self) -> Tree[Entry]:
@@ -173,7 +173,7 @@ class _Job(NamedTuple):
         return ["No folder name has the step, so it is 1; rename the folder if needed."]
 
 
-def _parts(index: CheckpointIndex) -> _Parts:
+def _parts(index: CheckpointIndex) -> _StateParts:
     """Take everything out of its container."""
     optimizers = param_names.optimizers_of(index)
     if len(optimizers) > 1:
@@ -205,7 +205,7 @@ def _parts(index: CheckpointIndex) -> _Parts:
                 )
     own = {entry.fqn for entry in model.values()}
     own |= {entry.fqn for entry in optim.leaves()} if optim is not None else set()
-    return _Parts(dict_of(model), optim, tree.filter(lambda entry: entry.fqn not in own))
+    return _StateParts(dict_of(model), optim, tree.filter(lambda entry: entry.fqn not in own))
 
 
 def _in(path: Sequence[str], tree: Tree[Entry]) -> Branch[Entry]:

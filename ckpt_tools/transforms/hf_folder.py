@@ -178,7 +178,7 @@ def _is_asset(name: str, wanted: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class AssetsStep:
+class AssetsTransform:
     """Puts the assets beside the weights, once these are what the config's model needs.
 
     ``dtype`` and ``dtypes`` say the types of what is written, as for `chosen_dtypes`; ``source`` is

@@ -47,7 +47,7 @@ class ParamNames(NamedTuple):
     groups: tuple[int, ...] = ()
 
 
-class Group(NamedTuple):
+class ParamGroup(NamedTuple):
     """One parameter group: its dict, and the parameters that this lists."""
 
     tree: Branch[Entry]
@@ -64,14 +64,16 @@ class Group(NamedTuple):
         texts = tuple(one for one in value or () if isinstance(one, str)) if _is_list(value) else ()
         return texts if len(texts) == len(self.params) else None
 
-    def listing(self, params: Sequence[Param], stored: Mapping[Param, str] | None = None) -> Group:
+    def listing(
+        self, params: Sequence[Param], stored: Mapping[Param, str] | None = None
+    ) -> ParamGroup:
         """The same group for other parameters; ``stored`` has names to keep beside them."""
         if tuple(params) == self.params:
             return self
         items = dict(_items(self.tree)) | {_PARAMS: _listed(_PARAMS, params)}
         if stored and _PARAM_NAMES in items:
             items[_PARAM_NAMES] = _listed(_PARAM_NAMES, [stored.get(p, str(p)) for p in params])
-        return Group(_dict(items), tuple(params))
+        return ParamGroup(_dict(items), tuple(params))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,10 @@ class Optimizer:
     """
 
     states: Mapping[Param, Tree[Entry]]
-    groups: tuple[Group | None, ...] | None
+    groups: tuple[ParamGroup | None, ...] | None
     beside: Mapping[Key, Tree[Entry]] = field(default_factory=dict)
 
-    def held(self) -> list[Group]:
+    def held(self) -> list[ParamGroup]:
         """The groups that are there."""
         return [group for group in self.groups or () if group is not None]
 
@@ -229,7 +231,9 @@ def numbered(tree: Branch[Entry], order: ParamNames | None, *, digest: Digest) -
     return written(optim.renamed(lambda param: numbers[str(param)]))
 
 
-def _in_order(held: Sequence[Group], order: ParamNames, digest: Digest) -> tuple[Group, ...]:
+def _in_order(
+    held: Sequence[ParamGroup], order: ParamNames, digest: Digest
+) -> tuple[ParamGroup, ...]:
     """Groups as the loading optimizer has them, of its own sizes where these are known."""
     owners = {param: group for group in held for param in group.params}
     stored = {
@@ -252,7 +256,7 @@ def _in_order(held: Sequence[Group], order: ParamNames, digest: Digest) -> tuple
     return tuple(groups)
 
 
-def _split(held: Sequence[Group], order: ParamNames) -> Iterator[Sequence[str]]:
+def _split(held: Sequence[ParamGroup], order: ParamNames) -> Iterator[Sequence[str]]:
     """The names that each group of the loading optimizer has."""
     if order.groups:
         ends = list(accumulate(order.groups))
@@ -304,7 +308,7 @@ def read(tree: Branch[Entry]) -> Optimizer:
     return replace(optim, states=states)
 
 
-def _groups_of(tree: Tree[Entry]) -> tuple[Group | None, ...]:
+def _groups_of(tree: Tree[Entry]) -> tuple[ParamGroup | None, ...]:
     if _is_value(tree, []):
         return ()
     if not isinstance(tree, Branch) or tree.keys is not None:
@@ -312,14 +316,14 @@ def _groups_of(tree: Tree[Entry]) -> tuple[Group | None, ...]:
     return tuple(None if g is None else _group_of(n, g) for n, g in enumerate(tree.items))
 
 
-def _group_of(number: int, tree: Tree[Entry]) -> Group:
+def _group_of(number: int, tree: Tree[Entry]) -> ParamGroup:
     if not isinstance(tree, Branch) or tree.keys is None:
         raise UnsupportedError(f"Group {number} of the optimizer is not a dict.")
     entry = tree.get(_PARAMS)
     value = entry.value if isinstance(entry, ObjectEntry) else None
     if not _is_list(value) or not all(type(one) in (str, int) for one in value):
         raise UnsupportedError(f"Group {number} of the optimizer does not list its parameters.")
-    return Group(tree, tuple(cast("Sequence[Param]", value)))
+    return ParamGroup(tree, tuple(cast("Sequence[Param]", value)))
 
 
 def _by_name(tree: Branch[Entry], digest: Digest) -> Optimizer:
@@ -405,13 +409,13 @@ def _refuse_fractions(rest: str, keys: Sequence[str]) -> None:
 
 def _regrouped(
     options: Mapping[str, Mapping[Key, Tree[Entry]]], digest: Digest
-) -> tuple[Group, ...]:
+) -> tuple[ParamGroup, ...]:
     """New groups: parameters with equal hyper-parameters are one group."""
     members: dict[Hashable, list[str]] = {}
     for name, own in options.items():
         members.setdefault(_value_of(_dict(own), digest), []).append(name)
     return tuple(
-        Group(_dict({**options[first], _PARAMS: _listed(_PARAMS, params)}), tuple(params))
+        ParamGroup(_dict({**options[first], _PARAMS: _listed(_PARAMS, params)}), tuple(params))
         for params in members.values()
         for first in params[:1]
     )

@@ -20,7 +20,7 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.formats.zip.read import Archive
-from ckpt_tools.proof import Report, bytes_to_read, verify, verify_quick
+from ckpt_tools.proof import VerifyReport, bytes_to_read, verify, verify_quick
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage_map import IntervalMap, describe, holes
@@ -51,12 +51,12 @@ WHOLE = [
 ]
 
 
-def full(path: Path | str, *, threads: int = 2) -> Report:
+def full(path: Path | str, *, threads: int = 2) -> VerifyReport:
     with Files() as files:
         return verify(formats.read_index(str(path)), files, threads=threads)
 
 
-def quick(path: Path | str) -> Report:
+def quick(path: Path | str) -> VerifyReport:
     with Files() as files:
         return verify_quick(formats.read_index(str(path)), files)
 

@@ -17,7 +17,7 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.transforms import hf_architecture, hf_config, hf_folder
 from ckpt_tools.transforms.hf_config import Weights
-from ckpt_tools.transforms.hf_folder import AssetsStep, read_assets, values_of
+from ckpt_tools.transforms.hf_folder import AssetsTransform, read_assets, values_of
 
 # A model type that transformers does not know: the headers of the asset folder must tell.
 CONFIG: dict[str, object] = {"model_type": "of_our_own", "tie_word_embeddings": True}
@@ -37,7 +37,7 @@ def assets(folder: Path, config: dict[str, object], weights: dict[str, np.ndarra
     return folder
 
 
-StepFor = Callable[[CheckpointIndex], AssetsStep]
+StepFor = Callable[[CheckpointIndex], AssetsTransform]
 
 
 def export(
@@ -60,7 +60,7 @@ def step_for(
 ) -> StepFor:
     folder = assets(tmp_path / "assets", CONFIG | config, WEIGHTS)
     found = read_assets(str(folder))
-    return lambda index: AssetsStep(found, index, allow, written)
+    return lambda index: AssetsTransform(found, index, allow, written)
 
 
 def test_the_assets_come_along_and_the_weights_do_not(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def export_quantized(index: CheckpointIndex, tmp_path: Path, config: dict[str, o
     folder = assets(tmp_path / "assets", config, {"l.weight": TABLE, "norm.weight": TABLE})
     names = {"l.weight": np.ones((4, 4), np.float32), "norm.weight": np.ones(4, np.float32)}
     save_file(names, folder / "model.safetensors")
-    step = AssetsStep(read_assets(str(folder)), index)
+    step = AssetsTransform(read_assets(str(folder)), index)
     options = ExportOptions(steps=(step,))
     api.export(index, str(tmp_path / "out"), options=options, on_bytes=lambda _: None)
 

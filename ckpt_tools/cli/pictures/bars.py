@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from ckpt_tools.analysis.ownership import Held, Holdings, Moved, bytes_held, skew_of
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved, bytes_held, skew_of
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import rects
@@ -174,7 +174,7 @@ def _facts(row: fold.Row, *, moved: int | None, hurt: frozenset[str]) -> str:
     )
 
 
-def _bar(titled: Side, held: Held, *, fits: bool) -> str:
+def _bar(titled: Side, held: HeldTensor, *, fits: bool) -> str:
     """The pieces of a tensor where they lie, with who holds them; in words where they are many."""
     title, side = titled
     lead = f'<small class="quiet">{title}</small> ' if title else ""
@@ -203,7 +203,7 @@ def _bar(titled: Side, held: Held, *, fits: bool) -> str:
     return f'<span class="side">{lead}{bar}</span>'
 
 
-def _pieces(titled: Side, same: Sequence[Held], *, fits: bool) -> Iterator[str]:
+def _pieces(titled: Side, same: Sequence[HeldTensor], *, fits: bool) -> Iterator[str]:
     """A table of the pieces: who holds each, its box, its bytes, and its files in all of these."""
     (title, side), held = titled, same[0]
     words = ": ".join(filter(None, [title, ", ".join(held.placements)]))

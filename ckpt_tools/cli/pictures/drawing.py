@@ -10,7 +10,7 @@ from html import escape
 from itertools import islice
 
 from ckpt_tools.analysis.ownership import (
-    Held,
+    HeldTensor,
     Holdings,
     Moved,
     bytes_held,
@@ -228,7 +228,7 @@ def _middle_out(text: str, size: int) -> str:
     return f"{text[:head]}…{text[len(text) - (size - head - 1) :]}"
 
 
-def _bar(held: Held, side: Holdings, *, left: int, top: int, width: int) -> Iterator[str]:
+def _bar(held: HeldTensor, side: Holdings, *, left: int, top: int, width: int) -> Iterator[str]:
     drawn = rects(held.pieces, held.shape)
     if len(drawn) > width:
         words = counted(len(held.pieces), "piece")
@@ -238,7 +238,7 @@ def _bar(held: Held, side: Holdings, *, left: int, top: int, width: int) -> Iter
         yield _piece(rect, held, side=side, place=(left, top, width))
 
 
-def _piece(rect: Rect, held: Held, *, side: Holdings, place: tuple[int, int, int]) -> str:
+def _piece(rect: Rect, held: HeldTensor, *, side: Holdings, place: tuple[int, int, int]) -> str:
     left, top, width = place
     x, wide = left + rect.x * width, rect.width * width
     y, high = top + rect.y * _BAR_HEIGHT, rect.height * _BAR_HEIGHT
@@ -253,7 +253,7 @@ def _piece(rect: Rect, held: Held, *, side: Holdings, place: tuple[int, int, int
     return f"<g><title>{escape(_facts(rect, held, side=side))}</title>{drawn}{number}</g>"
 
 
-def _facts(rect: Rect, held: Held, *, side: Holdings) -> str:
+def _facts(rect: Rect, held: HeldTensor, *, side: Holdings) -> str:
     """What hovering over a piece says."""
     piece = rect.piece
     lines = [f"{printable(held.fqn)} {piece.box}"]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt_tools.analysis.ownership import Held, Holdings
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings
 from ckpt_tools.core.text import rank_spans
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component: `layers.12.`, never `w2`
@@ -19,10 +19,10 @@ class Row(NamedTuple):
     """Tensors that are drawn as one."""
 
     label: str
-    tensors: tuple[Held, ...]
+    tensors: tuple[HeldTensor, ...]
 
     @property
-    def first(self) -> Held:
+    def first(self) -> HeldTensor:
         """The one that is drawn."""
         return self.tensors[0]
 
@@ -42,11 +42,11 @@ def rows(before: Holdings, target: Holdings | None = None) -> list[Row]:
 
     Those of a row have the same pieces and holders, also after a reshard when there is a target.
     """
-    groups: dict[tuple[object, ...], list[Held]] = {}
+    groups: dict[tuple[object, ...], list[HeldTensor]] = {}
     numbers: dict[tuple[object, ...], int] = {}
     cuts: dict[int, int] = {}
 
-    def cut(held: Held | None) -> object:
+    def cut(held: HeldTensor | None) -> object:
         if held is None:
             return None
         if id(held.pieces) not in cuts:  # of replicas one is stored, now in this file, now in that

@@ -9,7 +9,7 @@ from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Format, Index, Part, PlanOptions, Writes
+from ckpt_tools.formats.protocol import ChecksumPart, Format, Index, PlanOptions, Writes
 from ckpt_tools.storage.reader import Files
 
 
@@ -64,7 +64,7 @@ class Dcp(Format):
 
     def checksummed(  # noqa: D102
         self, index: CheckpointIndex, files: Files
-    ) -> Iterable[Part]:
+    ) -> Iterable[ChecksumPart]:
         from ckpt_tools.formats.dcp import items
 
         return items.checksummed(index, files)

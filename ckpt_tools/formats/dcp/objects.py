@@ -18,7 +18,7 @@ from ckpt_tools.core.index import (
     CheckpointIndex,
     Chunk,
     ObjectEntry,
-    Packed,
+    PackedObject,
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import Branch
@@ -48,7 +48,7 @@ _MAX_READ = 4 << 20
 _REQUESTS = 16
 
 
-class _Container(NamedTuple):
+class _OpenedItem(NamedTuple):
     """An item that holds whole tensors in its own containers."""
 
     tensors: list[TensorEntry]
@@ -80,7 +80,7 @@ def open_objects(index: Index, files: Files) -> Index:
 
 def _containers(
     index: CheckpointIndex, files: Files
-) -> tuple[dict[str, _Container], dict[str, CheckpointError]]:
+) -> tuple[dict[str, _OpenedItem], dict[str, CheckpointError]]:
     """The items that are containers of tensors, by name, and what is wrong with others."""
     containers, damaged = {}, {}
     for entry in _with_records(index, files):
@@ -96,7 +96,7 @@ def _containers(
 
 
 def _with_containers(
-    index: Index, containers: Mapping[str, _Container], damaged: Mapping[str, CheckpointError]
+    index: Index, containers: Mapping[str, _OpenedItem], damaged: Mapping[str, CheckpointError]
 ) -> Index:
     objects = [
         replace(entry, flaw=damaged[entry.fqn]) if entry.fqn in damaged else entry
@@ -105,7 +105,7 @@ def _with_containers(
     if not containers:
         return replace(index, objects=tuple(objects)) if damaged else index
     packed = [
-        Packed(e, frozenset(containers[e.fqn].tree.leaves()))
+        PackedObject(e, frozenset(containers[e.fqn].tree.leaves()))
         for e in objects
         if e.fqn in containers
     ]
@@ -224,7 +224,7 @@ def opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
     return replace(entry, type_name=value.qualname, value=value.fields)
 
 
-def _container(entry: ObjectEntry, files: Files) -> _Container | None:
+def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     """What is in an item with tensors.
 
     None where it is no container, has one rank's shards, or what cannot be read.
@@ -262,7 +262,7 @@ def _container(entry: ObjectEntry, files: Files) -> _Container | None:
         shape = leaf.stored.shape
         tensors.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
     torch_zip.require_little_endian(archive)
-    return _Container(tensors, objects, state.tree)
+    return _OpenedItem(tensors, objects, state.tree)
 
 
 def copyable_objects(index: Index, files: Files) -> Index:

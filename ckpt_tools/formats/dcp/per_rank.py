@@ -208,7 +208,7 @@ def _own_object(entry: ObjectEntry, data: ByteRange) -> ObjectEntry:
     return replace(entry, fqn=names.join((entry.fqn, path[-1])), path=path, data=data)
 
 
-class _Found(NamedTuple):
+class _ItemRecord(NamedTuple):
     """A record of an archive: its bytes, and their CRC-32 where one is kept."""
 
     data: ByteRange
@@ -272,12 +272,12 @@ class _Items:
             self._same_record(here[name], there[name]) for name in here
         )
 
-    def _same_record(self, one: _Found, other: _Found) -> bool:
+    def _same_record(self, one: _ItemRecord, other: _ItemRecord) -> bool:
         if one.crc is None or other.crc is None:
             return self._same_bytes(one.data, other.data)
         return (one.data.length, one.crc) == (other.data.length, other.crc)
 
-    def _records(self, item: ByteRange, codec: str) -> dict[str, _Found]:
+    def _records(self, item: ByteRange, codec: str) -> dict[str, _ItemRecord]:
         """The records of an item that make up its value."""
         path, offset, length = dcp_items.unpacked(self._files, item, codec)
 
@@ -286,7 +286,7 @@ class _Items:
 
         archive = torch_zip.read_archive(read, offset=offset, length=length, where=path)
         return {
-            name: _Found(ByteRange(path, record.offset, record.length), record.crc)
+            name: _ItemRecord(ByteRange(path, record.offset, record.length), record.crc)
             for name in archive.names
             if name == "data.pkl" or name.startswith("data/")
             for record in [archive.record(name)]

@@ -34,7 +34,7 @@ _AHEAD = 16 << 20
 _MAX_WINDOW = 64 << 10
 
 
-class Found(NamedTuple):
+class ItemContents(NamedTuple):
     """What an item is: the tensor that it says it holds, and where its bytes lie in the item.
 
     ``strides`` are None for elements that are packed row-major.
@@ -52,7 +52,7 @@ class Template(NamedTuple):
     head: bytes
     tail_at: int
     parts: tuple[tuple[int, bytes], ...]
-    found: Found
+    found: ItemContents
 
 
 class Templates:
@@ -93,7 +93,7 @@ class Templates:
             yield ByteRange(path, offset, edge)
             yield ByteRange(path, offset + length - edge, edge)
 
-    def find(self, item: ByteRange) -> Found | None:
+    def find(self, item: ByteRange) -> ItemContents | None:
         """What an item is, when it is like one that was learned."""
         path, offset, length = item
         # Of large items, only the end of one and the beginning of the next are worth reading.
@@ -110,7 +110,7 @@ class Templates:
                 return place
         return None
 
-    def learn(self, item: ByteRange, archive: Archive, place: Found) -> None:
+    def learn(self, item: ByteRange, archive: Archive, place: ItemContents) -> None:
         """Remember an item that was read, when little stands around its elements."""
         record = f"data/{place.stored.storage.key}"
         start, length = archive.record(record).offset - item.offset, archive.record(record).length

@@ -88,7 +88,7 @@ def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDic
     if isinstance(value, dict):
         is_container = all(map(is_key, value))
     else:
-        is_container = isinstance(value, list | tuple) and _Walk(where).holds(value)
+        is_container = isinstance(value, list | tuple) and _Flattening(where).holds(value)
     top = value if is_container else {"value": value}
     for part in reversed(under):
         top = {part: top}
@@ -102,12 +102,12 @@ def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDic
 
 def flatten_at(value: object, *, where: str, fqn: str, path: Path) -> Flattened:
     """The leaves of a value that stands at ``path`` of a state dict; ``fqn`` is its name there."""
-    walk = _Walk(where)
+    walk = _Flattening(where)
     tree = walk.tree(value, fqn, path)
     return Flattened(walk.tensors, walk.objects, tree)
 
 
-class _Walk:
+class _Flattening:
     """One walk through a nesting: what it found, and what it has seen of each container."""
 
     def __init__(self, where: str) -> None:

@@ -12,7 +12,7 @@ from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Format, Part, PlanOptions
+from ckpt_tools.formats.protocol import ChecksumPart, Format, PlanOptions
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class RankFiles(Format):
 
     def checksummed(  # noqa: D102
         self, index: CheckpointIndex, files: Files
-    ) -> Iterable[Part]:
+    ) -> Iterable[ChecksumPart]:
         from ckpt_tools.formats.zip import checksums
 
         return checksums.parts_of_files(index, files)

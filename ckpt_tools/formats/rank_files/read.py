@@ -41,7 +41,7 @@ from ckpt_tools.formats.rank_files import (
 )
 from ckpt_tools.formats.rank_files.entries import Gathered, entries_of
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
-from ckpt_tools.formats.rank_files.parts import ObjectPart, Parts
+from ckpt_tools.formats.rank_files.parts import RankObject, RankTensors
 from ckpt_tools.formats.torch_file.open import open_saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -83,7 +83,7 @@ def read_index(
     candidates = named or numbered.families(file_paths, options)
     families = rank_names.joined(candidates, where=root)
     with Files(max_open=_MAX_OPEN) as files, collector_paused():
-        reading = Reading(files, options)
+        reading = IndexBuilder(files, options)
         for family in families:
             reading.read(family, contained=len(families) > 1)
         if not named:
@@ -107,13 +107,13 @@ def _files_in(folder: str) -> list[str]:
 
 
 @dataclass(slots=True)
-class Reading:
+class IndexBuilder:
     """What the files read so far hold."""
 
     files: Files
     options: ReadOptions
     gathered: Gathered = field(default_factory=Gathered)
-    parts: Parts = field(default_factory=Parts)
+    parts: RankTensors = field(default_factory=RankTensors)
     ranks: rank_checks.Ranks = field(default_factory=rank_checks.Ranks)
     sizes: dict[str, int] = field(default_factory=dict)
     ties: ties.Ties = ()
@@ -163,7 +163,7 @@ class Reading:
     def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange) -> None:
         self.gathered.add_tree(state.tree, file.path)
         for leaf in state.objects:
-            part = ObjectPart(file.rank, pickle, leaf.value, leaf.type_name, leaf.flaw)
+            part = RankObject(file.rank, pickle, leaf.value, leaf.type_name, leaf.flaw)
             self.gathered.objects.setdefault(leaf.path, []).append(part)
         self.ranks.see(file, [leaf.stored for leaf in state.tensors])
         held = self.held.setdefault(file.pattern, set())
@@ -180,7 +180,7 @@ class Reading:
     def _keep_closed(self, file: RankFile, error: CheckpointError) -> None:
         """Keep a file of other state that cannot be opened as one opaque object."""
         data = ByteRange(file.path, 0, self.sizes[file.path])
-        part = ObjectPart(file.rank, data, None, "torch.save file")
+        part = RankObject(file.rank, data, None, "torch.save file")
         path = (file.family, f"rank_{file.rank}")
         self.gathered.objects[path] = [part]
         self.notes.append(f"Kept closed: {error.message}")

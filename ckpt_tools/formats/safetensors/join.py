@@ -30,7 +30,7 @@ _SHARDING_INFO = "DCP_SHARDING_INFO"
 _MOST_RANKS = 100_000
 
 
-class Part(NamedTuple):
+class TensorFile(NamedTuple):
     """One file of a checkpoint.
 
     ``offsets`` say where each tensor's box begins, in elements; None when the file holds whole
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     homes: Homes | None = None
 
 
-class Joined(NamedTuple):
+class JoinedTensors(NamedTuple):
     """The tensors of several files, sorted by name, and what keeps them from being whole."""
 
     tensors: list[TensorEntry]
@@ -53,15 +53,15 @@ class Joined(NamedTuple):
 
 
 class _Held(NamedTuple):
-    part: Part
+    part: TensorFile
     stored: Stored
 
 
-def make_part(path: str, header: Header) -> Part:
+def make_part(path: str, header: Header) -> TensorFile:
     """The file with what its header says of boxes. Raises UnreadableError when that is unsound."""
     match = SHARD.fullmatch(Path(path).name)
     rank = int(match[1]) - 1 if match else None
-    return Part(path, header, _offsets(path, header), rank, decoded(header.metadata, path))
+    return TensorFile(path, header, _offsets(path, header), rank, decoded(header.metadata, path))
 
 
 def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
@@ -94,7 +94,9 @@ def _offsets_of(raw: object, fqn: str, *, path: str, ndim: int) -> tuple[int, ..
     return offsets
 
 
-def join(parts: Sequence[Part], *, weight_map: Mapping[str, str] | None = None) -> Joined:
+def join(
+    parts: Sequence[TensorFile], *, weight_map: Mapping[str, str] | None = None
+) -> JoinedTensors:
     """The tensors of all files together; a name in two files is a problem unless boxes differ.
 
     ``weight_map`` gives the full path of the file that counts for a name.
@@ -106,7 +108,7 @@ def join(parts: Sequence[Part], *, weight_map: Mapping[str, str] | None = None) 
     order = sorted(held)
     homes = _homes(held)
     doubles: dict[tuple[str, str], list[str]] = defaultdict(list)
-    joined = Joined([], [])
+    joined = JoinedTensors([], [])
     for fqn in order:
         group = held[fqn]
         if len(group) > 1 and any(part.offsets is None for part, _ in group):

@@ -33,7 +33,7 @@ from ckpt_tools.formats.safetensors.header import (
 )
 from ckpt_tools.formats.safetensors.join import (
     SHARD,
-    Part,
+    TensorFile,
     make_part,
 )
 from ckpt_tools.storage import paths
@@ -51,12 +51,12 @@ _DEFAULT = ReadOptions()
 
 
 @dataclass(slots=True)
-class _Reading:
+class _IndexBuilder:
     """What has been found so far; becomes a CheckpointIndex at the end."""
 
     root: str
     files: list[FileEntry] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorFile] = field(default_factory=list)
     tensors: list[TensorEntry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[CheckpointError] = field(default_factory=list)
@@ -108,7 +108,7 @@ def read_index(
     Raises CheckpointError when nothing in it can be read; anything less is in ``problems``.
     """
     place = StoragePath(path)
-    reading = _Reading(path)
+    reading = _IndexBuilder(path)
     with Files() as files:
         if place.is_dir():
             return _read_folder(reading, place, files)
@@ -123,7 +123,7 @@ def read_index(
 # ------------------------------------------------------------------------------------- single files
 
 
-def _read_single(reading: _Reading, place: StoragePath, files: Files) -> CheckpointIndex:
+def _read_single(reading: _IndexBuilder, place: StoragePath, files: Files) -> CheckpointIndex:
     """One file by itself, whatever else lies beside it."""
     _read_parts(reading, [str(place)], files)
     if not reading.parts:
@@ -144,7 +144,7 @@ def _read_single(reading: _Reading, place: StoragePath, files: Files) -> Checkpo
     return reading.result()
 
 
-def _read_parts(reading: _Reading, file_paths: Iterable[str], files: Files) -> None:
+def _read_parts(reading: _IndexBuilder, file_paths: Iterable[str], files: Files) -> None:
     """Read each file's header; what cannot be read is a problem, and the others go on."""
     for path in file_paths:
         size = None
@@ -160,7 +160,7 @@ def _read_parts(reading: _Reading, file_paths: Iterable[str], files: Files) -> N
         reading.files.append(FileEntry(path, size))
 
 
-def _join(reading: _Reading, weight_map: Mapping[str, str] | None = None) -> None:
+def _join(reading: _IndexBuilder, weight_map: Mapping[str, str] | None = None) -> None:
     joined = parts_of.join(reading.parts, weight_map=weight_map)
     reading.tensors.extend(joined.tensors)
     reading.problems.extend(joined.problems)
@@ -169,7 +169,7 @@ def _join(reading: _Reading, weight_map: Mapping[str, str] | None = None) -> Non
 # ------------------------------------------------------------------------------------------ folders
 
 
-def _read_folder(reading: _Reading, folder: StoragePath, files: Files) -> CheckpointIndex:
+def _read_folder(reading: _IndexBuilder, folder: StoragePath, files: Files) -> CheckpointIndex:
     """A folder: by its index JSON when it has one, else all of its files as one checkpoint."""
     present = _names_in(folder)
     index_path = _find_index(folder, present)
@@ -203,7 +203,7 @@ def _find_index(folder: StoragePath, present: Sequence[str]) -> StoragePath | No
 
 
 def _conclude_unlisted(
-    reading: _Reading, folder: StoragePath, names: Sequence[str]
+    reading: _IndexBuilder, folder: StoragePath, names: Sequence[str]
 ) -> CheckpointIndex:
     """Without an index: what the numbers in the names say, and what nothing says."""
     ranks = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
@@ -224,7 +224,7 @@ def _conclude_unlisted(
     return reading.result(world_size=max(ranks, default=None))
 
 
-def _add_gaps(reading: _Reading, gaps: Gaps) -> None:
+def _add_gaps(reading: _IndexBuilder, gaps: Gaps) -> None:
     """Missing files come first: they explain the holes that follow from them."""
     reading.files.extend(FileEntry(path, None) for path in gaps.paths)
     reading.problems[:0] = gaps.problems
@@ -243,7 +243,7 @@ def _parse_index(path: StoragePath, files: Files) -> Index:
     return parse_index(path, files)
 
 
-def _read_listed(reading: _Reading, index: Index, files: Files) -> None:
+def _read_listed(reading: _IndexBuilder, index: Index, files: Files) -> None:
     """The files of an index, and both held against each other."""
     by_file = index.by_file()
     there = [path for path in by_file if StoragePath(path).is_file() or paths.special(path)]
@@ -265,7 +265,7 @@ def _about(problem: CheckpointError, fqns: Sequence[str]) -> CheckpointError:
     return type(problem)(problem.message, hint=problem.hint, about=sorted(problem.about or fqns))
 
 
-def _check_total(reading: _Reading, index: Index) -> None:
+def _check_total(reading: _IndexBuilder, index: Index) -> None:
     total = sum(entry.nbytes for entry in reading.tensors)
     if index.total_size is not None and index.total_size != total and not reading.problems:
         reading.notes.append(
@@ -275,7 +275,7 @@ def _check_total(reading: _Reading, index: Index) -> None:
 
 
 def _look_beside(
-    reading: _Reading, folder: StoragePath, names: Sequence[str], files: Files
+    reading: _IndexBuilder, folder: StoragePath, names: Sequence[str], files: Files
 ) -> None:
     """Files that the index leaves out: harmless, unless they hold the same names otherwise."""
     listed = {file.path for file in reading.files}
@@ -283,7 +283,7 @@ def _look_beside(
     for name in names:
         if str(folder / name) in listed:
             continue
-        beside = _Reading(str(folder))
+        beside = _IndexBuilder(str(folder))
         _read_parts(beside, [str(folder / name)], files)
         same = [fqn for part in beside.parts for fqn in part.header.tensors if fqn in known]
         if same and not SHARD.fullmatch(name):
@@ -317,7 +317,7 @@ def _unfinished(folder: StoragePath) -> IncompleteError:
     )
 
 
-def _check_consolidated(reading: _Reading, folder: StoragePath, files: Files) -> None:
+def _check_consolidated(reading: _IndexBuilder, folder: StoragePath, files: Files) -> None:
     """Scalars of a consolidated folder: torch 2.13 leaves zeros in their place (a fault of its)."""
     if not _is_consolidated(folder):
         return

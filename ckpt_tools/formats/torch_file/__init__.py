@@ -8,7 +8,7 @@ from typing import ClassVar
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Format, Part, PlanOptions, Writes
+from ckpt_tools.formats.protocol import ChecksumPart, Format, PlanOptions, Writes
 from ckpt_tools.storage.reader import Files
 
 
@@ -42,7 +42,7 @@ class TorchFile(Format):
 
     def checksummed(  # noqa: D102
         self, index: CheckpointIndex, files: Files
-    ) -> Iterable[Part]:
+    ) -> Iterable[ChecksumPart]:
         from ckpt_tools.formats.zip import checksums
 
         return checksums.parts_of_files(index, files)

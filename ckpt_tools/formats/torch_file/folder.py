@@ -57,7 +57,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     folder = path if is_folder else str(StoragePath(path).parent)
     names = _names(folder)
     listed = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    reading = _Reading(path, options)
+    reading = _IndexBuilder(path, options)
     if is_folder and not listed:
         numbered = [name for name in names if _number_of(name)]
         reading.read(f"{folder}/{name}" for name in numbered)
@@ -82,7 +82,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
 
 
 @dataclass(slots=True)
-class _Reading:
+class _IndexBuilder:
     """What the files read so far hold."""
 
     root: str

@@ -61,7 +61,7 @@ class Record(NamedTuple):
     crc: int | None
 
 
-class _Entry(NamedTuple):
+class _DirectoryEntry(NamedTuple):
     """What the central directory says of a record; ``header`` and ``crc_at``, where its CRC
     stands, are relative to the archive.
     """
@@ -107,7 +107,7 @@ class Archive:
 
     __slots__ = ("_bytes", "_end", "_entries", "where")
 
-    def __init__(self, source: _Source, entries: dict[str, _Entry], *, end: int) -> None:
+    def __init__(self, source: _Source, entries: dict[str, _DirectoryEntry], *, end: int) -> None:
         self._bytes = source
         self._entries = entries
         self._end = end
@@ -184,7 +184,7 @@ def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Ar
     start, size, count = _directory_place(source)
     if size > _MAX_DIRECTORY:
         raise UnreadableError(f"{where}: its central directory of {size:,} bytes is too large.")
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _DirectoryEntry] = {}
     folders: set[bytes] = set()
     directory = source.take(start, size)
     _refuse_program(directory, where)
@@ -336,7 +336,7 @@ def _directory_place(source: _Source) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _directory(data: bytes, where: str, *, start: int) -> Iterator[_Entry]:
+def _directory(data: bytes, where: str, *, start: int) -> Iterator[_DirectoryEntry]:
     """The entries of a central directory, which begins at byte ``start`` of the archive."""
     at = 0
     while at < len(data):
@@ -355,7 +355,7 @@ def _directory(data: bytes, where: str, *, start: int) -> Iterator[_Entry]:
             length, packed, header = _wide_fields(extra, (length, packed, header), where)
         if method or packed != length or flags & _ENCRYPTED:
             _refuse_packed(name, where)
-        yield _Entry(name, header, length, crc, crc_at)
+        yield _DirectoryEntry(name, header, length, crc, crc_at)
 
 
 def _refuse_packed(name: bytes, where: str) -> None:

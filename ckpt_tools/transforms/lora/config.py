@@ -17,7 +17,7 @@ from math import sqrt
 
 from ckpt_tools.errors import UnsupportedError, UsageError, reason_of
 from ckpt_tools.transforms.lora import orientation
-from ckpt_tools.transforms.lora.parts import Parts
+from ckpt_tools.transforms.lora.parts import AdapterParts
 
 # Where PEFT, and verl, keep it.
 _BESIDE = ("adapter_config.json", "lora_train_meta.json")
@@ -138,7 +138,7 @@ def _matching(module: str, patterns: Sequence[str]) -> str | None:
     return None
 
 
-def check_ranks(config: LoraConfig, parts: Parts) -> None:
+def check_ranks(config: LoraConfig, parts: AdapterParts) -> None:
     """Raise UsageError when the configuration says other ranks than the tensors have.
 
     Also for alpha alone where modules have different ranks: no tensor says what alphas they have
@@ -172,7 +172,7 @@ def _refuse_ranks(ranks: set[int]) -> None:
         )
 
 
-def content_of(config: LoraConfig, parts: Parts) -> bytes:
+def content_of(config: LoraConfig, parts: AdapterParts) -> bytes:
     """The adapter_config.json to write: the given one, or one with only what is known."""
     said = dict(config.said or {})
     if "peft_type" not in said:
@@ -180,7 +180,7 @@ def content_of(config: LoraConfig, parts: Parts) -> bytes:
     return json.dumps(said, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def _made(config: LoraConfig, parts: Parts) -> dict[str, object]:
+def _made(config: LoraConfig, parts: AdapterParts) -> dict[str, object]:
     ranks = {one.module: one.rank for one in parts.factors}
     usual = Counter(ranks.values()).most_common(1)[0][0]
     said = config.said or {}
@@ -206,7 +206,7 @@ def _made(config: LoraConfig, parts: Parts) -> dict[str, object]:
     }
 
 
-def _targets(parts: Parts) -> list[str]:
+def _targets(parts: AdapterParts) -> list[str]:
     """The last parts of the adapted modules' names, where they mean these modules and no other."""
     adapted = {one.module for one in parts.factors}
     last = {module.rpartition(".")[2] for module in adapted}

@@ -24,7 +24,7 @@ from ckpt_tools.transforms import quantized
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks
 from ckpt_tools.transforms.lora.orientation import transposed
-from ckpt_tools.transforms.lora.parts import Factors, Parts, parts_of
+from ckpt_tools.transforms.lora.parts import AdapterParts, Factors, parts_of
 from ckpt_tools.transforms.maps import views
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _floats(entry: TensorEntry, files: Files, *, start: int, count: int) -> Floa
 
 
 @dataclass(frozen=True, slots=True)
-class MergeStep:
+class MergeTransform:
     """Gives the base model's weights, with one adapter in them, under the base model's names.
 
     ``dtype`` and ``dtypes`` are those of the output: a sum is rounded once.
@@ -137,7 +137,7 @@ class MergeStep:
         out = tuple(_merged_names(parts, merged))
         return TransformResult(out, tuple(self._notes(parts)), works=tuple(works))
 
-    def _merge(self, parts: Parts, factors: Factors, *, path: str, turned: bool) -> Merge:
+    def _merge(self, parts: AdapterParts, factors: Factors, *, path: str, turned: bool) -> Merge:
         name = f"{factors.module}.weight"
         if name not in parts.base:
             raise IncompleteError(
@@ -163,7 +163,7 @@ class MergeStep:
         scale = self.config.scale(factors.module, factors.rank)
         return Merge(base, left, right, scale, chosen[name], path)
 
-    def _notes(self, parts: Parts) -> Iterator[str]:
+    def _notes(self, parts: AdapterParts) -> Iterator[str]:
         ranks = sorted({one.rank for one in parts.factors})
         yield (
             f"Merges {counted(len(parts.factors), 'module')} of rank "
@@ -195,7 +195,7 @@ def _transposed(entry: TensorEntry) -> TensorEntry:
 
 
 def _merged_names(
-    parts: Parts, merged: dict[str, TransformedTensor]
+    parts: AdapterParts, merged: dict[str, TransformedTensor]
 ) -> Iterator[TransformedTensor]:
     """Every tensor of the base model: merged, trained whole, or as it was."""
     for name in sorted(parts.base.keys() | parts.saved.keys()):

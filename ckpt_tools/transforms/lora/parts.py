@@ -53,7 +53,7 @@ class Factors:
 
 
 @dataclass(slots=True)
-class Parts:
+class AdapterParts:
     """The entries of one adapter and of the base model, under the base model's own names.
 
     ``saved`` are modules that were trained whole, ``base`` all weights of the base model,
@@ -67,7 +67,7 @@ class Parts:
     replaced: dict[str, TransformedTensor] = field(default_factory=dict)
 
 
-def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> Parts:
+def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> AdapterParts:
     """Sort the entries; ``adapter`` names one of several adapters.
 
     Raises AnswerNo when there is no LoRA, UsageError when several adapters leave a choice, and
@@ -75,7 +75,7 @@ def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> Parts:
     """
     factors, rest = _factors(made)
     name = _chosen({adapter for _, adapter in factors} | set(_saved_adapters(rest)), adapter)
-    parts = Parts(name)
+    parts = AdapterParts(name)
     sides: dict[tuple[str, bool], dict[str, TransformedTensor]] = {}
     for (factor, of), one in factors.items():
         if of == name:
@@ -180,7 +180,7 @@ def _chosen(names: set[str | None], asked: str | None) -> str | None:
     raise UsageError(f"There is no adapter {asked!r}; there are: {shown}.")
 
 
-def _put(parts: Parts, one: TransformedTensor) -> None:
+def _put(parts: AdapterParts, one: TransformedTensor) -> None:
     """Put an entry that is no factor where it belongs."""
     name = one.entry.fqn
     for pattern, place in ((_SAVED, parts.saved), (_ORIGINAL, parts.replaced)):

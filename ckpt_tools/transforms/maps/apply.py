@@ -28,7 +28,7 @@ from ckpt_tools.transforms.maps.views import View
 
 
 @dataclass(frozen=True, slots=True)
-class MapStep:
+class MapTransform:
     """The step that applies a map; ``values`` are what it may ask for, e.g. ``head_dim``.
 
     ``model_type`` is that of the model's config.json, None where nothing says it.
@@ -114,7 +114,7 @@ def _refuse_others(tensor_map: TensorMap, names: Sequence[str], model_type: str 
 
 
 @dataclass(slots=True)
-class _Group:
+class _RuleMatch:
     """The sources of one rule that belong together, by part and by place in the stack."""
 
     rule: Rule
@@ -141,7 +141,7 @@ class _Group:
 class _SortedOut(NamedTuple):
     """Entries by what the map says of them."""
 
-    groups: list[_Group]
+    groups: list[_RuleMatch]
     kept: list[TransformedTensor]
     dropped: list[str]
 
@@ -150,7 +150,7 @@ def _sorted_out(
     tensor_map: TensorMap, made: Sequence[TransformedTensor], *, values: Mapping[str, int]
 ) -> _SortedOut:
     """Each entry in the group of its rule. Raises UsageError for names without one."""
-    groups: dict[tuple[int, tuple[tuple[str, str], ...]], _Group] = {}
+    groups: dict[tuple[int, tuple[tuple[str, str], ...]], _RuleMatch] = {}
     dropped: list[str] = []
     others: list[TransformedTensor] = []
     for one in made:
@@ -163,7 +163,7 @@ def _sorted_out(
             rule = tensor_map.rules[number]
             layer = int(bound.pop(rule.stack)) if rule.stack in bound else 0
             key = number, tuple(sorted(bound.items()))
-            group = groups.setdefault(key, _Group(rule, bound, values))
+            group = groups.setdefault(key, _RuleMatch(rule, bound, values))
             group.tensors[part, layer] = one
         elif any(pattern(text).fullmatch(name) for text in tensor_map.drop):
             dropped.append(name)
@@ -188,7 +188,7 @@ def _claims(tensor_map: TensorMap, name: str) -> Iterator[tuple[int, int, dict[s
                 yield number, part, match.groupdict()
 
 
-def _carried_out(group: _Group) -> Iterator[TransformedTensor]:
+def _carried_out(group: _RuleMatch) -> Iterator[TransformedTensor]:
     try:
         if group.rule.gathers:
             yield _gathered(group)
@@ -199,7 +199,7 @@ def _carried_out(group: _Group) -> Iterator[TransformedTensor]:
         raise error.at(f"The rule for {about}") from error
 
 
-def _gathered(group: _Group) -> TransformedTensor:
+def _gathered(group: _RuleMatch) -> TransformedTensor:
     """The one tensor that the parts of a group make."""
     rule = group.rule
     layers = 1 + max(layer for _, layer in group.tensors)
@@ -211,7 +211,7 @@ def _gathered(group: _Group) -> TransformedTensor:
     return _made(filled(rule.targets[0], group.bound), view, like=sources[0], origins=origins)
 
 
-def _layer_of(group: _Group, layer: int) -> list[View]:
+def _layer_of(group: _RuleMatch, layer: int) -> list[View]:
     """The parts of one layer of the stack. Raises UsageError for one that does not exist."""
     sources = group.rule.sources
     absent = [
@@ -224,7 +224,7 @@ def _layer_of(group: _Group, layer: int) -> list[View]:
     return [views.view_of(group.tensors[part, layer].entry) for part in range(len(sources))]
 
 
-def _joined(parts: list[View], group: _Group) -> View:
+def _joined(parts: list[View], group: _RuleMatch) -> View:
     """Parts side by side: in each group the first of every part, in the next the second…"""
     dim, count = group.rule.dim, group.groups
     ready = []
@@ -248,7 +248,7 @@ def _joined(parts: list[View], group: _Group) -> View:
     return views.concat(pieces, dim)
 
 
-def _scattered(group: _Group) -> Iterator[TransformedTensor]:
+def _scattered(group: _RuleMatch) -> Iterator[TransformedTensor]:
     """The parts that the one tensor of a group falls into."""
     rule, source = group.rule, group.tensors[0, 0]
     whole = views.view_of(source.entry)
@@ -266,7 +266,7 @@ def _scattered(group: _Group) -> Iterator[TransformedTensor]:
             yield _made(name, view, like=source, origins=source.origins)
 
 
-def _split(whole: View, group: _Group) -> list[View]:
+def _split(whole: View, group: _RuleMatch) -> list[View]:
     """The parts that lie side by side in a tensor."""
     parts, dim, count = len(group.rule.targets), group.rule.dim, group.groups
     if parts == 1:
@@ -292,7 +292,7 @@ def _split(whole: View, group: _Group) -> list[View]:
     ]
 
 
-def _rotated(view: View, group: _Group, *, number: int) -> View:
+def _rotated(view: View, group: _RuleMatch, *, number: int) -> View:
     """A part with its rows reordered as the rule says for it."""
     rotary = group.rule.rotary
     if number >= len(rotary) or not rotary[number]:

@@ -15,7 +15,7 @@ _ON_HUB = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class AutoMapStep:
+class AutoMapTransform:
     """Applies the one built-in map to Hugging Face's names that knows every name."""
 
     values: Mapping[str, int]

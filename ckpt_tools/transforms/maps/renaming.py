@@ -24,7 +24,7 @@ _VOCABULARY = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class RenameStep:
+class RenameTransform:
     """Renames by regular expressions, each applied to every name in turn: ``(RE, REPL)``."""
 
     rules: tuple[tuple[str, str], ...]
@@ -77,7 +77,7 @@ def _renamed(one: TransformedTensor, text: str, *, by: str) -> TransformedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyStep:
+class VocabularyTransform:
     """Takes rows off the end of embeddings and output layers until ``size`` are left."""
 
     size: int
@@ -122,7 +122,7 @@ def _is_vocabulary(one: TransformedTensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class UntieStep:
+class UntieTransform:
     """Gives a tensor its own entry that the source holds only as the one it is tied to."""
 
     name: str = "lm_head.weight"
@@ -146,7 +146,7 @@ class UntieStep:
 
 
 @dataclass(frozen=True, slots=True)
-class UnderStep:
+class UnderTransform:
     """Puts all names into a container, as a job has them that saves ``{"model": …}``."""
 
     container: str

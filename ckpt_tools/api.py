@@ -202,7 +202,7 @@ class Checkpoint:
         return inspection.inspect(index, step=step, saved=last_written(there))
 
     def verify(self) -> VerifyReport:
-        """Read every byte once and say what is hurt."""
+        """Read every byte once and say what is damaged."""
         return verify(self)
 
     def export(
@@ -438,13 +438,13 @@ def verify(
     threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> VerifyReport:
-    """Read every byte range once, check every CRC and coverage; the report says what is hurt."""
+    """Read every byte range once, check every CRC and coverage; the report says what is damaged."""
     with Files() as files:
         return proof.verify(_index(source), files, threads=threads, on_bytes=on_bytes)
 
 
 def verify_quick(source: Source | Checkpoint) -> VerifyReport:
-    """Check a checkpoint by its headers alone; the report says what is hurt."""
+    """Check a checkpoint by its headers alone; the report says what is damaged."""
     with Files() as files:
         return proof.verify_quick(_index(source), files)
 

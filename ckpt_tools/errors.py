@@ -135,7 +135,7 @@ class AnswerNo(CkptError):
 
 
 class CheckpointError(CkptError):
-    """The checkpoint itself is the trouble; ``about`` names the entries it hurts, if only some."""
+    """The checkpoint itself is at fault; ``about`` names the entries concerned, if only some."""
 
     def __init__(
         self,

@@ -89,11 +89,9 @@ def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
 
 
 def _nonfinite(root: str, statistics: Statistics) -> str:
-    hurt = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
+    names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
     verb = "is" if statistics.nonfinite == 1 else "are"
-    return (
-        f"{root}: {counted(statistics.nonfinite, 'value')} {verb} NaN or infinite, in {some(hurt)}."
-    )
+    return f"{root}: {counted(statistics.nonfinite, 'value')} {verb} NaN or infinite, in {some(names)}."
 
 
 def _lines(statistics: Statistics) -> Iterator[str]:

@@ -108,7 +108,7 @@ def command(
     index = read_index(ckpts[0], options=read)  # the report has its notes
     report = _Verifier(quick=quick, threads=threads, ranks=expect_ranks).report(index)
     compared: Comparison | None = None
-    if against is not None and not (report.hurt or report.lost or report.rescued):
+    if against is not None and not (report.damaged or report.lost or report.rescued):
         # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
         readable = replace(index, problems=())
         compared = _compare(readable, against, chosen, read=read, threads=threads)
@@ -220,7 +220,7 @@ def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
     if len(report.problems) > _SHOWN:
         yield "", f"and {len(report.problems) - _SHOWN:,} more problems; --json has all"
     yield "tensors", _tensors(report)
-    lost = [_lost(hurt) for hurt in report.hurt if hurt.lost]
+    lost = [_lost(one) for one in report.damaged if one.lost]
     lost += [f"{render.printable(fqn)}: all of it" for fqn in report.lost]
     if lost:
         yield "missing", "\n".join(first_of(lost, _SHOWN))
@@ -230,9 +230,9 @@ def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
             for r in report.rescued
         ]
         yield "in replicas", "\n".join(first_of(saved, _SHOWN))
-    if report.hurt_objects:
-        shown = some([render.printable(name) for name in report.hurt_objects], _SHOWN)
-        yield "objects", f"{len(report.hurt_objects)} of {report.objects} damaged: {shown}"
+    if report.damaged_objects:
+        shown = some([render.printable(name) for name in report.damaged_objects], _SHOWN)
+        yield "objects", f"{len(report.damaged_objects)} of {report.objects} damaged: {shown}"
     if report.ranks:
         yield "ranks", _ranks(report)
     yield "proven", _proven(report)
@@ -250,10 +250,8 @@ def _problem(problem: CheckpointError) -> str:
 
 def _tensors(report: VerifyReport) -> str:
     lost = f", {len(report.lost):,} missing" if report.lost else ""
-    if report.hurt:
-        return (
-            f"{len(report.hurt):,} of {report.tensors:,} damaged, {_whole(report):,} complete{lost}"
-        )
+    if report.damaged:
+        return f"{len(report.damaged):,} of {report.tensors:,} damaged, {_whole(report):,} complete{lost}"
     if lost or any(not problem.about for problem in report.problems):
         there = "all {:,} that exist are" if report.tensors != 1 else "the {} that exists is"
     else:
@@ -262,21 +260,21 @@ def _tensors(report: VerifyReport) -> str:
 
 
 def _whole(report: VerifyReport) -> int:
-    return report.tensors - len(report.hurt)
+    return report.tensors - len(report.damaged)
 
 
-def _lost(hurt: DamagedTensor) -> str:
-    where = some([describe(box, hurt.shape) for box in hurt.lost], _SHOWN)
-    word = "rank" if len(hurt.ranks) == 1 else "ranks"
-    ranks = f" ({word} {rank_spans(hurt.ranks)})" if hurt.ranks else ""
-    return f"{render.printable(hurt.fqn)}: {where}{ranks}"
+def _lost(tensor: DamagedTensor) -> str:
+    where = some([describe(box, tensor.shape) for box in tensor.lost], _SHOWN)
+    word = "rank" if len(tensor.ranks) == 1 else "ranks"
+    ranks = f" ({word} {rank_spans(tensor.ranks)})" if tensor.ranks else ""
+    return f"{render.printable(tensor.fqn)}: {where}{ranks}"
 
 
 def _ranks(report: VerifyReport) -> str:
     intact = [state.rank for state in report.ranks if state.whole]
-    hurt = [state.rank for state in report.ranks if not state.whole]
+    damaged = [state.rank for state in report.ranks if not state.whole]
     text = f"{rank_spans(intact)} intact" if intact else "none is intact"
-    return f"{text}; {rank_spans(hurt)} damaged" if hurt else text
+    return f"{text}; {rank_spans(damaged)} damaged" if damaged else text
 
 
 def _proven(report: VerifyReport) -> str:
@@ -350,10 +348,10 @@ def as_json(
         "tensors": {
             "total": report.tensors,
             "whole": _whole(report),
-            "hurt": [_hurt_json(hurt) for hurt in report.hurt],
+            "hurt": [_damaged_json(one) for one in report.damaged],
         },
         "lost": list(report.lost),
-        "objects": {"total": report.objects, "hurt": list(report.hurt_objects)},
+        "objects": {"total": report.objects, "hurt": list(report.damaged_objects)},
         "replicas": [
             {
                 "fqn": rescue.fqn,
@@ -376,13 +374,13 @@ def as_json(
     }
 
 
-def _hurt_json(hurt: DamagedTensor) -> render.Json:
+def _damaged_json(tensor: DamagedTensor) -> render.Json:
     return {
-        "fqn": hurt.fqn,
-        "shape": list(hurt.shape),
-        "lost_elements": hurt.lost_numel,
-        "lost": [{"offsets": list(b.offsets), "sizes": list(b.sizes)} for b in hurt.lost],
-        "ranks": list(hurt.ranks),
+        "fqn": tensor.fqn,
+        "shape": list(tensor.shape),
+        "lost_elements": tensor.lost_numel,
+        "lost": [{"offsets": list(b.offsets), "sizes": list(b.sizes)} for b in tensor.lost],
+        "ranks": list(tensor.ranks),
     }
 
 

@@ -402,13 +402,13 @@ class CheckpointIndex:
         """
         if not all(problem.about for problem in self.problems):
             return ()
-        hurt = frozenset().union(*(problem.about for problem in self.problems))
+        damaged = frozenset().union(*(problem.about for problem in self.problems))
         parts = {name for name in self.lost if name.endswith(".*")}
-        if len(hurt) <= _FEW and hurt <= parts | {entry.fqn for entry in self.objects}:
-            named = [fqn if fqn in parts else escape(fqn) for fqn in sorted(hurt)]
+        if len(damaged) <= _FEW and damaged <= parts | {entry.fqn for entry in self.objects}:
+            named = [fqn if fqn in parts else escape(fqn) for fqn in sorted(damaged)]
             return tuple(word for name in named for word in ("-x", name))
         model = [entry.fqn for entry in self.entries if entry.section == "model"]
-        is_whole = bool(model) and not self.lost and hurt.isdisjoint(model)
+        is_whole = bool(model) and not self.lost and damaged.isdisjoint(model)
         return ("--only", "model") if is_whole else ()
 
 

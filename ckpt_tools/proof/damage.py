@@ -137,19 +137,19 @@ def require_undamaged(
 def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableError:
     """The error that names the entries whose bytes are damaged."""
     spans = IntervalMap([damage.data for damage in damages])
-    hurt = {
+    named = {
         f"{entry.fqn} {chunk.box}": entry.fqn
         for entry in index.tensors
         for chunk in entry.chunks
         if spans.meeting(chunk.data)
     }
-    hurt |= {entry.fqn: entry.fqn for entry in index.objects if spans.meeting(entry.data)}
+    named |= {entry.fqn: entry.fqn for entry in index.objects if spans.meeting(entry.data)}
     return UnreadableError(
-        f"{index.root}: what was read of it is damaged: {some(list(hurt))}. "
+        f"{index.root}: what was read of it is damaged: {some(list(named))}. "
         f"{damages[0].error.message}",
         hint="OUT was not created. `ckpt-tools verify` lists what is damaged and "
         "what is still complete; --exclude leaves out damaged tensors.",
-        about=set(hurt.values()),
+        about=set(named.values()),
     )
 
 

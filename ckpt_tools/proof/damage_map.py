@@ -129,18 +129,18 @@ class DamageMap:
             return False
         return not self._damaged.meeting(data)
 
-    def is_hurt_file(self, path: str) -> bool:
+    def is_damaged_file(self, path: str) -> bool:
         """Whether a file is missing, too short, or damaged anywhere."""
         length = self._lengths.get(path, self._needed[path])
         return length is None or length < self._needed[path] or path in self._damaged_files
 
-    def hurt_tensors(self, problems: Sequence[CheckpointError]) -> tuple[DamagedTensor, ...]:
+    def damaged_tensors(self, problems: Sequence[CheckpointError]) -> tuple[DamagedTensor, ...]:
         """The tensors that have lost rows, and those that any problem names."""
         named = {fqn for problem in problems for fqn in problem.about}
-        damaged = (self._hurt(entry) for entry in self._index.tensors)
-        return tuple(hurt for hurt in damaged if hurt.lost or hurt.fqn in named)
+        tensors = (self._damage(entry) for entry in self._index.tensors)
+        return tuple(one for one in tensors if one.lost or one.fqn in named)
 
-    def _hurt(self, entry: TensorEntry) -> DamagedTensor:
+    def _damage(self, entry: TensorEntry) -> DamagedTensor:
         good = {chunk.box for chunk in entry.chunks if self._good_place(chunk) is not None}
         bad = [chunk for chunk in entry.chunks if chunk.box.numel and chunk.box not in good]
         may_lack = bool(bad) or sum(box.numel for box in good) != entry.numel
@@ -153,7 +153,7 @@ class DamageMap:
         """The first place of a chunk that is good, or None."""
         return next(filter(self.is_good, (chunk.data, *chunk.replicas)), None)
 
-    def hurt_objects(self, problems: Sequence[CheckpointError]) -> tuple[str, ...]:
+    def damaged_objects(self, problems: Sequence[CheckpointError]) -> tuple[str, ...]:
         """The objects whose bytes are not good, or that any problem names."""
         named = {fqn for problem in problems for fqn in problem.about}
         return tuple(

@@ -46,9 +46,9 @@ class VerifyReport:
     problems: tuple[CheckpointError, ...]
     notes: tuple[str, ...]
     tensors: int
-    hurt: tuple[DamagedTensor, ...]
+    damaged: tuple[DamagedTensor, ...]
     objects: int
-    hurt_objects: tuple[str, ...]
+    damaged_objects: tuple[str, ...]
     lost: tuple[str, ...]
     rescued: tuple[Rescue, ...]
     ranks: tuple[RankState, ...]
@@ -125,17 +125,17 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
         *findings.differing,
         *halves.problems,
     ]
-    hurt = condition.hurt_tensors(problems)
+    damaged = condition.damaged_tensors(problems)
     lost = replace(index, problems=tuple(problems)).lost
     return VerifyReport(
         root=index.root,
         format=index.format,
         problems=tuple(problems),
-        notes=(*index.notes, *halves.notes, *([] if hurt or lost else _held_by_replicas(index))),
+        notes=(*index.notes, *halves.notes, *([] if damaged or lost else _held_by_replicas(index))),
         tensors=len(index.tensors),
-        hurt=hurt,
+        damaged=damaged,
         objects=len(index.objects),
-        hurt_objects=condition.hurt_objects(problems),
+        damaged_objects=condition.damaged_objects(problems),
         lost=lost,
         rescued=condition.rescued(),
         ranks=_ranks(index, condition),
@@ -249,7 +249,7 @@ def _ranks(index: CheckpointIndex, condition: DamageMap) -> tuple[RankState, ...
         if rank is not None:
             paths.setdefault(rank, set()).add(file.path)
     return tuple(
-        RankState(rank, not any(map(condition.is_hurt_file, held)), tuple(sorted(held)))
+        RankState(rank, not any(map(condition.is_damaged_file, held)), tuple(sorted(held)))
         for rank, held in sorted(paths.items())
     )
 

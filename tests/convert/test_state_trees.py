@@ -379,7 +379,7 @@ def test_verify_checks_the_checksums_of_tensors_inside_of_a_dcp_item(tmp_path: P
     assert content.count(inside) == 1
     data.write_bytes(content.replace(inside, bytes(len(inside))))
     found = api.verify(str(tmp_path / "dcp"))
-    assert [hurt.fqn for hurt in found.hurt] == ["pair.0"]
+    assert [hurt.fqn for hurt in found.damaged] == ["pair.0"]
 
 
 def test_what_could_run_code_stays_one_object_and_is_named(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Sides:
         return Pairs({}, {entry.fqn: entry.fqn for entry in self.indexes[0].entries}, {})
 
     @cached_property
-    def _hurt(self) -> frozenset[str]:
+    def _damaged(self) -> frozenset[str]:
         """Names that a problem speaks of."""
         problems = [problem.about for index in self.indexes for problem in index.problems]
         return frozenset().union(*problems)
@@ -130,7 +130,7 @@ class Sides:
     def status(self, name: str) -> str:
         """What is known of a name: empty when headers agree and values were not compared."""
         if not self.two:
-            return "damaged" if name in self._hurt else ""
+            return "damaged" if name in self._damaged else ""
         entry_diff = self._found.get(name)
         if entry_diff is None or (entry_diff.status == "same" and name not in self._compared):
             return ""

@@ -31,8 +31,8 @@ def banner(inspection: Inspection, problems: Sequence[CheckpointError]) -> Itera
     yield from _banner(inspection.root, inspection.state, facts, reasons)
 
 
-def hurt_by(problems: Sequence[CheckpointError]) -> frozenset[str]:
-    """The names of all that these problems hurt."""
+def named_by(problems: Sequence[CheckpointError]) -> frozenset[str]:
+    """The names of all that these problems are about."""
     return frozenset[str]().union(*(problem.about for problem in problems))
 
 

@@ -32,7 +32,7 @@ def who_holds_what(
     *,
     target: Holdings | None = None,
     change: Moved | None = None,
-    hurt: frozenset[str] = frozenset(),
+    damaged: frozenset[str] = frozenset(),
 ) -> Iterator[str]:
     """The ranks, then the rows; of both sides when there is a target, on one scale."""
     sides: list[Side] = (
@@ -46,7 +46,7 @@ def who_holds_what(
         yield f'<p class="quiet">Both on one scale: a full column is {format_size(most)}.</p>'
     repeated = colors.repeated(max(side.holders for _, side in sides))
     yield f'<p class="quiet">{repeated}</p>' if repeated else ""
-    yield from _rows(sides, change, hurt)
+    yield from _rows(sides, change, damaged)
 
 
 # ------------------------------------------------------------------------- the ranks, or the files
@@ -126,7 +126,7 @@ def _column(holder: int, load: int, *, most: int, hover: str) -> str:
 # ------------------------------------------------------------------------------------- the tensors
 
 
-def _rows(sides: Sequence[Side], change: Moved | None, hurt: frozenset[str]) -> Iterator[str]:
+def _rows(sides: Sequence[Side], change: Moved | None, damaged: frozenset[str]) -> Iterator[str]:
     """A row for tensors with the same pieces and holders, folded: it opens to pieces and names."""
     before, target = sides[0][1], sides[1][1] if len(sides) > 1 else None
     moves: dict[str, int] = {}
@@ -148,7 +148,7 @@ def _rows(sides: Sequence[Side], change: Moved | None, hurt: frozenset[str]) -> 
         ]
         budget -= sum(min(len(same[0].pieces), _MAX_PIECES) for _, same in drawn)
         moved = sum(moves.get(held.fqn, 0) for held in row.tensors) if later else None
-        yield "<details class=row><summary>" + _facts(row, moved=moved, hurt=hurt)
+        yield "<details class=row><summary>" + _facts(row, moved=moved, damaged=damaged)
         bars = (_bar(side, same[0], fits=budget > 0) for side, same in drawn)
         yield f"<span>{''.join(bars)}</span></summary>"
         for side, same in drawn:
@@ -160,9 +160,9 @@ def _rows(sides: Sequence[Side], change: Moved | None, hurt: frozenset[str]) -> 
     yield "</div>"
 
 
-def _facts(row: fold.Row, *, moved: int | None, hurt: frozenset[str]) -> str:
+def _facts(row: fold.Row, *, moved: int | None, damaged: frozenset[str]) -> str:
     """The cells of a row that are words."""
-    bad = sum(held.fqn in hurt for held in row.tensors)
+    bad = sum(held.fqn in damaged for held in row.tensors)
     marks = f'<span class="quiet">{row.times}</span>'
     if bad:
         marks += f' <b class="bad">{"damaged" if len(row.tensors) == 1 else f"{bad:,} damaged"}</b>'

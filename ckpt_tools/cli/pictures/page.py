@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.ownership import Holdings, Moved
-from ckpt_tools.cli.pictures.banner import banner, hurt_by
+from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, text
 from ckpt_tools.cli.pictures.text import moved_words
@@ -28,5 +28,5 @@ def layout_page(
     if target is not None and change is not None:
         facts.append(moved_words(target, change))
     parts = [*banner(inspection, problems), f"<p>{text(', '.join(facts))}.</p>"]
-    parts += who_holds_what(before, target=target, change=change, hurt=hurt_by(problems))
+    parts += who_holds_what(before, target=target, change=change, damaged=named_by(problems))
     return page(f"Layout of {inspection.root}", parts)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_tools.analysis.ownership import holdings_of
 from ckpt_tools.cli import entries, options, report
-from ckpt_tools.cli.pictures.banner import banner, hurt_by
+from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, table, text
 from ckpt_tools.cli.values import Seen
@@ -42,7 +42,7 @@ def report_page(
         parts += _anomalies(seen.statistics.anomalies)
         parts += _statistics(seen)
     parts.append("<h2>Who holds what</h2>")
-    parts += who_holds_what(holdings_of(index, inspection.mesh), hurt=hurt_by(whole.problems))
+    parts += who_holds_what(holdings_of(index, inspection.mesh), damaged=named_by(whole.problems))
     parts += _objects(index.objects)
     return page(f"Report of {whole.root}", parts)
 

@@ -132,14 +132,14 @@ def _fqn(entry: TensorEntry | ObjectEntry) -> str:
 def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]:
     """The items whose archives have a record of a storage, or may have: the end is damaged."""
     lengths = lengths_of(index)
-    hurt = frozenset().union(*(problem.about for problem in index.problems))
+    damaged = frozenset().union(*(problem.about for problem in index.problems))
     there = [
         entry
         for entry in index.objects
         if entry.codec in ARCHIVES
         and not entry.opened
         and entry.flaw is None
-        and entry.fqn not in hurt
+        and entry.fqn not in damaged
         and entry.data.offset + entry.data.length <= lengths.get(entry.data.path, 0)
     ]
     for entry, end in _ends([e for e in there if e.codec == TORCH_SAVE], files):

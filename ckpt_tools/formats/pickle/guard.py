@@ -1,4 +1,4 @@
-"""A walk over the opcodes of a pickle before it is loaded: refuses what would hurt by its cost.
+"""A walk over the opcodes of a pickle before it is loaded: refuses what would cost too much.
 
 A few bytes of a pickle can make the unpickler take gigabytes (a memo index of 2**32) or never end
 (a dict key of tuples that hold one another, hashed again and again). The walk follows the stack

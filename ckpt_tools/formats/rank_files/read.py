@@ -225,7 +225,7 @@ class IndexBuilder:
         )
 
     def _names(self, family: Family, families: Sequence[Family]) -> Collection[str]:
-        """The entries that a fault of one family hurts; none are named when that is all."""
+        """The entries that a fault of one family damages; none are named when that is all."""
         return self.held.get(family.pattern, ()) if len(families) > 1 else ()
 
 

@@ -104,16 +104,16 @@ def length_problem(header: Header, path: str, *, end: int) -> UnreadableError | 
             f"{end:,} bytes, expected {header.end:,}.",
             hint="Something wrote past its end, or it is not the file that was saved.",
         )
-    hurt = [
+    damaged = [
         fqn
         for fqn, stored in header.tensors.items()
         if stored.data.offset + stored.data.length > end
     ]
     return UnreadableError(
         f"{path} is truncated: {end:,} bytes, its header needs {header.end:,}; "
-        f"{len(hurt):,} of {len(header.tensors):,} tensors {are(len(hurt))} damaged.",
+        f"{len(damaged):,} of {len(header.tensors):,} tensors {are(len(damaged))} damaged.",
         hint="It may still be copying, or the disk was full; compare its size with the original.",
-        about=hurt,
+        about=damaged,
     )
 
 

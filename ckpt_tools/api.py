@@ -101,7 +101,7 @@ class LazyTensor:
     def __len__(self) -> int:
         """The size of the first dimension."""
         if not self.shape:
-            raise TypeError(f"{self.name} has no dimensions, and so no length.")
+            raise TypeError(f"{self.name} has no dimensions, so it has no length.")
         return self.shape[0]
 
     def __getitem__(self, key: Selection) -> torch.Tensor:

@@ -129,7 +129,7 @@ def _read(ckpt: str, *, svg: str | None, html: str | None, force: bool) -> Check
 def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
     if whole.tensor(name) is None:
         if whole.object(name) is not None:
-            raise UsageError(f"{name} is an object, and only tensors are held in pieces.")
+            raise UsageError(f"{name} is an object, and only tensors have shards.")
         raise options.no_such_name(whole, name)
     return whole.select({name})
 

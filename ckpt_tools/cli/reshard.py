@@ -141,9 +141,9 @@ def command(
     wanted = asked.reshard(form=_format(form, layout))
     if engine != "copy" and (layout is not None or param_names is not None):
         raise UsageError(
-            f"--engine {engine} keeps every name and place, and so has no --layout and no "
+            f"--engine {engine} keeps all names and containers, so it takes neither --layout nor "
             "--param-names.",
-            hint="--engine copy has both.",
+            hint="--engine copy takes both.",
         )
     if dry_run and engine != "gather" and environment.is_follower():
         return  # rank 0 plans alone; to gather, each knows its own file only

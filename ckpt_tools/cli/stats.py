@@ -91,7 +91,8 @@ def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
 def _nonfinite(root: str, statistics: Statistics) -> str:
     names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
     verb = "is" if statistics.nonfinite == 1 else "are"
-    return f"{root}: {counted(statistics.nonfinite, 'value')} {verb} NaN or infinite, in {some(names)}."
+    values = counted(statistics.nonfinite, "value")
+    return f"{root}: {values} {verb} NaN or infinite, in {some(names)}."
 
 
 def _lines(statistics: Statistics) -> Iterator[str]:

@@ -251,7 +251,8 @@ def _problem(problem: CheckpointError) -> str:
 def _tensors(report: VerifyReport) -> str:
     lost = f", {len(report.lost):,} missing" if report.lost else ""
     if report.damaged:
-        return f"{len(report.damaged):,} of {report.tensors:,} damaged, {_whole(report):,} complete{lost}"
+        damaged = f"{len(report.damaged):,} of {report.tensors:,} damaged"
+        return f"{damaged}, {_whole(report):,} complete{lost}"
     if lost or any(not problem.about for problem in report.problems):
         there = "all {:,} that exist are" if report.tensors != 1 else "the {} that exists is"
     else:

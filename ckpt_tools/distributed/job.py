@@ -60,7 +60,7 @@ class Job(NamedTuple):
         """The plan, with a note when --resume was asked of such an engine."""
         if not self.write.resume:
             return plan
-        note = f"--engine {engine} records no finished files: --resume started anew."
+        note = f"--engine {engine} records no finished files: --resume started from the beginning."
         return replace(plan, notes=(*plan.notes, note))
 
     def of(self, index: CheckpointIndex) -> Reshard:

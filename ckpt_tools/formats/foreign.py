@@ -55,7 +55,8 @@ _KERAS = _Tool("a Keras model", "Use keras.saving.load_model.")
 _NEMO = _Tool("a NeMo archive", "Unpack it with tar -xf; the weights inside are read here.")
 _TAR = _Tool("a packed archive", "Unpack it with tar -xf, and give what was in it.")
 _LITE = _Tool(
-    "a model compiled for devices (TFLite, Core ML, TensorRT)", "Use what it was made of."
+    "a model compiled for devices (TFLite, Core ML, TensorRT)",
+    "Use the model that it was compiled from.",
 )
 _PADDLE = _Tool("a PaddlePaddle checkpoint", "Use paddle.load.")
 

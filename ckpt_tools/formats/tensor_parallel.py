@@ -87,8 +87,8 @@ def read_index(path: str, parts: Sequence[str], options: ReadOptions) -> Checkpo
 def _refusal(path: str, folder: str, parts: Sequence[str]) -> UnsupportedError:
     shown = some([os.path.basename(part) for part in parts])
     return UnsupportedError(
-        f"{folder} holds {len(parts)} tensor-parallel parts of one model ({shown}): the rows or "
-        "columns that each has of a tensor stand in no file.",
+        f"{folder} holds {len(parts)} tensor-parallel parts of one model ({shown}), and no "
+        "file says which rows or columns of a tensor each of them has.",
         hint="A map that says how they are cut joins them, in `export` and `reshard`. The model's "
         "own script does, too (for Llama: transformers' convert_llama_weights_to_hf.py).",
         instead=Instead(path, (Way(folder, ("--map", "meta-llama-to-hf")),)),

@@ -85,8 +85,8 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
         raise WriteError(
             f"{result.root}: {len(wrong)} of {len(pairs)} tensors, read back, are not what the "
             f"source holds: {some(wrong)}.",
-            hint="The output was not given its name. Write it again; if this comes back, suspect "
-            "the disk or the memory of this machine.",
+            hint="OUT was not created. Write it again; if this happens again, suspect the disk or "
+            "the memory of this machine.",
         )
     return _statement(pairs, method="SHA-256" if own is None else "comparison on every rank")
 

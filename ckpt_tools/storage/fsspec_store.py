@@ -153,7 +153,7 @@ def _fault(error: Exception, address: str) -> OSError:
     if _is_timeout(error):
         what = f"its server sent nothing for {STALLED:g} seconds, {len(PAUSES) + 1} times"
     elif type(error).__name__ == "TooManyRedirects":
-        what = "its server sends on from address to address and never answers"
+        what = "its server redirects again and again"
     elif isinstance(status, int):
         what = f"its server answers {status} ({getattr(error, 'message', '')})"
     else:

@@ -61,7 +61,7 @@ def inside(relative: str) -> str:
     Raises UnreadableError for one that leaves the folder, or that no file can have.
     """
     if "\0" in relative:
-        raise UnreadableError(f"names a file that cannot be: {relative!r}.")
+        raise UnreadableError(f"gives a file name that is not possible: {relative!r}.")
     path = os.path.normpath(relative)
     if os.path.isabs(path) or path.split("/", 1)[0] in ("..", "."):
         raise UnreadableError(f"names a file outside of its folder: {relative!r}.")
@@ -95,7 +95,7 @@ def open_file(path: str) -> int:
 
 def _require_regular(mode: int, path: str) -> None:
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, and no regular file", path)
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file", path)
 
 
 def listdir(path: str) -> list[str]:

@@ -149,7 +149,7 @@ class Files:
         if len(data) > length:
             raise UnreadableError(
                 f"{address}: its server was asked for {length:,} bytes and sent {len(data):,}.",
-                hint="It does not know ranges. Download the file, and read it from the disk.",
+                hint="It does not support range requests. Download the file and read it from disk.",
             )
         if len(data) < length:
             raise _too_short(address, length=offset + len(data), needed=offset + length)
@@ -235,7 +235,7 @@ def refuse_special(files: Iterable[str]) -> None:
     for path in files:
         kind = paths.special(path)
         if kind is not None:
-            raise UnreadableError(f"{path} is {kind}, and no regular file; it was not opened.")
+            raise UnreadableError(f"{path} is {kind}, not a regular file; it was not opened.")
 
 
 def _too_short(path: str, *, length: int, needed: int) -> UnreadableError:

@@ -119,7 +119,7 @@ def _with_quantization(
         plain = _mapped(
             config, lambda part: {k: v for k, v in part.items() if k not in _QUANTIZATIONS}
         )
-        return plain, [f"{CONFIG} goes without its {_QUANTIZATIONS[0]}: no tensor is quantized."]
+        return plain, [f"Removed from {CONFIG} its {_QUANTIZATIONS[0]}: no tensor is quantized."]
     if has or not weights.packed:
         return config, []
     taken = {key: of_source[key] for key in _QUANTIZATIONS if key in of_source}
@@ -128,7 +128,7 @@ def _with_quantization(
     families = ", ".join(sorted(set(weights.packed.values())))
     text = (
         f"{len(weights.packed)} tensors are quantized ({families}: {some(list(weights.packed))}), "
-        f"and {CONFIG} has no {_QUANTIZATIONS[0]}: loaders would take the codes for numbers."
+        f"and {CONFIG} has no {_QUANTIZATIONS[0]}: a loader would read the codes as numbers."
     )
     if must_fit:
         hint = "Give the assets of the quantized model; --allow-mismatch continues without."

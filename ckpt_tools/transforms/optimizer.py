@@ -214,7 +214,7 @@ def numbered(tree: Branch[Entry], order: ParamNames | None, *, digest: Digest) -
     if order is None and (optim.states or optim.members()):
         raise UsageError(
             "This optimizer's state is by name, and the loader counts parameters in the order of "
-            "its own optimizer, which no checkpoint tells.",
+            "its own optimizer, which no checkpoint stores.",
             hint="Give that order by --param-names FILE, one name a line; or --only model.",
         )
     order = order or ParamNames()

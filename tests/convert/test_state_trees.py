@@ -604,7 +604,7 @@ def test_a_value_where_another_rank_has_a_container_is_a_problem_of_those_names(
     index = open_checkpoint(str(folder))
     (problem,) = index.problems
     assert problem.about == {"s.a"}
-    assert "is nested otherwise than the files of lower ranks" in problem.message
+    assert "is nested differently from the files of lower ranks" in problem.message
     options = ExportOptions(format="torch", keep_names=True, only=None, exclude=("s.a",))
     out = tmp_path / "b.pt"
     api.export(index, str(out), options=options, write=WriteOptions())

@@ -260,8 +260,8 @@ def test_one_of_several_adapters_is_chosen_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "told"),
     [
-        ({"base_model.model.m.q.lora_magnitude_vector.default.weight": (6,)}, 3, "no plain LoRA"),
-        ({"base_model.model.m.q.lora_B.default.bias": (6,)}, 3, "no plain LoRA"),
+        ({"base_model.model.m.q.lora_magnitude_vector.default.weight": (6,)}, 3, "not plain LoRA"),
+        ({"base_model.model.m.q.lora_B.default.bias": (6,)}, 3, "not plain LoRA"),
         ({"base_model.model.m.q.lora_B.default.weight": None}, 3, "only A is there"),
         ({"base_model.model.m.q.base_layer.weight": None}, 3, "the base weight is not"),
         ({"base_model.model.m.q.base_layer.weight": (6, 7)}, 3, r"make [6, 5]"),

@@ -390,7 +390,7 @@ class Browser(App[None]):
         """Show the line in which a search or a slice is written."""
         node = self.tree_widget.cursor_node
         if what == "slice" and (node is None or node.allow_expand):
-            self.notify("A slice is of a tensor: choose one first.")
+            self.notify("Choose a tensor first: a slice is of its values.")
             return
         line = self.query_one(f"#{what}", Input)
         line.display = True

@@ -72,7 +72,7 @@ def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
         drawn = paint(" " * len(bar), holder) if paint is not plain else bar
         yield f"  {names[holder]:>{width}} {drawn}{' ' * (bool(bar))}{size}"
     if len(totals) > len(shown):
-        yield f"  the least and the most full of {len(totals):,}; --json has all"
+        yield f"  the emptiest and the fullest of {len(totals):,}; --json has all"
     skew = skew_of(totals)
     if skew is not None and len(totals) > 1:
         yield f"  The fullest holds {skew:.2f} times the average."

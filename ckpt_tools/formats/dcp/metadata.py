@@ -67,7 +67,7 @@ class _MetadataIndex(StandIn):
         if type(fqn) is not str:
             raise TypeError("a metadata index without a name")
         if offset is not None and (type(offset) is not tuple or len(offset) > _MAX_NDIM):
-            raise TypeError("a metadata index whose offset is none")
+            raise TypeError("a metadata index whose offset is not a size")
         self.fqn = fqn
         self.offset = offset
         state.clear()
@@ -306,7 +306,7 @@ class _Cuts:
     def boxes(self, fqn: str, shape: Offsets, chunks: Sequence[object]) -> tuple[Box, ...]:
         """The boxes of the chunks of a tensor; of chunks with one box there is one."""
         if not set(map(type, chunks)) <= {_ChunkStorage}:
-            raise UnreadableError(f"describes {fqn} with chunks that are none.")
+            raise UnreadableError(f"describes {fqn} with chunks that are not chunks.")
         offsets = list(map(_offsets, chunks))
         sizes = list(map(_sizes, chunks))
         same_shape = self._known.setdefault(shape, [])
@@ -341,9 +341,9 @@ def _storage(value: object) -> Storage:
         raise UnreadableError("does not say where its items lie: it has no storage_data.")
     kinds = set(map(type, value)), set(map(type, value.values()))
     if not kinds[0] <= {_MetadataIndex} or not kinds[1] <= {StorageInfo}:
-        raise UnreadableError("places items in a way that is not torch's.")
+        raise UnreadableError("gives places of items in a way that torch does not.")
     if not set(map(type, chain.from_iterable(filter(None, map(_offset, value))))) <= {int}:
-        raise UnreadableError("places items in a way that is not torch's.")
+        raise UnreadableError("gives places of items in a way that torch does not.")
     set(map(_path_of, value.values()))  # an AttributeError for one without a state
     storage: dict[str, dict[Offsets | None, StorageInfo]] = defaultdict(dict)
     for index, info in value.items():

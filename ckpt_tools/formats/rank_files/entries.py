@@ -61,7 +61,9 @@ class Gathered:
         except UnsupportedError as error:
             known = set(self.tree.leaves())
             about = [fqn for fqn in tree.leaves() if fqn not in known]
-            message = f"{where} is nested otherwise than the files of lower ranks: {error.message}"
+            message = (
+                f"{where} is nested differently from the files of lower ranks: {error.message}"
+            )
             clash = UnsupportedError(message, hint=error.hint, about=about)
             self.clashes.append(clash)
 

@@ -211,13 +211,13 @@ def _conclude_unlisted(
     _add_gaps(reading, gaps_in_numbers(str(folder), [n for n in names if not SHARD.fullmatch(n)]))
     if ranks:
         reading.notes.append(
-            f"Shapes are proven by the boxes of {max(ranks)} ranks' files. The format states no "
-            f"shape, so if more than {max(ranks)} ranks saved it, tensors would end early unseen."
+            f"Shapes come from the boxes in the files of {max(ranks)} ranks, since the format has "
+            "none: if more ranks saved it, the last rows of tensors are missing without a sign."
         )
     stems = {match[1] if (match := NUMBERED.fullmatch(name)) else name for name in names}
     if not ranks and len(stems) > 1:
         reading.notes.append(
-            f"No index says what belongs together; {len(names)} files are read as one checkpoint."
+            f"There is no index file; {len(names)} files are read as one checkpoint."
         )
     if not ranks and _is_consolidated(folder):
         reading.problems.append(_unfinished(folder))

@@ -126,7 +126,7 @@ class Archive:
         entry = self._entries.get(name)
         if entry is None:
             raise UnreadableError(
-                f"{self.where} has no record {name!r}; it is cut or no torch.save archive."
+                f"{self.where} has no record {name!r}; it is truncated, or not of torch.save."
             )
         header = self._bytes.take(entry.header, _LOCAL.size + len(entry.name))
         magic, name_length, extra_length = _LOCAL.unpack_from(header)
@@ -201,7 +201,7 @@ def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Ar
         )
     if len(folders) > 1:
         raise UnreadableError(
-            f"{where} is a zip archive, but none of torch.save: it has more than one top folder."
+            f"{where} is a zip archive, but not one of torch.save: it has more than one top folder."
         )
     return Archive(source, entries, end=start)
 

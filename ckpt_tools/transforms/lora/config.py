@@ -113,7 +113,7 @@ def _refuse_others(said: Mapping[str, object], path: str) -> None:
         odd = [one for one in odd if one.startswith(("use_", "lora_", "trainable_", "target_"))]
     if odd:
         raise UnsupportedError(
-            f"{path} is not for plain LoRA, or is not supported here: {', '.join(odd)}.",
+            f"{path} is not plain LoRA, or is not supported here: {', '.join(odd)}.",
             hint="PEFT itself can merge or save it.",
         )
 

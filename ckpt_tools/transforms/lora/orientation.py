@@ -26,7 +26,7 @@ def transposed(parts: AdapterParts, *, said: bool | None, asked: bool) -> frozen
     """The modules whose base weight is (in, out).
 
     ``said`` is what the configuration, or a person who was ``asked``, says of square weights.
-    Raises UsageError for square weights of which nothing tells, or of which the configuration says
+    Raises UsageError for square weights that may be either, or of which the configuration says
     other than the weights beside them.
     """
     modules, open_ones = set(), []
@@ -46,8 +46,8 @@ def transposed(parts: AdapterParts, *, said: bool | None, asked: bool) -> frozen
             modules.add(factors.module)
     if open_ones:
         raise UsageError(
-            f"Square weights with LoRA ({len(open_ones)}): nothing tells (out, in) from "
-            f"(in, out): {', '.join(sorted(open_ones)[:5])}.",
+            f"Square weights with LoRA ({len(open_ones)}): neither shape nor config says whether "
+            f"they are (out, in) or (in, out): {', '.join(sorted(open_ones)[:5])}.",
             hint="--lora-fan-in-fan-out no for linear layers, yes for transformers' Conv1D (GPT-2)."
             " PEFT's adapter_config.json says it too; where the other weights say otherwise, ask "
             "the model.",

@@ -153,9 +153,9 @@ def _refuse_others(
 
 def _not_understood(name: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{name} is no plain LoRA: of PEFT only lora_A and lora_B of linear layers and embeddings, "
-        "and modules_to_save, are understood.",
-        hint="PEFT itself can merge or save it. --exclude leaves out what is none of the model's.",
+        f"{name} is not plain LoRA: of PEFT only lora_A and lora_B of linear layers and "
+        "embeddings, and modules_to_save, are understood.",
+        hint="PEFT itself can merge or save it. --exclude leaves out what is not the model's.",
     )
 
 

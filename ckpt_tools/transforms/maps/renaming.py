@@ -90,7 +90,7 @@ class VocabularyTransform:
         trimmed = {one.entry.fqn: self._trimmed(one) for one in made if _is_vocabulary(one)}
         if not trimmed:
             raise UsageError(
-                "--vocab-size: no embedding and no output layer is known by its name.",
+                "--vocab-size: no embedding or output layer was recognized by its name.",
                 hint="It knows embed_tokens, tok_embeddings, word_embeddings, wte, lm_head…",
             )
         notes = [

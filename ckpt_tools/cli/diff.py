@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import click
 
@@ -136,7 +136,9 @@ def _lines(diff: Diff) -> Iterator[str]:
         if not any(entry.delta for entry in differing):
             header, align, rows = HEADER[:4], align[:4], [row[:4] for row in rows]
         yield from render.columns(header, rows, align=align, width=render.terminal_width())
-        yield from _details(differing)
+        for entry in differing:
+            if entry.detail:
+                yield f"  {render.printable(entry.name)}: {render.printable(entry.detail)}"
         yield ""
     yield _summary(diff)
 
@@ -164,12 +166,6 @@ def _short(text: str | None) -> str:
         return "-"
     text = render.printable(text)
     return text if len(text) <= 40 else f"{text[:39]}…"
-
-
-def _details(entries: Sequence[EntryDiff]) -> Iterator[str]:
-    for entry in entries:
-        if entry.detail:
-            yield f"  {render.printable(entry.name)}: {render.printable(entry.detail)}"
 
 
 def _summary(diff: Diff) -> str:

@@ -84,12 +84,17 @@ class Branch(Generic[L]):
 
     def walk(self) -> Iterator[tuple[Path, L]]:
         """Each leaf after its path, in the order of the state dict."""
+        every: Iterator[tuple[Path, L | Branch[L]]] = self.walk_to(lambda _: False)
+        return every  # type: ignore[return-value]  # no branch is an end of it
+
+    def walk_to(self, is_end: Callable[[Branch[L]], bool]) -> Iterator[tuple[Path, L | Branch[L]]]:
+        """The same, but that a branch below this one may be an end as it is."""
         above: Path
         waiting: list[tuple[Path, Iterator[tuple[str | int, Tree[L]]]]] = [((), self.pairs())]
         while waiting:
             above, rest = waiting[-1]
             for part, item in rest:
-                if isinstance(item, Branch):
+                if isinstance(item, Branch) and not is_end(item):
                     waiting.append(((*above, part), item.pairs()))
                     break
                 if item is not None:

@@ -190,9 +190,8 @@ def _by_accelerate_names(name: str, folder: str) -> tuple[str, str] | None:
         return None
     if paths.is_file(os.path.join(folder, "trainer_state.json")):
         return "transformers", f"trainer_state.json beside {name}"
-    if name.startswith("pytorch_model_fsdp") or _has(
-        folder, r"(pytorch_model_fsdp|random_states).*"
-    ):
+    beside = re.compile(r"(pytorch_model_fsdp|random_states).*")
+    if name.startswith("pytorch_model_fsdp") or any(map(beside.fullmatch, paths.listdir(folder))):
         return "accelerate", f"the name {name}"
     return None
 
@@ -227,7 +226,3 @@ def _by_entries(index: CheckpointIndex) -> tuple[str, str] | None:
         if ("state", "timestamp") in beginnings:
             return "composer", "the entry state.timestamp"
     return None
-
-
-def _has(folder: str, pattern: str) -> bool:
-    return any(re.fullmatch(pattern, name) for name in paths.listdir(folder))

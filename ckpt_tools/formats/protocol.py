@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.layout import Mesh
@@ -171,6 +171,30 @@ class Format(ABC):
         Pure: it opens nothing. Raises UnsupportedError and UsageError for what it cannot hold.
         """
         raise UnsupportedError(f"{self.label}: this format is read, and never written.")
+
+
+class Reader(Protocol):
+    """The module of a format's package that reads it."""
+
+    def matches(self, path: str) -> bool: ...  # noqa: D102 (as in Format)
+
+    def read_index(self, path: str, *, options: ReadOptions = ...) -> CheckpointIndex: ...  # noqa: D102
+
+
+class PackageFormat(Format):
+    """A format with a reader in a module of its own, which is imported when it is asked."""
+
+    @abstractmethod
+    def reader(self) -> Reader:
+        """That module."""
+
+    def matches(self, path: str) -> bool:  # noqa: D102
+        return self.reader().matches(path)
+
+    def read_index(  # noqa: D102
+        self, path: str, *, options: ReadOptions = ReadOptions()
+    ) -> CheckpointIndex:
+        return self.reader().read_index(path, options=options)
 
 
 def lengths_of(index: CheckpointIndex) -> dict[str, int]:

@@ -102,8 +102,11 @@ def _in_section(
             yield Difference(section, place.name, "extra", _type_and_shape(one), "")
         elif one is not None and other is not None:
             kind = _kind(one, other)
-            if kind is not None:
-                yield Difference(section, place.name, kind, *_facts(kind, one, other))
+            if kind == "values":
+                yield Difference(section, place.name, kind, one.sha256, other.sha256)
+            elif kind is not None:
+                facts = _type_and_shape(one), _type_and_shape(other)
+                yield Difference(section, place.name, kind, *facts)
 
 
 def _by_name(fingerprint: Fingerprint, section: Section) -> dict[Inside, TensorDigest]:
@@ -118,12 +121,6 @@ def _kind(one: TensorDigest, other: TensorDigest) -> Kind | None:
     if one.shape != other.shape:
         return "shape"
     return None if one.sha256 == other.sha256 else "values"
-
-
-def _facts(kind: Kind, one: TensorDigest, other: TensorDigest) -> tuple[str, str]:
-    if kind == "values":
-        return one.sha256, other.sha256
-    return _type_and_shape(one), _type_and_shape(other)
 
 
 def _type_and_shape(tensor: TensorDigest) -> str:

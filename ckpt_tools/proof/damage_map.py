@@ -193,7 +193,8 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
     missing: list[Box] = []
     waiting = sorted(solid, key=lambda box: box.offsets[0], reverse=True)
     active: list[Box] = []
-    for start, end in pairwise(sorted({0, shape[0], *_edges(solid, shape[0])})):
+    edges = {0, shape[0]} | {edge for box in solid for edge in (box.offsets[0], box.ends[0])}
+    for start, end in pairwise(sorted(edge for edge in edges if 0 <= edge <= shape[0])):
         active = [box for box in active if box.ends[0] > start]
         while waiting and waiting[-1].offsets[0] <= start:
             active.append(waiting.pop())
@@ -202,12 +203,6 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
         for hole in holes(shape[1:], {_below(box) for box in active}):
             _add(missing, Box((start, *hole.offsets), (end - start, *hole.sizes)))
     return missing
-
-
-def _edges(boxes: Sequence[Box], size: int) -> set[int]:
-    """Where boxes begin and end along the first dimension, inside of it."""
-    edges = {edge for box in boxes for edge in (box.offsets[0], box.ends[0])}
-    return {edge for edge in edges if 0 < edge < size}
 
 
 def _below(box: Box) -> Box:

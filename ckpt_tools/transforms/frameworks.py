@@ -109,11 +109,16 @@ def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: LayoutTarge
 
 
 def arrange_whole(index: CheckpointIndex, layout: str, target: LayoutTarget) -> Arranged:
-    """The same for a loader of whole tensors, which lie in torch.save files.
+    """The same for Accelerate's loader of FULL_STATE_DICT: two torch.save files of whole tensors,
+    whose names have no container.
 
     Raises what `arrange` raises.
     """
-    return _not_empty(_accelerate_whole(_Job(index, _parts(index), target)), index, layout)
+    job = _Job(index, _parts(index), target)
+    files = {"pytorch_model_fsdp.bin": job.parts.model, "optimizer.bin": _in((), job.nested())}
+    copied, notes = _side_files(job)
+    arranged = Arranged({}, beside=files, copied=copied, notes=tuple(notes))
+    return _not_empty(arranged, index, layout)
 
 
 def _not_empty(arranged: Arranged, index: CheckpointIndex, layout: str) -> Arranged:
@@ -258,13 +263,6 @@ def _accelerate(job: _Job) -> Arranged:
         )
     folders["optimizer_0"] = optim
     return Arranged(folders, rank_names, copied=copied, notes=tuple(notes))
-
-
-def _accelerate_whole(job: _Job) -> Arranged:
-    """The same of FULL_STATE_DICT: two files, whose names stand in no container."""
-    files = {"pytorch_model_fsdp.bin": job.parts.model, "optimizer.bin": _in((), job.nested())}
-    copied, notes = _side_files(job)
-    return Arranged({}, beside=files, copied=copied, notes=tuple(notes))
 
 
 def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:

@@ -99,7 +99,8 @@ class Sides:
                 yield Leaf(name, (label, *parts), entry, nbytes)
         else:
             above = (entry.section,) if arrangement == "section" else ()
-            yield Leaf(name, (*above, *parts), entry, max(map(_nbytes, held)))
+            sizes = [e.nbytes if isinstance(e, TensorEntry) else e.data.length for e in held]
+            yield Leaf(name, (*above, *parts), entry, max(sizes))
 
     def _files_of(self, name: str) -> Counter[str]:
         """The bytes of an entry in each file that holds a part of it, replicas too."""
@@ -207,10 +208,6 @@ class Sides:
             return entries.value_text(opened)
         text = json.dumps(entries.plain_json(opened.value), indent=2)
         return "\n".join(map(printable, text.splitlines()[:_MOST_LINES]))
-
-
-def _nbytes(entry: Entry) -> int:
-    return entry.nbytes if isinstance(entry, TensorEntry) else entry.data.length
 
 
 def told_as(status: str) -> str:

@@ -163,25 +163,12 @@ def _loads(side: Holdings, place: tuple[int, int, int], *, most: int) -> Iterato
     for holder, nbytes in enumerate(shown):
         height = max(1.0, _LOAD_HEIGHT * nbytes / (most or 1))
         name = f"rank {holder}" if side.unit == "rank" else side.files[holder]
-        yield (
-            base,
-            _column(
-                left + holder * step,
-                base,
-                size=(step, height),
-                holder=holder,
-                words=f"{name}: {nbytes:,}",
-            ),
-        )
+        column = _box((left + holder * step, base - height, step, height), holder)
+        hover = escape(printable(f"{name}: {nbytes:,}"))
+        yield base, f"<g><title>{hover} bytes</title>{column}</g>"
     if len(totals) > len(shown):
         rest = f"and {len(totals) - len(shown):,} more"
         yield base + 18, _text(left, base + 16, rest, style="q")
-
-
-def _column(x: int, base: int, *, size: tuple[int, float], holder: int, words: str) -> str:
-    width, height = size
-    drawn = _box((x, base - height, width, height), holder)
-    return f"<g><title>{escape(printable(words))} bytes</title>{drawn}</g>"
 
 
 def _rows(before: Holdings, target: Holdings | None, *, top: int) -> tuple[list[str], int]:

@@ -67,14 +67,13 @@ def _label(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     places = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
-    texts = [_span(sorted(set(numbers))) for numbers in places]
+    texts = [
+        str(numbers[0]) if len(set(numbers)) == 1 else f"{{{rank_spans(sorted(set(numbers)))}}}"
+        for numbers in places
+    ]
     parts = _NUMBER.split(names[0])
     pairs = zip(parts, [*texts, ""], strict=True)
     return "".join(part + text for part, text in pairs)
-
-
-def _span(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{{{rank_spans(numbers)}}}"
 
 
 def each(holdings: Holdings) -> list[Row]:

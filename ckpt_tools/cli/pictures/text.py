@@ -64,7 +64,10 @@ def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
     most = max(totals, default=0)
     yield render.heading(f"Bytes per {holdings.unit}")
     shown = range(len(totals)) if len(totals) <= _MAX_HOLDERS else _extremes(totals)
-    names = {holder: _holder_name(holdings, holder) for holder in shown}
+    names = {
+        holder: str(holder) if holdings.unit == "rank" else render.printable(holdings.files[holder])
+        for holder in shown
+    }
     width = max(map(len, names.values()), default=0)
     for holder in shown:
         bar = "█" * round(_LOAD * totals[holder] / most) if most else ""
@@ -81,10 +84,6 @@ def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
 def _extremes(totals: Sequence[int]) -> list[int]:
     order = sorted(range(len(totals)), key=lambda holder: (totals[holder], holder))
     return sorted([*order[:4], *order[-4:]])
-
-
-def _holder_name(holdings: Holdings, holder: int) -> str:
-    return str(holder) if holdings.unit == "rank" else render.printable(holdings.files[holder])
 
 
 def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterator[str]:

@@ -12,14 +12,14 @@ from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import ChecksumPart, Format, PlanOptions
+from ckpt_tools.formats.protocol import ChecksumPart, PackageFormat, PlanOptions, Reader
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.torch_file.dtensor_write import TorchVersion
 
 
-class RankFiles(Format):
+class RankFiles(PackageFormat):
     """A folder with one torch.save file of DTensors for each rank."""
 
     name = "ranks"
@@ -28,17 +28,10 @@ class RankFiles(Format):
     writes = "shards"
     nested = True
 
-    def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
+    def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.rank_files import read
 
-        return read.matches(path)
-
-    def read_index(  # noqa: D102
-        self, path: str, *, options: ReadOptions = ReadOptions()
-    ) -> CheckpointIndex:
-        from ckpt_tools.formats.rank_files import read
-
-        return read.read_index(path, options=options)
+        return read
 
     def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
         from ckpt_tools.formats.torch_file import locate

@@ -78,7 +78,8 @@ def read_index(
     """
     file_paths = _files_in(path) if isinstance(path, str) else list(path)
     folders = {os.path.dirname(file) for file in file_paths}
-    root = path if isinstance(path, str) else (_around(folders) or ".")
+    around = next(iter(folders)) if len(folders) == 1 else os.path.commonpath(folders)
+    root = path if isinstance(path, str) else around or "."
     named = rank_names.families(file_paths)
     candidates = named or numbered.families(file_paths, options)
     families = rank_names.joined(candidates, where=root)
@@ -94,11 +95,6 @@ def read_index(
                 text = "Ranks were taken from the meshes in the files, not from names"
                 reading.notes.append(f"{text}: {some(ranks)}.")
         return reading.index(root, families)
-
-
-def _around(folders: Collection[str]) -> str:
-    """The folder that all of these are in, or are."""
-    return next(iter(folders)) if len(folders) == 1 else os.path.commonpath(folders)
 
 
 def _files_in(folder: str) -> list[str]:

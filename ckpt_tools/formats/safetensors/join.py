@@ -288,7 +288,8 @@ def _shortened(
     numbers = {number for _, number in have}
     for number in sorted(number for number in numbers if (top, number) not in have):
         tail = f"-model-{number:05}-of-{count:05}.safetensors"
-        cut = next((t for t in tensors if _held_by(t, tail) and not _even(t, widths)), None)
+        ended = (t for t in tensors if any(c.data.path.endswith(tail) for c in t.chunks))
+        cut = next((tensor for tensor in ended if not _even(tensor, widths)), None)
         if cut is not None:
             gaps.paths.append(f"{folder}/{_shard_name(top, number, count)}")
             gaps.problems.append(
@@ -297,10 +298,6 @@ def _shortened(
                     f"{list(cut.chunks[0].box.sizes)} is not an even piece of {list(cut.shape)}."
                 )
             )
-
-
-def _held_by(entry: TensorEntry, tail: str) -> bool:
-    return any(chunk.data.path.endswith(tail) for chunk in entry.chunks)
 
 
 def _even(entry: TensorEntry, widths: Sequence[int]) -> bool:

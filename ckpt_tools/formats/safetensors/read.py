@@ -250,7 +250,10 @@ def _read_listed(reading: _IndexBuilder, index: Index, files: Files) -> None:
     for path in there:
         known = len(reading.problems)
         _read_parts(reading, [path], files)
-        reading.problems[known:] = [_about(p, by_file[path]) for p in reading.problems[known:]]
+        reading.problems[known:] = [
+            problem if problem.about else problem.concerning(by_file[path])
+            for problem in reading.problems[known:]
+        ]
     for path in sorted(by_file.keys() - there):
         reading.files.append(FileEntry(path, None))
         reading.problems.append(index.missing(path, by_file[path]))
@@ -258,11 +261,6 @@ def _read_listed(reading: _IndexBuilder, index: Index, files: Files) -> None:
         reading.problems.extend(index.disagreements(part.path, part.header.tensors))
     _join(reading, index.weight_map)
     _check_total(reading, index)
-
-
-def _about(problem: CheckpointError, fqns: Sequence[str]) -> CheckpointError:
-    """The same problem, about what a file should hold when it does not say itself."""
-    return type(problem)(problem.message, hint=problem.hint, about=sorted(problem.about or fqns))
 
 
 def _check_total(reading: _IndexBuilder, index: Index) -> None:

@@ -99,7 +99,7 @@ class _IndexBuilder:
             except CheckpointError as error:
                 self.files.append(FileEntry(file, paths.size(file)))
                 held = (about or {}).get(file, ())
-                self.problems.append(type(error)(error.message, hint=error.hint, about=held))
+                self.problems.append(error.concerning(held))
 
     def index(self, listed: Index | None) -> CheckpointIndex:
         """The index of all files; of a name in two of them, the file that is listed counts."""

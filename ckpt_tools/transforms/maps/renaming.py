@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
@@ -153,12 +152,13 @@ class UnderTransform:
 
     def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Put the container before every name and path."""
-        return TransformResult(tuple(one._replace(entry=self._inside(one.entry)) for one in made))
-
-    def _inside(self, entry: TensorEntry) -> TensorEntry:
-        container = tuple(self.container.split("."))
-        fqn = f"{self.container}.{entry.fqn}"
-        return replace(entry, fqn=fqn, path=(*container, *entry.path))
+        above = tuple(self.container.split("."))
+        entries = (
+            replace(one.entry, fqn=f"{self.container}.{one.entry.fqn}", path=above + one.entry.path)
+            for one in made
+        )
+        moved = zip(made, entries, strict=True)
+        return TransformResult(tuple(one._replace(entry=entry) for one, entry in moved))
 
 
 def parse_value(text: str) -> tuple[str, int]:

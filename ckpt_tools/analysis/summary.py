@@ -22,6 +22,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.layout import Layout, Mesh, Shard
+from ckpt_tools.core.names import is_in_param_groups
 from ckpt_tools.core.optimizer_states import kind_of
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError
@@ -264,18 +265,13 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     if unread:
         shown, flaw = some([entry.fqn for entry in unread]), unread[0].flaw
         return Verdict(yes=False, reason=f"{shown} cannot be read: {flaw}".partition("\n")[0])
-    if not any(map(_is_of_groups, index.entries)):
+    optim = (entry for entry in index.entries if entry.section == "optim")
+    if not any(is_in_param_groups(entry.path) for entry in optim):
         reason = (
             "the optimizer's param_groups are missing, and an optimizer cannot load without them"
         )
         return Verdict(yes=False, reason=reason)
     return Verdict(yes=True, reason="model and optimizer state are complete")
-
-
-def _is_of_groups(entry: Entry) -> bool:
-    """Whether an entry is of an optimizer's groups, which a flattened one has in its names."""
-    parts = (str(part).partition(".")[0] for part in entry.path)
-    return entry.section == "optim" and "param_groups" in parts
 
 
 def file_loads(index: CheckpointIndex) -> list[FileLoad]:

@@ -198,6 +198,11 @@ def _may_hold(lost: str, section: Section) -> bool:
     return section == "other" or not is_other
 
 
+def is_in_param_groups(path: Path) -> bool:
+    """Whether a path is of an optimizer's param_groups, which may be flattened into names."""
+    return any(str(part).partition(".")[0] == "param_groups" for part in path)
+
+
 def near_names(index: CheckpointIndex, fqn: str) -> list[str]:
     """A few names that a person may have meant: those that contain it, or are spelled like it."""
     from difflib import get_close_matches  # late: it is for errors only

@@ -250,7 +250,7 @@ class _Joining:
         ask for the key. By itself, a part is no more than its tensors, and is read.
         """
         optim = [e for part in self.indexes for e in part.entries if e.section == "optim"]
-        if not optim or any(map(_is_of_groups, optim)):
+        if not optim or any(names.is_in_param_groups(entry.path) for entry in optim):
             return
         read = [path for path, _ in self.parts.main]
         yield IncompleteError(
@@ -271,11 +271,6 @@ class _Joining:
         if len(set(sizes.values())) > 1:
             said = [f"{os.path.basename(root)} by {size} ranks" for root, size in sizes.items()]
             yield f"Saved by different numbers of ranks: {', '.join(said)}. Are they of one save?"
-
-
-def _is_of_groups(entry: Entry) -> bool:
-    """Whether an entry is in an optimizer's param_groups, nested or flattened."""
-    return any(str(part).partition(".")[0] == "param_groups" for part in entry.path)
 
 
 def _under(container: str | None, index: CheckpointIndex) -> CheckpointIndex:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -158,8 +158,8 @@ def recognise(index: CheckpointIndex) -> Quantized:
             known, near = _sorted_out(group, packed, at_top=at_top)
             for name, one in known.items():
                 members.setdefault(module + name, Member(packed[one].name, module + one))
-            for higher in _above(module):
-                above.setdefault(higher, members[module + next(iter(packed))])
+            for higher in islice(_prefixes(module[:-1]), 2):
+                above.setdefault(f"{higher}.", members[module + next(iter(packed))])
             doubtful |= {module + name: module + one for name, one in near.items()}
     for fqn in tensors.keys() - members.keys() if above else ():
         module, _, leaf = fqn.rpartition(".")
@@ -200,11 +200,6 @@ def _prefixes(fqn: str) -> Iterator[str]:
         place = fqn.rfind(".", 0, place)
 
 
-def _above(module: str) -> Iterable[str]:
-    """The modules up to two levels above a module, each with its dot."""
-    return [f"{one}." for one in islice(_prefixes(module[:-1]), 2)]
-
-
 def _by_module(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
     """The tensors of each module (its name with the dot) by their names in it.
 
@@ -228,7 +223,8 @@ def _sorted_out(
     weights, doubtful = {name: name for name in packed}, {}
     for name in sorted(group.keys() - packed.keys()):
         near = max(packed, key=lambda one: (_alike(one, name), one))
-        if _is_of(name, packed[near]):
+        also = packed[near].also
+        if _is_scale(name) or (also and re.fullmatch(also, name)):
             weights[name] = near
         elif _is_doubtful(group[name], name, near, at_top=at_top):
             doubtful[name] = near
@@ -291,10 +287,6 @@ def _is_lone(entry: TensorEntry) -> bool:
     """Whether a tensor is a scale by its name alone; one of a cache is a single number."""
     match = _LONE.fullmatch(entry.fqn.rpartition(".")[2])
     return match is not None and (match["one"] is None or entry.numel == 1)
-
-
-def _is_of(name: str, family: _Family) -> bool:
-    return _is_scale(name) or bool(family.also and re.fullmatch(family.also, name))
 
 
 def _is_doubtful(entry: TensorEntry, name: str, packed: str, *, at_top: bool) -> bool:

@@ -274,13 +274,16 @@ def _metadata(value: object) -> Metadata:
             objects.add(fqn)
         else:
             raise UnreadableError(f"describes {fqn} as {shown(entry)}.")
+    meta = value.state.get("storage_meta")
     return Metadata(
         tensors,
         objects=frozenset(objects),
         storage=_storage(value.state.get("storage_data")),
         planner_data=_planner_data(value.state.get("planner_data")),
         version=_text(value.state.get("version")),
-        checkpoint_id=_checkpoint_id(value.state.get("storage_meta")),
+        checkpoint_id=_text(meta.state.get("checkpoint_id"))
+        if isinstance(meta, _StorageMeta)
+        else None,
     )
 
 
@@ -363,10 +366,6 @@ def _flat_path(value: object) -> tuple[str | int, ...]:
     if type(value) is not tuple or len(value) > 1000:
         raise UnreadableError(f"has {shown(value)} where a path should be.")
     return tuple(part if type(part) is int else as_name(part) for part in value)
-
-
-def _checkpoint_id(value: object) -> str | None:
-    return _text(value.state.get("checkpoint_id")) if isinstance(value, _StorageMeta) else None
 
 
 def _text(value: object) -> str | None:

@@ -134,7 +134,11 @@ class MergeTransform:
             works.append(work)
             origins = (*parts.base[name].origins, *factors.a.origins, *factors.b.origins)
             merged[name] = TransformedTensor(_entry_of(work), origins)
-        out = tuple(_merged_names(parts, merged))
+        every = parts.base | parts.saved | merged
+        out = tuple(
+            made._replace(entry=replace(made.entry, fqn=name, path=(name,)))
+            for name, made in sorted(every.items())
+        )
         return TransformResult(out, tuple(self._notes(parts)), works=tuple(works))
 
     def _merge(self, parts: AdapterParts, factors: Factors, *, path: str, turned: bool) -> Merge:
@@ -192,12 +196,3 @@ def _entry_of(work: Merge) -> TensorEntry:
 def _transposed(entry: TensorEntry) -> TensorEntry:
     view = views.transpose(views.view_of(entry))
     return replace(entry, shape=view.shape, chunks=view.chunks, layout=None)
-
-
-def _merged_names(
-    parts: AdapterParts, merged: dict[str, TransformedTensor]
-) -> Iterator[TransformedTensor]:
-    """Every tensor of the base model: merged, trained whole, or as it was."""
-    for name in sorted(parts.base.keys() | parts.saved.keys()):
-        made = merged.get(name) or parts.saved.get(name) or parts.base[name]
-        yield made._replace(entry=replace(made.entry, fqn=name, path=(name,)))

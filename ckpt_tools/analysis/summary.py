@@ -138,7 +138,7 @@ def placements_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> list[
     for entry in index.tensors:
         known = layout_of(entry, known_mesh)
         if known is not None:
-            counts[_in_words(known[0], known_mesh)] += 1
+            counts[_placements_text(known[0], known_mesh)] += 1
         elif len(entry.chunks) > 1:
             counts["cut in a way that no mesh explains"] += 1
         else:
@@ -146,7 +146,7 @@ def placements_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> list[
     return counts.most_common()
 
 
-def _in_words(layout: Layout, known_mesh: FoundMesh | None) -> str:
+def _placements_text(layout: Layout, known_mesh: FoundMesh | None) -> str:
     text = ", ".join(placement_names(layout))
     if known_mesh is None or layout.mesh == known_mesh.mesh:
         return text

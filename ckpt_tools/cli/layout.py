@@ -141,7 +141,7 @@ def _target(chosen: CheckpointIndex, before: Holdings) -> Holdings:
 
     wanted = asked.target()
     mesh, plan = wanted.mesh, plan_reshard(chosen, wanted)
-    say(mesh_spec.in_words(mesh, wanted.placements or mesh_spec.default_placements(mesh)))
+    say(mesh_spec.described(mesh, wanted.placements or mesh_spec.default_placements(mesh)))
     return after(before, mesh, {target.fqn: target.layout for target in plan.targets})
 
 

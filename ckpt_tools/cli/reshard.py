@@ -20,7 +20,7 @@ from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.mesh_spec import (
     default_placements,
-    in_words,
+    described,
 )
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.text import counted, format_size
@@ -148,7 +148,7 @@ def command(
     if dry_run and engine != "gather" and environment.is_follower():
         return  # rank 0 plans alone; to gather, each knows its own file only
     mesh = wanted.mesh
-    words = f"{to_mesh} = {in_words(mesh, wanted.placements or default_placements(mesh))}"
+    words = f"{to_mesh} = {described(mesh, wanted.placements or default_placements(mesh))}"
     say(words)
     request = Request(ckpt, engine, jobs, asked.reading(shaping.cuts()))
     job = Job(out, wanted, asked.writing(), ignore_bytes)

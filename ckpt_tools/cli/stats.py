@@ -118,10 +118,12 @@ def _anomaly_lines(statistics: Statistics) -> Iterator[str]:
         return
     yield ""
     yield render.heading("Suspicious regions: their edges are shard edges")
-    for odd in statistics.anomalies:
-        rank = "" if odd.rank is None else f", rank {odd.rank}"
-        where = f"{render.printable(odd.fqn)} {odd.box}{rank}, {render.printable(odd.path)}"
-        yield f"  {odd.kind}: {where}: {odd.detail}"
+    for anomaly in statistics.anomalies:
+        rank = "" if anomaly.rank is None else f", rank {anomaly.rank}"
+        where = (
+            f"{render.printable(anomaly.fqn)} {anomaly.box}{rank}, {render.printable(anomaly.path)}"
+        )
+        yield f"  {anomaly.kind}: {where}: {anomaly.detail}"
 
 
 def _json(root: str, statistics: Statistics) -> render.Json:
@@ -130,7 +132,7 @@ def _json(root: str, statistics: Statistics) -> render.Json:
         "path": root,
         "nonfinite": statistics.nonfinite,
         "tensors": {tensor.fqn: _tensor_json(tensor) for tensor in statistics.tensors},
-        "anomalies": [_anomaly_json(odd) for odd in statistics.anomalies],
+        "anomalies": [_anomaly_json(anomaly) for anomaly in statistics.anomalies],
     }
 
 
@@ -156,15 +158,15 @@ def _tensor_json(tensor: TensorStats) -> render.Json:
     }
 
 
-def _anomaly_json(odd: Anomaly) -> render.Json:
+def _anomaly_json(anomaly: Anomaly) -> render.Json:
     return {
-        "fqn": odd.fqn,
-        "kind": odd.kind,
-        "offsets": list(odd.box.offsets),
-        "sizes": list(odd.box.sizes),
-        "rank": odd.rank,
-        "path": odd.path,
-        "detail": odd.detail,
+        "fqn": anomaly.fqn,
+        "kind": anomaly.kind,
+        "offsets": list(anomaly.box.offsets),
+        "sizes": list(anomaly.box.sizes),
+        "rank": anomaly.rank,
+        "path": anomaly.path,
+        "detail": anomaly.detail,
     }
 
 

@@ -59,7 +59,7 @@ def check(
         result = formats.open_objects(formats.read_index(folder), files)
         wanted = _expected(written, source, result.format, files)
         seen = proof.KnownCrcs()
-        words = proof.same_tensors(
+        statement = proof.same_tensors(
             *(wanted, result, files),
             renamed={entry.fqn: entry.fqn for entry in wanted.tensors},
             dtypes={target.fqn: target.dtype for target in written.targets},
@@ -69,11 +69,11 @@ def check(
             on_bytes=on_bytes,
         )
         if own is None:
-            words += proof.same_objects(wanted, result, files)
-            words += proof.require_equal_replicas(source, files, threads=threads)
+            statement += proof.same_objects(wanted, result, files)
+            statement += proof.require_equal_replicas(source, files, threads=threads)
         else:
             source = _held_in(source, own)
-        return words + proof.require_undamaged(source, files, seen=seen, threads=threads)
+        return statement + proof.require_undamaged(source, files, seen=seen, threads=threads)
 
 
 def _expected(
@@ -115,9 +115,9 @@ def _held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:
     return replace(source, tensors=tuple(tensors), objects=objects)
 
 
-def record_in_headers(folder: str, plans: Iterable[FilePlan], words: str) -> None:
-    """Write the words into the field of each header that has one."""
-    text = words.encode("ascii", "replace")[:_ROOM].replace(b'"', b"'").replace(b"\\", b"/")
+def record_in_headers(folder: str, plans: Iterable[FilePlan], statement: str) -> None:
+    """Write the statement of what is proven into the field of each header that has one."""
+    text = statement.encode("ascii", "replace")[:_ROOM].replace(b'"', b"'").replace(b"\\", b"/")
     for plan in plans:
         for offset, known in plan.literals:
             place = known.find(UNPROVEN.encode())
@@ -127,14 +127,14 @@ def record_in_headers(folder: str, plans: Iterable[FilePlan], words: str) -> Non
                     file.write(text.ljust(_ROOM))
 
 
-def record_beside(folder: str, words: str, *, source: CheckpointIndex) -> None:
-    """Write the words into a JSON file in the folder."""
+def record_beside(folder: str, statement: str, *, source: CheckpointIndex) -> None:
+    """Write the statement of what is proven into a JSON file in the folder."""
     record = {
         "schema": "ckpt-tools/proof/1",
         "ckpt_tools": __version__,
         "source_format": source.format,
         "source_world_size": source.world_size,
-        "proof": words,
+        "proof": statement,
     }
     with open(os.path.join(folder, PROOF_FILE), "w", encoding="utf-8") as file:
         file.write(json.dumps(record, indent=2) + "\n")

@@ -11,7 +11,7 @@ from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.convert.arranging import digest_in, without_unopened
 from ckpt_tools.convert.write import Conversion, Locate, Plan
-from ckpt_tools.copying.origin import digest_of_reads, in_words
+from ckpt_tools.copying.origin import digest_of_reads, option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
@@ -101,18 +101,18 @@ class Export(Conversion[ExportPlan]):
             self.index, self.options, single_file=single_file, check=check, locate=locate
         )
 
-    def words(self, plan: ExportPlan) -> dict[str, str]:
+    def settings(self, plan: ExportPlan) -> dict[str, str]:
         """The options; of a map that is a function, what it gave."""
-        words = in_words(self.options)
+        settings = option_texts(self.options)
         if self.options.steps:
-            words["what the names map does"] = digest_of_reads(plan.files)
-        return words
+            settings["what the names map does"] = digest_of_reads(plan.files)
+        return settings
 
-    def record(self, plan: ExportPlan, folder: str, words: str) -> None:
+    def record(self, plan: ExportPlan, folder: str, statement: str) -> None:
         """Write the proof into the headers of safetensors files."""
         from ckpt_tools.convert import check as checking
 
-        checking.record_in_headers(folder, plan.files, words)
+        checking.record_in_headers(folder, plan.files, statement)
 
 
 def plan_export(

@@ -108,11 +108,11 @@ class Conversion(ABC, Generic[P]):
         """Plan it from headers alone; nothing is written. Raises what cannot be done."""
 
     @abstractmethod
-    def words(self, plan: P) -> dict[str, str]:
+    def settings(self, plan: P) -> dict[str, str]:
         """The options, as text that people can compare."""
 
     @abstractmethod
-    def record(self, plan: P, folder: str, words: str) -> None:
+    def record(self, plan: P, folder: str, statement: str) -> None:
         """Record in the output what was proven of it."""
 
 
@@ -150,7 +150,7 @@ def write(
     spec = atomic_output.OutputSpec(
         out,
         plan.files,
-        Origin.of(index, plan.files, conversion.words(plan)),
+        Origin.of(index, plan.files, conversion.settings(plan)),
         source=conversion.read,
         single_file=plan.single_file,
         resume=options.resume,
@@ -172,6 +172,8 @@ def _check(
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
     wanted = checking.Written(plan.targets, plan.objects, plan.tree)
     threads = conversion.write.threads
-    words = checking.check(written, wanted, source=plan.chosen, threads=threads, on_bytes=on_bytes)
-    conversion.record(plan, folder, words)
-    return (words,)
+    statement = checking.check(
+        written, wanted, source=plan.chosen, threads=threads, on_bytes=on_bytes
+    )
+    conversion.record(plan, folder, statement)
+    return (statement,)

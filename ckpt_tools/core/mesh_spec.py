@@ -120,7 +120,7 @@ def fsdp_order(mesh: Mesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     return (*outer, *inner)
 
 
-def in_words(mesh: Mesh, placements: Sequence[Placement]) -> str:
+def described(mesh: Mesh, placements: Sequence[Placement]) -> str:
     """For a person: ``dp_replicate=4 × dp_shard=8: Replicate, Shard(0)``."""
     names = mesh.names
     sizes = " × ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))

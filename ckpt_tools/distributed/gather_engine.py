@@ -103,7 +103,7 @@ def _check(
 
     with group.collective():
         plan = plan_reshard(index, job.options)
-        words = checking.check(
+        statement = checking.check(
             folder,
             checking.Written(plan.targets),
             source=plan.chosen,
@@ -111,8 +111,8 @@ def _check(
             own=own,
         )
     if group.rank == 0:
-        checking.record_beside(folder, words, source=index)
-    return words
+        checking.record_beside(folder, statement, source=index)
+    return statement
 
 
 def plan_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:

@@ -222,13 +222,13 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         return _with_states(tensor_parallel.read_index(place, cut, options), before)
     if not is_checkpoint(place):
         place = _only_one_inside(place)
-    index, told_by = _read_place(place, options)
+    index, shown_by = _read_place(place, options)
     framework = index.framework
     notes = list(index.notes)
     if paths.normal(place) != paths.normal(path):
         notes.insert(0, f"Reading {place}.")
-    if told_by is not None:
-        notes.append(f"Framework: {framework}, recognized by {told_by}.")
+    if shown_by is not None:
+        notes.append(f"Framework: {framework}, recognized by {shown_by}.")
     others = _beside(place, index)
     if others:
         shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
@@ -251,10 +251,10 @@ def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str 
             path: state for part in folder_parts.paths for path, state in _states(part).items()
         }
         index = parts.joined(folder_parts, lambda path: _read_part(path, options), options)
-        return _with_states(index, before), folder_parts.told_by
+        return _with_states(index, before), folder_parts.shown_by
     index = _with_states(_read_format(place, options), before)
-    framework, told_by = frameworks.framework(index)
-    return replace(index, framework=framework), told_by
+    framework, shown_by = frameworks.framework(index)
+    return replace(index, framework=framework), shown_by
 
 
 def _read_part(path: str, options: ReadOptions) -> CheckpointIndex:

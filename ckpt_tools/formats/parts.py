@@ -66,7 +66,7 @@ class FolderParts:
 
     root: str
     framework: str
-    told_by: str
+    shown_by: str
     main: tuple[tuple[str, str | None], ...]
     flat: tuple[tuple[str, str | None], ...] = ()
     closed: tuple[tuple[str, Path], ...] = ()
@@ -112,7 +112,7 @@ def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
     return FolderParts(
         root=folder,
         framework="transformers" if is_trainers else "accelerate",
-        told_by=shown_by,
+        shown_by=shown_by,
         main=tuple(main),
         flat=tuple((_at(folder, name), container) for container, name in flat.items()),
         closed=tuple(closed),

@@ -47,7 +47,7 @@ def anomalies_of(scan: Scan, files: Files) -> Iterator[Anomaly]:
     if len(scan.chunks) < 2:
         return
     for one in scan.chunks:
-        kind = _odd(one, scan)
+        kind = _kind_of(one, scan)
         if kind is not None:
             chunk = one.chunk
             yield Anomaly(
@@ -56,7 +56,7 @@ def anomalies_of(scan: Scan, files: Files) -> Iterator[Anomaly]:
     yield from _repeated(scan, files)
 
 
-def _odd(one: ChunkScan, scan: Scan) -> Kind | None:
+def _kind_of(one: ChunkScan, scan: Scan) -> Kind | None:
     """How a chunk differs from the rest of its tensor."""
     here, total = one.moments, scan.total
     if here.numel < _MIN_NUMEL:

@@ -144,14 +144,14 @@ def _is_other(item: str | Branch[str] | None, names_there: frozenset[str]) -> bo
 def _keys(path: Path, one: Branch[str], other: Branch[str]) -> Iterator[ContainerDiff]:
     """Keys of the same text and of different types."""
     theirs = dict(zip(other.parts(), other.keys or (), strict=False))
-    odd = [
+    unequal = [
         (key, theirs[part])
         for part, key in zip(one.parts(), one.keys or (), strict=False)
         if part in theirs and type(key) is not type(theirs[part])
     ]
-    if odd:
-        mine, others = zip(*odd[:_KEYS_SHOWN], strict=True)
-        more = "…" if len(odd) > _KEYS_SHOWN else ""
+    if unequal:
+        mine, others = zip(*unequal[:_KEYS_SHOWN], strict=True)
+        more = "…" if len(unequal) > _KEYS_SHOWN else ""
         a, b = (f"dict with {', '.join(map(repr, keys))}{more}" for keys in (mine, others))
         yield ContainerDiff(names.join(path), a, b)
 

@@ -97,14 +97,14 @@ def _add(
     away[x == y] = 0.0
     both_nan = np.isnan(x) & np.isnan(y)
     away[both_nan] = 0.0
-    odd = ~np.isfinite(away)
+    nonfinite = ~np.isfinite(away)
     if tolerance.is_bitwise:
         beyond = away != 0.0 if bits is None else bits
     else:
-        beyond = odd | (away > tolerance.atol + tolerance.rtol * np.abs(y))
+        beyond = nonfinite | (away > tolerance.atol + tolerance.rtol * np.abs(y))
     _count(sums, beyond, box)
-    sums.nan += int(np.count_nonzero(odd))
-    away[odd] = 0.0
+    sums.nan += int(np.count_nonzero(nonfinite))
+    away[nonfinite] = 0.0
     place = int(away.argmax())
     if float(away[place]) > sums.max_abs:
         sums.max_abs, sums.at = float(away[place]), _coordinates(place, box)

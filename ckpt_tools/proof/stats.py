@@ -79,10 +79,10 @@ def stats(
         return scan(entry, files, on_bytes=tally.add)
 
     scans = in_threads(one, located.tensors, threads=threads, nbytes=lambda entry: entry.nbytes)
-    odd = [anomaly for one in scans for anomaly in anomalies_of(one, files)]
+    anomalies = [anomaly for one in scans for anomaly in anomalies_of(one, files)]
     return Statistics(
         tensors=tuple(map(_stats, scans)),
-        anomalies=(*odd, *zero_row_anomalies(scans)),
+        anomalies=(*anomalies, *zero_row_anomalies(scans)),
     )
 
 

@@ -236,8 +236,8 @@ class AssetsTransform:
         """One line on the comparison. Raises AnswerNo."""
         faults = _faults(shapes, needed, ties)
         if not faults:
-            return f"Names and shapes are what the model needs, according to {needed.told_by}."
-        text = f"The tensors are not what {needed.told_by} needs:\n" + "\n".join(faults)
+            return f"Names and shapes are what the model needs, according to {needed.according_to}."
+        text = f"The tensors are not what {needed.according_to} needs:\n" + "\n".join(faults)
         if not self.allow_mismatch:
             raise AnswerNo(
                 text,

@@ -462,8 +462,8 @@ def _flat_state(state: Tree[Entry]) -> Iterator[tuple[Path, Entry]]:
     held: Branch[Entry] = state if isinstance(state, Branch) else list_of([state])
     listed = [path for path, branch in held.branches() if branch.keys is None]
     for path, entry in held.walk():
-        odd = isinstance(entry, ObjectEntry) and type(entry.value) not in (bool, int, float)
-        if odd or any(path[: len(above)] == above for above in listed):
+        is_other = isinstance(entry, ObjectEntry) and type(entry.value) not in (bool, int, float)
+        if is_other or any(path[: len(above)] == above for above in listed):
             raise UnsupportedError(
                 f"{entry.fqn}: torch flattens state of tensors, numbers and dicts only, and this "
                 "is another value, or in a list, or no parameter's.",

@@ -284,7 +284,7 @@ def test_transformers_tells_names_shapes_and_ties_without_allocating(tmp_path: P
     assert needed is not None
     assert needed.choices[0]["model.embed_tokens.weight"] == (1 << 17, 1 << 14)
     assert needed.ties == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert needed.told_by.startswith("LlamaForCausalLM of transformers")
+    assert needed.according_to.startswith("LlamaForCausalLM of transformers")
 
 
 def test_a_mixture_of_experts_may_come_in_one_tensor_or_one_by_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tools.cli import cli
 from ckpt_tools.convert.export import ExportOptions
-from ckpt_tools.copying.origin import in_words
+from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.transforms.lora import LoraConfig, MergeTransform
 
 REAL = DATA / "checkpoints"
@@ -448,7 +448,8 @@ def test_a_configuration_without_alpha_is_refused(tmp_path: Path, content: str) 
 
 def test_an_unfinished_merge_with_another_alpha_is_another_order() -> None:
     one, same, other = (
-        in_words(ExportOptions(steps=(MergeTransform(LoraConfig(alpha)),))) for alpha in (8, 8, 16)
+        option_texts(ExportOptions(steps=(MergeTransform(LoraConfig(alpha)),)))
+        for alpha in (8, 8, 16)
     )
     assert one == same
     assert one != other

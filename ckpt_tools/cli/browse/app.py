@@ -17,7 +17,7 @@ from textual.widgets import DataTable, Footer, Header, Input, Static, Tree
 from textual.worker import get_current_worker
 
 from ckpt_tools.cli import entries, show
-from ckpt_tools.cli.browse.sides import Arrangement, Sides, kinds, told_as
+from ckpt_tools.cli.browse.sides import Arrangement, Sides, kinds, status_text
 from ckpt_tools.cli.diff import HEADER
 from ckpt_tools.cli.diff import row as diff_row
 from ckpt_tools.cli.ls import Leaf, Node, joined, tree_of
@@ -141,7 +141,9 @@ class Entries(Tree[Shown]):
             entry, (status,) = shown.place.entry, counts
             cells = entries.row(entry, None)[1 : 3 if isinstance(entry, TensorEntry) else 2]
             colour = {"": "", "same": "green", "unknown": "yellow"}.get(status, "bold red")
-            return Text.assemble(("  ".join(["", *cells, ""]), "dim"), (told_as(status), colour))
+            return Text.assemble(
+                ("  ".join(["", *cells, ""]), "dim"), (status_text(status), colour)
+            )
         wrong = len(leaves) - counts[""] - counts["same"]
         if wrong:
             word = "differ" if self._sides.two else "damaged"

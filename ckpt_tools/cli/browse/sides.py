@@ -169,7 +169,7 @@ class Sides:
         if self.two:
             unknown = "same by headers; c compares the values"
             lines += [
-                f"  {told_as(status) or unknown}: {count:,}" for status, count in counts.items()
+                f"  {status_text(status) or unknown}: {count:,}" for status, count in counts.items()
             ]
         return "\n".join(lines)
 
@@ -210,7 +210,7 @@ class Sides:
         return "\n".join(map(printable, text.splitlines()[:_MOST_LINES]))
 
 
-def told_as(status: str) -> str:
+def status_text(status: str) -> str:
     """What a person reads for the status of a name; empty for what is not known yet."""
     return WORDS.get(status, status)
 

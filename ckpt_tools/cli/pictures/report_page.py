@@ -61,8 +61,8 @@ def _anomalies(anomalies: Sequence[Anomaly]) -> Iterator[str]:
         return
     yield '<h2 class="bad">Suspicious regions: their edges are shard edges</h2>'
     rows = [
-        (odd.kind, odd.fqn, str(odd.box), "-" if odd.rank is None else str(odd.rank), odd.detail)
-        for odd in anomalies[:500]
+        (one.kind, one.fqn, str(one.box), "-" if one.rank is None else str(one.rank), one.detail)
+        for one in anomalies[:500]
     ]
     yield from table(("KIND", "NAME", "BOX", "RANK", "DETAIL"), rows)
 

@@ -155,8 +155,8 @@ def compared(
     per_rank: list[str] = []
     for entry in index.tensors:
         replicas = ((chunk, data) for chunk in entry.chunks for data in chunk.replicas)
-        odd = next((data for chunk, data in replicas if items.differ(chunk, data)), None)
-        if odd is None:
+        differs = next((data for chunk, data in replicas if items.differ(chunk, data)), None)
+        if differs is None:
             tensors.append(entry)
         elif entry.section == "other" and len(entry.chunks) == 1:
             whole = entry.chunks[0]
@@ -164,7 +164,7 @@ def compared(
             per_rank.append(entry.fqn)
         else:
             tensors.append(entry)
-            differing[entry.fqn] = _rank(odd)
+            differing[entry.fqn] = _rank(differs)
     for item in index.objects:
         places = [_range(index.root, info) for info in twins.get((item.fqn, None), ())]
         if any(items.objects_differ(item, data) for data in places[1:]):

@@ -176,12 +176,12 @@ class _Flattening:
 
     def _has_parts(self, value: dict[object, object]) -> TypeGuard[dict[Key, object]]:
         """Whether the keys of a dict can be parts of a path; one that cannot is one value."""
-        odd = next((key for key in value if type(key) is not str and not is_key(key)), None)
-        if odd is None:
+        unusable = next((key for key in value if type(key) is not str and not is_key(key)), None)
+        if unusable is None:
             return True
         if any(self._holds(item, 0, tensors_only=True) for item in value.values()):
             raise UnsupportedError(
-                f"{self._where}: a dict of tensors has a key of type {_type_name(odd)}.",
+                f"{self._where}: a dict of tensors has a key of type {_type_name(unusable)}.",
                 hint="Save it again with names for keys.",
             )
         return False
@@ -265,12 +265,12 @@ class _Look:
         if not isinstance(value, _PLAIN_CONTAINERS) or len(value) > self.left:
             return _type_name(value)
         if not isinstance(value, dict):
-            return self._first_odd(value, depth)
+            return self._first_unusable(value, depth)
         if not all(map(is_key, value)):
             return _type_name(value)
-        return self._first_odd(value.values(), depth)
+        return self._first_unusable(value.values(), depth)
 
-    def _first_odd(self, values: Iterable[object], depth: int) -> str | None:
+    def _first_unusable(self, values: Iterable[object], depth: int) -> str | None:
         return next(filter(None, (self.odd_type(item, depth + 1) for item in values)), None)
 
 

@@ -106,19 +106,21 @@ def check_beside(config: LoraConfig, ckpt: str) -> None:
 
 def _refuse_others(said: Mapping[str, object], path: str) -> None:
     """Raise UnsupportedError, with their names, for settings that are not understood here."""
-    odd = [f"{key} = {value!r}" for key, value in said.items() if _is_odd(key, value)]
+    refused = [f"{key} = {value!r}" for key, value in said.items() if _is_unsupported(key, value)]
     if said.get("peft_type", "LORA") != "LORA":
-        odd = [f"peft_type = {said['peft_type']!r}"]
+        refused = [f"peft_type = {said['peft_type']!r}"]
     if "peft_type" not in said:  # another program's file, with settings of its own
-        odd = [one for one in odd if one.startswith(("use_", "lora_", "trainable_", "target_"))]
-    if odd:
+        refused = [
+            one for one in refused if one.startswith(("use_", "lora_", "trainable_", "target_"))
+        ]
+    if refused:
         raise UnsupportedError(
-            f"{path} is not plain LoRA, or is not supported here: {', '.join(odd)}.",
+            f"{path} is not plain LoRA, or is not supported here: {', '.join(refused)}.",
             hint="PEFT itself can merge or save it.",
         )
 
 
-def _is_odd(key: str, value: object) -> bool:
+def _is_unsupported(key: str, value: object) -> bool:
     """Whether a setting may change what the tensors mean: not known, and not off."""
     return key not in _UNDERSTOOD and bool(value) and (key, value) != ("bias", "none")
 

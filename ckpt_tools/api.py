@@ -94,7 +94,7 @@ class LazyTensor:
 
     @property
     def placements(self) -> tuple[str, ...] | None:
-        """How it lies on the checkpoint's mesh, for example ``("Shard(0)",)``; None if unknown."""
+        """Its placements on the checkpoint's mesh, e.g. ``("Shard(0)",)``; None if unknown."""
         known = summary.layout_of(self.entry, self._checkpoint.mesh)
         return None if known is None else tuple(summary.placement_names(known[0]))
 
@@ -134,7 +134,7 @@ Source = str | os.PathLike[str] | CheckpointIndex
 
 
 class Checkpoint:
-    """A checkpoint of which headers were read: ``len``, ``in``, iteration and ``[name]`` by names.
+    """A checkpoint whose headers were read: ``len``, ``in``, iteration and ``[name]`` by names.
 
     ``index`` is all that headers say. Of a tensor only the bytes that are asked for are read.
     """
@@ -144,7 +144,7 @@ class Checkpoint:
 
     @property
     def root(self) -> str:
-        """Where it lies."""
+        """Its path or address."""
         return self.index.root
 
     @property
@@ -169,7 +169,7 @@ class Checkpoint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of how it was read."""
+        """Notes for people on how it was read."""
         return self.index.notes
 
     @property
@@ -241,7 +241,7 @@ class Checkpoint:
         return isinstance(name, str) and bool(index.tensor(name) or index.object(name))
 
     def __getitem__(self, name: str) -> LazyTensor | PlainValue:
-        """A tensor, of which nothing is read before it is indexed, or the value of an object.
+        """A tensor that is read when it is indexed, or the value of an object.
 
         Raises NoSuchEntry, which is a KeyError, and what `read_value` raises.
         """

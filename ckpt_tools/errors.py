@@ -119,7 +119,7 @@ class CkptError(Exception):
 
 
 class UsageError(CkptError):
-    """An option or an argument cannot be meant as it was given."""
+    """An option or an argument makes no sense as given."""
 
     exit_code: ClassVar[int] = 2
 
@@ -129,7 +129,7 @@ class OutputExistsError(UsageError):
 
 
 class AnswerNo(CkptError):
-    """The question was understood, and its answer is no: differs, absent, not whole."""
+    """The answer is no: different, absent, not complete."""
 
     exit_code: ClassVar[int] = 1
 
@@ -168,7 +168,7 @@ class IncompleteError(CheckpointError):
 
 
 class UnsupportedError(CheckpointError):
-    """A layout or a type that is understood well enough to know that reading it would be wrong."""
+    """A layout or type that is known, and that would be read wrong."""
 
 
 class WriteError(CkptError):
@@ -178,11 +178,11 @@ class WriteError(CkptError):
 
 
 class PeerFailedError(WriteError):
-    """Another rank of the job has failed, or is gone without a word."""
+    """Another rank of the job has failed, or has gone silent."""
 
 
 class SourceChangedError(WriteError):
-    """The source changed while it was read, so that what was written may be of two saves."""
+    """The source changed while it was read: the output may mix two saves."""
 
 
 def reason_of(error: Exception) -> str:

@@ -52,7 +52,7 @@ def cut_of(entry: TensorEntry) -> Tiling | None:
 
 
 class Inference:
-    """A mesh that boxes speak of, and the layout on it of any of its tensors.
+    """The mesh that boxes imply, and the layout of any tensor on it.
 
     ``usual`` are the layouts that some tensors speak of without a doubt, most frequent first.
     """

@@ -68,7 +68,7 @@ class Inspection:
 
     @property
     def verdict(self) -> tuple[VerdictPart, ...]:
-        """The answer to what most people ask: whole, resumable, which step, how old."""
+        """The short answer: whole or not, resumable or not, step, age."""
         if self.saved is None:
             return self.state
         return (*self.state, VerdictPart(f"saved {ago(time.time() - self.saved)}"))

@@ -27,7 +27,7 @@ Unit = Literal["rank", "file"]
 
 
 class HeldBox(NamedTuple):
-    """A box, the numbers of those who hold it, and of the file it lies in (None for a target)."""
+    """A box, the numbers of its holders, and that of its file (None for a target)."""
 
     box: Box
     holders: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What `inspect` says of a checkpoint: an index in, facts in words and numbers out.
+"""What `inspect` says of a checkpoint: an index in, facts out.
 
 It opens no file and prints nothing. Facts that the format states are confirmed; what only the
 boxes tell is inferred, and says so.
@@ -107,7 +107,7 @@ class FileLoad(NamedTuple):
 
 
 def mesh_of(index: CheckpointIndex) -> FoundMesh | None:
-    """The mesh of the whole checkpoint, or None when nothing tells of one.
+    """The mesh of the whole checkpoint, or None when neither files nor boxes show one.
 
     Where tensors lie on several meshes and the format names no main one, it is the one with most
     dimensions, then the one of most tensors.
@@ -133,7 +133,7 @@ def layout_of(entry: TensorEntry, known_mesh: FoundMesh | None) -> tuple[Layout,
 
 
 def placements_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> list[tuple[str, int]]:
-    """How the tensors lie, in words, with how many lie so; most first."""
+    """Placements as text, with the number of tensors that have them; most first."""
     counts: Counter[str] = Counter()
     for entry in index.tensors:
         known = layout_of(entry, known_mesh)
@@ -200,7 +200,7 @@ def _sum(index: CheckpointIndex, section: Section) -> SectionSum:
 
 
 def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:
-    """Which optimizer the names of its state speak of, or None when there is no such state."""
+    """The optimizer, by the names of its state; None when there is no state."""
     names = {
         str(entry.path[-1]).rpartition(".")[2]
         for entry in index.tensors

@@ -1,4 +1,4 @@
-"""`ckpt-tools verify`: is a checkpoint complete, undamaged, and what it was?
+"""`ckpt-tools verify`: is a checkpoint complete, undamaged and unchanged?
 
 The command, and its report as lines for people and as JSON.
 """

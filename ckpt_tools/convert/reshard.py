@@ -55,7 +55,7 @@ from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_o
 
 @dataclass(frozen=True, slots=True)
 class ReshardOptions:
-    """The target: a mesh, how tensors lie on it, the format, and which tensors go along.
+    """The target: a mesh, the placements of tensors on it, the format, and which tensors to write.
 
     ``placements`` None means FSDP2's own; ``rules`` overrule them by name, the last match wins;
     ``like`` takes each tensor's layout from another checkpoint where that has one. ``steps`` change

@@ -112,7 +112,7 @@ class Grid:
 
 
 class GridChunks(Sequence[Chunk]):
-    """Chunks of which a format keeps the boxes once for many tensors."""
+    """Chunks whose boxes a format keeps once for many tensors."""
 
     __slots__ = ("grid",)
 
@@ -315,7 +315,7 @@ class CheckpointIndex:
         )
 
     def closed(self: _Index) -> _Index:
-        """The same checkpoint with each packed object of which all is there as the one it was."""
+        """The same checkpoint; packed objects whose entries are all there are one object again."""
         held = {entry.fqn for entry in self.entries}
         whole = [one for one in self.packed if one.held and one.held <= held]
         if not whole:
@@ -343,7 +343,7 @@ class CheckpointIndex:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Names that a problem speaks of and that have no entry, sorted: what went with a file."""
+        """Names that a problem is about and that have no entry, sorted: lost with a file."""
         named = frozenset().union(*(problem.about for problem in self.problems))
         if not named:
             return ()
@@ -450,7 +450,7 @@ def completed(tree: Branch[str], placed: Sequence[Placed]) -> Branch[str]:
 
 
 def replicas_differ(where: Mapping[str, str]) -> UnsupportedError:
-    """What to raise for tensors of which ranks disagree: by name, the rows and the ranks.
+    """The error for tensors that differ between ranks: by name, the rows and the ranks.
 
     It is the same wherever it is found: none of them is known to be right, so none is taken.
     """

@@ -95,7 +95,7 @@ def parse_rule(text: str, mesh: Mesh) -> PlaceRule:
 
 
 def default_placements(mesh: Mesh) -> tuple[Placement, ...]:
-    """How FSDP2 lies on this mesh: cut along dimension 0 by the data-parallel shard dimension.
+    """FSDP2's placements on this mesh: cut along dimension 0 by the data-parallel shard dimension.
 
     Dimensions of other names (tp, ep, …) replicate: what they cut is never guessed.
     """
@@ -121,7 +121,7 @@ def fsdp_order(mesh: Mesh, placements: Sequence[Placement]) -> tuple[int, ...]:
 
 
 def described(mesh: Mesh, placements: Sequence[Placement]) -> str:
-    """For a person: ``dp_replicate=4 × dp_shard=8: Replicate, Shard(0)``."""
+    """As text: ``dp_replicate=4 × dp_shard=8: Replicate, Shard(0)``."""
     names = mesh.names
     sizes = " × ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
     return f"{sizes}: {', '.join(map(str, placements))}"

@@ -1,4 +1,4 @@
-"""Names and sections: wrapper components, containers, and which entries a person means.
+"""Names and sections: wrapper components, containers, and the filters that choose entries.
 
 A path is the place of an entry in the nested state dict, e.g. ``("app", "model", "emb.weight")``;
 its fqn is the same joined by dots. A container is the part of a path above the parameter's own

@@ -129,7 +129,7 @@ def sources_of(index: CheckpointIndex) -> list[str]:
 
 
 def _beside(index: CheckpointIndex) -> list[str]:
-    """What lies beside a checkpoint and is of the same save: other parts of its framework's folder.
+    """What is beside a checkpoint and of the same save: other parts of its framework's folder.
 
     Not what this program is making there, or is about to replace.
     """
@@ -157,7 +157,7 @@ def folder_of_save(index: CheckpointIndex) -> str | None:
 
 
 def whole_of(index: CheckpointIndex) -> str | None:
-    """The folder of a save of which a checkpoint is but one part, spelled as its path is."""
+    """The folder of a save that a checkpoint is only a part of, spelled as its path is."""
     is_spread = index.framework in _SPREAD
     return (
         paths.folder_of(index.root) if is_spread and _is_part(paths.absolute(index.root)) else None

@@ -220,7 +220,7 @@ def _add(holes: list[Box], hole: Box) -> None:
 
 
 def describe(box: Box, shape: Sequence[int]) -> str:
-    """A box in words: ``rows 3:6 of 11``, or its slices."""
+    """A box as text: ``rows 3:6 of 11``, or its slices."""
     if not shape:
         return "its one value"
     if box == Box.whole(shape):

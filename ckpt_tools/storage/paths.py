@@ -232,7 +232,7 @@ def absolute(path: str) -> str:
 
 
 def folder_of(path: str) -> str:
-    """The folder that a path lies in, spelled as the path is."""
+    """The folder of a path, spelled as the path is."""
     if is_address(path):
         return path.rstrip("/").rpartition("/")[0]
     return os.path.normpath(os.path.join(path, os.pardir))

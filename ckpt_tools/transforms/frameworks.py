@@ -164,7 +164,7 @@ class _Job(NamedTuple):
         return 1 if named is None else named
 
     def named_step(self) -> int | None:
-        """The step in the name of a folder that the source lies in, the nearest first."""
+        """The step in the name of a folder above the source, the nearest first."""
         for part in reversed(os.path.abspath(self.source.root).split(os.sep)):
             match = _STEP.fullmatch(part)
             if match:

@@ -122,7 +122,7 @@ def _count(states: _States) -> str:
 
 
 def _states(index: CheckpointIndex) -> dict[str, _States]:
-    """All states of ranks, by what a person calls them."""
+    """All states of ranks, by the names that people use for them."""
     by_name: dict[str, _States] = {}
     for entry in index.entries:
         mark = _mark_of(entry.path) if entry.section == "other" else None
@@ -137,7 +137,7 @@ def _states(index: CheckpointIndex) -> dict[str, _States]:
 
 
 def _mark_of(path: Path) -> _Mark | None:
-    """The outermost part of a path that tells of a rank."""
+    """The outermost part of a path that names a rank."""
     for depth, part in enumerate(path):
         own = _DATA_PARALLEL.fullmatch(str(part))
         if own is not None:

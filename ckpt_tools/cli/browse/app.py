@@ -89,7 +89,7 @@ class Entries(Tree[Shown]):
         self.refresh()
 
     def on_tree_node_expanded(self, event: Tree.NodeExpanded[Shown]) -> None:
-        """Add what lies below a part when it is opened first."""
+        """Add what is below a part when it is first opened."""
         self._fill(event.node)
 
     def _fill(self, node: TreeNode[Shown], *, every: bool = False) -> None:

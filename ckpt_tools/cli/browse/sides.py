@@ -55,7 +55,7 @@ class Sides:
 
     @cached_property
     def _damaged(self) -> frozenset[str]:
-        """Names that a problem speaks of."""
+        """Names that a problem is about."""
         problems = [problem.about for index in self.indexes for problem in index.problems]
         return frozenset().union(*problems)
 
@@ -211,7 +211,7 @@ class Sides:
 
 
 def status_text(status: str) -> str:
-    """What a person reads for the status of a name; empty for what is not known yet."""
+    """The text for the status of a name; empty when it is not known yet."""
     return WORDS.get(status, status)
 
 

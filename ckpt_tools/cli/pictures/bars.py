@@ -175,7 +175,7 @@ def _facts(row: fold.Row, *, moved: int | None, damaged: frozenset[str]) -> str:
 
 
 def _bar(titled: Side, held: HeldTensor, *, fits: bool) -> str:
-    """The pieces of a tensor where they lie, with who holds them; in words where they are many."""
+    """The pieces of a tensor in place, with their holders; a sentence when they are many."""
     title, side = titled
     lead = f'<small class="quiet">{title}</small> ' if title else ""
     if not held.pieces:

@@ -25,7 +25,7 @@ def items_of(
 
 
 def as_read(tree: Branch[L], *, is_tensor: Callable[[L], bool]) -> Branch[L]:
-    """The tree as it is read back from a DCP directory, where paths are all that tells of it."""
+    """The tree as it is read back from a DCP directory, which stores only paths."""
     made: Branch[L | Branch[L]] = of_paths(items_of(tree, is_tensor=is_tensor))
     return made  # type: ignore[return-value]  # a leaf that is a container is one of the tree
 

@@ -157,7 +157,7 @@ class _Tensors:
 
 
 class _Names:
-    """The globals of a pickle of which only plain values are wanted."""
+    """The globals of a pickle from which only plain values are wanted."""
 
     def __init__(self) -> None:
         self._opaque: dict[str, type[OpaqueObject]] = {}

@@ -42,7 +42,7 @@ _FLAT_SHARDS = (
 @dataclass(slots=True)
 class Gathered:
     """What the ranks hold, by the path of the entry, in the order of the ranks, and their trees
-    in one; ``clashes`` are problems of trees that do not go into one.
+    in one; ``clashes`` are problems of trees that do not fit together.
     """
 
     tensors: dict[Path, list[RankTensor]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Gathered:
             self.clashes.append(clash)
 
 
-class Entries(NamedTuple):
+class RankEntries(NamedTuple):
     """Entries sorted by name, and what is to be said of them."""
 
     tensors: tuple[TensorEntry, ...]
@@ -78,7 +78,7 @@ class Entries(NamedTuple):
     tree: Branch[str]
 
 
-def entries_of(gathered: Gathered, files: Files) -> Entries:
+def entries_of(gathered: Gathered, files: Files) -> RankEntries:
     """The entries of all ranks' files; ``files`` is read only to compare small replicas.
 
     What each rank has its own value of becomes a dict of them, ``rank_0``, ``rank_1``…
@@ -110,7 +110,7 @@ def entries_of(gathered: Gathered, files: Files) -> Entries:
         else:
             objects.append(_object(path, held[0], sections[path]))
     report.per_rank.extend(apart)
-    return Entries(
+    return RankEntries(
         tuple(sorted(tensors, key=lambda entry: entry.fqn)),
         tuple(sorted(objects, key=lambda entry: entry.fqn)),
         (*gathered.clashes, *report.problems()),

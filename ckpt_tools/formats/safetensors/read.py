@@ -124,7 +124,7 @@ def read_index(
 
 
 def _read_single(reading: _IndexBuilder, place: StoragePath, files: Files) -> CheckpointIndex:
-    """One file by itself, whatever else lies beside it."""
+    """One file by itself, whatever else is in its folder."""
     _read_parts(reading, [str(place)], files)
     if not reading.parts:
         raise reading.problems[0]

@@ -149,7 +149,7 @@ class _Table:
             )
 
     def text(self, key: str, default: str) -> str:
-        """A string, or what stands for one that does not exist; a whole number is taken for one."""
+        """A string, or the default for one that does not exist; an integer counts as one."""
         value = self._content.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (str, int)):
             raise self._wrong(key, "a string")

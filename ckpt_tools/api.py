@@ -196,10 +196,9 @@ class Checkpoint:
 
     def inspect(self) -> Inspection:
         """What it is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
-        index = self.index
-        there = (file.path for file in index.files if file.length is not None)
-        step = None if is_address(index.root) else summary.step_of(index, self._value)
-        return inspection.inspect(index, step=step, saved=last_written(there))
+        there = (file.path for file in self.index.files if file.length is not None)
+        step = None if is_address(self.root) else summary.step_of(self.index, self._value)
+        return inspection.inspect(self.index, step=step, saved=last_written(there))
 
     def verify(self) -> VerifyReport:
         """Read every byte once and say what is damaged."""
@@ -319,8 +318,8 @@ class Checkpoint:
 
     def _value(self, entry: Entry) -> object:
         """The value of an object or of a tensor with one element."""
-        is_object = isinstance(entry, ObjectEntry)
-        return self.read_value(entry.fqn) if is_object else self.read(entry.fqn).item()
+        fqn = entry.fqn
+        return self.read_value(fqn) if self.index.object(fqn) else self.read(fqn).item()
 
     def _bytes(self, entry: TensorEntry, box: Box) -> bytearray:
         """The packed elements of a box. Raises what is wrong with the tensor."""

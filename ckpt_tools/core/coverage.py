@@ -133,7 +133,8 @@ def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> 
         active = [box for box in active if box.offsets[dim] + box.sizes[dim] > start]
         while waiting and waiting[-1].offsets[dim] <= start:
             active.append(waiting.pop())
-        flaw = _first_flaw([_drop(box, dim) for box in active], _without(shape, dim))
+        faces = [Box(_without(box.offsets, dim), _without(box.sizes, dim)) for box in active]
+        flaw = _first_flaw(faces, _without(shape, dim))
         if flaw is not None:
             return _Flaw(
                 flaw.times,
@@ -145,7 +146,3 @@ def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> 
 
 def _without(values: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*values[:dim], *values[dim + 1 :])
-
-
-def _drop(box: Box, dim: int) -> Box:
-    return Box(_without(box.offsets, dim), _without(box.sizes, dim))

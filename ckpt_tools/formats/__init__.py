@@ -18,6 +18,7 @@ from ckpt_tools.core.index import (
     LocatedIndex,
     ObjectEntry,
 )
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError, paths_instead
 from ckpt_tools.formats import (
     dcp,
@@ -229,10 +230,10 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         notes.insert(0, f"Reading {place}.")
     if shown_by is not None:
         notes.append(f"Framework: {framework}, recognized by {shown_by}.")
-    others = _beside(place, index)
+    others = frameworks.beside(place, [file.path for file in index.files], is_checkpoint)
+    others = [name for name in others if not any(name in note for note in index.notes)]
     if others:
-        shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-        notes.append(f"Beside it, and not read: {shown}.")
+        notes.append(f"Beside it, and not read: {some(others, 5)}.")
     return replace(index, notes=tuple(notes))
 
 
@@ -250,18 +251,15 @@ def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str 
         before |= {
             path: state for part in folder_parts.paths for path, state in _states(part).items()
         }
-        index = parts.joined(folder_parts, lambda path: _read_part(path, options), options)
+
+        def read(path: str) -> CheckpointIndex:  # a part, or rank files that a glob chooses
+            return (_read_format if paths.exists(path) else _read_glob)(path, options)
+
+        index = parts.joined(folder_parts, read, options)
         return _with_states(index, before), folder_parts.shown_by
     index = _with_states(_read_format(place, options), before)
     framework, shown_by = frameworks.framework(index)
     return replace(index, framework=framework), shown_by
-
-
-def _read_part(path: str, options: ReadOptions) -> CheckpointIndex:
-    """The index of a checkpoint, or of rank files that a glob chooses."""
-    if not paths.exists(path):
-        return _read_glob(path, options)
-    return _read_format(path, options)
 
 
 def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
@@ -271,13 +269,6 @@ def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
             f"{path} is not a checkpoint of a known format.", hint=frameworks.SUPPORTED
         )
     return form.read_index(path, options=options)
-
-
-def _beside(place: str, index: CheckpointIndex) -> list[str]:
-    """Other checkpoints in the folder that was read, unless a note names them."""
-    read = [file.path for file in index.files]
-    names = frameworks.beside(place, read, is_checkpoint)
-    return [name for name in names if not any(name in note for note in index.notes)]
 
 
 def _states(place: str) -> dict[str, FileState]:

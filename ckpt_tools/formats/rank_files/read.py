@@ -13,7 +13,7 @@ value is compared.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.coverage import uncovered
@@ -189,7 +189,8 @@ class IndexBuilder:
         entries = entries_of(self.gathered, self.files)
         spared = [f for f in families if replica_groups.are_whole(f, world, entries.tensors)]
         needed = [family for family in families if family not in spared]
-        missing = list(_missing(needed, world))
+        absent = {f: set(range(world)) - {file.rank for file in f.files} for f in needed}
+        missing = [family.path_of(rank) for family in needed for rank in sorted(absent[family])]
         problems = [
             *(error.concerning(self._names(family, families)) for family, error in self.broken),
             *self.ranks.problems(families, world),
@@ -223,10 +224,3 @@ class IndexBuilder:
     def _names(self, family: Family, families: Sequence[Family]) -> Collection[str]:
         """The entries that a fault of one family damages; none are named when that is all."""
         return self.held.get(family.pattern, ()) if len(families) > 1 else ()
-
-
-def _missing(families: Sequence[Family], world: int) -> Iterator[str]:
-    """Where the files of missing ranks should be."""
-    for family in families:
-        have = {file.rank for file in family.files}
-        yield from (family.path_of(rank) for rank in range(world) if rank not in have)

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.index import CheckpointIndex, FileEntry, ObjectEntry, TensorEntry
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.numbered import (
     NUMBERED,
     Index,
     gaps_in_numbers,
-    listing,
     parse_index,
 )
 from ckpt_tools.formats.options import ReadOptions
@@ -67,7 +67,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         return reading.index(None)
     if len(listed) > 1 and is_folder:
         raise CheckpointError(
-            f"{folder} holds {len(listed)} checkpoints: {listing(listed)}.",
+            f"{folder} holds {len(listed)} checkpoints: {some(listed, 3)}.",
             hint=f"Name one of them: {folder}/{listed[0]}",
         )
     with Files() as files:
@@ -118,7 +118,7 @@ class _IndexBuilder:
                 held -= set(doubles)
                 self.problems.append(
                     CheckpointError(
-                        f"{where[doubles[0]]} and {part.root} both hold {listing(doubles)}.",
+                        f"{where[doubles[0]]} and {part.root} both hold {some(doubles, 3)}.",
                         hint="They are files of two saves: move those of the other away.",
                         about=doubles,
                     )

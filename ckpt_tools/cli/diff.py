@@ -63,8 +63,12 @@ _PARAMS = [
     click.Option(
         ["--header-only"], is_flag=True, help="Compare names, types and shapes, no values."
     ),
-    click.Option(["--rtol"], type=click.FloatRange(min=0), default=0.0, help="Relative tolerance."),
-    click.Option(["--atol"], type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance."),
+    *(
+        click.Option(
+            [f"--{name}"], metavar="X", type=click.FloatRange(min=0), default=0.0, help=text
+        )
+        for name, text in (("rtol", "Relative tolerance."), ("atol", "Absolute tolerance."))
+    ),
     click.Option(
         ["--ignore-dtypes"], is_flag=True, help="Equal values of different types count as equal."
     ),

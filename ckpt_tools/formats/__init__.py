@@ -55,7 +55,7 @@ __all__ = [
     "locate_later",
     "located_in",
     "named",
-    "object_bytes",
+    "object_digests",
     "of_step",
     "open_object",
     "open_objects",
@@ -232,11 +232,11 @@ def copyable_objects(index: Index, files: Files) -> Index:
     return index
 
 
-def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
-    """The bytes that make up the value of an unopened object: equal bytes are equal values."""
+def object_digests(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
+    """SHA-256 of the bytes that make up an unopened object: equal bytes are equal values."""
     if entry.codec is None:
         return None
-    found = (form.object_bytes(entry, files) for form in FORMATS)
+    found = (form.object_digests(entry, files) for form in FORMATS)
     return next((one for one in found if one is not None), None)
 
 

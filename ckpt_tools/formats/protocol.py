@@ -123,8 +123,8 @@ class Format(ABC):
         """The same index with unopened objects as bytes that a writer can copy."""
         return index
 
-    def object_bytes(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
-        """The bytes that make up the value of an unopened object, by name; None when unknown.
+    def object_digests(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
+        """SHA-256 of the bytes that make up an unopened object, by part; None when unknown.
 
         Equal bytes are equal values. Any object may come, also one of another format.
         """

@@ -52,10 +52,10 @@ class Dcp(Format):
 
         return objects.copyable_objects(index, files)
 
-    def object_bytes(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:  # noqa: D102
+    def object_digests(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:  # noqa: D102
         from ckpt_tools.formats.dcp import objects
 
-        return objects.object_bytes(entry, files)
+        return objects.object_digests(entry, files)
 
     def rank_of(self, path: str) -> int | None:  # noqa: D102
         from ckpt_tools.formats.dcp import checks

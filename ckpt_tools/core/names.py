@@ -1,4 +1,4 @@
-"""Names and sections: wrapper components, containers, and which entries a person means.
+"""Names and sections: wrapper components, containers, and the filters that choose entries.
 
 A path is the place of an entry in the nested state dict, e.g. ``("app", "model", "emb.weight")``;
 its fqn is the same joined by dots. A container is the part of a path above the parameter's own
@@ -58,16 +58,16 @@ def container_of(paths: Iterable[Path]) -> dict[Path, Section]:
     when its last component is one of the names that frameworks use, and all components before it
     are outer containers.
     """
-    found: dict[Path, Section] = {}
+    containers: dict[Path, Section] = {}
     for path in paths:
         for depth, part in enumerate(path[:-1]):
             name = str(part)
             if name in _MODEL or name in _OPTIM:
-                found[path[: depth + 1]] = "model" if name in _MODEL else "optim"
+                containers[path[: depth + 1]] = "model" if name in _MODEL else "optim"
                 break
             if name not in _OUTER:
                 break
-    return found
+    return containers
 
 
 def classify(
@@ -198,8 +198,13 @@ def _may_hold(lost: str, section: Section) -> bool:
     return section == "other" or not is_other
 
 
+def is_in_param_groups(path: Path) -> bool:
+    """Whether a path is of an optimizer's param_groups, which may be flattened into names."""
+    return any(str(part).partition(".")[0] == "param_groups" for part in path)
+
+
 def near_names(index: CheckpointIndex, fqn: str) -> list[str]:
-    """A few names that a person may have meant: those that contain it, else those spelled alike."""
+    """A few names that a person may have meant: those that contain it, or are spelled like it."""
     from difflib import get_close_matches  # late: it is for errors only
 
     names = [entry.fqn for entry in index.tensors] + [entry.fqn for entry in index.objects]

@@ -211,9 +211,9 @@ class Finder:
             return ()
         chunks, solid = self.entry.chunks, self._solid
         parts = solid.all() if box.sizes == self.entry.shape else solid.parts(box)
-        found = tuple(ReadItem(chunks[at], part) for at, part in parts)
-        self._require(sum(read.box.numel for read in found), box)
-        return found
+        reads = tuple(ReadItem(chunks[at], part) for at, part in parts)
+        self._require(sum(read.box.numel for read in reads), box)
+        return reads
 
     def _require(self, covered: int, box: Box) -> None:
         if covered != box.numel:
@@ -229,8 +229,8 @@ def placed_tree(
 ) -> Branch[Target | ObjectEntry]:
     """What is to be written, in the containers that ``tree`` has for the names; see `completed`."""
     placed: list[Target | ObjectEntry] = [*targets, *objects]
-    found = {one.fqn: one for one in placed}
-    return completed(tree, placed).map(found.__getitem__)
+    by_fqn = {one.fqn: one for one in placed}
+    return completed(tree, placed).map(by_fqn.__getitem__)
 
 
 def object_entry_as_tensor(entry: ObjectEntry) -> TensorEntry:

@@ -84,12 +84,17 @@ class Branch(Generic[L]):
 
     def walk(self) -> Iterator[tuple[Path, L]]:
         """Each leaf after its path, in the order of the state dict."""
+        every: Iterator[tuple[Path, L | Branch[L]]] = self.walk_to(lambda _: False)
+        return every  # type: ignore[return-value]  # no branch is an end of it
+
+    def walk_to(self, is_end: Callable[[Branch[L]], bool]) -> Iterator[tuple[Path, L | Branch[L]]]:
+        """The same, but that a branch below this one may be an end as it is."""
         above: Path
         waiting: list[tuple[Path, Iterator[tuple[str | int, Tree[L]]]]] = [((), self.pairs())]
         while waiting:
             above, rest = waiting[-1]
             for part, item in rest:
-                if isinstance(item, Branch):
+                if isinstance(item, Branch) and not is_end(item):
                     waiting.append(((*above, part), item.pairs()))
                     break
                 if item is not None:
@@ -274,13 +279,13 @@ class _Inner(dict[str | int, object]):
 def _settled(root: dict[str | int, object]) -> Branch[L]:
     """Containers by the parts in them, the inner ones first."""
     waiting: list[tuple[Path, dict[str | int, object]]] = [((), root)]
-    found: list[tuple[Path, dict[str | int, object]]] = []
+    containers: list[tuple[Path, dict[str | int, object]]] = []
     while waiting:
         path, container = waiting.pop()
-        found.append((path, container))
+        containers.append((path, container))
         waiting += [((*path, p), i) for p, i in container.items() if type(i) is _Inner]
     made: dict[int, Branch[L]] = {}
-    for path, container in reversed(found):
+    for path, container in reversed(containers):
         items = [made[id(i)] if type(i) is _Inner else i for i in container.values()]
         made[id(container)] = _container(path, list(container), items)  # type: ignore[arg-type]
     return made[id(root)]

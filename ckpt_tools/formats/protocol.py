@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.layout import Mesh
@@ -43,7 +43,7 @@ class Checksummed(NamedTuple):
     record: ByteRange | None = None
 
 
-class Part(NamedTuple):
+class ChecksumPart(NamedTuple):
     """A part of a checkpoint that one thread checks, of about ``nbytes``.
 
     ``open`` finds the bytes and their CRCs, and may read for it; if it raises, ``data`` is damaged.
@@ -134,7 +134,7 @@ class Format(ABC):
         """The rank that wrote a file, as its name says."""
         return None
 
-    def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[Part]:
+    def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[ChecksumPart]:
         """All byte ranges of a checkpoint that `verify` reads, with their checksums.
 
         ``index`` is as its reader gave it. Files that are not there are left out.
@@ -173,15 +173,39 @@ class Format(ABC):
         raise UnsupportedError(f"{self.label}: this format is read, and never written.")
 
 
+class Reader(Protocol):
+    """The module of a format's package that reads it."""
+
+    def matches(self, path: str) -> bool: ...  # noqa: D102 (as in Format)
+
+    def read_index(self, path: str, *, options: ReadOptions = ...) -> CheckpointIndex: ...  # noqa: D102
+
+
+class PackageFormat(Format):
+    """A format with a reader in a module of its own, which is imported when it is asked."""
+
+    @abstractmethod
+    def reader(self) -> Reader:
+        """That module."""
+
+    def matches(self, path: str) -> bool:  # noqa: D102
+        return self.reader().matches(path)
+
+    def read_index(  # noqa: D102
+        self, path: str, *, options: ReadOptions = ReadOptions()
+    ) -> CheckpointIndex:
+        return self.reader().read_index(path, options=options)
+
+
 def lengths_of(index: CheckpointIndex) -> dict[str, int]:
     """The length in bytes of each file of a checkpoint that is there."""
     return {file.path: file.length for file in index.files if file.length is not None}
 
 
-def plain_parts(path: str, length: int) -> Iterator[Part]:
+def plain_parts(path: str, length: int) -> Iterator[ChecksumPart]:
     """A file without checksums, in parts of 64 MiB."""
     for data in cut(ByteRange(path, 0, length), PART_BYTES):
-        yield Part(data, data.length, partial(iter, (Checksummed(data),)))
+        yield ChecksumPart(data, data.length, partial(iter, (Checksummed(data),)))
 
 
 def cut(data: ByteRange, most: int) -> Iterator[ByteRange]:

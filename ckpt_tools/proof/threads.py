@@ -5,7 +5,6 @@ Reading, hashing and numpy all release the GIL. What the work is, is not known h
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -66,22 +65,3 @@ def _groups(items: Sequence[Item], nbytes: Callable[[Item], int]) -> list[list[i
         group.append(place)
         left -= size + 4096  # opening an item costs something, too
     return groups
-
-
-class Tally:
-    """Passes numbers of bytes from any thread on to one callback."""
-
-    def __init__(self, on_bytes: Callable[[int], None]) -> None:
-        self._on_bytes = on_bytes
-        self._lock = threading.Lock()
-        self.total = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count these bytes and call the callback."""
-        with self._lock:
-            self.total += nbytes
-            self._on_bytes(nbytes)
-
-
-def ignore_bytes(nbytes: int) -> None:
-    """No-op progress callback."""

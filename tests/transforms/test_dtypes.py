@@ -72,7 +72,7 @@ def test_a_cast_of_what_may_belong_to_a_quantized_weight_is_refused_with_ways_ou
     with pytest.raises(UsageError, match=r"l\.other stands beside l\.weight") as caught:
         chosen_dtypes(some, BF16, ())
     hint = str(caught.value.hint)
-    assert all(way in hint for way in ("Leave --dtype away", "--dtype-for", "--exclude"))
+    assert all(way in hint for way in ("Leave --dtype out", "--dtype-for", "--exclude"))
     assert chosen_dtypes(some, FP32, ())[0]["l.other"] == FP32
     for way in (BF16, None):
         found, _ = chosen_dtypes(some, BF16, (("l.other", way),))

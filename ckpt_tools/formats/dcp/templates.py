@@ -34,7 +34,7 @@ _AHEAD = 16 << 20
 _MAX_WINDOW = 64 << 10
 
 
-class Found(NamedTuple):
+class ItemContents(NamedTuple):
     """What an item is: the tensor that it says it holds, and where its bytes lie in the item.
 
     ``strides`` are None for elements that are packed row-major.
@@ -52,7 +52,7 @@ class Template(NamedTuple):
     head: bytes
     tail_at: int
     parts: tuple[tuple[int, bytes], ...]
-    found: Found
+    found: ItemContents
 
 
 class Templates:
@@ -93,12 +93,12 @@ class Templates:
             yield ByteRange(path, offset, edge)
             yield ByteRange(path, offset + length - edge, edge)
 
-    def find(self, item: ByteRange) -> Found | None:
+    def find(self, item: ByteRange) -> ItemContents | None:
         """What an item is, when it is like one that was learned."""
         path, offset, length = item
         # Of large items, only the end of one and the beginning of the next are worth reading.
         ahead = self._window if length <= self._window else 2 * _MAX_FRAME
-        for head, tail_at, parts, found in self._known.get(length, ()):
+        for head, tail_at, parts, place in self._known.get(length, ()):
             block, at = self._block(path, offset, len(head), ahead=ahead)
             if not block.startswith(head, at):
                 continue
@@ -107,12 +107,12 @@ class Templates:
                 if not block.startswith(data, at + start):
                     break
             else:
-                return found
+                return place
         return None
 
-    def learn(self, item: ByteRange, archive: Archive, found: Found) -> None:
+    def learn(self, item: ByteRange, archive: Archive, place: ItemContents) -> None:
         """Remember an item that was read, when little stands around its elements."""
-        record = f"data/{found.stored.storage.key}"
+        record = f"data/{place.stored.storage.key}"
         start, length = archive.record(record).offset - item.offset, archive.record(record).length
         tail_at = start + length
         templates = self._known.setdefault(item.length, [])
@@ -127,7 +127,7 @@ class Templates:
         head = self._take(item.path, item.offset, start)
         tail = self._take(item.path, item.offset + tail_at, item.length - tail_at)
         inside = [(a - tail_at, b - tail_at) for a, b in holes if a >= tail_at]
-        templates.append(Template(head, tail_at, tuple(_around(tail, inside)), found))
+        templates.append(Template(head, tail_at, tuple(_around(tail, inside)), place))
 
     def _take(self, path: str, offset: int, length: int) -> bytes:
         block, at = self._block(path, offset, length, ahead=self._window)

@@ -10,7 +10,7 @@ from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.protocol import (
     PART_BYTES,
     Checksummed,
-    Part,
+    ChecksumPart,
     cut,
     lengths_of,
     plain_parts,
@@ -25,7 +25,7 @@ _EDGE = 64 << 10
 _PART_BYTES = PART_BYTES
 
 
-def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[Part]:
+def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     """The archives of a checkpoint; a file of torch.save's old format has no checksums."""
     for path, length in lengths_of(index).items():
         if sniff(files.read(path, 0, min(512, length))) == "zip":
@@ -34,25 +34,25 @@ def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[Part]:
             yield from plain_parts(path, length)
 
 
-def parts_of_archive(data: ByteRange, files: Files) -> Iterator[Part]:
+def parts_of_archive(data: ByteRange, files: Files) -> Iterator[ChecksumPart]:
     """An archive as one part; a large one in parts of about 64 MiB, when it can be opened."""
     if data.length <= _PART_BYTES:
-        yield Part(data, data.length, partial(records, files, data))
+        yield ChecksumPart(data, data.length, partial(records, files, data))
         return
     groups: list[list[str]] = [[]]
     left = _PART_BYTES
     try:
         archive = _Edges(files, data).archive()
-        found = [(name, archive.record(name)) for name in archive.names]
+        named = [(name, archive.record(name)) for name in archive.names]
     except CheckpointError:
-        yield Part(data, data.length, partial(records, files, data))
+        yield ChecksumPart(data, data.length, partial(records, files, data))
         return
-    for name, (offset, length, crc) in found:
+    for name, (offset, length, crc) in named:
         record = ByteRange(data.path, offset, length)
         if crc is not None and length > _PART_BYTES:
             for part in cut(record, _PART_BYTES):
                 one = Checksummed(part, crc, f"record {name!r}", record=record)
-                yield Part(part, part.length, partial(iter, (one,)))
+                yield ChecksumPart(part, part.length, partial(iter, (one,)))
             continue
         if left <= 0:
             groups.append([])
@@ -61,7 +61,7 @@ def parts_of_archive(data: ByteRange, files: Files) -> Iterator[Part]:
         left -= length
     for group in groups:
         if group:
-            yield Part(data, _PART_BYTES, partial(records, files, data, only=group))
+            yield ChecksumPart(data, _PART_BYTES, partial(records, files, data, only=group))
 
 
 def records(

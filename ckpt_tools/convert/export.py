@@ -6,12 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.convert.arranging import digest_in, without_unopened
 from ckpt_tools.convert.write import Conversion, Locate, Plan
-from ckpt_tools.copying.origin import digest_of_reads, option_texts
+from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
@@ -22,7 +23,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.names import select
-from ckpt_tools.core.plan import Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.storage.paths import normal
@@ -96,7 +97,7 @@ class Export(Conversion[ExportPlan]):
         check = self.write.check
         if self.options.layout is not None:
             _refuse_with_layout(self.options, single_file=single_file, check=check)
-            return _plan_layout(self.index, self.options, self.options.layout)
+            return _plan_layout(self.index, self.options, self.options.layout, locate)
         return plan_export(
             self.index, self.options, single_file=single_file, check=check, locate=locate
         )
@@ -105,7 +106,11 @@ class Export(Conversion[ExportPlan]):
         """The options; of a map that is a function, what it gave."""
         settings = option_texts(self.options)
         if self.options.steps:
-            settings["what the names map does"] = digest_of_reads(plan.files)
+            digest = sha256()
+            for target in plan.targets:
+                made = (target.fqn, plan.origins[target.fqn], list(target.entry.boxes))
+                digest.update(repr(made).encode())
+            settings["what the names map does"] = digest.hexdigest()[:32]
         return settings
 
     def record(self, plan: ExportPlan, folder: str, statement: str) -> None:
@@ -153,7 +158,7 @@ def plan_export(
     )
     plans = formats.named(options.format).plan_files(targets, objects, options=wanted)
     return ExportPlan(
-        files=(*plans, *outcome.files),
+        files=plans + LazyPlans.of(outcome.files),
         targets=targets,
         chosen=read,
         origins={one.entry.fqn: one.origins for one in outcome.made},
@@ -187,7 +192,9 @@ def _refuse_with_layout(options: ExportOptions, *, single_file: str | None, chec
         )
 
 
-def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: str) -> ExportPlan:
+def _plan_layout(
+    index: CheckpointIndex, options: ExportOptions, layout: str, locate: Locate
+) -> ExportPlan:
     """Plan whole tensors and objects as the framework's own loader finds them."""
     from ckpt_tools.transforms import framework_files, frameworks  # late: few exports ask for them
 
@@ -195,18 +202,18 @@ def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: str) ->
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     chosen, of_ranks = without_old_ranks(chosen, ranks)
     with Files() as files:
-        located = formats.locate(chosen, files)
+        located = locate(chosen, files)
         located.require_chosen()
         located = loadable(formats.open_objects(located, files))
         located, left_out = without_unopened(located, None)
         wanted = frameworks.LayoutTarget(
-            world_size=1, ranks=ranks, order=None, digest=digest_in(files)
+            world_size=1, ranks=ranks, order=None, digest=digest_in(index, files)
         )
         arranged = frameworks.arrange_whole(located, layout, wanted)
     made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
     types, kept = casts.chosen_dtypes(made, options.dtype, options.dtypes, source=index)
     targets = tuple(Target(e.fqn, e.path, e, types[e.fqn]) for e in located.tensors)
-    plans = framework_files.plan_files(arranged, located, targets, lambda *_: ())
+    plans = framework_files.plan_files(arranged, located, targets, lambda *_: LazyPlans())
     return ExportPlan(
         files=plans,
         targets=targets,
@@ -221,10 +228,8 @@ def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: str) ->
 def _whole(
     chosen: CheckpointIndex, options: ExportOptions, locate: Locate, files: Files
 ) -> CheckpointIndex:
-    """The chosen entries as they are planned; steps get all chunks located, whatever ``locate``
-    does. Raises what keeps them from being whole.
-    """
-    located = (formats.locate if options.steps else locate)(chosen, files)
+    """The chosen entries as they are planned. Raises what keeps them from being whole."""
+    located = locate(chosen, files)
     located.require_chosen()
     if _keeps_nesting(options):
         return loadable(formats.open_objects(located, files))

@@ -40,7 +40,7 @@ from ckpt_tools.core.mesh_spec import (
     fsdp_order,
 )
 from ckpt_tools.core.names import select
-from ckpt_tools.core.plan import FilePlan, Target, total_length
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
@@ -160,7 +160,7 @@ def plan_reshard(
         chosen=chosen,
         mesh=options.mesh,
         notes=(*index.notes, described(options.mesh, placements), *notes),
-        nbytes=total_length(plans),
+        nbytes=plans.length,
         source=formats.to_locate_in(index),
         objects=held.objects,
         tree=held.nesting,
@@ -177,13 +177,11 @@ def _keeps_items(options: ReshardOptions) -> bool:
 def _whole(chosen: CheckpointIndex, options: ReshardOptions, locate: Locate) -> CheckpointIndex:
     """The chosen entries as they are planned, with objects as the target's format takes them.
 
-    Steps and frameworks' layouts get all chunks located, whatever ``locate`` does. Raises what
-    keeps the entries from being whole.
+    Raises what keeps the entries from being whole.
     """
     form = formats.named(options.format)
-    is_moved = options.steps or options.layout is not None
     with Files() as files:
-        located = (formats.locate if is_moved else locate)(chosen, files)
+        located = locate(chosen, files)
         located.require_chosen()
         foreign = any(
             not e.opened and e.codec not in (None, form.object_codec) for e in located.objects
@@ -215,7 +213,7 @@ def _with_names(
 
 def _plan_layout(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> tuple[Sequence[FilePlan], tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
+) -> tuple[LazyPlans, tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
     """The files of the output as its framework wants them, the targets under their names there, the
     index of the last folder, and notes.
     """
@@ -231,14 +229,12 @@ def _plan_layout(
             world_size=options.mesh.size,
             ranks=_target_ranks(options),
             order=order,
-            digest=arranging.digest_in(files),
+            digest=arranging.digest_in(located, files),
             by_ranks=options.format == "ranks",
         )
         arranged = framework_layouts.arrange(located, options.layout, wanted)
 
-    def plan_folder(
-        folder: str, part: Sequence[Target], moved: CheckpointIndex
-    ) -> Sequence[FilePlan]:
+    def plan_folder(folder: str, part: Sequence[Target], moved: CheckpointIndex) -> LazyPlans:
         folders.append(moved)
         rank_name = arranged.rank_names.get(folder)
         if arranged.rank_names and rank_name is None:
@@ -404,7 +400,7 @@ def _plan_files(
     options: ReshardOptions,
     *,
     rank_name: str | None = None,
-) -> Sequence[FilePlan]:
+) -> LazyPlans:
     wanted = formats.PlanOptions(
         tree=located.nesting,
         mesh=options.mesh,

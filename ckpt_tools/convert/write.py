@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from ckpt_tools.copying.origin import Origin
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.frameworks import sources_of
@@ -61,7 +61,7 @@ class Plan:
     chunks that are not located yet, workers locate in ``source``.
     """
 
-    files: Sequence[FilePlan]
+    files: LazyPlans
     targets: tuple[Target, ...]
     chosen: CheckpointIndex
     notes: tuple[str, ...]

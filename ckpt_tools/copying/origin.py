@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from ckpt_tools._version import __version__
 from ckpt_tools.copying.tasks import TASK_BYTES
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex, FileEntry
-from ckpt_tools.core.plan import FilePlan, PlannedFile, files_of, plan_digest
+from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.errors import SourceChangedError
 from ckpt_tools.storage import paths
 
@@ -35,16 +34,15 @@ class Origin:
     layout: str
 
     @classmethod
-    def of(
-        cls, index: CheckpointIndex, plans: Sequence[FilePlan], options: Mapping[str, str]
-    ) -> Origin:
+    def of(cls, index: CheckpointIndex, plans: LazyPlans, options: Mapping[str, str]) -> Origin:
         """The origin of these plans, made with these options for this checkpoint."""
         top = index.root if paths.is_dir(index.root) else os.path.dirname(index.root)
         sources = {
             os.path.relpath(file.path, top or "."): str(file.state or "not there")
             for file in sorted(with_states(index.files))
         }
-        return cls(__version__, sources, dict(options), _layout(plans))
+        layout = f"{plans.digest} in tasks of {TASK_BYTES}"
+        return cls(__version__, sources, dict(options), layout)
 
     def differences(self, now: Origin) -> list[str]:
         """What is different now, a line each; nothing when the origins are equal."""
@@ -83,25 +81,6 @@ def require_unchanged(files: Sequence[FileEntry]) -> None:
             hint="The output would mix two sources, so OUT was not created. Run the "
             "command again when nothing writes there any more.",
         )
-
-
-def _layout(plans: Sequence[FilePlan]) -> str:
-    """Differs when files, lengths, places or known bytes do, or how they are cut into tasks."""
-    digest = blake2b(str(TASK_BYTES).encode(), digest_size=16)
-    for file in files_of(plans):
-        known = file.digest if isinstance(file, PlannedFile) else plan_digest(file)
-        digest.update(repr((file.path, file.length, known)).encode())
-    return digest.hexdigest()
-
-
-def digest_of_reads(plans: Sequence[FilePlan]) -> str:
-    """Differs when other bytes of the source go to the same places."""
-    digest = blake2b(digest_size=16)
-    for plan in plans:
-        for item in plan.items:
-            reads = [(r.box, r.chunk.box, r.chunk.strides, r.chunk.data[1:]) for r in item.reads]
-            digest.update(repr((item.offset, item.box, reads)).encode())
-    return digest.hexdigest()
 
 
 def option_texts(options: DataclassInstance) -> dict[str, str]:

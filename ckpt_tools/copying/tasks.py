@@ -13,13 +13,16 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box, slabs
-from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem, files_of, total_length
+from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
 from ckpt_tools.errors import UsageError, WriteError
 
 TASK_BYTES = 16 << 20
 MIN_MEMORY = 1 << 20
-# Plans that are made when it is their turn: bytes of them at a time, and about what an item takes.
+# Plans are made when it is their turn: bytes of them at a time, more while there are fewer files
+# than threads may write; and about what an item takes.
 GROUP_BYTES = 16 << 20
+GROUP_FILES = 16
+MOST_GROUP_BYTES = 64 << 20
 _ITEM_BYTES = 2_500
 SLOT_BYTES = 4
 
@@ -232,13 +235,13 @@ def share_of(tasks: Sequence[Task], share: Share) -> list[Task]:
     return _part_of(tasks, share, before=0, total=total)
 
 
-def files_of_share(plans: Sequence[FilePlan], share: Share) -> tuple[Sequence[FilePlan], Share]:
+def files_of_share(plans: LazyPlans, share: Share) -> tuple[LazyPlans, Share]:
     """The files that a worker writes in, and its share of them; no plan is made for it."""
-    total = total_length(plans) if share.total is None else share.total
+    total = plans.length if share.total is None else share.total
     least, most = total * share.index, total * (share.index + 1)
     before, first, end = share.before, None, 0
     start = before
-    for place, file in enumerate(files_of(plans)):
+    for place, file in enumerate(plans.files):
         if before * share.count <= most and (before + file.length) * share.count >= least:
             if first is None:
                 first, start = place, before
@@ -247,15 +250,12 @@ def files_of_share(plans: Sequence[FilePlan], share: Share) -> tuple[Sequence[Fi
     return plans[first or 0 : end], replace(share, before=start, total=total)
 
 
-def groups_of(
-    plans: Sequence[FilePlan], share: Share
-) -> Iterator[tuple[list[FilePlan], list[Task]]]:
+def groups_of(plans: LazyPlans, share: Share) -> Iterator[tuple[list[FilePlan], list[Task]]]:
     """Plans of the files that a worker writes in, and its tasks in them.
 
-    Lazy plans are made here, a bounded part of them at a time; others come all at once.
+    Plans are made here, a bounded part of them at a time.
     """
     plans, share = files_of_share(plans, share)
-    is_lazy = isinstance(plans, LazyPlans)
     before, held = share.before, 0
     group: list[FilePlan] = []
     tasks: list[Task] = []
@@ -263,8 +263,9 @@ def groups_of(
         group.append(plan)
         tasks += _part_of(list(cut(plan)), share, before=before, total=share.total or 0)
         before += plan.length
-        held += sum(len(data) for _, data in plan.literals) + _ITEM_BYTES * len(plan.items)
-        if is_lazy and held > GROUP_BYTES:
+        literals = {id(data): len(data) for _, data in plan.literals}  # many items share theirs
+        held += sum(literals.values()) + _ITEM_BYTES * len(plan.items)
+        if held > (GROUP_BYTES if len(group) >= GROUP_FILES else MOST_GROUP_BYTES):
             yield group, tasks
             group, tasks, held = [], [], 0
     yield group, tasks

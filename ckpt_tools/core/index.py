@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, NewType, Protocol, TypeAlias, TypeVar
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.geometry import Box, SolidBoxes
+from ckpt_tools.core.geometry import Box, SolidBoxes, row_major_strides
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.state_tree import Branch, Key, merge, of_paths
 from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
@@ -78,6 +78,8 @@ class Chunk(NamedTuple):
     ``strides`` are in elements, None for packed row-major data. ``codec`` names what the bytes are:
     None for the raw little-endian elements; anything else must go through `formats.locate` first.
     ``replicas`` are other byte ranges that hold the same box, ``rank`` who saved it, if known.
+    ``of`` is the chunk that this one is a view of, while that is not located: ``data`` and
+    ``strides`` are then places among its elements, as if these were packed, from byte 0 on.
     """
 
     box: Box
@@ -86,6 +88,45 @@ class Chunk(NamedTuple):
     codec: str | None = None
     replicas: tuple[ByteRange, ...] = ()
     rank: int | None = None
+    of: Chunk | None = None
+
+    def to_view(self) -> Chunk:
+        """The same chunk as a view of which others can be made, located or not."""
+        if self.codec is None or self.of is not None:
+            return self
+        data = self.data._replace(offset=0)
+        return Chunk(self.box, data, codec=self.codec, rank=self.rank, of=self)
+
+    def placed(self, box: Box, start: int, strides: tuple[int, ...], *, itemsize: int) -> Chunk:
+        """A view of the same file as ``box``: from byte ``start`` on, with these strides."""
+        last = sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+        data = ByteRange(self.data.path, start, (last + 1) * itemsize if box.numel else 0)
+        packed = row_major_strides(box.sizes)
+        steps = zip(strides, packed, box.sizes, strict=True)
+        is_packed = not box.numel or all(a == b or size == 1 for a, b, size in steps)
+        return self._replace(
+            box=box, data=data, strides=None if is_packed else strides, replicas=()
+        )
+
+    def seen_in(self, located: Chunk, *, itemsize: int) -> Chunk:
+        """This view of a chunk, now that the chunk is located."""
+        view = located._replace(rank=self.rank)
+        if not self.box.numel:
+            return view.placed(self.box, located.data.offset, self.box.sizes, itemsize=itemsize)
+        steps = row_major_strides(located.box.sizes)
+        real = steps if located.strides is None else located.strides
+
+        def place(packed: int) -> int:
+            """Where the element is that is at this place when they are packed."""
+            at = 0
+            for step, stride in zip(steps, real, strict=True):
+                count, packed = divmod(packed, step)
+                at += count * stride
+            return at
+
+        start = located.data.offset + itemsize * place(self.data.offset // itemsize)
+        strides = self.strides or row_major_strides(self.box.sizes)
+        return view.placed(self.box, start, tuple(map(place, strides)), itemsize=itemsize)
 
 
 class Grid:

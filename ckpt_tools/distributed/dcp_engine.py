@@ -75,7 +75,7 @@ class _LoadAndSave:
             _refuse_parts(self.index, plan)
             state = placed.empty(plan.targets)
         _load_and_save(state, self.index.closed(), plan, folder)
-        self.job.on_bytes(sum(p.length for p in plan.files[group.rank :: group.size]))
+        self.job.on_bytes(plan.files[group.rank :: group.size].length)
         with group.collective():
             if group.rank == 0:
                 _require_saved(plan, folder)
@@ -203,8 +203,7 @@ def _load_and_save(
         Writer,
     )
 
-    chosen = {item.fqn for file in plan.files for item in file.items}
-    chosen |= {entry.fqn for entry in plan.objects}
+    chosen = {entry.fqn for entry in plan.objects}
     objects = [entry for entry in index.objects if entry.fqn in chosen]
     unordered: dict[str, object] = {**state, **{entry.fqn: OpaqueBytes() for entry in objects}}
     places = {

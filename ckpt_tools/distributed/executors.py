@@ -18,7 +18,7 @@ from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, groups_of
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan, total_length
+from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
@@ -74,9 +74,9 @@ class Here:
         if not plan.files:
             return
         with Files() as files:
-            _do(plan.works, files)
+            _do(plan.works, files, plan.source)
         times = 2 if self.options.check else 1  # written, and read back
-        self.listener.on_total(times * total_length(plan.files))
+        self.listener.on_total(times * plan.files.length)
         if self.workers == 1:
             order = _share_order(self.options, plan, place, ALL)._replace(source=None)
             write_share(order, on_bytes=self.listener.on_bytes)
@@ -129,12 +129,12 @@ class _Sharing:
         left = begin(group, plan.files, place, source=self.source)
         if not left:
             return
-        read_back = total_length(left) if self.ranks.options.check else 0  # by rank 0, which prints
-        listener.on_total(total_length(left) // group.size + read_back)
+        read_back = left.length if self.ranks.options.check else 0  # by rank 0, which prints
+        listener.on_total(left.length // group.size + read_back)
         progress = Progress(group, listener.on_bytes)
         with group.collective():  # no rank writes any more when rank 0 cleans up
             with Files() as files:
-                _do(_needed(plan.works, left, Share(group.rank, group.size)), files)
+                _do(_needed(plan.works, left, Share(group.rank, group.size)), files, plan.source)
             share = Share(group.rank, group.size)
             order = _share_order(self.ranks.options, replace(plan, files=left), place, share)
             write_share(order, on_bytes=progress.add)
@@ -181,15 +181,13 @@ def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: S
     return ShareOrder(plans, share, place, options.threads, options.max_memory, plan.source)
 
 
-def _do(works: Sequence[Materialize], files: Files) -> None:
+def _do(works: Sequence[Materialize], files: Files, source: CheckpointIndex) -> None:
     """Make the bytes that a plan reads and no checkpoint holds."""
     for work in works:
-        work(files)
+        work(files, source)
 
 
-def _needed(
-    works: Sequence[Materialize], plans: Sequence[FilePlan], share: Share
-) -> list[Materialize]:
+def _needed(works: Sequence[Materialize], plans: LazyPlans, share: Share) -> list[Materialize]:
     """The works whose bytes this share reads: each rank makes them on its own disk."""
     if not works:
         return []

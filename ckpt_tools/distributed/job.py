@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import environment
 from ckpt_tools.storage import upload
@@ -30,7 +30,7 @@ def dry_run_output(out: str, write: WriteOptions, sources: Iterable[str]) -> Non
     atomic_output.dry_run(out, sources=sources, force=write.force, resume=write.resume)
 
 
-def check_room(out: str, plans: Sequence[FilePlan], *, single_file: str | None = None) -> None:
+def check_room(out: str, plans: LazyPlans, *, single_file: str | None = None) -> None:
     """Raise what `atomic_output.check_room` raises: of an address, for where it is made first."""
     atomic_output.check_room(made_at(out), plans, single_file=single_file)
 

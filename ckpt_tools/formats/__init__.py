@@ -7,7 +7,7 @@ knows the rest, and is imported when it is first asked.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.core.index import (
@@ -17,6 +17,7 @@ from ckpt_tools.core.index import (
     FileState,
     LocatedIndex,
     ObjectEntry,
+    TensorEntry,
 )
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError, paths_instead
@@ -53,8 +54,9 @@ __all__ = [
     "is_checkpoint",
     "locate",
     "locate_later",
+    "located_in",
     "named",
-    "object_bytes",
+    "object_digests",
     "of_step",
     "open_object",
     "open_objects",
@@ -124,8 +126,11 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
 
     What cannot be used becomes a problem of the index, named with the tensor.
     """
+    wanted = index.tensors
+    index = replace(index, tensors=tuple(map(_stored, wanted)))
     for form in _formats_of(index):
         index = form.locate(index, files)
+    index = replace(index, tensors=tuple(map(_seen, wanted, index.tensors)))
     damaged = {fqn for problem in index.problems for fqn in problem.about}
     left = [
         UnreadableError(f"{entry.fqn}: no reader here knows {chunk.codec!r}.", about=[entry.fqn])
@@ -134,6 +139,49 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
         if chunk.codec is not None and entry.fqn not in damaged
     ]
     return LocatedIndex(replace(index, problems=(*index.problems, *left)) if left else index)
+
+
+def _has_views(entry: TensorEntry) -> bool:
+    return entry.grid is None and any(chunk.of is not None for chunk in entry.chunks)
+
+
+def _stored(entry: TensorEntry) -> TensorEntry:
+    """The entry with the chunks that its own are views of, each once."""
+    if not _has_views(entry):
+        return entry
+    chunks = {id(chunk.of or chunk): chunk.of or chunk for chunk in entry.chunks}
+    return replace(entry, chunks=tuple(chunks.values()))
+
+
+def _seen(entry: TensorEntry, located: TensorEntry) -> TensorEntry:
+    """The entry with its views of what `_stored` gave, now that this is located."""
+    if not _has_views(entry):
+        return located
+    ids = list(dict.fromkeys(id(chunk.of or chunk) for chunk in entry.chunks))
+    found = {one: located.chunks[at] for at, one in enumerate(ids)}
+    chunks = []
+    for chunk in entry.chunks:
+        stored = found[id(chunk.of or chunk)]
+        if chunk.of is not None:  # what could not be located has a problem now
+            is_there = stored.codec is None
+            stored = chunk.seen_in(stored, itemsize=entry.dtype.itemsize) if is_there else chunk
+        chunks.append(stored)
+    return replace(entry, chunks=tuple(chunks))
+
+
+def located_in(
+    source: CheckpointIndex, entries: Sequence[TensorEntry], files: Files
+) -> Sequence[TensorEntry]:
+    """Entries over chunks of this checkpoint, which are located now. Raises what keeps one from
+    being used.
+    """
+    chunks = [chunk for entry in entries for chunk in entry.chunks]
+    used = {data.path for chunk in chunks for data in (chunk.data, *chunk.replicas)}
+    needed = tuple(file for file in source.files if file.path in used)
+    index = replace(to_locate_in(source), tensors=tuple(entries), files=needed)
+    located = locate(index, files)
+    located.require_whole()
+    return located.tensors
 
 
 def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:
@@ -185,11 +233,11 @@ def copyable_objects(index: Index, files: Files) -> Index:
     return index
 
 
-def object_bytes(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
-    """The bytes that make up the value of an unopened object: equal bytes are equal values."""
+def object_digests(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
+    """SHA-256 of the bytes that make up an unopened object: equal bytes are equal values."""
     if entry.codec is None:
         return None
-    values = (form.object_bytes(entry, files) for form in FORMATS)
+    values = (form.object_digests(entry, files) for form in FORMATS)
     return next((one for one in values if one is not None), None)
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
@@ -123,8 +123,8 @@ class Format(ABC):
         """The same index with unopened objects as bytes that a writer can copy."""
         return index
 
-    def object_bytes(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
-        """The bytes that make up the value of an unopened object, by name; None when unknown.
+    def object_digests(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
+        """SHA-256 of the bytes that make up an unopened object, by part; None when unknown.
 
         Equal bytes are equal values. Any object may come, also one of another format.
         """
@@ -165,7 +165,7 @@ class Format(ABC):
         objects: Sequence[ObjectEntry],
         *,
         options: PlanOptions,
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         """The files that hold these tensors and objects, with paths relative to the output.
 
         Pure: it opens nothing. Raises UnsupportedError and UsageError for what it cannot hold.

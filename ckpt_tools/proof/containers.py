@@ -181,7 +181,7 @@ def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool 
         return same, "" if same else f"{a.value!r} and {b.value!r}"
     if a.opened != b.opened:
         return False, "one is a plain value, the other is not"
-    here, there = formats.object_bytes(a, files), formats.object_bytes(b, files)
+    here, there = formats.object_digests(a, files), formats.object_digests(b, files)
     if here is None and there is None and _of_equal_pickles(a, b, files):
         return True, ""
     if here is None or there is None:

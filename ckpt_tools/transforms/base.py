@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
@@ -24,13 +24,13 @@ class TransformedTensor(NamedTuple):
 
 class Materialize(Protocol):
     """What must be done once before tensors are read: it makes the file ``path``, which their
-    chunks point at.
+    chunks point at. What it reads is located in ``source``.
     """
 
     @property
     def path(self) -> str: ...  # noqa: D102 (said above)
 
-    def __call__(self, files: Files) -> None: ...  # noqa: D102
+    def __call__(self, files: Files, source: CheckpointIndex) -> None: ...  # noqa: D102
 
 
 class TransformResult(NamedTuple):

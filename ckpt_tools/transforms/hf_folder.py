@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
+from ckpt_tools import formats
 from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
@@ -205,7 +206,7 @@ class AssetsTransform:
                 "--allow-mismatch continues without.",
             )
         ties = dict(needed.ties) if needed else hf_architecture.usual_ties(self.assets.config)
-        left, notes = _untied(made, ties, files)
+        left, notes = _untied(made, ties, self.source, files)
         types, _ = chosen_dtypes(left, self.dtype, self.dtypes, source=self.source)
         weights = hf_config.weights_of(left, types, source=self.source)
         config, changes = hf_config.true_of(
@@ -263,7 +264,10 @@ def _faults(shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> list[str
 
 
 def _untied(
-    made: tuple[TransformedTensor, ...], ties: Mapping[str, str], files: Files
+    made: tuple[TransformedTensor, ...],
+    ties: Mapping[str, str],
+    index: CheckpointIndex,
+    files: Files,
 ) -> tuple[tuple[TransformedTensor, ...], list[str]]:
     """The entries without those that are proven copies of the tensor that they are tied to."""
     entries = {one.entry.fqn: one.entry for one in made}
@@ -272,7 +276,8 @@ def _untied(
     for name, source in sorted(ties.items()):
         if name not in entries or source not in entries:
             continue
-        if same_bytes(entries[name], entries[source], files):
+        one, other = formats.located_in(index, (entries[name], entries[source]), files)
+        if same_bytes(one, other, files):
             copies.add(name)
             notes.append(f"{name} is tied to {source}, and equal to the bit: written once.")
         else:

@@ -362,7 +362,7 @@ def _loaded(state: State, folder: Path) -> object:
     template = _emptied(copy.deepcopy(state))  # torch changes what is in a tuple
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(template, checkpoint_id=folder, no_dist=True)
+        dcp.load(template, checkpoint_id=folder)
     return template
 
 

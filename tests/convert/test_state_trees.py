@@ -13,6 +13,7 @@ import pickle
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from ckpt_tools.cli import cli
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.state_tree import Branch, nested
 from ckpt_tools.errors import CkptError, UnsupportedError, WriteError
+from ckpt_tools.formats.zip import read as zip_read
 
 T = torch.arange(6.0)
 SETTINGS = settings(
@@ -560,6 +562,42 @@ def test_check_reads_objects_back_that_were_not_opened(source: str, tmp_path: Pa
     plan = api.reshard(index, str(tmp_path / "out"), options=options, write=write)
     assert "the 4 tensors written" in plan.notes[-1] or "the 3 tensors written" in plan.notes[-1]
     assert "So are its 3 objects and 5 containers, by value." in plan.notes[-1]
+
+
+class Unknown:
+    """A class that no reader of ours opens."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+
+def carried(item: object, folder: Path) -> str:
+    """What --check says of a reshard of a DCP item."""
+    torchs_own({"w": T, "extra": item}, folder / "dcp")
+    options, write = ReshardOptions(Mesh((2,))), WriteOptions(check=True)
+    index = open_checkpoint(str(folder / "dcp"))
+    return api.reshard(index, str(folder / "out"), options=options, write=write).notes[-1]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [(T, partial(int, base=2)), (torch.zeros(65 << 20), Unknown(T))],
+    ids=["runs code", "more than 256 MiB"],
+)
+def test_check_proves_by_its_bytes_an_item_that_is_not_opened(item: object, tmp_path: Path) -> None:
+    assert "So are its 1 object, by value." in carried(item, tmp_path)
+
+
+def test_an_item_that_is_not_opened_and_has_other_bytes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_place(archive: zip_read.Archive, _name: str) -> bytes:
+        return archive.where.partition(", ")[0].encode()
+
+    monkeypatch.setattr(zip_read.Archive, "digest", of_place)
+    with pytest.raises(WriteError, match="extra: not opened; the pickled bytes differ"):
+        carried((T, Unknown(T)), tmp_path)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tensor_of_a_tuple_in_a_dcp_item_is_shown_and_fingerprinted(tmp_path: Path) -> None:

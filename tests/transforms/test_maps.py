@@ -167,6 +167,41 @@ def test_views_of_views_are_those_of_numpy(data: st.DataObject) -> None:
         assert np.array_equal(values(view), array)
 
 
+def by_columns(folder: Path, array: np.ndarray, cuts: tuple[slice, ...]) -> Chunk:
+    """A piece of the array on disk, column behind column, after 12 bytes of something else."""
+    box = Box(tuple(s.start for s in cuts), array[cuts].shape)
+    path = folder / f"columns{len(list(folder.iterdir()))}.bin"
+    path.write_bytes(bytes(12) + array[cuts].T.tobytes())
+    return Chunk(box, ByteRange(str(path), 12, 4 * box.numel), (1, box.sizes[0]))
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_views_of_chunks_are_the_same_when_these_are_located_afterwards(
+    data: st.DataObject,
+) -> None:
+    rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 5))
+    array = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
+    step = data.draw(st.integers(1, rows))
+    cuts = [(slice(a, min(a + step, rows)), slice(0, columns)) for a in range(0, rows, step)]
+    with TemporaryDirectory() as folder:
+        kinds = st.sampled_from(["rows", "columns"])
+        located = [
+            by_columns(Path(folder), array, cut)
+            if data.draw(kinds) == "columns"
+            else stored(Path(folder), array, (cut,)).chunks[0]
+            for cut in cuts
+        ]
+        items = [Chunk(one.box, ByteRange("item", 7, 999), codec="torch.save") for one in located]
+        entry = TensorEntry("x", ("x",), "model", BY_NAME["int32"], array.shape, items)
+        view = views.view_of(entry)
+        for _ in range(data.draw(st.integers(1, 4))):
+            view, array = stepped(view, array, data)
+        found = {id(item): one for item, one in zip(items, located, strict=True)}
+        seen = [chunk.seen_in(found[id(chunk.of)], itemsize=4) for chunk in view.chunks]
+        assert np.array_equal(values(view._replace(chunks=tuple(seen))), array)
+
+
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
     view = stored(tmp_path, ROWS, in_rows(24, 24))
     for head_dim in (3, 5, 16, 0):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.protocol import (
     ChecksumPart,
@@ -51,10 +51,10 @@ class Dcp(PackageFormat):
 
         return objects.copyable_objects(index, files)
 
-    def object_bytes(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:  # noqa: D102
+    def object_digests(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:  # noqa: D102
         from ckpt_tools.formats.dcp import objects
 
-        return objects.object_bytes(entry, files)
+        return objects.object_digests(entry, files)
 
     def rank_of(self, path: str) -> int | None:  # noqa: D102
         from ckpt_tools.formats.dcp import checks
@@ -82,7 +82,7 @@ class Dcp(PackageFormat):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         from ckpt_tools.formats.dcp import write
 
         return write.plan_files(targets, objects, world_size=options.mesh.size, tree=options.tree)

@@ -38,7 +38,6 @@ from ckpt_tools.storage.reader import Files
 _MAX_PLAIN = 1 << 20
 # The pickle of a hundred thousand tensors in one tuple.
 _MAX_TREE = 64 << 20
-_MAX_COMPARED = 256 << 20
 # The directory of an archive is at its end. Objects lie one after another in a file, and are looked
 # at together: 100,000 of them take 0.9 s.
 _RECORDS = b"/data/"
@@ -69,13 +68,23 @@ def open_containers(index: Index, files: Files) -> Index:
 def open_objects(index: Index, files: Files) -> Index:
     """The same index with the values of its plain objects, and with what containers hold.
 
-    Raises UnsafePickleError when an object asks for a global that could run code.
+    Raises UnsafePickleError when objects ask for a global that could run code; it is about all of
+    them.
     """
     containers, damaged = _containers(index, files)
     for error in damaged.values():
         raise error
     index = _with_containers(index, containers, {})
-    return replace(index, objects=tuple(opened(entry, files) for entry in index.objects))
+    objects: list[ObjectEntry] = []
+    unsafe: dict[str, UnsafePickleError] = {}
+    for entry in index.objects:
+        try:
+            objects.append(opened(entry, files))
+        except UnsafePickleError as error:
+            unsafe[entry.fqn] = error
+    for first in unsafe.values():
+        raise first.concerning(unsafe)
+    return replace(index, objects=tuple(objects))
 
 
 def _containers(
@@ -214,7 +223,7 @@ def opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
     if entry.codec != TORCH_SAVE and entry.data.length > _MAX_PLAIN:
         return entry  # it would be inflated to be looked at
     item = unpacked(files, entry.data, entry.codec)
-    where = f"{item.path}, item of {entry.fqn}"
+    where = f"{entry.data.path}, item of {entry.fqn}"
     archive = archive_of(files, item, where)
     if archive.record("data.pkl").length > _MAX_PLAIN:
         return entry
@@ -230,7 +239,7 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     None where it is no container, has one rank's shards, or what cannot be read.
     """
     item = unpacked(files, entry.data, str(entry.codec))
-    path, where = item.path, f"{item.path}, item of {entry.fqn}"
+    path, where = item.path, f"{entry.data.path}, item of {entry.fqn}"
     archive = archive_of(files, item, where)
     data = archive.record("data.pkl")
     if data.length > _MAX_TREE:
@@ -285,14 +294,14 @@ def _copyable(entry: ObjectEntry, files: Files) -> ObjectEntry:
     return entry
 
 
-def object_bytes(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:
-    """The records of an object's archive that make up its value; None for one that is too large."""
-    if entry.codec not in ARCHIVES or entry.data.length > _MAX_COMPARED:
+def object_digests(entry: ObjectEntry, files: Files) -> dict[str, bytes] | None:
+    """The SHA-256 of each record of an object's archive that makes up its value."""
+    if entry.codec not in ARCHIVES:
         return None
     item = unpacked(files, entry.data, str(entry.codec))
     try:
-        archive = archive_of(files, item, f"{item.path}, item of {entry.fqn}")
+        archive = archive_of(files, item, f"{entry.data.path}, item of {entry.fqn}")
         names = [name for name in archive.names if name == "data.pkl" or name.startswith("data/")]
-        return {name: archive.read(name) for name in names}
+        return {name: archive.digest(name) for name in names}
     except CheckpointError as error:
         raise error.concerning((entry.fqn,)) from error

@@ -9,7 +9,7 @@ from glob import escape
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import ChecksumPart, PackageFormat, PlanOptions, Reader
@@ -63,7 +63,7 @@ class RankFiles(PackageFormat):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         from ckpt_tools.formats.rank_files import write
         from ckpt_tools.formats.torch_file.dtensor_write import NEWEST
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_tools.core.index import ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.formats.protocol import PackageFormat, PlanOptions, Reader
 
 
@@ -26,18 +26,16 @@ class Safetensors(PackageFormat):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         from ckpt_tools.formats.safetensors import write
 
-        whole = sum(t.entry.numel * t.dtype.itemsize for t in targets) + 1
-        plans = write.plan_files(
+        return write.plan_files(
             targets,
-            max_shard_size=whole if options.single_file else options.max_shard_size,
+            max_shard_size=options.max_shard_size,
             metadata=options.metadata,
             basename=options.basename,
+            single_file=options.single_file,
         )
-        name = options.single_file
-        return [plan._replace(path=name) for plan in plans] if name else plans
 
 
 FORMAT = Safetensors()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.formats.protocol import ChecksumPart, PackageFormat, PlanOptions, Reader, Writes
 from ckpt_tools.storage.reader import Files
 
@@ -41,7 +41,7 @@ class TorchFile(PackageFormat):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         from ckpt_tools.formats.torch_file import write
 
         name = options.single_file or "model.pt"

@@ -7,11 +7,12 @@ and the smaller factor are in memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
+from ckpt_tools import formats
 from ckpt_tools.copying.read import read_array
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
@@ -50,30 +51,31 @@ class Merge:
     dtype: DType
     path: str
 
-    def __call__(self, files: Files) -> None:
+    def __call__(self, files: Files, source: CheckpointIndex) -> None:
         """Write all rows. Raises WriteError, and what reading raises."""
+        operands = formats.located_in(source, (self.base, self.left, self.right), files)
         rows, columns = self.base.shape
         step = max(1, _SLAB_NUMEL // max(1, columns))
         try:
             with open(self.path, "wb") as out:
                 out.writelines(
-                    self._rows(files, start=start, count=min(step, rows - start))
+                    self._rows(operands, files, start=start, count=min(step, rows - start))
                     for start in range(0, rows, step)
                 )
         except OSError as error:
             hint = "Merged weights go to temporary files first; TMPDIR says where those are."
             raise unwritable(self.path, error, hint=hint) from error
 
-    def _rows(self, files: Files, *, start: int, count: int) -> bytes:
+    def _rows(
+        self, operands: Sequence[TensorEntry], files: Files, *, start: int, count: int
+    ) -> bytes:
         """These rows of the merged weight, as raw bytes of its type."""
         import numpy as np  # late, as torch: a dry run needs none of it
 
         from ckpt_tools.copying.cast import Caster
 
-        base, left = (
-            _floats(one, files, start=start, count=count) for one in (self.base, self.left)
-        )
-        right = _floats(self.right, files, start=0, count=self.right.shape[0])
+        base, left = (_floats(one, files, start=start, count=count) for one in operands[:2])
+        right = _floats(operands[2], files, start=0, count=self.right.shape[0])
         merged = base + np.float32(self.scale) * (left @ right)
         if self.dtype.name == "float32":
             return bytes(merged.tobytes())

@@ -67,7 +67,7 @@ from ckpt_tools.formats import locate, read_index
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Step
+from ckpt_tools.transforms.base import Transform
 from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.lora import LoraConfig, MergeTransform
 from ckpt_tools.transforms.maps import MapTransform, VocabularyTransform
@@ -826,7 +826,7 @@ def test_workers_locate_each_chunk_once_and_never_the_plans_of_others(
     assert len(looked_at) == len(set(looked_at)) == len(chunks)
 
 
-STEPS: dict[str, tuple[str, Step]] = {
+STEPS: dict[str, tuple[str, Transform]] = {
     "map": (
         "torchtitan_llama3_4r/ckpt/checkpoint_full/step-2",
         MapTransform(find_map("torchtitan-llama3-to-hf"), {"head_dim": 4}),

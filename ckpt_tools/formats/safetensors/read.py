@@ -212,7 +212,7 @@ def _conclude_unlisted(
     if ranks:
         reading.notes.append(
             f"Shapes come from the boxes in the files of {max(ranks)} ranks, since the format has "
-            "none: if more ranks saved it, the last rows of tensors are missing without a sign."
+            f"none: if more than {max(ranks)} ranks saved it, the last rows are missing unnoticed."
         )
     stems = {match[1] if (match := NUMBERED.fullmatch(name)) else name for name in names}
     if not ranks and len(stems) > 1:

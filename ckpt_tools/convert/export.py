@@ -258,12 +258,7 @@ def _in_containers(
     """
     if formats.named(options.format).nested or options.steps:
         return tuple(targets)
-    paths = [entry.path for entry in index.entries]
-    classified = names.classify(paths, objects={entry.path for entry in index.objects})
-    containers = {
-        entry.fqn: container
-        for entry, (_, container) in zip(index.entries, classified, strict=True)
-    }
+    containers = names.containers_of(index)
     common = {containers[made.origins[0]] for made in outcome.made}
     if len(common) == 1 and not options.keep_names:
         return tuple(targets)  # the one container of all was taken off
@@ -322,10 +317,8 @@ def rename(
     """
     if keep_names:
         return {entry.fqn: entry.fqn for entry in chosen}, []
-    paths = [entry.path for entry in index.entries]
-    objects = {entry.path for entry in index.objects}
-    prefixes = dict(zip(paths, names.classify(paths, objects=objects), strict=True))
-    used = {prefixes[entry.path][1] for entry in chosen}
+    containers = names.containers_of(index)
+    used = {containers[entry.fqn] for entry in chosen}
     prefix = used.pop() if len(used) == 1 else ()
     bare = {entry.fqn: names.join(entry.path[len(prefix) :]) for entry in chosen}
     cleaned = {fqn: names.clean(name) for fqn, name in bare.items()}

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from glob import escape
 from itertools import pairwise
 from math import prod
-from typing import Literal, NamedTuple, NewType, Protocol, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, NewType, TypeAlias, TypeVar
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box, SolidBoxes, row_major_strides
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.core.state_tree import Branch, Key, merge, of_paths
+from ckpt_tools.core.state_tree import Branch, Key, completed
 from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
 from ckpt_tools.errors import (
     CheckpointError,
@@ -464,30 +464,6 @@ def _fqn(entry: Entry) -> str:
 
 def _renamed(entry: Entry, path: Path) -> Entry:
     return entry if entry.path == path else replace(entry, fqn=".".join(map(str, path)), path=path)
-
-
-class Placed(Protocol):
-    """What has a name and a place in a state dict."""
-
-    @property
-    def fqn(self) -> str: ...  # noqa: D102 (said above)
-
-    @property
-    def path(self) -> Path: ...  # noqa: D102
-
-
-def completed(tree: Branch[str], placed: Sequence[Placed]) -> Branch[str]:
-    """The tree without names that nothing placed has, and with all that are placed, at their paths.
-
-    Raises UnsupportedError for paths that exclude one another.
-    """
-    fqns = {one.fqn for one in placed}
-    held = set(tree.leaves())
-    kept = tree if held <= fqns else tree.filter(fqns.__contains__)
-    rest = of_paths((one.path, one.fqn) for one in placed if one.fqn not in held)
-    if not kept.items:
-        return rest if rest.items else kept
-    return merge(kept, rest) if rest.items else kept
 
 
 def replicas_differ(where: Mapping[str, str]) -> UnsupportedError:

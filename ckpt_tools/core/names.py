@@ -94,6 +94,19 @@ def classify(
     ]
 
 
+def sections_of(paths: Sequence[Path], *, objects: Collection[Path]) -> dict[Path, Section]:
+    """The section of each path, as `classify` gives it."""
+    classified = classify(paths, objects=objects)
+    return {path: section for path, (section, _) in zip(paths, classified, strict=True)}
+
+
+def containers_of(index: CheckpointIndex) -> dict[str, Path]:
+    """The container prefix of each entry by its name, as `classify` gives it; () for none."""
+    objects = {entry.path for entry in index.objects}
+    classified = classify([entry.path for entry in index.entries], objects=objects)
+    return {e.fqn: prefix for e, (_, prefix) in zip(index.entries, classified, strict=True)}
+
+
 def _optim_top(path: Path) -> str:
     """The first component of a path; flattened, ``param_groups.w.lr`` is one part of it."""
     return str(path[0]).partition(".")[0]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box, SolidBoxes
-from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry, completed
+from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry
 from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.core.state_tree import Branch, completed
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 

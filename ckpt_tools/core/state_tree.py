@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeAlias, TypeVar, Union
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar, Union
 
 from ckpt_tools.errors import UnsupportedError
 
@@ -351,3 +351,27 @@ def _too_deep(path: Path) -> UnsupportedError:
         f"{_shown(path)} is nested {len(path)} deep; up to {MAX_DEPTH} is supported.",
         hint="No state dict of a model or an optimizer is nested like this.",
     )
+
+
+class Placed(Protocol):
+    """What has a name and a place in a state dict."""
+
+    @property
+    def fqn(self) -> str: ...  # noqa: D102 (said above)
+
+    @property
+    def path(self) -> Path: ...  # noqa: D102
+
+
+def completed(tree: Branch[str], placed: Sequence[Placed]) -> Branch[str]:
+    """The tree without names that nothing placed has, and with all that are placed, at their paths.
+
+    Raises UnsupportedError for paths that exclude one another.
+    """
+    fqns = {one.fqn for one in placed}
+    held = set(tree.leaves())
+    kept = tree if held <= fqns else tree.filter(fqns.__contains__)
+    rest = of_paths((one.path, one.fqn) for one in placed if one.fqn not in held)
+    if not kept.items:
+        return rest if rest.items else kept
+    return merge(kept, rest) if rest.items else kept

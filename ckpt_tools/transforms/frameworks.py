@@ -194,14 +194,12 @@ def _parts(index: CheckpointIndex) -> _StateParts:
             f"{stray.fqn}: no state dict of an optimizer has it, with state and param_groups.",
             hint="Leave it out with --exclude, or leave --layout out to keep it unchanged.",
         )
-    entries = index.entries
-    kinds = names.classify([e.path for e in entries], objects={e.path for e in index.objects})
-    depths = {e.fqn: len(prefix) for e, (_, prefix) in zip(entries, kinds, strict=True)}
+    containers = names.containers_of(index)
     tree = index.entry_tree()
     model: dict[str, Entry] = {}
     for path, entry in tree.walk():
         if entry.section == "model":
-            name = names.unwrapped(names.join(path[depths[entry.fqn] :]))
+            name = names.unwrapped(names.join(path[len(containers[entry.fqn]) :]))
             other = model.setdefault(name, entry)
             if other is not entry:
                 raise UsageError(

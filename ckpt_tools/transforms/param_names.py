@@ -63,11 +63,9 @@ def names_in(index: CheckpointIndex) -> ParamNames:
 
 def optimizers_of(index: CheckpointIndex) -> dict[Path, Branch[Entry]]:
     """The optimizers' state dicts in an index, by their paths."""
-    entries = index.entries
-    objects = {entry.path for entry in index.objects}
-    kinds = names.classify([entry.path for entry in entries], objects=objects)
-    pairs = zip(entries, kinds, strict=True)
-    containers = dict.fromkeys(prefix for entry, (_, prefix) in pairs if entry.section == "optim")
+    above = names.containers_of(index)
+    optim = (entry for entry in index.entries if entry.section == "optim")
+    containers = dict.fromkeys(above[entry.fqn] for entry in optim)
     return dict(optimizer.find(index.entry_tree(), containers))
 
 
@@ -221,11 +219,9 @@ def _may_be_of(state: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def _parameter_shapes(index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
     """Shapes of the model's tensors by their names inside the model, without wrapper components."""
-    paths = [entry.path for entry in index.entries]
-    kinds = names.classify(paths, objects={entry.path for entry in index.objects})
-    prefixes = dict(zip(paths, kinds, strict=True))
+    containers = names.containers_of(index)
     return {
-        names.clean(names.join(entry.path[len(prefixes[entry.path][1]) :])): entry.shape
+        names.clean(names.join(entry.path[len(containers[entry.fqn]) :])): entry.shape
         for entry in index.tensors
         if entry.section == "model"
     }

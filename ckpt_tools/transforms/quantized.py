@@ -222,7 +222,7 @@ def _sorted_out(
     """The tensors of a module that belong to a packed one, which they name; and the doubtful."""
     weights, doubtful = {name: name for name in packed}, {}
     for name in sorted(group.keys() - packed.keys()):
-        near = max(packed, key=lambda one: (_alike(one, name), one))
+        near = max(packed, key=lambda one: (_common_letters(one, name), one))
         also = packed[near].also
         if _is_scale(name) or (also and re.fullmatch(also, name)):
             weights[name] = near
@@ -231,7 +231,7 @@ def _sorted_out(
     return weights, doubtful
 
 
-def _alike(one: str, other: str) -> int:
+def _common_letters(one: str, other: str) -> int:
     """How many letters at their begin two names have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -18,7 +18,6 @@ from ckpt_tools.core.index import (
     FileEntry,
     ObjectEntry,
     Path,
-    Section,
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import of_paths
@@ -118,7 +117,9 @@ def _entries(
     metadata: Metadata, path_of: Mapping[str, Path], stored: StoredItems
 ) -> tuple[tuple[TensorEntry, ...], tuple[ObjectEntry | None, ...]]:
     """Tensors and objects by name; None for an object without a place in any file."""
-    sections = _sections(metadata, path_of)
+    opaque = {path_of[fqn] for fqn in metadata.objects}
+    by_path = names.sections_of(list(path_of.values()), objects=opaque)
+    sections = {fqn: by_path[path] for fqn, path in path_of.items()}
     tensors = tuple(
         TensorEntry(
             fqn=fqn,
@@ -144,12 +145,11 @@ def _entries(
 def _classified(index: CheckpointIndex) -> CheckpointIndex:
     """The same entries in the sections that they have beside what containers held."""
     objects = {entry.path for entry in index.objects}
-    classified = names.classify([entry.path for entry in index.entries], objects=objects)
-    sections = {e.fqn: section for e, (section, _) in zip(index.entries, classified, strict=True)}
+    sections = names.sections_of([entry.path for entry in index.entries], objects=objects)
     return replace(
         index,
-        tensors=tuple(replace(entry, section=sections[entry.fqn]) for entry in index.tensors),
-        objects=tuple(replace(entry, section=sections[entry.fqn]) for entry in index.objects),
+        tensors=tuple(replace(entry, section=sections[entry.path]) for entry in index.tensors),
+        objects=tuple(replace(entry, section=sections[entry.path]) for entry in index.objects),
     )
 
 
@@ -236,12 +236,6 @@ def _misplaced(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
             hint="Take .metadata from another copy; which of the two is right cannot be known.",
             about=wrong & entries,
         )
-
-
-def _sections(metadata: Metadata, path_of: Mapping[str, Path]) -> dict[str, Section]:
-    objects = {path_of[fqn] for fqn in metadata.objects}
-    classified = names.classify(list(path_of.values()), objects=objects)
-    return {fqn: section for fqn, (section, _) in zip(path_of, classified, strict=True)}
 
 
 def _world_size(file_names: Iterable[str]) -> int | None:

@@ -142,8 +142,7 @@ def _of_ranks(
 def _sections(gathered: Gathered) -> dict[Path, Section]:
     paths = list(gathered.tensors | gathered.objects)
     objects = {path for path, held in gathered.objects.items() if not held[0].is_tensor}
-    classified = names.classify(paths, objects=objects)
-    return {path: section for path, (section, _) in zip(paths, classified, strict=True)}
+    return names.sections_of(paths, objects=objects)
 
 
 def _tensor(path: Path, first: RankTensor, joined: JoinedTensor, section: Section) -> TensorEntry:

@@ -123,8 +123,7 @@ def _sections(state: StateDict) -> dict[Path, Section]:
     """The section of each entry, by its path."""
     objects = frozenset(leaf.path for leaf in state.objects if not leaf.is_tensor)
     leaf_paths = [*(leaf.path for leaf in state.tensors), *(leaf.path for leaf in state.objects)]
-    classified = names.classify(leaf_paths, objects=objects)
-    return {path: section for path, (section, _) in zip(leaf_paths, classified, strict=True)}
+    return names.sections_of(leaf_paths, objects=objects)
 
 
 class _Position(NamedTuple):

@@ -76,7 +76,7 @@ class _Opener:
             return chunk._replace(data=chunk.data._replace(length=0), codec=None)
         if chunk.codec in SIGNS:
             return resolved(chunk, entry.dtype, self._files)
-        item = unpacked(self._files, chunk.data, chunk.codec)
+        item = unpacked(self._files, chunk.data, str(chunk.codec))
         return self._as_found(entry, chunk, item, self._read(entry, chunk, item))
 
     def _known(self, entry: TensorEntry, chunk: Chunk) -> ItemContents | None:
@@ -95,8 +95,7 @@ class _Opener:
         path, offset, _ = item
         data = _make(ByteRange, (path, offset + place.offset, place.length))
         sign = place.stored.sign
-        known = chunk.box, data, place.strides, sign, chunk.replicas, chunk.rank, None
-        raw = _make(Chunk, known)
+        raw = _make(Chunk, (chunk.box, data, place.strides, sign, chunk.replicas, chunk.rank))
         return raw if sign is None else resolved(raw, entry.dtype, self._files)
 
     def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> ItemContents:

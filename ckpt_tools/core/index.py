@@ -78,24 +78,29 @@ class Chunk(NamedTuple):
     ``strides`` are in elements, None for packed row-major data. ``codec`` names what the bytes are:
     None for the raw little-endian elements; anything else must go through `formats.locate` first.
     ``replicas`` are other byte ranges that hold the same box, ``rank`` who saved it, if known.
-    ``of`` is the chunk that this one is a view of, while that is not located: ``data`` and
-    ``strides`` are then places among its elements, as if these were packed, from byte 0 on.
+
+    A view of a chunk that is not located yet has that chunk as its codec. Its ``data`` and
+    ``strides`` are places among the elements of that, as if these were packed, from byte 0 on.
     """
 
     box: Box
     data: ByteRange
     strides: tuple[int, ...] | None = None
-    codec: str | None = None
+    codec: str | Chunk | None = None
     replicas: tuple[ByteRange, ...] = ()
     rank: int | None = None
-    of: Chunk | None = None
+
+    @property
+    def of(self) -> Chunk | None:
+        """The chunk that this one is a view of, while that is not located."""
+        return self.codec if isinstance(self.codec, Chunk) else None
 
     def to_view(self) -> Chunk:
         """The same chunk as a view of which others can be made, located or not."""
         if self.codec is None or self.of is not None:
             return self
         data = self.data._replace(offset=0)
-        return Chunk(self.box, data, codec=self.codec, rank=self.rank, of=self)
+        return Chunk(self.box, data, codec=self, rank=self.rank)
 
     def placed(self, box: Box, start: int, strides: tuple[int, ...], *, itemsize: int) -> Chunk:
         """A view of the same file as ``box``: from byte ``start`` on, with these strides."""

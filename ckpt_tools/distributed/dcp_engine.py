@@ -99,8 +99,8 @@ def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
             f"{index.root} keeps {some(beside)} beside its DCP files, which dcp.load cannot read.",
             hint=_COPY_DOES_IT,
         )
-    codecs = {chunk.codec for entry in index.tensors for chunk in entry.chunks[:1]}
-    foreign = sorted(codec for codec in codecs if codec not in (None, "torch.save"))
+    chunks = [chunk for entry in index.tensors for chunk in entry.chunks[:1]]
+    foreign = sorted({str(c.codec) for c in chunks if c.codec not in (None, "torch.save")})
     if foreign:
         raise UnsupportedError(
             f"{index.root} holds {', '.join(foreign)} items, which dcp.load may not read.",

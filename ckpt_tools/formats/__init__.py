@@ -94,8 +94,8 @@ def named(name: str) -> Format:
 def _formats_of(index: CheckpointIndex) -> list[Format]:
     """The format of an index; where parts were joined, also those that have entries in it."""
     main = named(index.format)
-    codecs = {entry.codec for entry in index.objects}
-    codecs |= {chunk.codec for entry in index.tensors for chunk in entry.chunks[:1]}
+    codecs = {str(entry.codec) for entry in index.objects}
+    codecs |= {str(chunk.codec) for entry in index.tensors for chunk in entry.chunks[:1]}
     others = codecs - main.codecs
     return [main, *(form for form in FORMATS if not form.codecs.isdisjoint(others))]
 
@@ -130,7 +130,6 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
     index = replace(index, tensors=tuple(map(_stored, wanted)))
     for form in _formats_of(index):
         index = form.locate(index, files)
-    index = replace(index, tensors=tuple(map(_seen, wanted, index.tensors)))
     damaged = {fqn for problem in index.problems for fqn in problem.about}
     left = [
         UnreadableError(f"{entry.fqn}: no reader here knows {chunk.codec!r}.", about=[entry.fqn])
@@ -138,7 +137,8 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
         for chunk in entry.chunks[:1]
         if chunk.codec is not None and entry.fqn not in damaged
     ]
-    return LocatedIndex(replace(index, problems=(*index.problems, *left)) if left else index)
+    tensors = tuple(map(_seen, wanted, index.tensors))
+    return LocatedIndex(replace(index, tensors=tensors, problems=(*index.problems, *left)))
 
 
 def _has_views(entry: TensorEntry) -> bool:

@@ -18,7 +18,7 @@ from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, Window
 
 Index = TypeVar("Index", bound=CheckpointIndex)
 Writes = Literal["whole", "shards"]
@@ -30,28 +30,30 @@ _ALONE = Mesh((1,))
 class Checksummed(NamedTuple):
     """Bytes to read, and the CRC-32 that the checkpoint keeps of them, None where it keeps none.
 
-    ``name`` is what the format calls them. ``kept`` are the bytes, when they were read already.
-    ``stored`` is where the checkpoint has them, when ``data`` is a copy in a temporary file.
-    ``record`` is all that ``crc`` is of, when ``data`` is only a part of it.
+    ``name`` is what the format calls them. ``stored`` is where the checkpoint has them, when
+    ``data`` is a copy in a temporary file. ``record`` is all that ``crc`` is of, when ``data`` is
+    only a part of it. ``alike`` are the lengths of what stands around it, has CRCs of its own, and
+    equals what was checked before.
     """
 
     data: ByteRange
     crc: int | None = None
     name: str = ""
-    kept: bytes | memoryview | None = None
     stored: ByteRange | None = None
     record: ByteRange | None = None
+    alike: tuple[int, ...] = ()
 
 
 class ChecksumPart(NamedTuple):
     """A part of a checkpoint that one thread checks, of about ``nbytes``.
 
-    ``open`` finds the bytes and their CRCs, and may read for it; if it raises, ``data`` is damaged.
+    ``open`` finds the bytes and their CRCs, and may read for it through the window that the bytes
+    are then taken from; if it raises, ``data`` is damaged.
     """
 
     data: ByteRange
     nbytes: int
-    open: Callable[[], Iterable[Checksummed]]
+    open: Callable[[Window], Iterable[Checksummed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,12 @@ def lengths_of(index: CheckpointIndex) -> dict[str, int]:
 def plain_parts(path: str, length: int) -> Iterator[ChecksumPart]:
     """A file without checksums, in parts of 64 MiB."""
     for data in cut(ByteRange(path, 0, length), PART_BYTES):
-        yield ChecksumPart(data, data.length, partial(iter, (Checksummed(data),)))
+        yield ChecksumPart(data, data.length, partial(ready, Checksummed(data)))
+
+
+def ready(one: Checksummed, _window: Window) -> Iterable[Checksummed]:
+    """What a part opens to when it is known before."""
+    return (one,)
 
 
 def cut(data: ByteRange, most: int) -> Iterator[ByteRange]:

@@ -23,6 +23,7 @@ from ckpt_tools.proof.consistency import Consistency, compare_model_and_optimize
 from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
 from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
+from ckpt_tools.proof.threads import Background
 from ckpt_tools.storage.reader import Files
 
 
@@ -75,12 +76,13 @@ def verify(
 ) -> VerifyReport:
     """Check a checkpoint by reading every byte range of it once, and replicas against one another.
 
-    Several ranges are read at a time, with about 2 MiB of memory for each of ``threads``.
+    Several ranges are read at a time, with about 4 MiB of memory for each of ``threads``.
     ``on_bytes`` gets the number of bytes read since its last call; `bytes_to_read` estimates their
     sum.
     """
-    located = formats.locate(index, files)
+    locating = Background(lambda: formats.locate(index, files))
     reading = read_everything(index, files, threads=threads, on_bytes=on_bytes)
+    located = locating.result()
     condition = DamageMap(located, [damage.data for damage in reading.damages])
     known = frozenset(fqn for problem in located.problems for fqn in problem.about)
     differing = differing_replicas(

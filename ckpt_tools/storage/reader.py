@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
 
-from ckpt_tools.errors import IncompleteError, UnreadableError, unreadable
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, unreadable
 from ckpt_tools.storage import fsspec_store, paths
 
 _MAX_OPEN = 128
@@ -199,6 +199,63 @@ class Files:
                 if count == 0:
                     raise _too_short(path, length=offset + done, needed=offset + len(buffer))
                 done += count
+
+
+class Window:
+    """The block of a file that one thread read last, in a buffer of its own.
+
+    What lies in the block costs no read, and reading ahead makes few large reads of many small
+    ones: with 16 threads each read is a turn to wait for at the interpreter's lock.
+    """
+
+    __slots__ = ("_block", "_end", "_files", "_path", "_start", "_view", "nbytes")
+
+    def __init__(self, files: Files, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._files = files
+        self._block = bytearray(nbytes)
+        self._view = memoryview(self._block)
+        self._path, self._start, self._end = "", 0, 0
+
+    def block(self, path: str, offset: int, length: int, *, until: int) -> tuple[bytearray, int]:
+        """The buffer with these bytes of the file in it, which must fit, and where they begin.
+
+        If they are to be read, so is what follows up to ``until``, as far as the buffer goes.
+        They are there until the next call. Raises UnreadableError when the file ends before them.
+        """
+        if path != self._path or offset < self._start or offset + length > self._end:
+            self._fill(path, offset, length, max(length, min(until - offset, self.nbytes)))
+        return self._block, offset - self._start
+
+    def views(self, path: str, offset: int, length: int) -> Iterator[memoryview]:
+        """These bytes of the file in pieces, each of which is there until the next call."""
+        end = offset + length
+        while offset < end:
+            if path != self._path or not self._start <= offset < self._end:
+                wanted = min(end - offset, self.nbytes)
+                self._fill(path, offset, wanted, wanted)
+            piece = self._view[offset - self._start : min(end, self._end) - self._start]
+            yield piece
+            offset += len(piece)
+
+    def read(self, path: str, offset: int, length: int, *, until: int) -> bytes:
+        """These bytes of the file, as `block` finds them."""
+        if length > self.nbytes:
+            return self._files.read(path, offset, length)
+        _, at = self.block(path, offset, length, until=until)
+        return bytes(self._view[at : at + length])
+
+    def _fill(self, path: str, offset: int, length: int, wanted: int) -> None:
+        self._path = ""
+        try:
+            self._files.read_into(path, offset, self._view[:wanted])
+        except CheckpointError:
+            if wanted == length:
+                raise
+            # What was only to be read ahead is not there, or cannot be read.
+            self._files.read_into(path, offset, self._view[:length])
+            wanted = length
+        self._path, self._start, self._end = path, offset, offset + wanted
 
 
 @cache

@@ -71,7 +71,7 @@ class Case(NamedTuple):
     def with_before(self, checkout: Path) -> Case:
         """The same with our command of another commit in second place."""
         ours, *others = self.contestants
-        args = ("env", f"PYTHONPATH={checkout}", *ours.args)
+        args = ("env", f"PYTHONPATH={data.compiled(checkout)}", *ours.args)
         return self._replace(contestants=[ours, Contestant("before", args), *others])
 
 

@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--only", default="tmpfs,ext4,xfs")
     parser.add_argument("--folder", default="/dev/shm")  # noqa: S108 - a folder in it is made
     asked = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    os.environ["PYTHONPATH"] = data.compiled(Path(__file__).parents[2])
     nbytes = int(asked.gib * 2**30)
     print("| file system | way | s | of cat |\n|---|---|--:|--:|")
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:

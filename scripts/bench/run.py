@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import data
 import table
 from cases import CASES, Case, Lab
 from measure import Cost, FailedError, measure, touch
@@ -34,7 +35,8 @@ _ROOT = Path(__file__).parents[2]
 def main() -> None:
     """Run the cases that were asked for, one after the other, and print each when it is done."""
     asked = _arguments()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.getenv("PYTHONPATH")]))
+    paths = [data.compiled(_ROOT), os.getenv("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folders are removed
     print(_machine(asked), end="\n\n", flush=True)
     print(table.HEADER, flush=True)

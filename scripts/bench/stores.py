@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    os.environ["PYTHONPATH"] = data.compiled(Path(__file__).parents[2])
     costs: dict[str, list[Cost]] = {}
     shm = Path("/dev/shm")  # noqa: S108 - a folder in it is made
     with tempfile.TemporaryDirectory(dir=shm) as name:

@@ -12,19 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from damages import Victim, Zip, zips
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools import formats
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.formats.zip.checksums import Archives
 from ckpt_tools.formats.zip.read import Archive
 from ckpt_tools.proof import VerifyReport, bytes_to_read, verify, verify_quick
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage_map import IntervalMap, describe, holes
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, Window
 
 DATA = Path(__file__).parents[1] / "data"
 CHECKPOINTS = DATA / "checkpoints"
@@ -456,3 +458,63 @@ def test_holes_are_held_once_and_boxes_never(boxes: list[Box]) -> None:
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
+
+
+def reported(folder: Path, *, alike: bool) -> object:
+    """What verify says, with or without telling archives by those opened before."""
+    with pytest.MonkeyPatch.context() as patch, Files() as files:
+        if not alike:
+            patch.setattr(Archives, "_known", lambda *_args: None)
+        report = verify(formats.read_index(str(folder)), files, threads=2)
+    assert report.reading is not None
+    reading = report.reading.crcs, report.reading.checked_bytes, report.reading.plain_bytes
+    problems = [(type(problem), problem.message, problem.about) for problem in report.problems]
+    return problems, report.damaged, report.damaged_objects, report.ranks, reading
+
+
+@pytest.mark.parametrize("name", ["fsdp2_dcp_1d_4r/ckpt", "fsdp2_bf16_fp32optim_dcp_4r/ckpt"])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_archives_like_good_ones_are_checked_as_when_each_is_opened(
+    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged") / "ckpt"
+    shutil.copytree(CHECKPOINTS / name, folder)
+    for _ in range(data.draw(st.integers(0, 4))):
+        path = data.draw(st.sampled_from(sorted(folder.glob("*.distcp"))))
+        content = bytearray(path.read_bytes())
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(content)
+    assert reported(folder, alike=True) == reported(folder, alike=False)
+    shutil.rmtree(folder)
+
+
+def test_few_archives_of_a_directory_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Archive] = []
+    real = Archives._learn
+
+    def learn(archives: Archives, archive: Archive) -> None:
+        opened.append(archive)
+        real(archives, archive)
+
+    monkeypatch.setattr(Archives, "_learn", learn)
+    folder = CHECKPOINTS / "fsdp2_bf16_fp32optim_dcp_4r/ckpt"
+    index = formats.read_index(str(folder))
+    with Files() as files:
+        assert verify(index, files, threads=1).whole
+    items = sum(len(entry.chunks) for entry in index.tensors)
+    assert len(opened) < items / 3
+
+
+def test_what_was_to_be_read_ahead_and_is_not_there_keeps_nothing_from_being_read(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "f")
+    Path(path).write_bytes(bytes(range(100)))
+    with Files() as files:
+        window = Window(files, 64)
+        block, at = window.block(path, 90, 5, until=1000)
+        assert block[at : at + 5] == bytes(range(90, 95))
+        assert b"".join(map(bytes, window.views(path, 10, 90))) == bytes(range(10, 100))
+        with pytest.raises(CheckpointError, match="100 bytes, the index needs 101"):
+            list(window.views(path, 60, 41))

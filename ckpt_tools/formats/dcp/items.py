@@ -32,7 +32,7 @@ from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved
 from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.paths import is_address
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, Window
 
 TORCH_SAVE = "torch.save"
 ZSTD = "zstd"
@@ -76,7 +76,7 @@ class _Opener:
             return chunk._replace(data=chunk.data._replace(length=0), codec=None)
         if chunk.codec in SIGNS:
             return resolved(chunk, entry.dtype, self._files)
-        item = unpacked(self._files, chunk.data, chunk.codec)
+        item = unpacked(self._files, chunk.data, str(chunk.codec))
         return self._as_found(entry, chunk, item, self._read(entry, chunk, item))
 
     def _known(self, entry: TensorEntry, chunk: Chunk) -> ItemContents | None:
@@ -95,8 +95,7 @@ class _Opener:
         path, offset, _ = item
         data = _make(ByteRange, (path, offset + place.offset, place.length))
         sign = place.stored.sign
-        known = chunk.box, data, place.strides, sign, chunk.replicas, chunk.rank, None
-        raw = _make(Chunk, known)
+        raw = _make(Chunk, (chunk.box, data, place.strides, sign, chunk.replicas, chunk.rank))
         return raw if sign is None else resolved(raw, entry.dtype, self._files)
 
     def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> ItemContents:
@@ -185,13 +184,16 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     objects = [*index.objects, *(one.item for one in index.packed)]
     items += [(one.data, str(one.codec)) for one in objects if one.codec in ARCHIVES]
     only_items: set[str] = set()
+    archives = checksums.Archives(files)
     for data, codec in items:
         if data.offset + data.length <= lengths.get(data.path, 0):
             only_items.add(data.path)
             if codec == TORCH_SAVE:
-                yield from checksums.parts_of_archive(data, files)
+                yield from archives.parts(data)
             else:
-                yield ChecksumPart(data, data.length, partial(_records, files, data, codec))
+                yield ChecksumPart(
+                    data, data.length, partial(_unpacked_records, files, data, codec)
+                )
     packed = frozenset().union(*(one.held for one in index.packed))
     apart = (entry for entry in index.tensors if entry.fqn not in packed)
     only_items -= {c.data.path for e in apart for c in e.chunks if c.codec is None}
@@ -204,9 +206,11 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     yield from checksums.parts_of_files(replace(index, files=tuple(beside)), files)
 
 
-def _records(files: Files, data: ByteRange, codec: str) -> Iterator[Checksummed]:
-    item = unpacked(files, data, codec)
-    return checksums.records(files, item, stored=None if codec == TORCH_SAVE else data)
+def _unpacked_records(
+    files: Files, data: ByteRange, codec: str, window: Window
+) -> Iterator[Checksummed]:
+    for one in checksums.Archives(files).records(unpacked(files, data, codec), window):
+        yield one._replace(stored=data)
 
 
 def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDTensor]:

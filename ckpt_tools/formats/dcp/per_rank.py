@@ -228,7 +228,7 @@ class _Items:
             return False
         if chunk.codec is None:
             return not self._same_bytes(chunk.data, other)
-        return not self._same_items(chunk.data, other, chunk.codec)
+        return not self._same_items(chunk.data, other, str(chunk.codec))
 
     def objects_differ(self, entry: ObjectEntry, other: ByteRange) -> bool:
         """Whether another rank's object is certainly or possibly another one."""

@@ -172,6 +172,8 @@ def _write(request: Request, job: Job, *, said: str, as_json: bool) -> None:
     started = time.monotonic()
     with progress.byte_bar(label="reshard") as bar:
         plan = reshard_by(request, job._replace(on_bytes=bar, on_total=bar.expect))
+    if environment.is_follower():
+        return  # rank 0 speaks
     _say_notes(plan, said)
     report = PlanReport(request, job)
     if as_json:

@@ -34,6 +34,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import read_index
 from ckpt_tools.formats.dcp.write import archive_of
+from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     import torch
@@ -64,15 +65,17 @@ class _LoadAndSave:
     index: CheckpointIndex
     job: Job
     device_type: str
-    locate: Locate = formats.locate
+    locate: Locate = formats.locate_later
 
     def run(self, plan: Plan, place: OutputPlace) -> None:
         """Load into empty tensors in their new placement, save them, see that all is there."""
         group, folder = self.group, place.folder
         begin(group, plan.files, place, source=self.index)
         placed = _Placed(self.job.options.mesh, self.device_type, group)
-        with group.collective():  # no rank may be missing in a collective
+        mine = [target.entry for target in plan.targets[group.rank :: group.size]]
+        with group.collective(), Files() as files:  # no rank may be missing in a collective
             _refuse_parts(self.index, plan)
+            formats.located_in(plan.source, mine, files)  # torch loads items of wrong shapes, too
             state = placed.empty(plan.targets)
         _load_and_save(state, self.index.closed(), plan, folder)
         self.job.on_bytes(plan.files[group.rank :: group.size].length)

@@ -2,7 +2,9 @@
 
 Several fill one file, and the bytes are the same however many take part: the plan alone says what
 they are. The ranks of a job need a shared file system, and communicate only at the start and at
-the end.
+the end. Each reads the whole index, for a `.metadata` is one pickle, of which no part can be read
+alone, and knows the lengths of all files; then it plans the files of its share, and locates what
+these read.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,6 +86,10 @@ def test_the_box_of_each_rank_is_torchs(case: tuple[tuple[int, ...], Layout]) ->
     assert [ours[place] for place in full] == [theirs[place] for place in full]
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."),
+    reason="torch 2.6 has strided shards over two mesh dimensions only",
+)
 @settings(max_examples=60)
 @given(reordered())
 def test_the_box_of_each_rank_is_torchs_when_another_dimension_cuts_first(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from ckpt_tools._version import __version__
@@ -87,6 +86,8 @@ def require_unchanged(files: Sequence[FileEntry]) -> None:
 
 def _layout(plans: Sequence[FilePlan]) -> str:
     """Differs when files, lengths, places or known bytes do, or how they are cut into tasks."""
+    from hashlib import blake2b  # late, here and below: it loads OpenSSL
+
     digest = blake2b(str(TASK_BYTES).encode(), digest_size=16)
     for file in files_of(plans):
         known = file.digest if isinstance(file, PlannedFile) else plan_digest(file)
@@ -96,6 +97,8 @@ def _layout(plans: Sequence[FilePlan]) -> str:
 
 def digest_of_reads(plans: Sequence[FilePlan]) -> str:
     """Differs when other bytes of the source go to the same places."""
+    from hashlib import blake2b
+
     digest = blake2b(digest_size=16)
     for plan in plans:
         for item in plan.items:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
@@ -170,6 +169,8 @@ def _same(plan: FilePlan) -> FilePlan:
 
 def plan_digest(plan: FilePlan) -> bytes:
     """Differs when the length, the places of the items or the known bytes do."""
+    from hashlib import blake2b  # late: it loads OpenSSL
+
     digest = blake2b(repr((plan.length, [item.offset for item in plan.items])).encode())
     for offset, data in plan.literals:
         digest.update(b"%d %d " % (offset, len(data)))

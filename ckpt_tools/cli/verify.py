@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import click
 
-from ckpt_tools.cli import asked, entries, options, progress, render
-from ckpt_tools.cli.fingerprint import digest
+from ckpt_tools.cli import asked, options, progress, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
@@ -175,6 +174,8 @@ def _compare(
     threads: int | None,
 ) -> Comparison:
     """Compare the chosen tensors with a fingerprint, or with those of another checkpoint."""
+    from ckpt_tools.cli.fingerprint import digest
+
     if is_fingerprint(against):
         reference = load(against)
         if not chosen.wants_all:
@@ -338,6 +339,8 @@ def as_json(
     report: VerifyReport, compared: Comparison | None, *, against: str | None
 ) -> render.Json:
     """The object of schema ckpt-tools/verify/1."""
+    from ckpt_tools.cli import entries  # late, as what compares: a plain verify needs neither
+
     reading = report.reading
     return {
         "schema": "ckpt-tools/verify/1",

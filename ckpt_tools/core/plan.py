@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
@@ -128,6 +127,8 @@ class LazyPlans(Sequence[FilePlan]):
     @property
     def digest(self) -> str:
         """A short text that differs when files, lengths, places of items or known bytes do."""
+        from hashlib import blake2b  # late, here and below: it loads OpenSSL
+
         known = [(file.path, file.length, file.digest) for file in self.files]
         return blake2b(repr(known).encode(), digest_size=16).hexdigest()
 
@@ -157,6 +158,8 @@ def _made_in(folder: str, make: Callable[[], FilePlan]) -> FilePlan:
 
 def _digest(plan: FilePlan) -> bytes:
     """Differs when the length, the places of the items or the known bytes do."""
+    from hashlib import blake2b
+
     digest = blake2b(repr((plan.length, [item.offset for item in plan.items])).encode())
     for offset, data in plan.literals:
         digest.update(b"%d %d " % (offset, len(data)))

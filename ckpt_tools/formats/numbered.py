@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import PurePosixPath
+from posixpath import isabs
 from typing import NamedTuple
 
 from ckpt_tools.core.text import some
@@ -98,11 +98,7 @@ def is_text(name: str) -> bool:
 
 def _is_below(name: str) -> bool:
     """Whether this names something beside the index or below it."""
-    return (
-        is_text(name)
-        and not PurePosixPath(name).is_absolute()
-        and ".." not in PurePosixPath(name).parts
-    )
+    return is_text(name) and not isabs(name) and ".." not in name.split("/")
 
 
 def _total_size(raw: Mapping[str, object]) -> int | None:

@@ -186,19 +186,29 @@ class Files:
 
         Raises UnreadableError when the file ends before the buffer is full.
         """
+        self.read_some(path, offset, buffer, least=len(buffer))
+
+    def read_some(self, path: str, offset: int, buffer: memoryview, *, least: int) -> int:
+        """Fill a byte buffer as far as the file goes; gives the number of bytes.
+
+        Raises UnreadableError when they are not at least so many, of a store when it is not full.
+        """
         if path in self._lent:
             buffer[:] = self._lent[path][offset : offset + len(buffer)]
-            return
+            return len(buffer)
         if paths.is_address(path):
             buffer[:] = self._fetch(path, offset, len(buffer))
-            return
+            return len(buffer)
+        done = 0
         with self.descriptor(path) as fd:
-            done = 0
             while done < len(buffer):
                 count = os.preadv(fd, [buffer[done:]], offset + done)
                 if count == 0:
-                    raise _too_short(path, length=offset + done, needed=offset + len(buffer))
+                    break
                 done += count
+        if done < least:
+            raise _too_short(path, length=offset + done, needed=offset + least)
+        return done
 
 
 class Window:
@@ -248,14 +258,13 @@ class Window:
     def _fill(self, path: str, offset: int, length: int, wanted: int) -> None:
         self._path = ""
         try:
-            self._files.read_into(path, offset, self._view[:wanted])
+            found = self._files.read_some(path, offset, self._view[:wanted], least=length)
         except CheckpointError:
             if wanted == length:
                 raise
-            # What was only to be read ahead is not there, or cannot be read.
-            self._files.read_into(path, offset, self._view[:length])
-            wanted = length
-        self._path, self._start, self._end = path, offset, offset + wanted
+            # What was only to be read ahead cannot be read.
+            found = self._files.read_some(path, offset, self._view[:length], least=length)
+        self._path, self._start, self._end = path, offset, offset + found
 
 
 @cache

@@ -506,6 +506,25 @@ def test_few_archives_of_a_directory_are_opened(monkeypatch: pytest.MonkeyPatch)
     assert len(opened) < items / 3
 
 
+def test_small_items_that_follow_one_another_are_read_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads: list[int] = []
+    real = Files.read_some
+
+    def read_some(files: Files, path: str, offset: int, buffer: memoryview, *, least: int) -> int:
+        reads.append(real(files, path, offset, buffer, least=least))
+        return reads[-1]
+
+    index = formats.read_index(str(CHECKPOINTS / "fsdp2_bf16_fp32optim_dcp_4r/ckpt"))
+    monkeypatch.setattr(Files, "read_some", read_some)
+    with Files() as files:
+        assert verify(index, files, threads=1).whole
+    items = sum(len(entry.chunks) for entry in index.tensors)
+    assert len(reads) < items / 10
+    assert sum(reads) < 2 * bytes_to_read(index)
+
+
 def test_what_was_to_be_read_ahead_and_is_not_there_keeps_nothing_from_being_read(
     tmp_path: Path,
 ) -> None:

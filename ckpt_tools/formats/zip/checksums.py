@@ -91,7 +91,7 @@ class Archives:
         """
         path, start, size = data
         if size <= window.nbytes:
-            window.block(path, start, 0, until=start + max(size, _AHEAD))
+            window.block(path, start, size, until=start + max(size, _AHEAD))
         known = None if only else self._known(data, window)
         if known is not None:
             yield known

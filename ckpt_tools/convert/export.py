@@ -12,7 +12,7 @@ from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.convert.arranging import digest_in, without_unopened
 from ckpt_tools.convert.write import Conversion, Locate, Plan
-from ckpt_tools.copying.origin import in_words
+from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
@@ -30,7 +30,7 @@ from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
-from ckpt_tools.transforms.base import Step, TransformedTensor, TransformResult
+from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
 from ckpt_tools.transforms.param_names import loadable
 from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
 
@@ -54,7 +54,7 @@ class ExportOptions:
     dtypes: tuple[tuple[str, DType | None], ...] = ()
     keep_names: bool = False
     keep_rank_states: bool = False
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Transform, ...] = ()
     basename: str = "model"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -102,22 +102,22 @@ class Export(Conversion[ExportPlan]):
             self.index, self.options, single_file=single_file, check=check, locate=locate
         )
 
-    def words(self, plan: ExportPlan) -> dict[str, str]:
+    def settings(self, plan: ExportPlan) -> dict[str, str]:
         """The options; of a map that is a function, what it gave."""
-        words = in_words(self.options)
+        settings = option_texts(self.options)
         if self.options.steps:
             digest = sha256()
             for target in plan.targets:
                 made = (target.fqn, plan.origins[target.fqn], list(target.entry.boxes))
                 digest.update(repr(made).encode())
-            words["what the names map does"] = digest.hexdigest()[:32]
-        return words
+            settings["what the names map does"] = digest.hexdigest()[:32]
+        return settings
 
-    def record(self, plan: ExportPlan, folder: str, words: str) -> None:
+    def record(self, plan: ExportPlan, folder: str, statement: str) -> None:
         """Write the proof into the headers of safetensors files."""
         from ckpt_tools.convert import check as checking
 
-        checking.record_in_headers(folder, plan.files, words)
+        checking.record_in_headers(folder, plan.files, statement)
 
 
 def plan_export(
@@ -134,10 +134,11 @@ def plan_export(
     names and element types that the output cannot hold.
     """
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    keeps_nesting = _keeps_nesting(options)
     of_ranks: list[str] = []
-    if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
+    if keeps_nesting and not options.keep_rank_states:  # objects go along
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
-    read = chosen if _keeps_nesting(options) else replace(chosen, objects=())
+    read = chosen if keeps_nesting else replace(chosen, objects=())
     with Files() as files:
         located = _whole(chosen, options, locate, files)
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
@@ -145,13 +146,11 @@ def plan_export(
     targets, kept = _targets(index, outcome, options)
     targets = _in_containers(targets, outcome, index, options)
     objects: tuple[ObjectEntry, ...] = ()
-    tree = NO_TREE
-    if _keeps_nesting(options):
-        tree = located.nesting
+    if keeps_nesting:
         objects = tuple(entry for entry in located.objects if entry.opened)
         chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.opened))
     wanted = formats.PlanOptions(
-        tree=tree,
+        tree=located.nesting if keeps_nesting else NO_TREE,
         single_file=single_file,
         basename=options.basename,
         max_shard_size=options.max_shard_size,
@@ -169,7 +168,7 @@ def plan_export(
         single_file=single_file,
         works=outcome.works,
         objects=objects,
-        tree=tree,
+        tree=wanted.tree,
     )
 
 
@@ -259,12 +258,7 @@ def _in_containers(
     """
     if formats.named(options.format).nested or options.steps:
         return tuple(targets)
-    paths = [entry.path for entry in index.entries]
-    classified = names.classify(paths, objects={entry.path for entry in index.objects})
-    containers = {
-        entry.fqn: container
-        for entry, (_, container) in zip(index.entries, classified, strict=True)
-    }
+    containers = names.containers_of(index)
     common = {containers[made.origins[0]] for made in outcome.made}
     if len(common) == 1 and not options.keep_names:
         return tuple(targets)  # the one container of all was taken off
@@ -323,10 +317,8 @@ def rename(
     """
     if keep_names:
         return {entry.fqn: entry.fqn for entry in chosen}, []
-    paths = [entry.path for entry in index.entries]
-    objects = {entry.path for entry in index.objects}
-    prefixes = dict(zip(paths, names.classify(paths, objects=objects), strict=True))
-    used = {prefixes[entry.path][1] for entry in chosen}
+    containers = names.containers_of(index)
+    used = {containers[entry.fqn] for entry in chosen}
     prefix = used.pop() if len(used) == 1 else ()
     bare = {entry.fqn: names.join(entry.path[len(prefix) :]) for entry in chosen}
     cleaned = {fqn: names.clean(name) for fqn, name in bare.items()}

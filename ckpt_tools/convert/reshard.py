@@ -17,7 +17,7 @@ from ckpt_tools.analysis import infer_mesh as inference
 from ckpt_tools.convert import arranging
 from ckpt_tools.convert.export import made_of, rename
 from ckpt_tools.convert.write import Conversion, Locate, Plan, WriteOptions
-from ckpt_tools.copying.origin import in_words as as_words
+from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
@@ -36,8 +36,8 @@ from ckpt_tools.core.layout import (
 from ckpt_tools.core.mesh_spec import (
     PlaceRule,
     default_placements,
+    described,
     fsdp_order,
-    in_words,
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import LazyPlans, Target
@@ -46,7 +46,7 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import param_names
-from ckpt_tools.transforms.base import Step, TransformedTensor, TransformResult
+from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.optimizer import ParamNames
@@ -55,7 +55,7 @@ from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_o
 
 @dataclass(frozen=True, slots=True)
 class ReshardOptions:
-    """The target: a mesh, how tensors lie on it, the format, and which tensors go along.
+    """The target: a mesh, the placements of tensors on it, the format, and which tensors to write.
 
     ``placements`` None means FSDP2's own; ``rules`` overrule them by name, the last match wins;
     ``like`` takes each tensor's layout from another checkpoint where that has one. ``steps`` change
@@ -76,7 +76,7 @@ class ReshardOptions:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     only: Section | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Transform, ...] = ()
     layout: FrameworkLayout | None = None
     param_names: ParamNames | None = None
     keep_rank_states: bool = False
@@ -105,15 +105,15 @@ class Reshard(Conversion[ReshardPlan]):
         refuse_check(self.options, self.write)
         return plan_reshard(self.index, self.options, locate=locate)
 
-    def words(self, plan: ReshardPlan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
+    def settings(self, plan: ReshardPlan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
         """The options."""
-        return as_words(self.options)
+        return option_texts(self.options)
 
-    def record(self, plan: ReshardPlan, folder: str, words: str) -> None:  # noqa: ARG002 (beside them)
+    def record(self, plan: ReshardPlan, folder: str, statement: str) -> None:  # noqa: ARG002 (beside them)
         """Write the proof beside the shards."""
         from ckpt_tools.convert import check as checking
 
-        checking.record_beside(folder, words, source=self.index)
+        checking.record_beside(folder, statement, source=self.index)
 
 
 def plan_reshard(
@@ -159,7 +159,7 @@ def plan_reshard(
         targets=targets,
         chosen=chosen,
         mesh=options.mesh,
-        notes=(*index.notes, in_words(options.mesh, placements), *notes),
+        notes=(*index.notes, described(options.mesh, placements), *notes),
         nbytes=plans.length,
         source=formats.to_locate_in(index),
         objects=held.objects,

@@ -9,13 +9,11 @@ what is in them.
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckpt_tools.copying.origin import Origin, require_unchanged, with_states
@@ -208,7 +206,8 @@ def _check_space(out: str, plans: LazyPlans) -> None:
 
 def free_space(out: str) -> int:
     """Bytes that are free on the file system on which ``out`` will be."""
-    return shutil.disk_usage(existing_parent(os.path.realpath(out))).free
+    state = os.statvfs(existing_parent(os.path.realpath(out)))
+    return state.f_bavail * state.f_frsize
 
 
 def _allocated(path: str) -> int:
@@ -377,7 +376,9 @@ def _publish(manifest: Manifest, spec: OutputSpec) -> None:
 
 def _remove(path: str) -> None:
     if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
+        from shutil import rmtree  # late: it loads every compressor, and a dry run removes nothing
+
+        rmtree(path)
     elif os.path.lexists(path):
         os.unlink(path)
 
@@ -413,7 +414,7 @@ class _Planned(NamedTuple):
     @classmethod
     def of(cls, spec: OutputSpec) -> _Planned:
         files = frozenset(file.path for file in spec.plans.files)
-        folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
+        folders = {path[:at] for path in files for at, one in enumerate(path) if one == "/"}
         return cls(files, frozenset(folders), (*spec.replaceable, PROOF_FILE))
 
 
@@ -438,7 +439,9 @@ def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") 
 
 def _link(source: str, target: str) -> None:
     if os.path.isdir(source) and not os.path.islink(source):
-        shutil.copytree(source, target, symlinks=True, copy_function=os.link)
+        from shutil import copytree
+
+        copytree(source, target, symlinks=True, copy_function=os.link)
     else:
         os.link(source, target, follow_symlinks=False)
 

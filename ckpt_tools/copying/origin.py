@@ -83,16 +83,16 @@ def require_unchanged(files: Sequence[FileEntry]) -> None:
         )
 
 
-def in_words(options: DataclassInstance) -> dict[str, str]:
-    """Options as words that a person can compare, field by field.
+def option_texts(options: DataclassInstance) -> dict[str, str]:
+    """Each option as text, to compare two runs field by field.
 
     Of another checkpoint only its path is given: what it changes is seen in the plan. A step is
-    given by its own fields, and no address of a function gets into the words.
+    given by its own fields, and no address of a function gets into the texts.
     """
-    return {field.name: _in_words(getattr(options, field.name)) for field in fields(options)}
+    return {field.name: _option_text(getattr(options, field.name)) for field in fields(options)}
 
 
-def _in_words(value: object) -> str:
+def _option_text(value: object) -> str:
     if isinstance(value, CheckpointIndex):
         return value.root
     if isinstance(value, DType):

@@ -279,7 +279,7 @@ def _hold(partial: str) -> int:
                 if os.path.samestat(os.fstat(fd), os.stat(path)):
                     return fd
             os.close(fd)
-    raise OutputExistsError(f"{partial} comes and goes: another process is writing it.")
+    raise OutputExistsError(f"{partial} appears and disappears: another process is writing it.")
 
 
 def refuse_foreign(partial: str) -> None:

@@ -27,14 +27,14 @@ _ITEM_BYTES = 2_500
 SLOT_BYTES = 4
 
 
-class Literal(NamedTuple):
+class InlineBytes(NamedTuple):
     """Bytes that are known already, to write at byte ``offset`` of the file."""
 
     offset: int
     data: bytes
 
 
-class Piece(NamedTuple):
+class Slab(NamedTuple):
     """The part ``box`` of one item, to write at byte ``offset`` of the file."""
 
     offset: int
@@ -54,8 +54,8 @@ class Task(NamedTuple):
     file: FilePlan
     number: int
     nbytes: int
-    literals: tuple[Literal, ...]
-    pieces: tuple[Piece, ...]
+    literals: tuple[InlineBytes, ...]
+    pieces: tuple[Slab, ...]
     checked: WriteItem | None
     of: int
 
@@ -91,8 +91,8 @@ ALL = Share(0, 1)
 class _Range(NamedTuple):
     """What goes into one task, before holes are cut into its literals."""
 
-    literals: list[Literal]
-    pieces: list[Piece]
+    literals: list[InlineBytes]
+    pieces: list[Slab]
     checked: WriteItem | None
 
     @property
@@ -100,16 +100,16 @@ class _Range(NamedTuple):
         return sum(map(nbytes_of, self.literals)) + sum(map(nbytes_of, self.pieces))
 
 
-def _span(literals: Sequence[Literal], pieces: Sequence[Piece]) -> tuple[int, int]:
+def _span(literals: Sequence[InlineBytes], pieces: Sequence[Slab]) -> tuple[int, int]:
     """The first byte, and the byte after the last, of contents that are each in order."""
-    ends: list[Literal | Piece] = [*literals[:1], *literals[-1:], *pieces[:1], *pieces[-1:]]
+    ends: list[InlineBytes | Slab] = [*literals[:1], *literals[-1:], *pieces[:1], *pieces[-1:]]
     first = min((content.offset for content in ends), default=0)
     return first, max((content.offset + nbytes_of(content) for content in ends), default=0)
 
 
-def contents_of(task: Task) -> list[Literal | Piece]:
+def contents_of(task: Task) -> list[InlineBytes | Slab]:
     """The literals and pieces of a task, in the order of the file."""
-    contents: list[Literal | Piece] = [*task.literals, *task.pieces]
+    contents: list[InlineBytes | Slab] = [*task.literals, *task.pieces]
     contents.sort(key=_place)
     return contents
 
@@ -134,11 +134,11 @@ def cut(plan: FilePlan) -> Iterator[Task]:
         yield Task(plan, number, part.nbytes, tuple(literals), pieces, checked, len(ranges))
 
 
-def _contents(plan: FilePlan) -> list[Literal | Piece]:
+def _contents(plan: FilePlan) -> list[InlineBytes | Slab]:
     """Everything that the plan writes, in order, checked not to overlap."""
-    contents: list[Literal | Piece] = [Literal(*literal) for literal in plan.literals]
+    contents: list[InlineBytes | Slab] = [InlineBytes(*literal) for literal in plan.literals]
     contents += [
-        Piece(item.offset, item.box.numel * item.target.itemsize, item, item.box)
+        Slab(item.offset, item.box.numel * item.target.itemsize, item, item.box)
         for item in plan.items
     ]
     contents.sort(key=_place)
@@ -152,16 +152,16 @@ def _contents(plan: FilePlan) -> list[Literal | Piece]:
     return contents
 
 
-def _place(content: Literal | Piece) -> tuple[int, int]:
+def _place(content: InlineBytes | Slab) -> tuple[int, int]:
     return content.offset, nbytes_of(content)
 
 
-def nbytes_of(content: Literal | Piece) -> int:
+def nbytes_of(content: InlineBytes | Slab) -> int:
     """Bytes that a content takes in the file."""
-    return content.nbytes if isinstance(content, Piece) else len(content.data)
+    return content.nbytes if isinstance(content, Slab) else len(content.data)
 
 
-def _ranges(contents: Iterable[Literal | Piece]) -> Iterator[_Range]:
+def _ranges(contents: Iterable[InlineBytes | Slab]) -> Iterator[_Range]:
     """Group contents into ranges of about ``TASK_BYTES``; what is larger is cut or stands alone."""
     group = _Range([], [], None)
     size = 0
@@ -170,7 +170,7 @@ def _ranges(contents: Iterable[Literal | Piece]) -> Iterator[_Range]:
         if size and size + nbytes > TASK_BYTES:
             yield group
             group, size = _Range([], [], None), 0
-        if isinstance(content, Literal):
+        if isinstance(content, InlineBytes):
             group.literals.append(content)
         elif nbytes > TASK_BYTES:
             if size:
@@ -185,12 +185,12 @@ def _ranges(contents: Iterable[Literal | Piece]) -> Iterator[_Range]:
         yield group
 
 
-def _split(piece: Piece) -> Iterator[_Range]:
+def _split(piece: Slab) -> Iterator[_Range]:
     itemsize = piece.item.target.itemsize
     offset = piece.offset
     for box in slabs(piece.box, max_numel=TASK_BYTES // itemsize):
         nbytes = box.numel * itemsize
-        yield _Range([], [Piece(offset, nbytes, piece.item, box)], piece.item)
+        yield _Range([], [Slab(offset, nbytes, piece.item, box)], piece.item)
         offset += nbytes
 
 
@@ -205,16 +205,16 @@ def _foreign_slots(part: _Range) -> Iterator[int]:
             yield slot
 
 
-def _without_slots(literal: Literal, slots: Sequence[int]) -> Iterator[Literal]:
+def _without_slots(literal: InlineBytes, slots: Sequence[int]) -> Iterator[InlineBytes]:
     """The parts of a literal around the slots (sorted) that lie in it."""
     offset, data = literal
     start, end = offset, offset + len(data)
     for slot in slots[bisect_left(slots, offset - SLOT_BYTES + 1) : bisect_left(slots, end)]:
         if slot > start:
-            yield Literal(start, data[start - offset : slot - offset])
+            yield InlineBytes(start, data[start - offset : slot - offset])
         start = max(start, slot + SLOT_BYTES)
     if start < end:
-        yield Literal(start, data[start - offset :])
+        yield InlineBytes(start, data[start - offset :])
 
 
 def check_memory(threads: int | None, max_memory: int) -> None:

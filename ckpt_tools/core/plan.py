@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box, SolidBoxes
-from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry, completed
+from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry
 from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.core.state_tree import Branch, completed
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 
@@ -128,6 +127,8 @@ class LazyPlans(Sequence[FilePlan]):
     @property
     def digest(self) -> str:
         """A short text that differs when files, lengths, places of items or known bytes do."""
+        from hashlib import blake2b  # late, here and below: it loads OpenSSL
+
         known = [(file.path, file.length, file.digest) for file in self.files]
         return blake2b(repr(known).encode(), digest_size=16).hexdigest()
 
@@ -157,6 +158,8 @@ def _made_in(folder: str, make: Callable[[], FilePlan]) -> FilePlan:
 
 def _digest(plan: FilePlan) -> bytes:
     """Differs when the length, the places of the items or the known bytes do."""
+    from hashlib import blake2b
+
     digest = blake2b(repr((plan.length, [item.offset for item in plan.items])).encode())
     for offset, data in plan.literals:
         digest.update(b"%d %d " % (offset, len(data)))
@@ -211,9 +214,9 @@ class Finder:
             return ()
         chunks, solid = self.entry.chunks, self._solid
         parts = solid.all() if box.sizes == self.entry.shape else solid.parts(box)
-        found = tuple(ReadItem(chunks[at], part) for at, part in parts)
-        self._require(sum(read.box.numel for read in found), box)
-        return found
+        reads = tuple(ReadItem(chunks[at], part) for at, part in parts)
+        self._require(sum(read.box.numel for read in reads), box)
+        return reads
 
     def _require(self, covered: int, box: Box) -> None:
         if covered != box.numel:
@@ -229,8 +232,8 @@ def placed_tree(
 ) -> Branch[Target | ObjectEntry]:
     """What is to be written, in the containers that ``tree`` has for the names; see `completed`."""
     placed: list[Target | ObjectEntry] = [*targets, *objects]
-    found = {one.fqn: one for one in placed}
-    return completed(tree, placed).map(found.__getitem__)
+    by_fqn = {one.fqn: one for one in placed}
+    return completed(tree, placed).map(by_fqn.__getitem__)
 
 
 def object_entry_as_tensor(entry: ObjectEntry) -> TensorEntry:

@@ -68,7 +68,7 @@ def require_same_plan(
             error = failure
     if group.broadcast(mine) != mine and error is None:
         error = UnreadableError(
-            "This rank finds another checkpoint than rank 0.",
+            "This rank sees another checkpoint than rank 0.",
             hint="All nodes must see the same files. Is the path on a node's own disk?",
         )
     group.barrier(error)

@@ -21,18 +21,15 @@ from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, groups_of
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import LazyPlans
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Work
+from ckpt_tools.transforms.base import Materialize
 
 if TYPE_CHECKING:
     from ckpt_tools.distributed.group import Group
-
-
-def ignore(_nbytes: int) -> None:
-    """No-op progress callback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +38,8 @@ class Listener:
     how many there will be.
     """
 
-    on_bytes: Callable[[int], None] = ignore
-    on_total: Callable[[int], None] = ignore
+    on_bytes: Callable[[int], None] = ignore_bytes
+    on_total: Callable[[int], None] = ignore_bytes
 
 
 SILENT = Listener()
@@ -166,7 +163,7 @@ def lead_or_follow(
     group: Group,
     conversion: Conversion[P],
     executor: Executor,
-    on_bytes: Callable[[int], None] = ignore,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> P:
     """Plan on every rank, and write in the folder that rank 0 makes and renames."""
     if group.rank == 0:
@@ -186,13 +183,13 @@ def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: S
     return ShareOrder(plans, share, place, options.threads, options.max_memory, plan.source)
 
 
-def _do(works: Sequence[Work], files: Files, source: CheckpointIndex) -> None:
+def _do(works: Sequence[Materialize], files: Files, source: CheckpointIndex) -> None:
     """Make the bytes that a plan reads and no checkpoint holds."""
     for work in works:
         work(files, source)
 
 
-def _needed(works: Sequence[Work], plans: LazyPlans, share: Share) -> list[Work]:
+def _needed(works: Sequence[Materialize], plans: LazyPlans, share: Share) -> list[Materialize]:
     """The works whose bytes this share reads: each rank makes them on its own disk."""
     if not works:
         return []

@@ -22,9 +22,10 @@ from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
-from ckpt_tools.distributed.executors import ignore, lead_or_follow
+from ckpt_tools.distributed.executors import lead_or_follow
 from ckpt_tools.distributed.gathering import Gathering, Source, Write
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
@@ -130,7 +131,7 @@ def _check(
 
     with group.collective():
         plan = plan_reshard(index, job.options)
-        words = checking.check(
+        statement = checking.check(
             folder,
             checking.Written(plan.targets),
             source=plan.chosen,
@@ -138,8 +139,8 @@ def _check(
             own=own,
         )
     if group.rank == 0:
-        checking.record_beside(folder, words, source=index)
-    return words
+        checking.record_beside(folder, statement, source=index)
+    return statement
 
 
 def plan_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:
@@ -207,7 +208,7 @@ def _create(group: Group, plans: LazyPlans, folder: str) -> None:
         with Files() as files:
             for plan in plans:
                 bare = [plan._replace(items=())]
-                _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=ignore)
+                _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=ignore_bytes)
     group.barrier()
 
 

@@ -33,7 +33,7 @@ from ckpt_tools.errors import (
     UnreadableError,
     UnsupportedError,
 )
-from ckpt_tools.formats.rank_files.parts import Part
+from ckpt_tools.formats.rank_files.parts import RankTensor
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Source:
     """The whole checkpoint as an index, and this rank's own part of each tensor."""
 
     index: CheckpointIndex
-    parts: dict[str, Part]
+    parts: dict[str, RankTensor]
     files: Files
 
     def layout(self, entry: TensorEntry) -> Layout:

@@ -10,8 +10,6 @@ A worker sends over its connection: numbers of bytes written, an error as text, 
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +26,7 @@ from ckpt_tools.errors import WriteError
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
+    import subprocess
     from multiprocessing.connection import Connection
 
 _MODULE = "ckpt_tools.distributed.worker"
@@ -175,6 +174,7 @@ def write_with_workers(orders: Sequence[ShareOrder], *, on_bytes: Callable[[int]
 
 def _started() -> tuple[Connection[object, object], subprocess.Popen[bytes]]:
     """A new worker, and the connection to it."""
+    import subprocess  # late: most conversions need no workers
     from multiprocessing import Pipe
 
     ours, theirs = Pipe()
@@ -195,7 +195,9 @@ def _received(
         message: object = connection.recv()
     except (EOFError, ConnectionResetError):
         code = process.wait()
-        why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        from signal import Signals
+
+        why = Signals(-code).name if code < 0 else f"exit code {code}"
         raise WriteError(
             f"Worker {share.index + 1} of {share.count} died ({why}) before its share was written.",
             hint="Out of memory? Use fewer workers (-j).",

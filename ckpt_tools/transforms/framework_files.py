@@ -58,12 +58,12 @@ def plan_files(
 def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...]:
     """The targets of a tree's tensors, under the names of their places, sorted by these."""
     by_name = {target.fqn: target for target in targets}
-    found = [
+    placed = [
         by_name[entry.fqn]._replace(fqn=names.join(path), path=path)
         for path, entry in tree.walk()
         if isinstance(entry, TensorEntry)
     ]
-    return tuple(sorted(found, key=lambda target: target.fqn))
+    return tuple(sorted(placed, key=lambda target: target.fqn))
 
 
 def _copy(name: str, path: str) -> FilePlan:

@@ -67,10 +67,10 @@ from ckpt_tools.formats import locate, read_index
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Step
+from ckpt_tools.transforms.base import Transform
 from ckpt_tools.transforms.frameworks import FrameworkLayout
-from ckpt_tools.transforms.lora import LoraConfig, MergeStep
-from ckpt_tools.transforms.maps import MapStep, VocabularyStep
+from ckpt_tools.transforms.lora import LoraConfig, MergeTransform
+from ckpt_tools.transforms.maps import MapTransform, VocabularyTransform
 from ckpt_tools.transforms.maps import find as find_map
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -826,13 +826,13 @@ def test_workers_locate_each_chunk_once_and_never_the_plans_of_others(
     assert len(looked_at) == len(set(looked_at)) == len(chunks)
 
 
-STEPS: dict[str, tuple[str, Step]] = {
+STEPS: dict[str, tuple[str, Transform]] = {
     "map": (
         "torchtitan_llama3_4r/ckpt/checkpoint_full/step-2",
-        MapStep(find_map("torchtitan-llama3-to-hf"), {"head_dim": 4}),
+        MapTransform(find_map("torchtitan-llama3-to-hf"), {"head_dim": 4}),
     ),
-    "vocabulary": ("torchtitan_llama3_4r/ckpt/checkpoint_full/step-2", VocabularyStep(30)),
-    "lora": ("peft_fsdp2_dcp_4r/ckpt", MergeStep(LoraConfig(6))),
+    "vocabulary": ("torchtitan_llama3_4r/ckpt/checkpoint_full/step-2", VocabularyTransform(30)),
+    "lora": ("peft_fsdp2_dcp_4r/ckpt", MergeTransform(LoraConfig(6))),
 }
 
 

@@ -395,7 +395,7 @@ def test_two_sources_of_one_layout_are_not_mixed(tmp_path: Path, command: str) -
     asked = command.format(f"{tmp_path}/source$RANK.safetensors", tmp_path / "out")
     done = torchrun(2, "--no-python", "sh", "-c", f"exec ckpt-tools {asked}")
     assert done.returncode != 0
-    assert done.stderr.count("finds another checkpoint than rank 0") == 1
+    assert done.stderr.count("sees another checkpoint than rank 0") == 1
     assert "exitcode  : 3" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "source0.safetensors",

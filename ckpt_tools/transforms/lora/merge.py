@@ -25,7 +25,7 @@ from ckpt_tools.transforms import quantized
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks
 from ckpt_tools.transforms.lora.orientation import transposed
-from ckpt_tools.transforms.lora.parts import Factors, Parts, parts_of
+from ckpt_tools.transforms.lora.parts import AdapterParts, Factors, parts_of
 from ckpt_tools.transforms.maps import views
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _floats(entry: TensorEntry, files: Files, *, start: int, count: int) -> Floa
 
 
 @dataclass(frozen=True, slots=True)
-class MergeStep:
+class MergeTransform:
     """Gives the base model's weights, with one adapter in them, under the base model's names.
 
     ``dtype`` and ``dtypes`` are those of the output: a sum is rounded once.
@@ -136,10 +136,14 @@ class MergeStep:
             works.append(work)
             origins = (*parts.base[name].origins, *factors.a.origins, *factors.b.origins)
             merged[name] = TransformedTensor(_entry_of(work), origins)
-        out = tuple(_merged_names(parts, merged))
+        every = parts.base | parts.saved | merged
+        out = tuple(
+            made._replace(entry=replace(made.entry, fqn=name, path=(name,)))
+            for name, made in sorted(every.items())
+        )
         return TransformResult(out, tuple(self._notes(parts)), works=tuple(works))
 
-    def _merge(self, parts: Parts, factors: Factors, *, path: str, turned: bool) -> Merge:
+    def _merge(self, parts: AdapterParts, factors: Factors, *, path: str, turned: bool) -> Merge:
         name = f"{factors.module}.weight"
         if name not in parts.base:
             raise IncompleteError(
@@ -165,7 +169,7 @@ class MergeStep:
         scale = self.config.scale(factors.module, factors.rank)
         return Merge(base, left, right, scale, chosen[name], path)
 
-    def _notes(self, parts: Parts) -> Iterator[str]:
+    def _notes(self, parts: AdapterParts) -> Iterator[str]:
         ranks = sorted({one.rank for one in parts.factors})
         yield (
             f"Merges {counted(len(parts.factors), 'module')} of rank "
@@ -194,12 +198,3 @@ def _entry_of(work: Merge) -> TensorEntry:
 def _transposed(entry: TensorEntry) -> TensorEntry:
     view = views.transpose(views.view_of(entry))
     return replace(entry, shape=view.shape, chunks=view.chunks, layout=None)
-
-
-def _merged_names(
-    parts: Parts, merged: dict[str, TransformedTensor]
-) -> Iterator[TransformedTensor]:
-    """Every tensor of the base model: merged, trained whole, or as it was."""
-    for name in sorted(parts.base.keys() | parts.saved.keys()):
-        made = merged.get(name) or parts.saved.get(name) or parts.base[name]
-        yield made._replace(entry=replace(made.entry, fqn=name, path=(name,)))

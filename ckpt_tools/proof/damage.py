@@ -25,8 +25,8 @@ from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
 
-# Stays in a core's cache. With 2 or 4 MiB, 16 threads took a quarter more processor time, and waited
-# no less often for the interpreter's lock.
+# Stays in a core's cache. With 2 or 4 MiB, 16 threads took a quarter more processor time, and
+# waited no less often for the interpreter's lock.
 _BLOCK = 1 << 20
 # Where most bytes were seen before, only what stands around them is read.
 _EDGE = 64 << 10

@@ -166,7 +166,7 @@ def _wrapped(text: str, *, indent: str, on: TextIO | None = None) -> list[str]:
         return [text]
     from textwrap import wrap  # late: few texts are that long
 
-    bound = _BETWEEN_TICKS.sub(lambda found: found[0].replace(" ", "\0"), text)
+    bound = _BETWEEN_TICKS.sub(lambda ticked: ticked[0].replace(" ", "\0"), text)
     lines = wrap(
         bound, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )

@@ -62,7 +62,7 @@ class ChunkReader:
                 self.run(move_of(read, part, within=box, itemsize=itemsize), out)
                 filled += part.numel
         if filled != box.numel:
-            raise CheckpointError(f"{filled:,} of {box.numel:,} elements of {box} are to be read.")
+            raise CheckpointError(f"The reads of {box} give {filled:,} of {box.numel:,} elements.")
 
     def run(self, move: StridedCopy, out: memoryview) -> None:
         """Carry out one move. Raises UnreadableError."""

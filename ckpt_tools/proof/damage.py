@@ -17,11 +17,12 @@ from zlib import crc32
 from ckpt_tools import formats
 from ckpt_tools.copying.crc import combine
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnreadableError
-from ckpt_tools.formats.protocol import Checksummed, Part
+from ckpt_tools.formats.protocol import Checksummed, ChecksumPart
 from ckpt_tools.proof.damage_map import IntervalMap
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
 
@@ -40,7 +41,7 @@ class Damage(NamedTuple):
 
 
 @dataclass(slots=True)
-class Reading:
+class ReadResult:
     """What a reading of everything found: damages, CRCs that were right, bytes with and without."""
 
     damages: list[Damage] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Reading:
     plain_bytes: int = 0
     parts: list[tuple[Checksummed, int]] = field(default_factory=list)
 
-    def add(self, other: Reading) -> None:
+    def add(self, other: ReadResult) -> None:
         """Add what another reading found."""
         self.damages += other.damages
         self.crcs += other.crcs
@@ -68,7 +69,7 @@ class Reading:
 
 def read_everything(
     index: CheckpointIndex, files: Files, *, threads: int | None, on_bytes: Callable[[int], None]
-) -> Reading:
+) -> ReadResult:
     """Read everything that a checkpoint needs, several ranges at a time.
 
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
@@ -120,7 +121,7 @@ def require_undamaged(
     needed = replace(index, files=tuple(file for file in index.files if file.path in held))
     bare: list[Checksummed] = []
 
-    def with_crcs(part: Part, window: Window) -> Iterator[Checksummed]:
+    def with_crcs(part: ChecksumPart, window: Window) -> Iterator[Checksummed]:
         for one in part.open(window):
             if wanted.meeting(_place(one)):
                 if one.crc is None:
@@ -145,19 +146,19 @@ def require_undamaged(
 def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableError:
     """The error that names the entries whose bytes are damaged."""
     spans = IntervalMap([damage.data for damage in damages])
-    hurt = {
+    named = {
         f"{entry.fqn} {chunk.box}": entry.fqn
         for entry in index.tensors
         for chunk in entry.chunks
         if spans.meeting(chunk.data)
     }
-    hurt |= {entry.fqn: entry.fqn for entry in index.objects if spans.meeting(entry.data)}
+    named |= {entry.fqn: entry.fqn for entry in index.objects if spans.meeting(entry.data)}
     return UnreadableError(
-        f"{index.root}: what was read of it is damaged: {some(list(hurt))}. "
+        f"{index.root}: what was read of it is damaged: {some(list(named))}. "
         f"{damages[0].error.message}",
         hint="OUT was not created. `ckpt-tools verify` lists what is damaged and "
         "what is still complete; --exclude leaves out damaged tensors.",
-        about=set(hurt.values()),
+        about=set(named.values()),
     )
 
 
@@ -166,8 +167,8 @@ def _place(one: Checksummed) -> ByteRange:
     return one.stored or one.record or one.data
 
 
-def _read(parts: Sequence[Part], checker: _Checker, threads: int | None) -> Reading:
-    total, far = Reading(), any(is_address(part.data.path) for part in parts[:1])
+def _read(parts: Sequence[ChecksumPart], checker: _Checker, threads: int | None) -> ReadResult:
+    total, far = ReadResult(), any(is_address(part.data.path) for part in parts[:1])
     # As they lie in the files, so that small ones are read together.
     places = sorted(range(len(parts)), key=lambda place: parts[place].data)
     results = in_threads(
@@ -183,7 +184,7 @@ def _read(parts: Sequence[Part], checker: _Checker, threads: int | None) -> Read
     return total
 
 
-def _combine(total: Reading) -> None:
+def _combine(total: ReadResult) -> None:
     """Check records that were read in parts; one with an unreadable part is a damage already."""
     records: dict[ByteRange, dict[ByteRange, tuple[Checksummed, int]]] = {}
     for one, crc in total.parts:
@@ -206,40 +207,40 @@ class _Checker:
         self._seen = seen
         self._own = local()
 
-    def check(self, part: Part) -> Reading:
+    def check(self, part: ChecksumPart) -> ReadResult:
         """Read the bytes of a part; what is wrong with them becomes a damage, never an error."""
-        found = Reading()
+        reading = ReadResult()
         try:
             for one in part.open(self._window()):
-                self._check_one(one, found)
+                self._check_one(one, reading)
         except CheckpointError as error:
-            found.damages.append(Damage(part.data, error))
-        return found
+            reading.damages.append(Damage(part.data, error))
+        return reading
 
-    def _check_one(self, one: Checksummed, found: Reading) -> None:
-        found.crcs += len(one.alike)
-        found.checked_bytes += sum(one.alike)
+    def _check_one(self, one: Checksummed, reading: ReadResult) -> None:
+        reading.crcs += len(one.alike)
+        reading.checked_bytes += sum(one.alike)
         try:
             if one.crc is None:
-                found.plain_bytes += sum(map(len, self._blocks(one.data)))
+                reading.plain_bytes += sum(map(len, self._blocks(one.data)))
                 return
             whole = one.record or one.data
             known = self._seen.crc_of(whole) if whole.length else None
             if known is not None:
                 if one.data.offset == whole.offset:
-                    found.check(one, known)
+                    reading.check(one, known)
                 return
             crc = 0
             for block in self._blocks(one.data):
                 crc = crc32(block, crc)
         except CheckpointError as error:
-            found.damages.append(Damage(one.data, error))
+            reading.damages.append(Damage(one.data, error))
             return
-        found.checked_bytes += one.data.length
+        reading.checked_bytes += one.data.length
         if one.record is not None:
-            found.parts.append((one, crc))
+            reading.parts.append((one, crc))
         else:
-            found.check(one, crc)
+            reading.check(one, crc)
 
     def _blocks(self, data: ByteRange) -> Iterator[memoryview]:
         """The bytes of a range in blocks, which share one buffer."""
@@ -254,10 +255,10 @@ class _Checker:
         return window
 
 
-def _wrong_crc(where: ByteRange, one: Checksummed, found: int) -> UnreadableError:
+def _wrong_crc(where: ByteRange, one: Checksummed, crc: int) -> UnreadableError:
     end = where.offset + where.length
     return UnreadableError(
         f"{where.path}: {one.name} (bytes {where.offset:,} to {end:,}) is damaged: "
-        f"its CRC-32 is {found:08x}, the archive says {one.crc:08x}.",
+        f"its CRC-32 is {crc:08x}, the archive says {one.crc:08x}.",
         hint="Use another copy of the file; its data cannot be repaired.",
     )

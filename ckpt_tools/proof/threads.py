@@ -105,22 +105,3 @@ class Background(Generic[Result]):
             self._results.append(self._work())
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that asks
             self._errors.append(error)
-
-
-class Tally:
-    """Passes numbers of bytes from any thread on to one callback."""
-
-    def __init__(self, on_bytes: Callable[[int], None]) -> None:
-        self._on_bytes = on_bytes
-        self._lock = threading.Lock()
-        self.total = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count these bytes and call the callback."""
-        with self._lock:
-            self.total += nbytes
-            self._on_bytes(nbytes)
-
-
-def ignore_bytes(nbytes: int) -> None:
-    """No-op progress callback."""

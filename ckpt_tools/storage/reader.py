@@ -149,10 +149,10 @@ class Files:
         if len(data) > length:
             raise UnreadableError(
                 f"{address}: its server was asked for {length:,} bytes and sent {len(data):,}.",
-                hint="It does not know ranges. Download the file, and read it from the disk.",
+                hint="It does not support range requests. Download the file and read it from disk.",
             )
         if len(data) < length:
-            raise _too_short(address, found=offset + len(data), needed=offset + length)
+            raise _too_short(address, length=offset + len(data), needed=offset + length)
         return data
 
     def read(self, path: str, offset: int, length: int) -> bytes:
@@ -167,7 +167,7 @@ class Files:
             while len(data) < length:
                 more = os.pread(fd, length - len(data), offset + len(data))
                 if not more:
-                    raise _too_short(path, found=offset + len(data), needed=offset + length)
+                    raise _too_short(path, length=offset + len(data), needed=offset + length)
                 data += more
         return data
 
@@ -207,7 +207,7 @@ class Files:
                     break
                 done += count
         if done < least:
-            raise _too_short(path, found=offset + done, needed=offset + least)
+            raise _too_short(path, length=offset + done, needed=offset + least)
         return done
 
 
@@ -301,11 +301,11 @@ def refuse_special(files: Iterable[str]) -> None:
     for path in files:
         kind = paths.special(path)
         if kind is not None:
-            raise UnreadableError(f"{path} is {kind}, and no regular file; it was not opened.")
+            raise UnreadableError(f"{path} is {kind}, not a regular file; it was not opened.")
 
 
-def _too_short(path: str, *, found: int, needed: int) -> UnreadableError:
+def _too_short(path: str, *, length: int, needed: int) -> UnreadableError:
     return UnreadableError(
-        f"{path} is truncated: {found:,} bytes, the index needs {needed:,}.",
+        f"{path} is truncated: {length:,} bytes, the index needs {needed:,}.",
         hint="It may still be copying, or the disk was full; compare its size with the original.",
     )

@@ -22,7 +22,7 @@ from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.zip.checksums import Archives
 from ckpt_tools.formats.zip.read import Archive
-from ckpt_tools.proof import Report, bytes_to_read, verify, verify_quick
+from ckpt_tools.proof import VerifyReport, bytes_to_read, verify, verify_quick
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage_map import IntervalMap, describe, holes
@@ -53,12 +53,12 @@ WHOLE = [
 ]
 
 
-def full(path: Path | str, *, threads: int = 2) -> Report:
+def full(path: Path | str, *, threads: int = 2) -> VerifyReport:
     with Files() as files:
         return verify(formats.read_index(str(path)), files, threads=threads)
 
 
-def quick(path: Path | str) -> Report:
+def quick(path: Path | str) -> VerifyReport:
     with Files() as files:
         return verify_quick(formats.read_index(str(path)), files)
 
@@ -88,7 +88,7 @@ def located(path: Path) -> CheckpointIndex:
 @pytest.mark.parametrize("name", WHOLE)
 def test_real_checkpoints_are_whole(name: str) -> None:
     report = full(CHECKPOINTS / name)
-    assert (report.problems, report.hurt, report.hurt_objects) == ((), (), ())
+    assert (report.problems, report.damaged, report.damaged_objects) == ((), (), ())
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -183,7 +183,7 @@ def test_a_missing_dcp_file_costs_the_rows_of_its_rank(tmp_path: Path) -> None:
     path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
     (path / "__2_0.distcp").unlink()
     report = quick(path)
-    lost = {hurt.fqn: (hurt.lost, hurt.ranks) for hurt in report.hurt}
+    lost = {hurt.fqn: (hurt.lost, hurt.ranks) for hurt in report.damaged}
     assert lost["model.a.weight"] == ((Box((0, 4), (6, 2)),), (2,))
     assert [state.rank for state in report.ranks if not state.whole] == [2]
 
@@ -194,8 +194,8 @@ def test_what_no_damage_touches_is_whole(tmp_path: Path) -> None:
     assert entry is not None
     flip(entry.chunks[1].data.path, entry.chunks[1].data.offset)
     report = full(path)
-    assert [hurt.fqn for hurt in report.hurt] == ["model.a.weight"]
-    assert report.hurt[0].lost == (entry.chunks[1].box,)
+    assert [hurt.fqn for hurt in report.damaged] == ["model.a.weight"]
+    assert report.damaged[0].lost == (entry.chunks[1].box,)
 
 
 def test_a_damage_is_told_with_its_record_and_both_crcs(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_damaged_pickle_is_told_once(tmp_path: Path) -> None:
     flip(archive.data.path, archive.records["data.pkl"].offset + 30)
     report = full(path)
     assert len(report.problems) == 1
-    assert len(report.hurt) == 1
+    assert len(report.damaged) == 1
 
 
 def test_a_damaged_object_is_named(tmp_path: Path) -> None:
@@ -227,13 +227,13 @@ def test_a_damaged_object_is_named(tmp_path: Path) -> None:
     (archive,) = [found for found in zips(victim) if found.data == entry.data]
     flip(entry.data.path, archive.records["data.pkl"].offset + 3)
     report = full(path)
-    assert report.hurt_objects == (entry.fqn,)
-    assert report.hurt == ()
+    assert report.damaged_objects == (entry.fqn,)
+    assert report.damaged == ()
 
 
 def test_a_missing_rank_file_costs_its_rows() -> None:
     report = quick(DATA / "cases" / "C33_missing_ranks" / "half")
-    hurt = {one.fqn: (one.lost, one.ranks) for one in report.hurt}
+    hurt = {one.fqn: (one.lost, one.ranks) for one in report.damaged}
     assert hurt["w"] == ((Box((0, 0), (8, 2)),), (0, 1, 2, 3))
 
 
@@ -248,7 +248,7 @@ def test_a_cut_file_costs_what_lies_behind_the_cut(tmp_path: Path) -> None:
     )
     cut = in_file[len(in_file) // 2][0]
     os.truncate(path / "__1_0.distcp", cut)
-    assert {hurt.fqn for hurt in quick(path).hurt} == {fqn for at, fqn in in_file if at >= cut}
+    assert {hurt.fqn for hurt in quick(path).damaged} == {fqn for at, fqn in in_file if at >= cut}
 
 
 # ----------------------------------------------------------------------------------------- replicas
@@ -259,7 +259,7 @@ def test_a_missing_rank_whose_rows_are_in_a_replica_loses_nothing(tmp_path: Path
     (path / "model_rank6.pt").unlink()
     report = full(path)
     assert not report.whole
-    assert report.hurt == ()
+    assert report.damaged == ()
     assert "Every row of every tensor is still present" in report.notes[-1]
 
 
@@ -460,16 +460,16 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
 
 
-def found_in(folder: Path, *, alike: bool) -> object:
+def reported(folder: Path, *, alike: bool) -> object:
     """What verify says, with or without telling archives by those opened before."""
     with pytest.MonkeyPatch.context() as patch, Files() as files:
         if not alike:
             patch.setattr(Archives, "_known", lambda *_args: None)
-        found = verify(formats.read_index(str(folder)), files, threads=2)
-    assert found.reading is not None
-    reading = found.reading.crcs, found.reading.checked_bytes, found.reading.plain_bytes
-    problems = [(type(problem), problem.message, problem.about) for problem in found.problems]
-    return problems, found.hurt, found.hurt_objects, found.ranks, reading
+        report = verify(formats.read_index(str(folder)), files, threads=2)
+    assert report.reading is not None
+    reading = report.reading.crcs, report.reading.checked_bytes, report.reading.plain_bytes
+    problems = [(type(problem), problem.message, problem.about) for problem in report.problems]
+    return problems, report.damaged, report.damaged_objects, report.ranks, reading
 
 
 @pytest.mark.parametrize("name", ["fsdp2_dcp_1d_4r/ckpt", "fsdp2_bf16_fp32optim_dcp_4r/ckpt"])
@@ -485,7 +485,7 @@ def test_archives_like_good_ones_are_checked_as_when_each_is_opened(
         content = bytearray(path.read_bytes())
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
         path.write_bytes(content)
-    assert found_in(folder, alike=True) == found_in(folder, alike=False)
+    assert reported(folder, alike=True) == reported(folder, alike=False)
     shutil.rmtree(folder)
 
 

@@ -50,7 +50,7 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
         for place in (chunk.data, *chunk.replicas)
         if place.offset + 9 <= lengths.get(place.path, 0)
     }
-    found = {
+    by_shard = {
         shard: stored
         for path, start in starts.items()
         for shard, stored in _shards(files, path, start)
@@ -59,7 +59,7 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     tensors = []
     for entry in index.tensors:
         try:
-            tensors.append(_from_headers(entry, found))
+            tensors.append(_from_headers(entry, by_shard))
         except CheckpointError as error:
             problems.append(error)
             tensors.append(entry)
@@ -105,13 +105,13 @@ def _saved_offsets(metadata: Mapping[str, str], path: str) -> dict[str, tuple[in
         raise UnreadableError(f"{path}: its DCP_SHARDING_INFO cannot be read: {error}.") from error
 
 
-def _from_headers(entry: TensorEntry, found: Mapping[_Shard, Stored]) -> TensorEntry:
+def _from_headers(entry: TensorEntry, by_shard: Mapping[_Shard, Stored]) -> TensorEntry:
     """The tensor with its chunks' bytes from the headers; a shard that no header has is left out,
     which the coverage check then names as a hole.
     """
     chunks: list[Chunk] = []
     for chunk in entry.chunks:
-        stored = found.get(_Shard(entry.fqn, chunk.box.offsets, chunk.data.path))
+        stored = by_shard.get(_Shard(entry.fqn, chunk.box.offsets, chunk.data.path))
         if stored is None:
             continue
         if (stored.dtype, stored.shape) != (entry.dtype, chunk.box.sizes):
@@ -121,7 +121,9 @@ def _from_headers(entry: TensorEntry, found: Mapping[_Shard, Stored]) -> TensorE
                 f"{list(chunk.box.sizes)}.",
                 about=(entry.fqn,),
             )
-        others = (found.get(_Shard(entry.fqn, chunk.box.offsets, r.path)) for r in chunk.replicas)
+        others = (
+            by_shard.get(_Shard(entry.fqn, chunk.box.offsets, r.path)) for r in chunk.replicas
+        )
         replicas = tuple(other.data for other in others if other is not None)
         chunks.append(chunk._replace(data=stored.data, codec=None, replicas=replicas))
     return replace(entry, chunks=chunks)

@@ -21,7 +21,7 @@ _AHEAD = 16 << 20
 _MAX_WINDOW = 64 << 10
 
 
-class Found(NamedTuple):
+class ItemContents(NamedTuple):
     """What an item is: the tensor that it says it holds, and where its bytes lie in the item.
 
     ``strides`` are None for elements that are packed row-major.
@@ -39,7 +39,7 @@ class Templates:
     def __init__(self, files: Files, lengths: Mapping[str, int]) -> None:
         self._files = files
         self._lengths = lengths
-        self._known: dict[int, list[tuple[Frame, Found]]] = {}
+        self._known: dict[int, list[tuple[Frame, ItemContents]]] = {}
         self._window = min(_MAX_WINDOW, max(MAX_FRAME, _AHEAD // max(1, len(lengths))))
         self._blocks: dict[str, tuple[int, bytes]] = {}
         self._fetched: dict[str, tuple[list[int], list[bytes]]] = {}
@@ -71,28 +71,28 @@ class Templates:
             yield ByteRange(path, offset, edge)
             yield ByteRange(path, offset + length - edge, edge)
 
-    def find(self, item: ByteRange) -> Found | None:
+    def find(self, item: ByteRange) -> ItemContents | None:
         """What an item is, when it is like one that was learned."""
         path, offset, length = item
         # Of large items, only the end of one and the beginning of the next are worth reading.
         ahead = self._window if length <= self._window else 2 * MAX_FRAME
-        for frame, found in self._known.get(length, ()):
+        for frame, place in self._known.get(length, ()):
             block, at = self._block(path, offset, len(frame.head), ahead=ahead)
             if not frame.begins(block, at):
                 continue
             tail = length - frame.tail_at
             block, at = self._block(path, offset + frame.tail_at, tail, ahead=ahead)
             if frame.ends(block, at):
-                return found
+                return place
         return None
 
-    def learn(self, item: ByteRange, archive: Archive, found: Found) -> None:
+    def learn(self, item: ByteRange, archive: Archive, place: ItemContents) -> None:
         """Remember an item that was read, when little stands around its elements."""
         templates = self._known.setdefault(item.length, [])
         if len(templates) < _MAX_OF_ONE_LENGTH:
-            frame = frame_of(archive, f"data/{found.stored.storage.key}")
+            frame = frame_of(archive, f"data/{place.stored.storage.key}")
             if frame is not None:
-                templates.append((frame, found))
+                templates.append((frame, place))
 
     def _block(self, path: str, offset: int, length: int, *, ahead: int) -> tuple[bytes, int]:
         """A block of a file that holds these bytes, and where: the last one, or one read now."""

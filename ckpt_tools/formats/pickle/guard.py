@@ -1,4 +1,4 @@
-"""A walk over the opcodes of a pickle before it is loaded: refuses what would hurt by its cost.
+"""A walk over the opcodes of a pickle before it is loaded: refuses what would cost too much.
 
 A few bytes of a pickle can make the unpickler take gigabytes (a memo index of 2**32) or never end
 (a dict key of tuples that hold one another, hashed again and again). The walk follows the stack
@@ -68,7 +68,7 @@ def end_of_pickle(data: bytes, start: int = 0) -> int:
     except IndexError as error:
         if at + size >= len(data):
             raise CutPickleError("is truncated: it ends inside of its pickle.") from error
-        raise UnreadableError(f"is damaged: its pickle is not one, at byte {at:,}.") from error
+        raise UnreadableError(f"is damaged: it holds no pickle, at byte {at:,}.") from error
 
 
 class _Boundary(NamedTuple):
@@ -369,7 +369,9 @@ def _get_line(walk: _Walk, at: int, end: int) -> int:
 def _line_number(walk: _Walk, at: int, end: int) -> int:
     digits = walk.data[at : end - 1]
     if not digits.isdigit() or len(digits) > 10:
-        raise UnreadableError(f"is damaged: a memo number in its pickle is none, at byte {at:,}.")
+        raise UnreadableError(
+            f"is damaged: a memo number in its pickle is not a number, at byte {at:,}."
+        )
     return int(digits)
 
 

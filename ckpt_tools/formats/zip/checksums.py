@@ -11,7 +11,7 @@ from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.protocol import (
     PART_BYTES,
     Checksummed,
-    Part,
+    ChecksumPart,
     cut,
     lengths_of,
     plain_parts,
@@ -27,7 +27,7 @@ _AHEAD = 64 << 10
 _MAX_FRAMES_OF_ONE_LENGTH = 16
 
 
-def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[Part]:
+def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     """The archives of a checkpoint; a file of torch.save's old format has no checksums."""
     for path, length in lengths_of(index).items():
         if sniff(files.read(path, 0, min(512, length))) == "zip":
@@ -50,10 +50,10 @@ class Archives:
         self._files = files
         self._good: dict[int, list[_Good]] = {}
 
-    def parts(self, data: ByteRange) -> Iterator[Part]:
+    def parts(self, data: ByteRange) -> Iterator[ChecksumPart]:
         """An archive as one part; a large one in parts of about 64 MiB, when it can be opened."""
         if data.length <= _PART_BYTES:
-            yield Part(data, data.length, partial(self.records, data))
+            yield ChecksumPart(data, data.length, partial(self.records, data))
             return
         groups: list[list[str]] = [[]]
         left = _PART_BYTES
@@ -64,14 +64,14 @@ class Archives:
             )
             found = [(name, archive.record(name)) for name in archive.names]
         except CheckpointError:
-            yield Part(data, data.length, partial(self.records, data))
+            yield ChecksumPart(data, data.length, partial(self.records, data))
             return
         for name, (offset, length, crc) in found:
             record = ByteRange(path, offset, length)
             if crc is not None and length > _PART_BYTES:
                 for part in cut(record, _PART_BYTES):
                     one = Checksummed(part, crc, f"record {name!r}", record=record)
-                    yield Part(part, part.length, partial(ready, one))
+                    yield ChecksumPart(part, part.length, partial(ready, one))
                 continue
             if left <= 0:
                 groups.append([])
@@ -80,7 +80,7 @@ class Archives:
             left -= length
         for group in groups:
             if group:
-                yield Part(data, _PART_BYTES, partial(self.records, data, only=group))
+                yield ChecksumPart(data, _PART_BYTES, partial(self.records, data, only=group))
 
     def records(
         self, data: ByteRange, window: Window, *, only: Collection[str] = ()

@@ -29,7 +29,8 @@ from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 SLAB_BYTES = 2 << 20
-_STREAM_BYTES = 4 << 20
+# Stays in a core's cache: with 4 MiB, SHA-256 in 16 threads took 15 % more processor time.
+_STREAM_BYTES = 1 << 20
 # Rows shorter than this are read together and spread by numpy: one iovec costs more than they do.
 _LONG_ROW = 1 << 10
 _MAX_IOVECS = 1024
@@ -213,7 +214,7 @@ def stream_box(
     files: Files,
     on_run: Callable[[ByteRange, int], None] | None = None,
 ) -> Iterator[memoryview]:
-    """The bytes that `read_box` gives, in pieces of at most 4 MiB that share one buffer.
+    """The bytes that `read_box` gives, in pieces of at most 1 MiB that share one buffer.
 
     Where each chunk is one run of bytes of a local file, a piece takes two steps of the
     interpreter: for many threads that only look at bytes in their order. ``on_run`` then gets each

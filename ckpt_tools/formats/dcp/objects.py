@@ -25,11 +25,9 @@ from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import CheckpointError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of, unpacked
 from ckpt_tools.formats.pickle import load as pickles
-from ckpt_tools.formats.pickle.state_dict import flatten_at
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredTensor
 from ckpt_tools.formats.protocol import Index, lengths_of
 from ckpt_tools.formats.torch_file.locate import resolved
-from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -238,6 +236,9 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
 
     None where it is no container, has one rank's shards, or what cannot be read.
     """
+    from ckpt_tools.formats.pickle.state_dict import flatten_at  # late: few directories have such
+    from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
+
     item = unpacked(files, entry.data, str(entry.codec))
     path, where = item.path, f"{entry.data.path}, item of {entry.fqn}"
     archive = archive_of(files, item, where)

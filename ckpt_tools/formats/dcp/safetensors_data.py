@@ -8,19 +8,20 @@ the byte ranges come from the header found there, which names the first element 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.dcp import SAFETENSORS
 from ckpt_tools.formats.dcp.items import TORCH_SAVE
-from ckpt_tools.formats.safetensors.header import Stored, read_header
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
+
+if TYPE_CHECKING:
+    from ckpt_tools.formats.safetensors.header import Stored
 
 
 class _Shard(NamedTuple):
@@ -91,6 +92,9 @@ def _first_place(index: CheckpointIndex, lengths: Mapping[str, int]) -> tuple[st
 
 def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:
     """The shards of one data file, with the offsets in its header."""
+    # Late, as json below: every directory of DCP comes by here, and few hold safetensors.
+    from ckpt_tools.formats.safetensors.header import read_header
+
     header = read_header(files, path, offset=start)
     offsets = _saved_offsets(header.metadata, path)
     for fqn, stored in header.tensors.items():
@@ -98,6 +102,8 @@ def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Store
 
 
 def _saved_offsets(metadata: Mapping[str, str], path: str) -> dict[str, tuple[int, ...]]:
+    import json
+
     try:
         info = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
         return {fqn: tuple(map(int, shard["saved_offsets"])) for fqn, shard in info.items()}

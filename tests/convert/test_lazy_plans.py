@@ -15,7 +15,7 @@ from ckpt_tools.convert.export import ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.copying.tasks import ALL, Share, cut, groups_of
 from ckpt_tools.core.mesh_spec import parse_mesh
-from ckpt_tools.core.plan import LazyPlans
+from ckpt_tools.core.plan import FilePlan, LazyPlans, PlannedFile
 
 SOURCE = str(DATA / "checkpoints" / "fsdp2_dcp_1d_4r" / "ckpt")
 VERL = str(DATA / "checkpoints" / "verl_fsdp2_4r" / "ckpt")
@@ -98,3 +98,28 @@ def test_a_framework_folder_of_rank_files_is_lazy_and_whole(tmp_path: Path) -> N
     assert CliRunner().invoke(cli, args).exit_code == 0
     done = CliRunner().invoke(cli, ["diff", VERL, str(tmp_path / "out"), "-x", "*.rng.*"])
     assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("form", ["ranks", "dcp", "safetensors"])
+def test_a_worker_plans_no_file_that_its_share_is_not_in(form: str) -> None:
+    index, made = formats.read_index(SOURCE), Counter[str]()
+
+    def watched(file: PlannedFile) -> PlannedFile:
+        def make() -> FilePlan:
+            made[file.path] += 1
+            return file.make()
+
+        return file._replace(make=make)
+
+    if form == "safetensors":
+        plans = plan_export(index, ExportOptions(only=None, max_shard_size=1)).files
+    else:
+        plans = plan_reshard(index, ReshardOptions(mesh=parse_mesh("8"), format=form)).files
+    plans = LazyPlans(map(watched, plans.files))
+    assert (len(plans.digest), plans.length > 0) == (32, True)
+    for number in range(4):
+        made.clear()
+        for _ in groups_of(plans, Share(number, 4)):
+            pass
+        assert set(made.values()) == {1}
+        assert len(made) <= len(plans) / 2

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import threading
 import time
 import zlib
@@ -243,7 +242,9 @@ class Manifest:
             if name == _MANIFEST:
                 continue
             if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
+                from shutil import rmtree  # late: a dry run removes nothing
+
+                rmtree(path)
             else:
                 os.unlink(path)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from tempfile import gettempdir
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.convert.write import WriteOptions
@@ -38,7 +37,11 @@ def check_room(out: str, plans: LazyPlans, *, single_file: str | None = None) ->
 def made_at(out: str) -> str:
     """Where on this machine an output is made: what goes to an address, in a temporary folder."""
     real = out_path.real(out)
-    return os.path.join(gettempdir(), "ckpt-tools-output") if is_address(real) else real
+    if not is_address(real):
+        return real
+    from tempfile import gettempdir  # late, as all that only addresses need
+
+    return os.path.join(gettempdir(), "ckpt-tools-output")
 
 
 class Job(NamedTuple):

@@ -19,5 +19,5 @@ def test_a_row_without_its_framework_is_skipped_and_says_so(tmp_path: Path) -> N
         env=environment,
     )
     row = next(line for line in done.stdout.splitlines() if line.startswith("| composer-1"))
-    assert "skipped: no mosaicml" in row or "skipped: needs a GPU" in row
+    assert "skipped: no mosaicml" in row
     assert "0 fail" in done.stdout

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from decimal import Decimal
 
 from ckpt_tools.errors import UsageError
 
@@ -30,6 +29,8 @@ def parse_size(text: str) -> int:
             f"The size {text!r} cannot be read.",
             hint="Write 5GB (5 x 10^9 bytes), 5GiB (5 x 2^30 bytes), 500MB or a number of bytes.",
         )
+    from decimal import Decimal  # late: few commands are given sizes
+
     size = int(Decimal(match[1]) * factor)
     if size < 1:
         raise UsageError(f"The size {text!r} is less than one byte.")

@@ -1,14 +1,54 @@
-"""Composer's Trainer with FSDP1, or FSDP2 where its version has it; it takes FSDP on GPUs only."""
+"""Composer's Trainer with FSDP1, and with FSDP2; it takes both for GPUs only."""
 
 from __future__ import annotations
 
 import os
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import shared
 import torch
 import torch.distributed as dist
-from composer import Trainer
-from composer.models import ComposerModel
+from cpu_stub import NO_OFFLOAD, stub_offload
+
+NAMES = {
+    "": (),
+    ".datasets": ("VisionDataset",),
+    ".models": (),
+    ".models.resnet": ("Bottleneck",),
+    ".ops": ("box_convert",),
+    ".transforms": (),
+    ".transforms.functional": (),
+    ".utils": ("draw_segmentation_masks",),
+}
+
+
+def stub_torchvision() -> None:
+    """Modules with the names that Composer imports from it. Before Composer is imported."""
+    import_module("torchmetrics")  # it would find the stub, and ask more of it
+    for module, names in NAMES.items():
+        stub = ModuleType(f"torchvision{module}")
+        vars(stub).update(dict.fromkeys(names, object))
+        sys.modules[stub.__name__] = stub
+
+
+DEVICE = shared.device()
+STUBS = []
+if DEVICE.type == "cpu":
+    STUBS += ["torch.cuda.current_device() is the CPU (FSDP wraps models for it)", NO_OFFLOAD]
+    stub_offload()
+    torch.cuda.current_device = lambda: DEVICE
+if find_spec("torchvision") is None:
+    STUBS += ["torchvision is an empty module (its wheel on PyPI is for CUDA)"]
+    stub_torchvision()
+
+from composer import Trainer  # noqa: E402
+from composer.models import ComposerModel  # noqa: E402
+from composer.optim import ComposerScheduler  # noqa: E402
+from composer.utils import FSDP2Config  # noqa: E402
+from composer.utils.dist import get_sampler, initialize_dist  # noqa: E402
 
 
 class Task(ComposerModel):
@@ -29,30 +69,40 @@ class Task(ComposerModel):
         return loss
 
 
+class Falling(ComposerScheduler):
+    """A learning rate that is another one at every step."""
+
+    def __call__(self, state: object, ssr: float = 1.0) -> float:
+        return shared.schedule(int(state.timestamp.batch))
+
+
 def main() -> None:
     want = shared.asked()
-    shared.device()
     side, _, form = want.side.partition("-")
+    initialize_dist("gpu" if DEVICE.type == "cuda" else "cpu")
     losses: list[float] = []
     model = Task(losses)
     optimizer = torch.optim.AdamW(model.parameters(), lr=shared.LR)
-    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    rows = [shared.batch(n).tensor_split(ranks)[rank] for n in range(2 * shared.STEPS)]
-    config = {"state_dict_type": form or "sharded", "sharding_strategy": "FULL_SHARD"}
-    parallel = {"fsdp": config} if side == "fsdp1" else {"fsdp2": {}}
+    # The sampler deals rows out by turns: a step has the same ones on any number of ranks.
+    rows = torch.cat([shared.batch(n) for n in range(2 * shared.STEPS)])
+    mine = shared.ROWS // int(os.environ["WORLD_SIZE"])
+    sampler = get_sampler(rows, shuffle=False)
+    options = {"state_dict_type": form or "sharded"}
+    config = options if side == "fsdp1" else FSDP2Config(**options)
     trainer = Trainer(
         model=model,
         optimizers=optimizer,
-        train_dataloader=torch.utils.data.DataLoader(rows, batch_size=None),
+        schedulers=Falling(),
+        train_dataloader=torch.utils.data.DataLoader(rows, batch_size=mine, sampler=sampler),
         max_duration=f"{2 * shared.STEPS}ba",
         save_folder=want.saved if want.is_new else None,
         save_interval=f"{shared.STEPS}ba",
         load_path=want.ckpt or None,
-        parallelism_config=parallel,
+        parallelism_config={"fsdp": config},
         progress_bar=False,
     )
     trainer.fit()
-    shared.note(want, losses)
+    shared.note(want, losses, stubs="; ".join(STUBS) or "nothing")
     dist.destroy_process_group()
 
 

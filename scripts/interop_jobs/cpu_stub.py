@@ -1,22 +1,29 @@
-"""What lets Accelerate run FSDP on the CPU: it takes FSDP for accelerators only."""
+"""What lets frameworks run FSDP on the CPU: they take it for accelerators only."""
 
 from __future__ import annotations
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig
 
-STUB = (
-    "DistributedType.FSDP set by hand (Accelerate has FSDP for accelerators only); no offload from "
-    "the CPU to itself, of which torch's FSDP1 dies"
-)
+NO_OFFLOAD = "no offload from the CPU to itself, of which torch's FSDP1 dies"
+STUB = f"DistributedType.FSDP set by hand (Accelerate has it for accelerators only); {NO_OFFLOAD}"
+
+
+def stub_offload() -> None:
+    """Let no config of a state dict offload to the CPU."""
+    for config in (StateDictConfig, OptimStateDictConfig):
+        config.__setattr__ = lambda self, key, value: object.__setattr__(
+            self, key, value and key != "offload_to_cpu"
+        )
 
 
 def stub_accelerate(device: torch.device) -> str:
     """Call a CPU job with an FSDP plugin what it is; says what was stubbed."""
     if device.type != "cpu":
         return "nothing"
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
     begin = AcceleratorState.__init__
 
     def begin_with_fsdp(
@@ -30,8 +37,5 @@ def stub_accelerate(device: torch.device) -> str:
             AcceleratorState._shared_state["fsdp_plugin"] = fsdp_plugin  # noqa: SLF001
 
     AcceleratorState.__init__ = begin_with_fsdp
-    for config in (StateDictConfig, OptimStateDictConfig):
-        config.__setattr__ = lambda self, key, value: object.__setattr__(
-            self, key, value and key != "offload_to_cpu"
-        )
+    stub_offload()
     return STUB

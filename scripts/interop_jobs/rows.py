@@ -20,7 +20,6 @@ class Row(NamedTuple):
     after: str
     packages: tuple[str, ...]
     loads: str = "{out}"
-    needs_gpu: bool = False
     cause: str = ""
 
 
@@ -68,10 +67,7 @@ ROWS = (
     Row("trainer-2", "trainers", "fsdp2-sharded", _of_step(_WHOLE), "fsdp1-full", _TRAINER),
     Row("trainer-3", "trainers", "fsdp1-full", _of_step(_SHARDS), "fsdp2-sharded", _TRAINER),
     Row("titan-1", "titan", "fsdp2", _of_titan("titan"), "fsdp2", _TITAN, "{out}/step-3"),
-    Row(
-        *("composer-1", "composers", "fsdp1", _COMPOSER, "fsdp1", ("mosaicml",)),
-        loads="{out}/ep0-ba3",
-        needs_gpu=True,
-    ),
+    Row("composer-1", "composers", "fsdp1", _COMPOSER, "fsdp2", ("mosaicml",), "{out}/ep0-ba3"),
+    Row("composer-2", "composers", "fsdp2", _COMPOSER, "fsdp1", ("mosaicml",), "{out}/ep0-ba3"),
     Row("verl-1", "verl_manager", "fsdp2", _VERL_ORDER, "fsdp2", _VERL, _ACTOR),
 )

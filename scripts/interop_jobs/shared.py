@@ -125,8 +125,13 @@ def schedule(step: int) -> float:
 
 
 def note(want: Asked, losses: Sequence[float], *, stubs: str = "nothing") -> None:
-    """Write down the losses after the checkpoint, and what was stubbed."""
+    """Write down the losses after the checkpoint, and what was stubbed.
+
+    A job that resumes has no others: one that loaded nothing would begin at step 0, and come to
+    the same losses in the end.
+    """
+    after = losses[STEPS:] if want.is_new else losses
     if dist.get_rank() == 0:
         with open(os.path.join(want.folder, f"{want.name}.json"), "w") as file:
-            json.dump({"losses": list(losses)[-STEPS:], "stubs": stubs}, file)
+            json.dump({"losses": list(after), "stubs": stubs}, file)
     dist.barrier()

@@ -13,6 +13,7 @@ import pickle
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from ckpt_tools.cli import cli
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.state_tree import Branch, nested
 from ckpt_tools.errors import CkptError, UnsupportedError, WriteError
+from ckpt_tools.formats.zip import read as zip_read
 
 T = torch.arange(6.0)
 SETTINGS = settings(
@@ -379,7 +381,7 @@ def test_verify_checks_the_checksums_of_tensors_inside_of_a_dcp_item(tmp_path: P
     assert content.count(inside) == 1
     data.write_bytes(content.replace(inside, bytes(len(inside))))
     found = api.verify(str(tmp_path / "dcp"))
-    assert [hurt.fqn for hurt in found.hurt] == ["pair.0"]
+    assert [hurt.fqn for hurt in found.damaged] == ["pair.0"]
 
 
 def test_what_could_run_code_stays_one_object_and_is_named(tmp_path: Path) -> None:
@@ -562,6 +564,42 @@ def test_check_reads_objects_back_that_were_not_opened(source: str, tmp_path: Pa
     assert "So are its 3 objects and 5 containers, by value." in plan.notes[-1]
 
 
+class Unknown:
+    """A class that no reader of ours opens."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+
+def carried(item: object, folder: Path) -> str:
+    """What --check says of a reshard of a DCP item."""
+    torchs_own({"w": T, "extra": item}, folder / "dcp")
+    options, write = ReshardOptions(Mesh((2,))), WriteOptions(check=True)
+    index = open_checkpoint(str(folder / "dcp"))
+    return api.reshard(index, str(folder / "out"), options=options, write=write).notes[-1]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [(T, partial(int, base=2)), (torch.zeros(65 << 20), Unknown(T))],
+    ids=["runs code", "more than 256 MiB"],
+)
+def test_check_proves_by_its_bytes_an_item_that_is_not_opened(item: object, tmp_path: Path) -> None:
+    assert "So are its 1 object, by value." in carried(item, tmp_path)
+
+
+def test_an_item_that_is_not_opened_and_has_other_bytes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_place(archive: zip_read.Archive, _name: str) -> bytes:
+        return archive.where.partition(", ")[0].encode()
+
+    monkeypatch.setattr(zip_read.Archive, "digest", of_place)
+    with pytest.raises(WriteError, match="extra: not opened; the pickled bytes differ"):
+        carried((T, Unknown(T)), tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_tensor_of_a_tuple_in_a_dcp_item_is_shown_and_fingerprinted(tmp_path: Path) -> None:
     state = {"w": T, "pair": (T, 2)}
     torch.save(state, tmp_path / "a.pt")
@@ -604,7 +642,7 @@ def test_a_value_where_another_rank_has_a_container_is_a_problem_of_those_names(
     index = open_checkpoint(str(folder))
     (problem,) = index.problems
     assert problem.about == {"s.a"}
-    assert "is nested otherwise than the files of lower ranks" in problem.message
+    assert "is nested differently from the files of lower ranks" in problem.message
     options = ExportOptions(format="torch", keep_names=True, only=None, exclude=("s.a",))
     out = tmp_path / "b.pt"
     api.export(index, str(out), options=options, write=WriteOptions())

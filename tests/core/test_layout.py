@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_tools.core.coverage import check_coverage
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry, check_coverage
+from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,

@@ -35,9 +35,6 @@ _TORCH = ("torch", "torchdata")
 _TRAINER = ("transformers", "accelerate")
 _TITAN = ("torchtitan",)
 _VERL = ("verl", "transformers", "accelerate", "ray", "tensordict")
-_VERL_ORDER = (
-    "reshard {saved} -o {out} --to-mesh {ranks} --layout verl --param-names {folder}/names.txt"
-)
 _ACTOR = "{out}/global_step_3/actor"
 
 
@@ -74,5 +71,5 @@ ROWS = (
         *("composer-3", "composers", "fsdp1-full", _MONOLITH, "fsdp2", ("mosaicml",)),
         loads="{out}/ep0-ba3",
     ),
-    Row("verl-1", "verl_manager", "fsdp2", _VERL_ORDER, "fsdp2", _VERL, _ACTOR),
+    Row("verl-1", "verl_manager", "fsdp2", f"{_RESHARD} --layout verl", "fsdp2", _VERL, _ACTOR),
 )

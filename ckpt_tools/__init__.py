@@ -66,8 +66,8 @@ if TYPE_CHECKING:
         DiffOptions,
         Fingerprint,
         Naming,
-        Report,
         Tolerance,
+        VerifyReport,
     )
     from ckpt_tools.proof.stats import Statistics, TensorStats
 
@@ -97,7 +97,6 @@ __all__ = [
     "OutputExistsError",
     "ReadOptions",
     "Replicate",
-    "Report",
     "ReshardOptions",
     "ReshardPlan",
     "Shard",
@@ -110,6 +109,7 @@ __all__ = [
     "UnsafePickleError",
     "UnsupportedError",
     "UsageError",
+    "VerifyReport",
     "WriteError",
     "WriteOptions",
     "__version__",
@@ -143,7 +143,7 @@ _HOMES = {
     "api": "Checkpoint LazyTensor NoSuchEntry diff diff_headers export fingerprint inspect"
     " open_checkpoint reshard stats verify verify_quick",
     "core.mesh_spec": "parse_mesh parse_placements",
-    "proof": "Diff DiffOptions Fingerprint Naming Report Tolerance",
+    "proof": "Diff DiffOptions Fingerprint Naming Tolerance VerifyReport",
     "proof.stats": "Statistics TensorStats",
     "convert.reshard": "ReshardOptions ReshardPlan",
 }
@@ -154,9 +154,9 @@ def __getattr__(name: str) -> object:
     """A public name, its module imported now."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = found
-    return found
+    value: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

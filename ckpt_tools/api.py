@@ -6,31 +6,37 @@ prints nothing and knows neither options nor formats.
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import cached_property
-from html import escape
-from types import EllipsisType
-from typing import TYPE_CHECKING, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools import formats, proof
 from ckpt_tools.analysis import inspection, summary
 from ckpt_tools.analysis.inspection import Inspection
-from ckpt_tools.analysis.summary import FoundMesh, Step
+from ckpt_tools.analysis.summary import FoundMesh
 from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_of
 from ckpt_tools.convert.write import WriteOptions
-from ckpt_tools.core.dtypes import DType, parse_dtype
+from ckpt_tools.core.dtypes import DType, require_dtype
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, PlainValue, Section, TensorEntry
+from ckpt_tools.core.index import (
+    CheckpointIndex,
+    Entry,
+    ObjectEntry,
+    PlainValue,
+    Section,
+    TensorEntry,
+)
+from ckpt_tools.core.indexing import indexed_box, require_inside
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.names import near_names
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.text import format_size
-from ckpt_tools.errors import AnswerNo, CheckpointError, CkptError, UnsupportedError, UsageError
+from ckpt_tools.errors import AnswerNo, CheckpointError, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions
-from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, Report
+from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, VerifyReport
 from ckpt_tools.storage.age import last_written
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -40,12 +46,10 @@ if TYPE_CHECKING:
     import torch
 
     from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
+    from ckpt_tools.core.indexing import Selection
     from ckpt_tools.proof.stats import Statistics
 
     Array = np.ndarray[tuple[int, ...], np.dtype[np.generic[object]]]
-    Slice = slice[int | None, int | None, int | None]
-    Part = SupportsIndex | Slice
-    Parts = Part | EllipsisType | tuple[Part | EllipsisType, ...]
 
 _READ = ReadOptions()
 _EXPORT = ExportOptions()
@@ -55,10 +59,6 @@ _DIFF = DiffOptions()
 # What numpy has no type for. Its complex32 is missing, too, and 4-bit floats come in pairs.
 _NUMPY_KINDS = frozenset({"int", "uint", "bool"})
 _NUMPY_OTHERS = frozenset({"float16", "float32", "float64", "complex64", "complex128"})
-
-
-def _ignore(nbytes: int) -> None:
-    """Take the news and do nothing."""
 
 
 class NoSuchEntry(AnswerNo, KeyError):
@@ -94,19 +94,19 @@ class LazyTensor:
 
     @property
     def placements(self) -> tuple[str, ...] | None:
-        """How it lies on the checkpoint's mesh, for example ``("Shard(0)",)``; None if unknown."""
+        """Its placements on the checkpoint's mesh, e.g. ``("Shard(0)",)``; None if unknown."""
         known = summary.layout_of(self.entry, self._checkpoint.mesh)
         return None if known is None else tuple(summary.placement_names(known[0]))
 
     def __len__(self) -> int:
         """The size of the first dimension."""
         if not self.shape:
-            raise TypeError(f"{self.name} has no dimensions, and so no length.")
+            raise TypeError(f"{self.name} has no dimensions, so it has no length.")
         return self.shape[0]
 
-    def __getitem__(self, key: Parts) -> torch.Tensor:
+    def __getitem__(self, key: Selection) -> torch.Tensor:
         """The part that indexes and slices choose, as torch would. Raises what `read` raises."""
-        box, after = _chosen(self.entry, key)
+        box, after = indexed_box(self.entry, key)
         return self._checkpoint.read_torch(self.name, box)[after]
 
     def torch(self) -> torch.Tensor:
@@ -130,48 +130,11 @@ class LazyTensor:
         return f"{self.name}: {self.dtype} {list(self.shape)}, {size}{lies}"
 
 
-def _chosen(entry: TensorEntry, key: Parts) -> tuple[Box, tuple[int | Slice, ...]]:
-    """The box that holds what the key chooses, and the key for what is read of it.
-
-    Raises IndexError and TypeError as torch does, and UsageError for a step below one.
-    """
-    given = key if isinstance(key, tuple) else (key,)
-    keys = [one for one in given if not isinstance(one, EllipsisType)]
-    free = len(entry.shape) - len(keys)
-    if free < 0 or len(given) - len(keys) > 1:
-        raise IndexError(f"{entry.fqn} has {len(entry.shape)} dimensions; the index has more.")
-    place = given.index(...) if len(keys) < len(given) else len(keys)
-    keys[place:place] = [slice(None)] * free
-    offsets, sizes, after = [], [], []
-    for one, size in zip(keys, entry.shape, strict=True):
-        start, count, then = _along(entry.fqn, one, size)
-        offsets.append(start)
-        sizes.append(count)
-        after.append(then)
-    return Box(tuple(offsets), tuple(sizes)), tuple(after)
-
-
-def _along(fqn: str, one: Part, size: int) -> tuple[int, int, int | Slice]:
-    """Start and length along one dimension, and the index into what is read."""
-    if isinstance(one, slice):
-        chosen = range(size)[one]
-        if chosen.step < 1:
-            raise UsageError(f"{fqn}: a slice needs a step of 1 or more, as torch's do.")
-        length = chosen[-1] - chosen[0] + 1 if chosen else 0
-        return (chosen[0] if chosen else 0), length, slice(None, None, chosen.step)
-    if isinstance(one, bool):
-        raise TypeError(f"{fqn}: an index is a number or a slice, not {one}.")
-    place = operator.index(one)
-    if not -size <= place < size:
-        raise IndexError(f"{fqn}: index {place} is outside of a dimension of {size}.")
-    return place % size, 1, 0
-
-
 Source = str | os.PathLike[str] | CheckpointIndex
 
 
 class Checkpoint:
-    """A checkpoint of which headers were read: ``len``, ``in``, iteration and ``[name]`` by names.
+    """A checkpoint whose headers were read: ``len``, ``in``, iteration and ``[name]`` by names.
 
     ``index`` is all that headers say. Of a tensor only the bytes that are asked for are read.
     """
@@ -181,7 +144,7 @@ class Checkpoint:
 
     @property
     def root(self) -> str:
-        """Where it lies."""
+        """Its path or address."""
         return self.index.root
 
     @property
@@ -206,7 +169,7 @@ class Checkpoint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of how it was read."""
+        """Notes for people on how it was read."""
         return self.index.notes
 
     @property
@@ -233,10 +196,12 @@ class Checkpoint:
 
     def inspect(self) -> Inspection:
         """What it is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
-        return inspect(self)
+        there = (file.path for file in self.index.files if file.length is not None)
+        step = None if is_address(self.root) else summary.step_of(self.index, self._value)
+        return inspection.inspect(self.index, step=step, saved=last_written(there))
 
-    def verify(self) -> Report:
-        """Read every byte once and say what is hurt."""
+    def verify(self) -> VerifyReport:
+        """Read every byte once and say what is damaged."""
         return verify(self)
 
     def export(
@@ -271,12 +236,11 @@ class Checkpoint:
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor or an object of this name."""
-        if not isinstance(name, str):
-            return False
-        return self.index.tensor(name) is not None or self.index.object(name) is not None
+        index = self.index
+        return isinstance(name, str) and bool(index.tensor(name) or index.object(name))
 
     def __getitem__(self, name: str) -> LazyTensor | PlainValue:
-        """A tensor, of which nothing is read before it is indexed, or the value of an object.
+        """A tensor that is read when it is indexed, or the value of an object.
 
         Raises NoSuchEntry, which is a KeyError, and what `read_value` raises.
         """
@@ -293,7 +257,7 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         """The same for a notebook, with the first tensors."""
-        return _html(self)
+        return inspection.html_of(self.index, repr(self))
 
     def read(self, fqn: str, box: Box | None = None) -> Array:
         """A tensor, or a box of it in global coordinates, as a new numpy array of its own type.
@@ -310,10 +274,9 @@ class Checkpoint:
                 f"{fqn} is of {entry.dtype.name}, which numpy does not have.",
                 hint="`read_torch` gives a tensor of any type.",
             )
-        wanted = _inside(entry, box)
-        data = self._bytes(entry, wanted)
+        wanted = require_inside(entry, box)
         little = np.dtype(entry.dtype.name).newbyteorder("<")
-        return np.frombuffer(data, little).reshape(wanted.sizes)
+        return np.frombuffer(self._bytes(entry, wanted), little).reshape(wanted.sizes)
 
     def read_torch(self, fqn: str, box: Box | None = None) -> torch.Tensor:
         """A tensor, or a box of it in global coordinates, as a new torch tensor on the CPU.
@@ -326,7 +289,7 @@ class Checkpoint:
         kind = getattr(torch, entry.dtype.name, None)
         if not isinstance(kind, torch.dtype):
             raise UnsupportedError(f"{fqn} is of {entry.dtype.name}, which this torch lacks.")
-        wanted = _inside(entry, box)
+        wanted = require_inside(entry, box)
         if wanted.numel == 0:
             return torch.empty(wanted.sizes, dtype=kind)
         return torch.frombuffer(self._bytes(entry, wanted), dtype=kind).reshape(wanted.sizes)
@@ -341,11 +304,11 @@ class Checkpoint:
             raise self._unknown(fqn, "object")
         with Files() as files:
             self.index.select({fqn}).require_whole()
-            found = formats.open_object(self.index, entry, files)
-        if not found.opened:
-            what = found.type_name or "too large"
+            opened = formats.open_object(self.index, entry, files)
+        if not opened.opened:
+            what = opened.type_name or "too large"
             raise UnsupportedError(f"{fqn} is not a plain value and was not opened: {what}.")
-        return found.value
+        return opened.value
 
     def _entry(self, fqn: str) -> TensorEntry:
         entry = self.index.tensor(fqn)
@@ -353,14 +316,18 @@ class Checkpoint:
             raise self._unknown(fqn, "tensor")
         return entry
 
+    def _value(self, entry: Entry) -> object:
+        """The value of an object or of a tensor with one element."""
+        fqn = entry.fqn
+        return self.read_value(fqn) if self.index.object(fqn) else self.read(fqn).item()
+
     def _bytes(self, entry: TensorEntry, box: Box) -> bytearray:
         """The packed elements of a box. Raises what is wrong with the tensor."""
         from ckpt_tools.copying.write import read_box  # late: it needs numpy
 
-        one = self.index.select({entry.fqn})
         data = bytearray(box.numel * entry.dtype.itemsize)
         with Files() as files:
-            located = formats.locate(one, files)
+            located = formats.locate(self.index.select({entry.fqn}), files)
             located.require_whole()
             done = 0
             for piece in read_box(located.tensors[0], box, files=files):
@@ -376,35 +343,6 @@ class Checkpoint:
         return NoSuchEntry(f"{self.root} has no {noun} {fqn!r}.", hint=hint)
 
 
-def _inside(entry: TensorEntry, box: Box | None) -> Box:
-    """The box, or that of the whole tensor. Raises UsageError for one that is not inside it."""
-    whole = Box.whole(entry.shape)
-    if box is None:
-        return whole
-    if len(box.offsets) != len(entry.shape) or len(box.sizes) != len(entry.shape):
-        raise UsageError(f"{entry.fqn} has {len(entry.shape)} dimensions, the box {box} does not.")
-    if min(box.sizes, default=0) < 0 or not whole.contains(box):
-        raise UsageError(f"{box} is not inside of {entry.fqn} with shape {list(entry.shape)}.")
-    return box
-
-
-_MOST_IN_HTML = 20
-
-
-def _html(checkpoint: Checkpoint) -> str:
-    lines = repr(checkpoint).splitlines()
-    rows = [
-        f"<tr><td>{escape(entry.fqn)}</td><td>{entry.dtype.name}</td>"
-        f"<td>{list(entry.shape)}</td><td>{format_size(entry.nbytes)}</td></tr>"
-        for entry in checkpoint.tensors[:_MOST_IN_HTML]
-    ]
-    more = len(checkpoint.tensors) - len(rows)
-    last = f"<p>and {more:,} more tensors</p>" if more > 0 else ""
-    facts = "<br>".join(map(escape, lines[1:]))
-    head = "<tr><th>name</th><th>dtype</th><th>shape</th><th>size</th></tr>"
-    return f"<b>{escape(lines[0])}</b><br>{facts}<table>{head}{''.join(rows)}</table>{last}"
-
-
 def _index(source: Source | Checkpoint) -> CheckpointIndex:
     """The index of a path or of a checkpoint that is open."""
     if isinstance(source, Checkpoint):
@@ -412,14 +350,6 @@ def _index(source: Source | Checkpoint) -> CheckpointIndex:
     if isinstance(source, CheckpointIndex):
         return source
     return formats.read_index(os.fspath(source))
-
-
-def _dtype(dtype: str | DType) -> DType:
-    """The element type of a name such as ``bf16``. Raises UsageError for one that is not known."""
-    found = parse_dtype(dtype) if isinstance(dtype, str) else dtype
-    if found is None:
-        raise UsageError(f"{dtype!r} is not an element type; use bf16, fp16 or fp32.")
-    return found
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, options: ReadOptions = _READ) -> Checkpoint:
@@ -433,25 +363,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, options: ReadOptions = _REA
 
 def inspect(source: Source | Checkpoint) -> Inspection:
     """What a checkpoint is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
-    index = _index(source)
-    there = (file.path for file in index.files if file.length is not None)
-    step = None if is_address(index.root) else _step(Checkpoint(index))
-    return inspection.inspect(index, step=step, saved=last_written(there))
-
-
-def _step(checkpoint: Checkpoint) -> Step | None:
-    """The step that an entry tells; one that cannot be read tells nothing."""
-    for entry in summary.step_entries(checkpoint.index):
-        try:
-            if isinstance(entry, ObjectEntry):
-                value: object = checkpoint.read_value(entry.fqn)
-            else:
-                value = checkpoint.read(entry.fqn).item()
-        except CkptError:
-            continue
-        if type(value) is int or (isinstance(value, float) and value.is_integer()):
-            return Step(int(value), entry.fqn)
-    return None
+    return Checkpoint(_index(source)).inspect()
 
 
 def export(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
@@ -464,7 +376,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
     check: bool = False,
     options: ExportOptions | None = None,
     write: WriteOptions = _WRITE,
-    on_bytes: Callable[[int], None] = _ignore,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> ExportPlan:
     """Write whole tensors to the folder or file ``out``, as safetensors or as one torch file.
 
@@ -480,7 +392,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
     if options is None:
         options = replace(_EXPORT, format=format_of(path) or _EXPORT.format)
     if dtype is not None:
-        options = replace(options, dtype=_dtype(dtype))
+        options = replace(options, dtype=require_dtype(dtype))
     if only is not None:
         options = replace(options, only=None if only == "all" else only)
     write = replace(write, force=force or write.force, check=check or write.check)
@@ -498,7 +410,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     check: bool = False,
     options: ReshardOptions | None = None,
     write: WriteOptions = _WRITE,
-    on_bytes: Callable[[int], None] = _ignore,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> ReshardPlan:
     """Write a checkpoint as the shards of another mesh, such as ``"4x8"``, to the folder ``out``.
 
@@ -513,7 +425,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     elif to_mesh is not None or options is None:
         raise UsageError("reshard takes a mesh, for example '4x8', or options with one.")
     if dtype is not None:
-        options = replace(options, dtype=_dtype(dtype))
+        options = replace(options, dtype=require_dtype(dtype))
     write = replace(write, force=force or write.force, check=check or write.check)
     conversion = Reshard(_index(source), os.fspath(out), write, options)
     return Here(write, listener=Listener(on_bytes)).write(conversion)
@@ -523,15 +435,15 @@ def verify(
     source: Source | Checkpoint,
     *,
     threads: int | None = None,
-    on_bytes: Callable[[int], None] = _ignore,
-) -> Report:
-    """Read every byte range once, check every CRC and coverage; the report says what is hurt."""
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> VerifyReport:
+    """Read every byte range once, check every CRC and coverage; the report says what is damaged."""
     with Files() as files:
         return proof.verify(_index(source), files, threads=threads, on_bytes=on_bytes)
 
 
-def verify_quick(source: Source | Checkpoint) -> Report:
-    """Check a checkpoint by its headers alone; the report says what is hurt."""
+def verify_quick(source: Source | Checkpoint) -> VerifyReport:
+    """Check a checkpoint by its headers alone; the report says what is damaged."""
     with Files() as files:
         return proof.verify_quick(_index(source), files)
 
@@ -540,7 +452,7 @@ def fingerprint(
     source: Source | Checkpoint,
     *,
     threads: int | None = None,
-    on_bytes: Callable[[int], None] = _ignore,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Fingerprint:
     """Digests of the logical tensors that no format, nesting or sharding changes.
 
@@ -576,7 +488,7 @@ def stats(
     source: Source | Checkpoint,
     *,
     threads: int | None = None,
-    on_bytes: Callable[[int], None] = _ignore,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Statistics:
     """Mean, spread, extremes and norm of each tensor, and what points at a lost rank.
 

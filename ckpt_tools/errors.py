@@ -74,9 +74,9 @@ class Instead(NamedTuple):
         return way.path if meant == given or meant.startswith(given + os.sep) else word
 
 
-def paths_instead(path: str, found: Iterable[str]) -> Instead:
+def paths_instead(path: str, paths: Iterable[str]) -> Instead:
     """Other paths in the place of one."""
-    return Instead(path, tuple(map(Way, found)))
+    return Instead(path, tuple(map(Way, paths)))
 
 
 class CkptError(Exception):
@@ -119,7 +119,7 @@ class CkptError(Exception):
 
 
 class UsageError(CkptError):
-    """An option or an argument cannot be meant as it was given."""
+    """An option or an argument makes no sense as given."""
 
     exit_code: ClassVar[int] = 2
 
@@ -129,13 +129,13 @@ class OutputExistsError(UsageError):
 
 
 class AnswerNo(CkptError):
-    """The question was understood, and its answer is no: differs, absent, not whole."""
+    """The answer is no: different, absent, not complete."""
 
     exit_code: ClassVar[int] = 1
 
 
 class CheckpointError(CkptError):
-    """The checkpoint itself is the trouble; ``about`` names the entries it hurts, if only some."""
+    """The checkpoint itself is at fault; ``about`` names the entries concerned, if only some."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class IncompleteError(CheckpointError):
 
 
 class UnsupportedError(CheckpointError):
-    """A layout or a type that is understood well enough to know that reading it would be wrong."""
+    """A layout or type that is known, and that would be read wrong."""
 
 
 class WriteError(CkptError):
@@ -178,11 +178,11 @@ class WriteError(CkptError):
 
 
 class PeerFailedError(WriteError):
-    """Another rank of the job has failed, or is gone without a word."""
+    """Another rank of the job has failed, or has gone silent."""
 
 
 class SourceChangedError(WriteError):
-    """The source changed while it was read, so that what was written may be of two saves."""
+    """The source changed while it was read: the output may mix two saves."""
 
 
 def reason_of(error: Exception) -> str:

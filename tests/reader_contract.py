@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from ckpt_tools import formats
+from ckpt_tools.core.coverage import check_coverage
 from ckpt_tools.core.dtypes import BY_SAFETENSORS
 from ckpt_tools.core.index import (
     CheckpointIndex,
     Chunk,
     TensorEntry,
-    check_coverage,
 )
 from ckpt_tools.storage.reader import Files
 

@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 PARITY = Path(__file__).parent.parent / "scripts" / "parity"
 
 
 @pytest.mark.torchrun
 @pytest.mark.slow
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="FSDP2 of torch 2.6 trains on no CPU"
+)
 def test_fsdp1_and_fsdp2_go_on_from_each_other(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(PARITY), "--short", "--keep", str(tmp_path)],

@@ -27,7 +27,7 @@ _SAMPLES = 4
 Held = tuple[tuple[int, ...], Grid | tuple[tuple[Box, int | None], ...]]
 
 
-class Cut(NamedTuple):
+class Tiling(NamedTuple):
     """How a tensor is cut: its shape, the boxes that hold elements, and the cut dimensions.
 
     A dimension counts as cut, too, when some rank saved an empty piece of it.
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     dims: tuple[int, ...]
 
 
-def cut_of(entry: TensorEntry) -> Cut | None:
+def cut_of(entry: TensorEntry) -> Tiling | None:
     """How this tensor is cut, or None when it is stored in one piece."""
     shape = entry.shape
     boxes = set(entry.boxes)
@@ -48,11 +48,11 @@ def cut_of(entry: TensorEntry) -> Cut | None:
     dims = tuple(
         dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)
     )
-    return Cut(shape, solid, dims) if dims and solid else None
+    return Tiling(shape, solid, dims) if dims and solid else None
 
 
 class Inference:
-    """A mesh that boxes speak of, and the layout on it of any of its tensors.
+    """The mesh that boxes imply, and the layout of any tensor on it.
 
     ``usual`` are the layouts that some tensors speak of without a doubt, most frequent first.
     """
@@ -93,8 +93,8 @@ def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inferenc
 
     Without a world size, the most pieces that a tensor is cut into stand for it.
     """
-    kinds: dict[Cut, list[TensorEntry]] = {}
-    known: dict[tuple[Grid, tuple[int, ...]], Cut | None] = {}
+    kinds: dict[Tiling, list[TensorEntry]] = {}
+    known: dict[tuple[Grid, tuple[int, ...]], Tiling | None] = {}
     for entry in tensors:
         grid = entry.grid
         if grid is None:
@@ -112,7 +112,7 @@ def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inferenc
     return None if mesh is None else Inference(mesh, _usual(kinds, mesh))
 
 
-def _usual(kinds: dict[Cut, list[TensorEntry]], mesh: Mesh) -> tuple[Layout, ...]:
+def _usual(kinds: dict[Tiling, list[TensorEntry]], mesh: Mesh) -> tuple[Layout, ...]:
     """The layouts that are the only one to fit some tensor, the most frequent first."""
     counts: Counter[Layout] = Counter()
     for cut, entries in kinds.items():
@@ -122,7 +122,7 @@ def _usual(kinds: dict[Cut, list[TensorEntry]], mesh: Mesh) -> tuple[Layout, ...
     return tuple(layout for layout, _ in counts.most_common())
 
 
-def _fitting(cut: Cut, entries: Sequence[TensorEntry], mesh: Mesh) -> list[Layout]:
+def _fitting(cut: Tiling, entries: Sequence[TensorEntry], mesh: Mesh) -> list[Layout]:
     """The layouts that give this cut, and each box of a few of its tensors to who saved it."""
     sample = entries[:_SAMPLES]
     return [
@@ -132,7 +132,7 @@ def _fitting(cut: Cut, entries: Sequence[TensorEntry], mesh: Mesh) -> list[Layou
     ]
 
 
-def _best(kinds: dict[Cut, list[TensorEntry]], ranks: int, *, by_rank: bool) -> Mesh | None:
+def _best(kinds: dict[Tiling, list[TensorEntry]], ranks: int, *, by_rank: bool) -> Mesh | None:
     """The mesh of so many ranks that explains most tensors; fewer dimensions win a draw."""
     total = sum(map(len, kinds.values()))
     best: Mesh | None = None
@@ -152,7 +152,7 @@ def _ndim(mesh: Mesh) -> int:
     return len(mesh.shape)
 
 
-def _score(kinds: dict[Cut, list[TensorEntry]], mesh: Mesh, *, by_rank: bool) -> tuple[int, int]:
+def _score(kinds: dict[Tiling, list[TensorEntry]], mesh: Mesh, *, by_rank: bool) -> tuple[int, int]:
     """How many tensors the mesh explains, and how many of them in the usual order."""
     explained = usual = 0
     for cut, entries in kinds.items():
@@ -180,21 +180,21 @@ def _factorings(number: int, ndim: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def _layouts_on(cut: Cut, mesh: Mesh) -> tuple[Layout, ...]:
+def _layouts_on(cut: Tiling, mesh: Mesh) -> tuple[Layout, ...]:
     """The layouts that give this cut: on the mesh itself, else on its ranks in one line."""
     layouts = _layouts(cut, mesh)
     return layouts if layouts or _ndim(mesh) == 1 else _layouts(cut, Mesh((mesh.size,)))
 
 
 @lru_cache(maxsize=4096)
-def _layouts(cut: Cut, mesh: Mesh) -> tuple[Layout, ...]:
+def _layouts(cut: Tiling, mesh: Mesh) -> tuple[Layout, ...]:
     """Every layout on this mesh whose boxes are exactly those of the cut."""
     return tuple(
         layout for layout in _possible(cut, mesh) if _solid_boxes(layout, cut) == cut.boxes
     )
 
 
-def _possible(cut: Cut, mesh: Mesh) -> Iterator[Layout]:
+def _possible(cut: Tiling, mesh: Mesh) -> Iterator[Layout]:
     """Layouts whose number of parts can give the number of pieces, along every dimension."""
     pieces = {dim: len({box.offsets[dim] for box in cut.boxes}) for dim in cut.dims}
     options: list[Placement] = [Replicate(), *map(Shard, cut.dims)]
@@ -221,7 +221,7 @@ def _orders(ndim: int, *, shared: bool) -> Iterator[tuple[int, ...]]:
     return permutations(range(ndim)) if shared else iter([tuple(range(ndim))])
 
 
-def _solid_boxes(layout: Layout, cut: Cut) -> set[Box]:
+def _solid_boxes(layout: Layout, cut: Tiling) -> set[Box]:
     """The boxes that hold elements; replicas are looked at once."""
     ranges = [
         range(size if isinstance(placement, Shard) else 1)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis import summary
-from ckpt_tools.analysis.summary import FoundMesh, Optimizer, SectionSum, Step, Verdict
+from ckpt_tools.analysis.summary import FoundMesh, OptimizerSummary, SectionSum, Step, Verdict
 from ckpt_tools.core.index import CheckpointIndex, Section
 from ckpt_tools.core.text import ago, counted, format_size
+
+_MOST_IN_HTML = 20  # tensors
 
 
 class VerdictPart(NamedTuple):
@@ -43,7 +46,7 @@ class Inspection:
     mesh: FoundMesh | None
     placements: tuple[tuple[str, int], ...]
     sections: Mapping[Section, SectionSum]
-    optimizer: Optimizer | None
+    optimizer: OptimizerSummary | None
     nbytes: int
     missing: tuple[str, ...]
     notes: tuple[str, ...]
@@ -65,7 +68,7 @@ class Inspection:
 
     @property
     def verdict(self) -> tuple[VerdictPart, ...]:
-        """The answer to what most people ask: whole, resumable, which step, how old."""
+        """The short answer: whole or not, resumable or not, step, age."""
         if self.saved is None:
             return self.state
         return (*self.state, VerdictPart(f"saved {ago(time.time() - self.saved)}"))
@@ -96,7 +99,7 @@ def inspect(
     saved: float | None,
 ) -> Inspection:
     """What is known of a checkpoint; sections and placements are those of the chosen entries."""
-    found = summary.mesh_of(whole)
+    mesh = summary.mesh_of(whole)
     index = whole if chosen is None else chosen
     return Inspection(
         root=whole.root,
@@ -108,11 +111,25 @@ def inspect(
         framework=whole.framework,
         torch_version=whole.torch_version,
         world_size=whole.world_size,
-        mesh=found,
-        placements=tuple(summary.placements_of(index, found)),
+        mesh=mesh,
+        placements=tuple(summary.placements_of(index, mesh)),
         sections=summary.sections_of(index),
         optimizer=summary.optimizer_of(whole),
         nbytes=sum(file.length or 0 for file in whole.files),
         missing=whole.missing,
         notes=whole.notes,
     )
+
+
+def html_of(index: CheckpointIndex, facts: str) -> str:
+    """For a notebook: the lines of ``facts``, the first as a heading, and the first tensors."""
+    first, *rest = map(escape, facts.splitlines())
+    rows = [
+        f"<tr><td>{escape(entry.fqn)}</td><td>{entry.dtype.name}</td>"
+        f"<td>{list(entry.shape)}</td><td>{format_size(entry.nbytes)}</td></tr>"
+        for entry in index.tensors[:_MOST_IN_HTML]
+    ]
+    more = len(index.tensors) - len(rows)
+    last = f"<p>and {more:,} more tensors</p>" if more > 0 else ""
+    head = "<tr><th>name</th><th>dtype</th><th>shape</th><th>size</th></tr>"
+    return f"<b>{first}</b><br>{'<br>'.join(rest)}<table>{head}{''.join(rows)}</table>{last}"

@@ -26,15 +26,15 @@ from ckpt_tools.core.layout import Layout, Mesh, on_mesh
 Unit = Literal["rank", "file"]
 
 
-class Piece(NamedTuple):
-    """A box, the numbers of those who hold it, and of the file it lies in (None for a target)."""
+class HeldBox(NamedTuple):
+    """A box, the numbers of its holders, and that of its file (None for a target)."""
 
     box: Box
     holders: tuple[int, ...]
     file: int | None = None
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """One tensor in pieces; tensors with the same cut and holders share the same ``pieces``.
 
     ``placements`` are torch's words, empty where nothing tells them.
@@ -43,7 +43,7 @@ class Held(NamedTuple):
     fqn: str
     dtype: DType
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[HeldBox, ...]
     placements: tuple[str, ...] = ()
 
     @property
@@ -64,26 +64,26 @@ class Holdings:
     mesh: Mesh | None
     status: Status | None
     files: tuple[str, ...]
-    tensors: tuple[Held, ...]
+    tensors: tuple[HeldTensor, ...]
     missing: frozenset[int] = frozenset()
 
 
-def holdings_of(index: CheckpointIndex, found: FoundMesh | None) -> Holdings:
-    """Who holds what of a checkpoint, as far as its headers tell; ``found`` is its mesh."""
+def holdings_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> Holdings:
+    """Who holds what of a checkpoint, as far as its headers tell; ``known_mesh`` is its mesh."""
     ranks = {chunk.rank for entry in index.tensors for chunk in entry.chunks}
-    unit: Unit = "rank" if found is not None or ranks - {None} else "file"
+    unit: Unit = "rank" if known_mesh is not None or ranks - {None} else "file"
     numbers: dict[str, int] = {}
     used = sorted({chunk.data.path for entry in index.tensors for chunk in entry.chunks})
     for path in [*(file.path for file in index.files), *used]:
         numbers.setdefault(path, len(numbers))
-    mesh = None if found is None else found.mesh
+    mesh = None if known_mesh is None else known_mesh.mesh
     known = _Known(numbers, unit, mesh)
-    tensors = tuple(known.held(entry, layout_of(entry, found)) for entry in index.tensors)
+    tensors = tuple(known.held(entry, layout_of(entry, known_mesh)) for entry in index.tensors)
     count = len(numbers)
     if unit == "rank":
         saved = max((rank for rank in ranks if rank is not None), default=-1) + 1
         count = max(index.world_size or 0, saved, 0 if mesh is None else mesh.size)
-    status = None if found is None else found.status
+    status = None if known_mesh is None else known_mesh.status
     missing = frozenset(numbers[path] for path in index.missing)
     return Holdings(unit, count, mesh, status, _relative(numbers, index.root), tensors, missing)
 
@@ -103,10 +103,10 @@ class _Known:
         self._numbers = numbers
         self._unit = unit
         self._mesh = mesh
-        self._pieces: dict[tuple[object, ...], tuple[Piece, ...]] = {}
+        self._pieces: dict[tuple[object, ...], tuple[HeldBox, ...]] = {}
         self._words: dict[Layout, tuple[str, ...]] = {}
 
-    def held(self, entry: TensorEntry, known: tuple[Layout, Status] | None) -> Held:
+    def held(self, entry: TensorEntry, known: tuple[Layout, Status] | None) -> HeldTensor:
         layout = None if known is None else known[0]
         kind = (layout, entry.shape, *((c.box, c.rank, c.data.path) for c in entry.chunks))
         if kind not in self._pieces:
@@ -114,16 +114,16 @@ class _Known:
         if layout is not None and layout not in self._words:
             self._words[layout] = tuple(placement_names(layout))
         words = () if layout is None else self._words[layout]
-        return Held(entry.fqn, entry.dtype, entry.shape, self._pieces[kind], words)
+        return HeldTensor(entry.fqn, entry.dtype, entry.shape, self._pieces[kind], words)
 
-    def _cut(self, entry: TensorEntry, layout: Layout | None) -> tuple[Piece, ...]:
+    def _cut(self, entry: TensorEntry, layout: Layout | None) -> tuple[HeldBox, ...]:
         full = None if self._unit == "file" else self._on_all_ranks(layout)
         owners = {} if full is None else owners_of(full, entry.shape)
         chunks: dict[Box, list[Chunk]] = {}
         for chunk in entry.chunks:
             chunks.setdefault(chunk.box, []).append(chunk)
         pieces = [
-            Piece(box, owners.get(box) or self._savers(same), self._number(same[0]))
+            HeldBox(box, owners.get(box) or self._savers(same), self._number(same[0]))
             for box, same in chunks.items()
             if 0 not in box.sizes
         ]
@@ -158,7 +158,7 @@ def after(before: Holdings, mesh: Mesh, layouts: Mapping[str, Layout | None]) ->
 
     Tensors that ``layouts`` does not name are left out.
     """
-    pieces: dict[tuple[object, ...], tuple[Piece, ...]] = {}
+    pieces: dict[tuple[object, ...], tuple[HeldBox, ...]] = {}
     tensors = []
     for held in before.tensors:
         if held.fqn not in layouts:
@@ -168,21 +168,21 @@ def after(before: Holdings, mesh: Mesh, layouts: Mapping[str, Layout | None]) ->
         if kind not in pieces:
             pieces[kind] = _target(layout, held.shape, mesh)
         words = () if layout is None else tuple(placement_names(layout))
-        tensors.append(Held(held.fqn, held.dtype, held.shape, pieces[kind], words))
+        tensors.append(HeldTensor(held.fqn, held.dtype, held.shape, pieces[kind], words))
     return Holdings("rank", mesh.size, mesh, None, (), tuple(tensors))
 
 
-def _target(layout: Layout | None, shape: tuple[int, ...], mesh: Mesh) -> tuple[Piece, ...]:
+def _target(layout: Layout | None, shape: tuple[int, ...], mesh: Mesh) -> tuple[HeldBox, ...]:
     if layout is None:
         whole = Box.whole(shape)
-        return () if 0 in shape else (Piece(whole, tuple(range(mesh.size))),)
-    return tuple(sorted(Piece(box, ranks) for box, ranks in owners_of(layout, shape).items()))
+        return () if 0 in shape else (HeldBox(whole, tuple(range(mesh.size))),)
+    return tuple(sorted(HeldBox(box, ranks) for box, ranks in owners_of(layout, shape).items()))
 
 
 def bytes_held(holdings: Holdings) -> list[int]:
     """Bytes of all tensors that each holder has, by its number; replicas count each time."""
     kinds: Counter[tuple[int, int]] = Counter()
-    pieces: dict[int, tuple[Piece, ...]] = {}
+    pieces: dict[int, tuple[HeldBox, ...]] = {}
     for held in holdings.tensors:
         kinds[id(held.pieces), held.dtype.itemsize] += 1
         pieces[id(held.pieces)] = held.pieces
@@ -233,7 +233,7 @@ def moved(before: Holdings, target: Holdings) -> Moved:
     return Moved(tuple(by_tensor), tuple(by_rank))
 
 
-def _missing(old: Sequence[Piece], new: Sequence[Piece]) -> dict[int, int]:
+def _missing(old: Sequence[HeldBox], new: Sequence[HeldBox]) -> dict[int, int]:
     """Elements that each new rank does not have yet."""
     had: dict[int, list[Box]] = {}
     for piece in old:

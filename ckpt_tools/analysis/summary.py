@@ -1,4 +1,4 @@
-"""What `inspect` says of a checkpoint: an index in, facts in words and numbers out.
+"""What `inspect` says of a checkpoint: an index in, facts out.
 
 It opens no file and prints nothing. Facts that the format states are confirmed; what only the
 boxes tell is inferred, and says so.
@@ -7,7 +7,7 @@ boxes tell is inferred, and says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
@@ -16,13 +16,16 @@ from ckpt_tools.analysis.infer_mesh import Inference, infer
 from ckpt_tools.core.index import (
     SECTIONS,
     CheckpointIndex,
+    Entry,
     ObjectEntry,
     Section,
     TensorEntry,
 )
 from ckpt_tools.core.layout import Layout, Mesh, Shard
+from ckpt_tools.core.names import is_in_param_groups
 from ckpt_tools.core.optimizer_states import kind_of
 from ckpt_tools.core.text import some
+from ckpt_tools.errors import CheckpointError
 
 Status = Literal["confirmed", "inferred"]
 
@@ -72,7 +75,7 @@ class SectionSum:
     dtypes: Mapping[str, int] = field(default_factory=dict)
 
 
-class Optimizer(NamedTuple):
+class OptimizerSummary(NamedTuple):
     """Which optimizer it seems to be, and the names of the tensors that it keeps."""
 
     kind: str
@@ -104,7 +107,7 @@ class FileLoad(NamedTuple):
 
 
 def mesh_of(index: CheckpointIndex) -> FoundMesh | None:
-    """The mesh of the whole checkpoint, or None when nothing tells of one.
+    """The mesh of the whole checkpoint, or None when neither files nor boxes show one.
 
     Where tensors lie on several meshes and the format names no main one, it is the one with most
     dimensions, then the one of most tensors.
@@ -119,23 +122,23 @@ def mesh_of(index: CheckpointIndex) -> FoundMesh | None:
     return None if inferred is None else FoundMesh(inferred.mesh, "inferred", inferred)
 
 
-def layout_of(entry: TensorEntry, found: FoundMesh | None) -> tuple[Layout, Status] | None:
+def layout_of(entry: TensorEntry, known_mesh: FoundMesh | None) -> tuple[Layout, Status] | None:
     """The layout of one tensor, stated or inferred on this mesh; None when nothing tells it."""
     if entry.layout is not None:
         return entry.layout, "confirmed"
-    if found is None or found.inference is None:
+    if known_mesh is None or known_mesh.inference is None:
         return None
-    layout = found.inference.layout_of(entry)
+    layout = known_mesh.inference.layout_of(entry)
     return None if layout is None else (layout, "inferred")
 
 
-def placements_of(index: CheckpointIndex, found: FoundMesh | None) -> list[tuple[str, int]]:
-    """How the tensors lie, in words, with how many lie so; most first."""
+def placements_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> list[tuple[str, int]]:
+    """Placements as text, with the number of tensors that have them; most first."""
     counts: Counter[str] = Counter()
     for entry in index.tensors:
-        known = layout_of(entry, found)
+        known = layout_of(entry, known_mesh)
         if known is not None:
-            counts[_in_words(known[0], found)] += 1
+            counts[_placements_text(known[0], known_mesh)] += 1
         elif len(entry.chunks) > 1:
             counts["cut in a way that no mesh explains"] += 1
         else:
@@ -143,9 +146,9 @@ def placements_of(index: CheckpointIndex, found: FoundMesh | None) -> list[tuple
     return counts.most_common()
 
 
-def _in_words(layout: Layout, found: FoundMesh | None) -> str:
+def _placements_text(layout: Layout, known_mesh: FoundMesh | None) -> str:
     text = ", ".join(placement_names(layout))
-    if found is None or layout.mesh == found.mesh:
+    if known_mesh is None or layout.mesh == known_mesh.mesh:
         return text
     return f"{text} on {layout.mesh}"
 
@@ -196,8 +199,8 @@ def _sum(index: CheckpointIndex, section: Section) -> SectionSum:
     )
 
 
-def optimizer_of(index: CheckpointIndex) -> Optimizer | None:
-    """Which optimizer the names of its state speak of, or None when there is no such state."""
+def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:
+    """The optimizer, by the names of its state; None when there is no state."""
     names = {
         str(entry.path[-1]).rpartition(".")[2]
         for entry in index.tensors
@@ -207,17 +210,17 @@ def optimizer_of(index: CheckpointIndex) -> Optimizer | None:
         return None
     kind = kind_of(names)
     if kind is None:
-        return Optimizer("unknown", tuple(sorted(names)[:_MAX_NAMED]))
-    return Optimizer(kind.name, tuple(sorted(kind.states | (names & {"step"}))))
+        return OptimizerSummary("unknown", tuple(sorted(names)[:_MAX_NAMED]))
+    return OptimizerSummary(kind.name, tuple(sorted(kind.states | (names & {"step"}))))
 
 
-def step_entries(index: CheckpointIndex) -> list[TensorEntry | ObjectEntry]:
+def step_entries(index: CheckpointIndex) -> list[Entry]:
     """Entries that may count the training's steps, the likeliest first.
 
     They have one of the usual names, one element if they are tensors, and do not belong to the
     optimizer, which counts for each parameter.
     """
-    all_entries: list[TensorEntry | ObjectEntry] = [*index.objects, *index.tensors]
+    all_entries: list[Entry] = [*index.objects, *index.tensors]
     entries = [
         entry
         for entry in all_entries
@@ -228,8 +231,23 @@ def step_entries(index: CheckpointIndex) -> list[TensorEntry | ObjectEntry]:
     return sorted(entries, key=_by_likelihood)
 
 
-def _by_likelihood(entry: TensorEntry | ObjectEntry) -> tuple[int, int, str]:
+def _by_likelihood(entry: Entry) -> tuple[int, int, str]:
     return _STEP_NAMES.index(str(entry.path[-1])), len(entry.path), entry.fqn
+
+
+def step_of(index: CheckpointIndex, read: Callable[[Entry], object]) -> Step | None:
+    """The step that the likeliest entry gives, which ``read`` reads; None when none gives one.
+
+    An entry that cannot be read is skipped: verifying reports damage.
+    """
+    for entry in step_entries(index):
+        try:
+            value = read(entry)
+        except CheckpointError:
+            continue
+        if type(value) is int or (isinstance(value, float) and value.is_integer()):
+            return Step(int(value), entry.fqn)
+    return None
 
 
 def resume_verdict(index: CheckpointIndex) -> Verdict:
@@ -247,18 +265,13 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     if unread:
         shown, flaw = some([entry.fqn for entry in unread]), unread[0].flaw
         return Verdict(yes=False, reason=f"{shown} cannot be read: {flaw}".partition("\n")[0])
-    if not any(map(_is_of_groups, index.entries)):
+    optim = (entry for entry in index.entries if entry.section == "optim")
+    if not any(is_in_param_groups(entry.path) for entry in optim):
         reason = (
             "the optimizer's param_groups are missing, and an optimizer cannot load without them"
         )
         return Verdict(yes=False, reason=reason)
     return Verdict(yes=True, reason="model and optimizer state are complete")
-
-
-def _is_of_groups(entry: TensorEntry | ObjectEntry) -> bool:
-    """Whether an entry is of an optimizer's groups, which a flattened one has in its names."""
-    parts = (str(part).partition(".")[0] for part in entry.path)
-    return entry.section == "optim" and "param_groups" in parts
 
 
 def file_loads(index: CheckpointIndex) -> list[FileLoad]:

@@ -66,19 +66,19 @@ def tensors(ctx: click.Context, param: click.Parameter, incomplete: str) -> list
 
 def names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 (click's signature)
     """Names of all entries of the CKPT before it."""
-    found, objects = _names(ctx)
-    return _fitting(sorted(found + objects), incomplete)
+    tensors, objects = _names(ctx)
+    return _fitting(sorted(tensors + objects), incomplete)
 
 
-def _fitting(found: list[str], incomplete: str) -> list[str]:
+def _fitting(candidates: list[str], incomplete: str) -> list[str]:
     """Names that begin with the text, else those that contain it, at most `_MOST`.
 
     Shells are offered one name a line, so that those with a line break or an escape in them are
     left out.
     """
-    found = [name for name in found if name and name.isprintable()]
-    begin = [name for name in found if name.startswith(incomplete)]
-    return (begin or [name for name in found if incomplete in name])[:_MOST]
+    candidates = [name for name in candidates if name and name.isprintable()]
+    begin = [name for name in candidates if name.startswith(incomplete)]
+    return (begin or [name for name in candidates if incomplete in name])[:_MOST]
 
 
 def _names(ctx: click.Context) -> tuple[list[str], list[str]]:

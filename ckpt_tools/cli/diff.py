@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import click
 
@@ -52,7 +52,7 @@ WORDS = {
     "dtype": "type",
     "shape": "shape",
     "values": "values",
-    "unknown": "cannot be told",
+    "unknown": "could not be compared",
     "container": "container",
     "same": "same",
 }
@@ -63,8 +63,12 @@ _PARAMS = [
     click.Option(
         ["--header-only"], is_flag=True, help="Compare names, types and shapes, no values."
     ),
-    click.Option(["--rtol"], type=click.FloatRange(min=0), default=0.0, help="Relative tolerance."),
-    click.Option(["--atol"], type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance."),
+    *(
+        click.Option(
+            [f"--{name}"], metavar="X", type=click.FloatRange(min=0), default=0.0, help=text
+        )
+        for name, text in (("rtol", "Relative tolerance."), ("atol", "Absolute tolerance."))
+    ),
     click.Option(
         ["--ignore-dtypes"], is_flag=True, help="Equal values of different types count as equal."
     ),
@@ -128,17 +132,19 @@ def _values(
         return compare_values(a, b, files, options=wanted, threads=threads, on_bytes=on_bytes)
 
 
-def _lines(found: Diff) -> Iterator[str]:
-    differing = [entry for entry in found.entries if entry.status != "same"]
+def _lines(diff: Diff) -> Iterator[str]:
+    differing = [entry for entry in diff.entries if entry.status != "same"]
     if differing:
         rows = [row(entry) for entry in differing]
         header, align = HEADER, "llllrrlr"
         if not any(entry.delta for entry in differing):
             header, align, rows = HEADER[:4], align[:4], [row[:4] for row in rows]
         yield from render.columns(header, rows, align=align, width=render.terminal_width())
-        yield from _details(differing)
+        for entry in differing:
+            if entry.detail:
+                yield f"  {render.printable(entry.name)}: {render.printable(entry.detail)}"
         yield ""
-    yield _summary(found)
+    yield _summary(diff)
 
 
 def row(entry: EntryDiff) -> tuple[str, ...]:
@@ -166,37 +172,31 @@ def _short(text: str | None) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
-def _details(entries: Sequence[EntryDiff]) -> Iterator[str]:
-    for entry in entries:
-        if entry.detail:
-            yield f"  {render.printable(entry.name)}: {render.printable(entry.detail)}"
-
-
-def _summary(found: Diff) -> str:
+def _summary(diff: Diff) -> str:
     """One line: what was compared, and what came of it."""
-    compared = f"{counted(found.tensors, 'tensor')} and {counted(found.objects, 'object')}"
-    if found.containers is not None:
+    compared = f"{counted(diff.tensors, 'tensor')} and {counted(diff.objects, 'object')}"
+    if diff.containers is not None:
         compared += " and the containers they are in"
-    by = "" if found.values_compared else " by headers only: VALUES WERE NOT COMPARED"
-    counts = Counter(WORDS[e.status] for e in found.entries if e.status != "same")
+    by = "" if diff.values_compared else " by headers only: VALUES WERE NOT COMPARED"
+    counts = Counter(WORDS[e.status] for e in diff.entries if e.status != "same")
     kinds = ", ".join(f"{word} ({count:,})" for word, count in counts.items())
     if not kinds:
         return f"Compared {compared}{by}. All are the same."
-    return f"Compared {compared}{by}. {found.same:,} are the same. Different: {kinds}."
+    return f"Compared {compared}{by}. {diff.same:,} are the same. Different: {kinds}."
 
 
-def _json(a: CheckpointIndex, b: CheckpointIndex, found: Diff) -> render.Json:
+def _json(a: CheckpointIndex, b: CheckpointIndex, diff: Diff) -> render.Json:
     return {
         "schema": "ckpt-tools/diff/1",
         "a": a.root,
         "b": b.root,
-        "equal": found.equal,
-        "values_compared": found.values_compared,
-        "tensors": found.tensors,
-        "objects": found.objects,
-        "containers": found.containers,
-        "same": found.same,
-        "differences": [_entry_json(e) for e in found.entries if e.status != "same"],
+        "equal": diff.equal,
+        "values_compared": diff.values_compared,
+        "tensors": diff.tensors,
+        "objects": diff.objects,
+        "containers": diff.containers,
+        "same": diff.same,
+        "differences": [_entry_json(e) for e in diff.entries if e.status != "same"],
     }
 
 

@@ -65,19 +65,19 @@ def value_text(entry: ObjectEntry) -> str:
     return json.dumps(_spelled(entry.value))
 
 
-def row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[str, ...]:
+def row(entry: TensorEntry | ObjectEntry, mesh: FoundMesh | None) -> tuple[str, ...]:
     """The cells of `HEADER`; an object has its value where a tensor has its placements."""
     if isinstance(entry, ObjectEntry):
         return (*_facts(entry), _value(entry))
-    known = layout_of(entry, found)
+    known = layout_of(entry, mesh)
     return (*_facts(entry), "-" if known is None else short_placements(known[0]))
 
 
-def long_row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[str, ...]:
+def long_row(entry: TensorEntry | ObjectEntry, mesh: FoundMesh | None) -> tuple[str, ...]:
     """The cells of `LONG_HEADER`."""
     if isinstance(entry, ObjectEntry):
         return (*_facts(entry), entry.section, "-", "-", "-", _value(entry))
-    known = layout_of(entry, found)
+    known = layout_of(entry, mesh)
     ranks = {chunk.rank for chunk in entry.chunks if chunk.rank is not None}
     return (
         *_facts(entry),
@@ -112,7 +112,7 @@ def mesh_json(mesh: Mesh, status: Status | None) -> Json:
     return {"shape": list(mesh.shape), "dim_names": names, "status": status}
 
 
-def entry_json(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> dict[str, Json]:
+def entry_json(entry: TensorEntry | ObjectEntry, mesh: FoundMesh | None) -> dict[str, Json]:
     """An entry as `ls --json` gives it."""
     if isinstance(entry, ObjectEntry):
         return {
@@ -128,7 +128,7 @@ def entry_json(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> dic
             "chunks": None,
             "value": plain_json(entry.value),
         }
-    known = layout_of(entry, found)
+    known = layout_of(entry, mesh)
     return {
         "fqn": entry.fqn,
         "path": list(entry.path),
@@ -180,12 +180,12 @@ def problem_json(problem: CheckpointError) -> Json:
     }
 
 
-def csv_row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[str | int, ...]:
+def csv_row(entry: TensorEntry | ObjectEntry, mesh: FoundMesh | None) -> tuple[str | int, ...]:
     """The cells of `CSV_HEADER`; numbers are exact, and nothing is shortened."""
     if isinstance(entry, ObjectEntry):
         value = value_text(entry) if entry.opened else ""
         return (entry.fqn, "object", entry.section, "", "", entry.data.length, "", "", "", value)
-    known = layout_of(entry, found)
+    known = layout_of(entry, mesh)
     return (
         entry.fqn,
         "tensor",
@@ -201,10 +201,10 @@ def csv_row(entry: TensorEntry | ObjectEntry, found: FoundMesh | None) -> tuple[
 
 
 def lines(
-    listed: Sequence[TensorEntry | ObjectEntry], found: FoundMesh | None, *, long: bool
+    listed: Sequence[TensorEntry | ObjectEntry], mesh: FoundMesh | None, *, long: bool
 ) -> Iterator[str]:
     """A table of entries; on a terminal long names are folded and long values cut."""
     cells = long_row if long else row
-    rows = [cells(entry, found) for entry in listed]
+    rows = [cells(entry, mesh) for entry in listed]
     header, align = (LONG_HEADER, LONG_ALIGN) if long else (HEADER, ALIGN)
     yield from columns(header, rows, align=align, width=terminal_width())

@@ -166,7 +166,7 @@ def _json(plan: convert.ExportPlan, out: str, *, dry_run: bool) -> render.Json:
         "written": not dry_run,
         "tensors": plan.tensors,
         "nbytes": plan.nbytes,
-        "files": [{"path": file.path, "nbytes": file.length} for file in plan.files],
+        "files": [{"path": file.path, "nbytes": file.length} for file in plan.files.files],
         "names": dict(plan.names),
         "origins": {fqn: list(origins) for fqn, origins in plan.origins.items()},
         "notes": list(plan.notes),

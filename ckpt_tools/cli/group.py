@@ -9,7 +9,6 @@ import errno
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import TracebackType
@@ -112,6 +111,8 @@ def say_error(error: CkptError) -> None:
     With -vv the traceback of the exception in hand comes first.
     """
     if verbosity(click.get_current_context()) >= 2:
+        import traceback  # late, here and below: it loads much, and few errors are shown so
+
         click.echo(traceback.format_exc(), err=True)
     first, *more = error.message.splitlines() or [""]
     hint = _hint(error) or ""
@@ -165,7 +166,7 @@ def _wrapped(text: str, *, indent: str, on: TextIO | None = None) -> list[str]:
         return [text]
     from textwrap import wrap  # late: few texts are that long
 
-    bound = _BETWEEN_TICKS.sub(lambda found: found[0].replace(" ", "\0"), text)
+    bound = _BETWEEN_TICKS.sub(lambda ticked: ticked[0].replace(" ", "\0"), text)
     lines = wrap(
         bound, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -202,6 +203,8 @@ def report_crash(
 
     Exit code 1, which Python itself would give, means "the answer is no" here.
     """
+    import traceback
+
     place = traceback.extract_tb(trace)[-1:] if trace else []
     where = "".join(f" at {os.path.basename(p.filename)}:{p.lineno}" for p in place)
     sys.stderr.write(f"Error: ckpt-tools itself failed{where}: {kind.__name__}: {error}\n")

@@ -156,7 +156,7 @@ def no_option(
     options = _options(command)
     if name in _OUTPUT:
         files = [f"{one} FILE" for one in ("--svg", "--html", "--write") if one in options]
-        hint = "The answer goes to stdout: `> FILE` keeps it."
+        hint = "It prints to stdout: `> FILE` writes that into a file."
         hint += f" Into a file itself: {' or '.join(files)}." if files else ""
         return UsageError(f"{command.name} has no {name}.", hint=hint)
     having = [one for one, other in others.items() if meant in _options(other)]

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import click
 
 from ckpt_tools.analysis.ownership import (
-    Held,
+    HeldBox,
+    HeldTensor,
     Holdings,
     Moved,
-    Piece,
     after,
     bytes_held,
     holdings_of,
@@ -85,13 +85,7 @@ def command(
         raise UsageError("--svg, --html and --json cannot be used together.")
     if to_mesh is None and (placements or place):
         raise UsageError("--placements and --place need --to-mesh.")
-    for path in filter(None, (svg, html)):
-        if path != "-":
-            one_file.admit(path, sources=[ckpt], force=force)
-    from ckpt_tools.cli.pictures.banner import page_of_failure
-
-    with page_of_failure(ckpt, html, force=force):
-        whole = options.read(ckpt, asked.reading())
+    whole = _read(ckpt, svg=svg, html=html, force=force)
     chosen = options.choose(whole, asked.filters())
     if name is not None:
         chosen = _one(whole, name)
@@ -121,10 +115,21 @@ def command(
     whole.require_whole()
 
 
+def _read(ckpt: str, *, svg: str | None, html: str | None, force: bool) -> CheckpointIndex:
+    """The index; refuses a picture's file before, and draws a page of what cannot be read."""
+    from ckpt_tools.cli.pictures.banner import page_of_failure  # late: most runs write no page
+
+    for path in filter(None, (svg, html)):
+        if path != "-":
+            one_file.admit(path, sources=[ckpt], force=force)
+    with page_of_failure(ckpt, html, force=force):
+        return options.read(ckpt, asked.reading())
+
+
 def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
     if whole.tensor(name) is None:
         if whole.object(name) is not None:
-            raise UsageError(f"{name} is an object, and only tensors are held in pieces.")
+            raise UsageError(f"{name} is an object, and only tensors have shards.")
         raise options.no_such_name(whole, name)
     return whole.select({name})
 
@@ -136,7 +141,7 @@ def _target(chosen: CheckpointIndex, before: Holdings) -> Holdings:
 
     wanted = asked.target()
     mesh, plan = wanted.mesh, plan_reshard(chosen, wanted)
-    say(mesh_spec.in_words(mesh, wanted.placements or mesh_spec.default_placements(mesh)))
+    say(mesh_spec.described(mesh, wanted.placements or mesh_spec.default_placements(mesh)))
     return after(before, mesh, {target.fqn: target.layout for target in plan.targets})
 
 
@@ -161,8 +166,10 @@ def _write(
         picture = drawing.svg(whole.root, before, target=target, change=change)
         files.write(svg, picture, sources=sources, force=force)
     elif html is not None:
-        told = report.look(whole, chosen)
-        picture = layout_page(told, before, target=target, change=change, problems=whole.problems)
+        inspection = report.look(whole, chosen)
+        picture = layout_page(
+            inspection, before, target=target, change=change, problems=whole.problems
+        )
         files.write(html, picture, sources=sources, force=force)
 
 
@@ -199,7 +206,7 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
     yield from text.bar_lines(rows, paint, width=render.terminal_width())
 
 
-def _one_lines(held: Held, before: Holdings, *, target: Holdings | None) -> Iterator[str]:
+def _one_lines(held: HeldTensor, before: Holdings, *, target: Holdings | None) -> Iterator[str]:
     paint = _paint()
     yield render.heading(render.printable(held.fqn))
     facts = f"{entries.short_shape(held.shape)} {held.dtype.name}, {format_size(held.nbytes)}"
@@ -241,7 +248,7 @@ def _holdings_json(holdings: Holdings) -> dict[str, render.Json]:
     }
 
 
-def _held_json(held: Held) -> render.Json:
+def _held_json(held: HeldTensor) -> render.Json:
     return {
         "fqn": held.fqn,
         "dtype": held.dtype.name,
@@ -251,7 +258,7 @@ def _held_json(held: Held) -> render.Json:
     }
 
 
-def _piece_json(piece: Piece) -> render.Json:
+def _piece_json(piece: HeldBox) -> render.Json:
     return {
         "offsets": list(piece.box.offsets),
         "sizes": list(piece.box.sizes),

@@ -72,20 +72,20 @@ def command(
     whole.require_whole()
 
 
-def _print(index: CheckpointIndex, found: FoundMesh | None, *, form: str) -> None:
+def _print(index: CheckpointIndex, mesh: FoundMesh | None, *, form: str) -> None:
     listed = entries.sorted_entries(index)
     if form == "json":
-        objects = [entries.entry_json(entry, found) for entry in listed]
+        objects = [entries.entry_json(entry, mesh) for entry in listed]
         render.emit_json({"schema": "ckpt-tools/ls/1", "entries": objects})
     elif form == "jsonl":
-        render.emit_json_lines(entries.entry_json(entry, found) for entry in listed)
+        render.emit_json_lines(entries.entry_json(entry, mesh) for entry in listed)
     elif form == "csv":
-        rows = (entries.csv_row(entry, found) for entry in listed)
+        rows = (entries.csv_row(entry, mesh) for entry in listed)
         render.emit_csv(entries.CSV_HEADER, rows)
     elif form == "tree":
-        render.emit(tree_lines(listed, found))
+        render.emit(tree_lines(listed, mesh))
     else:
-        render.emit(entries.lines(listed, found, long=form == "long"))
+        render.emit(entries.lines(listed, mesh, long=form == "long"))
 
 
 # Characters of a value in a tree; the other forms show all.
@@ -131,7 +131,7 @@ def tree_of(leaves: Iterable[Leaf]) -> Node:
     return root
 
 
-def tree_lines(entries: Sequence[Entry], found: FoundMesh | None) -> Iterator[str]:
+def tree_lines(entries: Sequence[Entry], mesh: FoundMesh | None) -> Iterator[str]:
     """The lines of the tree; parts that have only one part below them are joined to it."""
     leaves = (
         Leaf(
@@ -142,7 +142,7 @@ def tree_lines(entries: Sequence[Entry], found: FoundMesh | None) -> Iterator[st
         )
         for entry in entries
     )
-    yield from _lines(tree_of(leaves), found, indent="")
+    yield from _lines(tree_of(leaves), mesh, indent="")
 
 
 def parts_of(entry: Entry) -> tuple[str, ...]:
@@ -158,14 +158,14 @@ def _count(node: Node, leaf: Leaf) -> None:
     node.nbytes += leaf.nbytes
 
 
-def _lines(node: Node, found: FoundMesh | None, *, indent: str) -> Iterator[str]:
+def _lines(node: Node, mesh: FoundMesh | None, *, indent: str) -> Iterator[str]:
     names = sorted(node.below, key=_number_first)
     for name in names:
         is_last = name == names[-1]
         label, below = joined(name, node.below[name])
         corner, bar = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
-        yield f"{indent}{corner}{printable(label)}{_facts(below, found)}"
-        yield from _lines(below, found, indent=indent + bar)
+        yield f"{indent}{corner}{printable(label)}{_facts(below, mesh)}"
+        yield from _lines(below, mesh, indent=indent + bar)
 
 
 def _number_first(part: str) -> tuple[int, str]:
@@ -181,9 +181,9 @@ def joined(name: str, node: Node) -> tuple[str, Node]:
     return name, node
 
 
-def _facts(node: Node, found: FoundMesh | None) -> str:
+def _facts(node: Node, mesh: FoundMesh | None) -> str:
     """The text behind a name: the entry that ends here, or the sum of those below."""
-    texts = [cut_to("  ".join(row(leaf.entry, found)[1:]), _LONGEST) for leaf in node.leaves]
+    texts = [cut_to("  ".join(row(leaf.entry, mesh)[1:]), _LONGEST) for leaf in node.leaves]
     if node.below:
         texts.append(_sum(node))
     return "".join(f"  {text}" for text in texts)

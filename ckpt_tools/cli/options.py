@@ -69,8 +69,12 @@ class Command(click.Command):
         if len(taken) < _GROUPED_FROM:
             return {"Options": taken}
         groups: dict[str, list[click.Option]] = {name: [] for name in ("Options", *_HEADINGS)}
+        writes = any(option.name == "out" for option in taken)
         for option in taken:
-            groups[_HEADING.get(option.name or "", "Options")].append(option)
+            heading = _HEADING.get(option.name or "", "Options")
+            if heading in ("Output", "Writing") and not writes:
+                heading = "Options"
+            groups[heading].append(option)
         return {heading: options for heading, options in groups.items() if options}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -424,6 +428,7 @@ def threads() -> click.Parameter:
     """-j, as ``threads``; None to choose by the machine and the work."""
     return click.Option(
         ["-j", "--threads"],
+        metavar="N",
         type=click.IntRange(min=1),
         default=None,
         show_default="the cores this process may use, at most 16",

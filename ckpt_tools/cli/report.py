@@ -11,11 +11,11 @@ import click
 from ckpt_tools import formats
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.inspection import Inspection, VerdictPart, inspect
-from ckpt_tools.analysis.summary import FileLoad, SectionSum, Step, step_entries
+from ckpt_tools.analysis.summary import FileLoad, SectionSum, Step
 from ckpt_tools.cli import entries, render
-from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import counted, first_of, format_size, some
-from ckpt_tools.errors import CheckpointError, IncompleteError
+from ckpt_tools.errors import IncompleteError
 from ckpt_tools.formats import locate, open_object
 from ckpt_tools.storage.age import last_written
 from ckpt_tools.storage.paths import is_address
@@ -29,7 +29,7 @@ SECTION_HEADER = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES"
 def look(whole: CheckpointIndex, index: CheckpointIndex) -> Inspection:
     """What is known of a checkpoint; the filters chose ``index`` out of ``whole``."""
     # Not from a store: this would be requests beyond the headers. `show --raw` reads a step.
-    step = None if is_address(whole.root) else read_step(whole)
+    step = None if is_address(whole.root) else _step(whole)
     there = (file.path for file in whole.files if file.length is not None)
     return inspect(whole, index, step=step, saved=last_written(there))
 
@@ -237,35 +237,19 @@ def _skew(loads: Sequence[FileLoad]) -> Iterator[str]:
 _STRUCT = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
-def read_step(index: CheckpointIndex) -> Step | None:
-    """The step in a plain object or a one-element tensor, or None.
-
-    An entry that cannot be read is skipped; damage is reported by the reader.
-    """
+def _step(index: CheckpointIndex) -> Step | None:
+    """The step in a plain object or a one-element tensor, or None."""
     with Files() as files:
-        for entry in step_entries(index):
-            try:
-                value = _number(index.select({entry.fqn}), files)
-            except CheckpointError:
-                continue
-            if value is not None:
-                return Step(value, entry.fqn)
-    return None
+
+        def read(entry: Entry) -> object:
+            if isinstance(entry, ObjectEntry):
+                return open_object(index, entry, files).value
+            return _element(locate(index.select({entry.fqn}), files).tensors[0], files)
+
+        return summary.step_of(index, read)
 
 
-def _number(index: CheckpointIndex, files: Files) -> int | None:
-    """The only entry of this index as a whole number; None for any other value."""
-    value: object
-    if index.objects:
-        value = open_object(index, index.objects[0], files).value
-    else:
-        value = read_single(locate(index, files).tensors[0], files)
-    if type(value) is int or (isinstance(value, float) and value.is_integer()):
-        return int(value)
-    return None
-
-
-def read_single(entry: TensorEntry, files: Files) -> object:
+def _element(entry: TensorEntry, files: Files) -> object:
     """The value of a located one-element tensor, read without importing numpy where possible.
 
     Raises IncompleteError when its shard does not exist.

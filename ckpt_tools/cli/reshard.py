@@ -20,8 +20,9 @@ from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.mesh_spec import (
     default_placements,
-    in_words,
+    described,
 )
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import (
@@ -31,7 +32,6 @@ from ckpt_tools.distributed.engines import (
     dry_run,
     reshard_by,
 )
-from ckpt_tools.distributed.executors import ignore
 from ckpt_tools.distributed.job import Job, check_room, made_at
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
@@ -141,17 +141,17 @@ def command(
     wanted = asked.reshard(form=_format(form, layout))
     if engine != "copy" and (layout is not None or param_names is not None):
         raise UsageError(
-            f"--engine {engine} keeps every name and place, and so has no --layout and no "
+            f"--engine {engine} keeps all names and containers, so it takes neither --layout nor "
             "--param-names.",
-            hint="--engine copy has both.",
+            hint="--engine copy takes both.",
         )
     if dry_run and engine != "gather" and environment.is_follower():
         return  # rank 0 plans alone; to gather, each knows its own file only
     mesh = wanted.mesh
-    words = f"{to_mesh} = {in_words(mesh, wanted.placements or default_placements(mesh))}"
+    words = f"{to_mesh} = {described(mesh, wanted.placements or default_placements(mesh))}"
     say(words)
     request = Request(ckpt, engine, jobs, asked.reading(shaping.cuts()))
-    job = Job(out, wanted, asked.writing(), ignore)
+    job = Job(out, wanted, asked.writing(), ignore_bytes)
     (_dry_run if dry_run else _write)(request, job, said=words, as_json=json)
 
 
@@ -172,6 +172,8 @@ def _write(request: Request, job: Job, *, said: str, as_json: bool) -> None:
     started = time.monotonic()
     with progress.byte_bar(label="reshard") as bar:
         plan = reshard_by(request, job._replace(on_bytes=bar, on_total=bar.expect))
+    if environment.is_follower():
+        return  # rank 0 speaks
     _say_notes(plan, said)
     report = PlanReport(request, job)
     if as_json:
@@ -252,10 +254,10 @@ class PlanReport(NamedTuple):
             return f"{self.request.workers} workers with {threads} each"
         return f"one process with {threads}"
 
-    def _memory(self, plan: ReshardPlan, found: forecast.Forecast) -> int:
+    def _memory(self, plan: ReshardPlan, predicted: forecast.Forecast) -> int:
         buffers = self.job.write.max_memory // self.request.workers
         engine = self.request.engine
-        return forecast.peak_memory(plan, found.held, engine=engine, buffers=buffers)
+        return forecast.peak_memory(plan, predicted.held, engine=engine, buffers=buffers)
 
     def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
         """All of it as one JSON object."""

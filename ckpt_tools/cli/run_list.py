@@ -35,16 +35,16 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """A folder, and its checkpoints by their steps, the newest last."""
 
     path: str
     lines: tuple[Line, ...]
 
 
-def look(path: str, found: Sequence[Saved], options: ReadOptions) -> Run:
+def look(path: str, saves: Sequence[Saved], options: ReadOptions) -> TrainingRun:
     """Read the headers of every checkpoint of a run, one after the other."""
-    return Run(path, tuple(_line(saved, options) for saved in found))
+    return TrainingRun(path, tuple(_line(saved, options) for saved in saves))
 
 
 def _line(saved: Saved, options: ReadOptions) -> Line:
@@ -66,7 +66,7 @@ def _line(saved: Saved, options: ReadOptions) -> Line:
     )
 
 
-def printed(run: Run, *, json: bool) -> list[render.Json]:
+def printed(run: TrainingRun, *, json: bool) -> list[render.Json]:
     """Print a run for people, or return the one object of its JSON, for the caller to print."""
     if json:
         return [as_json(run)]
@@ -74,7 +74,7 @@ def printed(run: Run, *, json: bool) -> list[render.Json]:
     return []
 
 
-def lines(run: Run) -> Iterator[str]:
+def lines(run: TrainingRun) -> Iterator[str]:
     """The run for people: a heading, one line a checkpoint, and problems."""
     yield render.heading(f"{render.printable(run.path)}: {counted(len(run.lines), 'checkpoint')}")
     now = time.time()
@@ -105,7 +105,7 @@ def _age(seconds: float) -> str:
     return f"{max(int(seconds), 0)} s"
 
 
-def as_json(run: Run) -> render.Json:
+def as_json(run: TrainingRun) -> render.Json:
     """The object of schema ckpt-tools/run/1."""
     return {
         "schema": "ckpt-tools/run/1",

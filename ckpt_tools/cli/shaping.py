@@ -18,7 +18,7 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transforms.base import Step
+from ckpt_tools.transforms.base import Transform
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.options import Cut
@@ -218,7 +218,7 @@ def _number(name: str) -> int | None:
 
 def export_steps(
     index: CheckpointIndex, *, dtype: DType | None, is_folder: bool
-) -> tuple[Step, ...]:
+) -> tuple[Transform, ...]:
     """The steps of an export, in their order. Raises UsageError for options that do not fit."""
     folder = _text("hf_assets")
     if folder is not None and not is_folder:
@@ -240,14 +240,14 @@ def export_steps(
     assets = None if folder is None else hf_folder.read_assets(folder)
     steps = [*_lora_steps(index.root, dtype), *_name_steps(index.root, assets)]
     if size is not None:
-        steps.append(maps.VocabularyStep(size))
+        steps.append(maps.VocabularyTransform(size))
     if assets is not None:
         allowed = _flag("allow_mismatch")
-        steps.append(hf_folder.AssetsStep(assets, index, allowed, dtype, dtype_rules()))
+        steps.append(hf_folder.AssetsTransform(assets, index, allowed, dtype, dtype_rules()))
     return tuple(steps)
 
 
-def _lora_steps(ckpt: str, dtype: DType | None) -> list[Step]:
+def _lora_steps(ckpt: str, dtype: DType | None) -> list[Transform]:
     """The step of --adapter or --merge-lora, if one is asked for. Raises UsageError."""
     alone, merged = _flag("adapter"), _flag("merge_lora")
     file, alpha, name = _text("adapter_config"), _real("lora_alpha"), _text("adapter_name")
@@ -272,8 +272,8 @@ def _lora_steps(ckpt: str, dtype: DType | None) -> list[Step]:
     if square is not None:
         config = replace(config, transposed=square == "yes", asked=True)
     if alone:
-        return [lora.AdapterStep(config, name)]
-    return [lora.MergeStep(config, name, dtype, dtype_rules())]
+        return [lora.AdapterTransform(config, name)]
+    return [lora.MergeTransform(config, name, dtype, dtype_rules())]
 
 
 def sources() -> tuple[str, ...]:
@@ -302,22 +302,22 @@ def is_adapter() -> bool:
     return _flag("adapter")
 
 
-def reshard_steps(ckpt: str, *, engine: str) -> tuple[Step, ...]:
+def reshard_steps(ckpt: str, *, engine: str) -> tuple[Transform, ...]:
     """The steps of a reshard, in their order. Raises UsageError for options that do not fit."""
     steps = [*_name_steps(ckpt)]
     container = _text("under")
     if container is not None or _flag("untie"):
         from ckpt_tools.transforms import maps
 
-        untie = [maps.UntieStep()] if _flag("untie") else []
-        under = [] if container is None else [maps.UnderStep(container)]
+        untie = [maps.UntieTransform()] if _flag("untie") else []
+        under = [] if container is None else [maps.UnderTransform(container)]
         steps = [*untie, *steps, *under]
     if steps and engine != "copy":
         raise UsageError(f"Other names and --untie need --engine copy, not {engine}.")
     return tuple(steps)
 
 
-def _name_steps(ckpt: str, assets: Assets | None = None) -> Sequence[Step]:
+def _name_steps(ckpt: str, assets: Assets | None = None) -> Sequence[Transform]:
     """The steps of --map and --rename; the config beside the checkpoint, or that of the assets,
     says sizes.
     """
@@ -328,17 +328,19 @@ def _name_steps(ckpt: str, assets: Assets | None = None) -> Sequence[Step]:
     config = hf_folder.config_beside(ckpt) if assets is None else assets.config
     values = hf_folder.values_of(config) | maps.parse_values(_texts("map_value"))
     model_type, force = hf_folder.model_type_of(config), _flag("force_map")
-    steps: list[Step] = []
+    steps: list[Transform] = []
     for text in _texts("map"):
         if text == "auto":
-            steps.append(maps.AutoMapStep(values, model_type))
+            steps.append(maps.AutoMapTransform(values, model_type))
         else:
             name_map = maps.find(text)
-            steps.append(maps.MapStep(name_map.forced if force else name_map, values, model_type))
+            steps.append(
+                maps.MapTransform(name_map.forced if force else name_map, values, model_type)
+            )
     if force and set(_texts("map")) <= {"auto"}:
         raise UsageError("--force-map takes a map that --map names; here none is named.")
     renames = tuple(map(maps.parse_rename, _texts("rename")))
-    return [*steps, maps.RenameStep(renames)] if renames else steps
+    return [*steps, maps.RenameTransform(renames)] if renames else steps
 
 
 def cuts() -> tuple[Cut, ...]:

@@ -143,7 +143,7 @@ def _value_text(entry: ObjectEntry) -> str:
 
 
 def _show_tensor(
-    one: CheckpointIndex, found: FoundMesh | None, *, part: str | None, json: bool
+    one: CheckpointIndex, mesh: FoundMesh | None, *, part: str | None, json: bool
 ) -> None:
     entry = located(one)
     values = read_corner(entry, part)
@@ -151,7 +151,7 @@ def _show_tensor(
         render.emit_json(
             {
                 "schema": "ckpt-tools/show/1",
-                **entries.entry_json(entry, found),
+                **entries.entry_json(entry, mesh),
                 "chunks": [_chunk_json(chunk) for chunk in entry.chunks],
                 "slice": {
                     "offsets": list(values.box.offsets),
@@ -162,14 +162,14 @@ def _show_tensor(
         )
         return
     click.echo(render.heading(render.printable(entry.fqn)))
-    render.emit(render.facts(tensor_facts(entry, found)))
+    render.emit(render.facts(tensor_facts(entry, mesh)))
     render.emit(["", *_chunk_table(entry, one.root), ""])
     render.emit(lines(values))
 
 
-def tensor_facts(entry: TensorEntry, found: FoundMesh | None) -> Sequence[tuple[str, str]]:
+def tensor_facts(entry: TensorEntry, mesh: FoundMesh | None) -> Sequence[tuple[str, str]]:
     """What headers say of a tensor: labels and texts."""
-    known = layout_of(entry, found)
+    known = layout_of(entry, mesh)
     size = f"{counted(entry.numel, 'element')}, {format_size(entry.nbytes)}"
     pairs = [
         ("kind", f"tensor of section {entry.section}"),

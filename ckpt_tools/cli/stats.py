@@ -88,17 +88,18 @@ def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
     return statistics
 
 
-def _nonfinite(root: str, found: Statistics) -> str:
-    hurt = [tensor.fqn for tensor in found.tensors if tensor.nan or tensor.inf]
-    verb = "is" if found.nonfinite == 1 else "are"
-    return f"{root}: {counted(found.nonfinite, 'value')} {verb} NaN or infinite, in {some(hurt)}."
+def _nonfinite(root: str, statistics: Statistics) -> str:
+    names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
+    verb = "is" if statistics.nonfinite == 1 else "are"
+    values = counted(statistics.nonfinite, "value")
+    return f"{root}: {values} {verb} NaN or infinite, in {some(names)}."
 
 
-def _lines(found: Statistics) -> Iterator[str]:
-    rows = [_row(tensor) for tensor in found.tensors]
+def _lines(statistics: Statistics) -> Iterator[str]:
+    rows = [_row(tensor) for tensor in statistics.tensors]
     width = render.terminal_width()
     yield from render.columns(_HEADER, rows, align="lllrrrrrrrr", width=width)
-    yield from _anomaly_lines(found)
+    yield from _anomaly_lines(statistics)
 
 
 def _row(tensor: TensorStats) -> tuple[str, ...]:
@@ -112,24 +113,26 @@ def _row(tensor: TensorStats) -> tuple[str, ...]:
     )
 
 
-def _anomaly_lines(found: Statistics) -> Iterator[str]:
-    if not found.anomalies:
+def _anomaly_lines(statistics: Statistics) -> Iterator[str]:
+    if not statistics.anomalies:
         return
     yield ""
     yield render.heading("Suspicious regions: their edges are shard edges")
-    for odd in found.anomalies:
-        rank = "" if odd.rank is None else f", rank {odd.rank}"
-        where = f"{render.printable(odd.fqn)} {odd.box}{rank}, {render.printable(odd.path)}"
-        yield f"  {odd.kind}: {where}: {odd.detail}"
+    for anomaly in statistics.anomalies:
+        rank = "" if anomaly.rank is None else f", rank {anomaly.rank}"
+        where = (
+            f"{render.printable(anomaly.fqn)} {anomaly.box}{rank}, {render.printable(anomaly.path)}"
+        )
+        yield f"  {anomaly.kind}: {where}: {anomaly.detail}"
 
 
-def _json(root: str, found: Statistics) -> render.Json:
+def _json(root: str, statistics: Statistics) -> render.Json:
     return {
         "schema": "ckpt-tools/stats/1",
         "path": root,
-        "nonfinite": found.nonfinite,
-        "tensors": {tensor.fqn: _tensor_json(tensor) for tensor in found.tensors},
-        "anomalies": [_anomaly_json(odd) for odd in found.anomalies],
+        "nonfinite": statistics.nonfinite,
+        "tensors": {tensor.fqn: _tensor_json(tensor) for tensor in statistics.tensors},
+        "anomalies": [_anomaly_json(anomaly) for anomaly in statistics.anomalies],
     }
 
 
@@ -155,15 +158,15 @@ def _tensor_json(tensor: TensorStats) -> render.Json:
     }
 
 
-def _anomaly_json(odd: Anomaly) -> render.Json:
+def _anomaly_json(anomaly: Anomaly) -> render.Json:
     return {
-        "fqn": odd.fqn,
-        "kind": odd.kind,
-        "offsets": list(odd.box.offsets),
-        "sizes": list(odd.box.sizes),
-        "rank": odd.rank,
-        "path": odd.path,
-        "detail": odd.detail,
+        "fqn": anomaly.fqn,
+        "kind": anomaly.kind,
+        "offsets": list(anomaly.box.offsets),
+        "sizes": list(anomaly.box.sizes),
+        "rank": anomaly.rank,
+        "path": anomaly.path,
+        "detail": anomaly.detail,
     }
 
 

@@ -1,4 +1,4 @@
-"""`ckpt-tools verify`: is a checkpoint complete, undamaged, and what it was?
+"""`ckpt-tools verify`: is a checkpoint complete, undamaged and unchanged?
 
 The command, and its report as lines for people and as JSON.
 """
@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import click
 
-from ckpt_tools.cli import asked, entries, options, progress, render
-from ckpt_tools.cli.fingerprint import digest
+from ckpt_tools.cli import asked, options, progress, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
@@ -21,7 +20,7 @@ from ckpt_tools.proof import (
     Comparison,
     DamagedTensor,
     Difference,
-    Report,
+    VerifyReport,
     bytes_to_read,
     compare,
     verify,
@@ -108,7 +107,7 @@ def command(
     index = read_index(ckpts[0], options=read)  # the report has its notes
     report = _Verifier(quick=quick, threads=threads, ranks=expect_ranks).report(index)
     compared: Comparison | None = None
-    if against is not None and not (report.hurt or report.lost or report.rescued):
+    if against is not None and not (report.damaged or report.lost or report.rescued):
         # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
         readable = replace(index, problems=())
         compared = _compare(readable, against, chosen, read=read, threads=threads)
@@ -131,11 +130,11 @@ class _Verifier:
     threads: int | None
     ranks: int | None
 
-    def report(self, index: CheckpointIndex) -> Report:
+    def report(self, index: CheckpointIndex) -> VerifyReport:
         report = self._read(index)
         return report if self.ranks is None else expecting_ranks(report, index, self.ranks)
 
-    def _read(self, index: CheckpointIndex) -> Report:
+    def _read(self, index: CheckpointIndex) -> VerifyReport:
         with Files() as files:
             if self.quick:
                 return verify_quick(index, files)
@@ -175,6 +174,8 @@ def _compare(
     threads: int | None,
 ) -> Comparison:
     """Compare the chosen tensors with a fingerprint, or with those of another checkpoint."""
+    from ckpt_tools.cli.fingerprint import digest
+
     if is_fingerprint(against):
         reference = load(against)
         if not chosen.wants_all:
@@ -192,7 +193,9 @@ def _compare(
 _SHOWN = 10
 
 
-def lines(report: Report, compared: Comparison | None, *, against: str | None) -> Iterator[str]:
+def lines(
+    report: VerifyReport, compared: Comparison | None, *, against: str | None
+) -> Iterator[str]:
     """The report for a person."""
     verdict = "complete" if report.whole else "NOT COMPLETE"
     how = "" if report.reading is not None else ", by its headers"
@@ -202,7 +205,7 @@ def lines(report: Report, compared: Comparison | None, *, against: str | None) -
         yield from render.facts(_comparison(compared, against))
 
 
-def line(path: str, report: Report) -> str:
+def line(path: str, report: VerifyReport) -> str:
     """The report in one line."""
     how = "" if report.reading is not None else ", by its headers"
     if report.whole:
@@ -212,13 +215,13 @@ def line(path: str, report: Report) -> str:
     return render.printable(f"{path}: NOT COMPLETE{how}: {first}{more}")
 
 
-def _facts(report: Report) -> Iterator[tuple[str, str]]:
+def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
     for problem in report.problems[:_SHOWN]:
         yield "problem", _problem(problem)
     if len(report.problems) > _SHOWN:
         yield "", f"and {len(report.problems) - _SHOWN:,} more problems; --json has all"
     yield "tensors", _tensors(report)
-    lost = [_lost(hurt) for hurt in report.hurt if hurt.lost]
+    lost = [_lost(one) for one in report.damaged if one.lost]
     lost += [f"{render.printable(fqn)}: all of it" for fqn in report.lost]
     if lost:
         yield "missing", "\n".join(first_of(lost, _SHOWN))
@@ -228,9 +231,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
             for r in report.rescued
         ]
         yield "in replicas", "\n".join(first_of(saved, _SHOWN))
-    if report.hurt_objects:
-        shown = some([render.printable(name) for name in report.hurt_objects], _SHOWN)
-        yield "objects", f"{len(report.hurt_objects)} of {report.objects} damaged: {shown}"
+    if report.damaged_objects:
+        shown = some([render.printable(name) for name in report.damaged_objects], _SHOWN)
+        yield "objects", f"{len(report.damaged_objects)} of {report.objects} damaged: {shown}"
     if report.ranks:
         yield "ranks", _ranks(report)
     yield "proven", _proven(report)
@@ -246,12 +249,11 @@ def _problem(problem: CheckpointError) -> str:
     return "\n".join(map(render.printable, f"{problem.message}{hint}".splitlines()))
 
 
-def _tensors(report: Report) -> str:
+def _tensors(report: VerifyReport) -> str:
     lost = f", {len(report.lost):,} missing" if report.lost else ""
-    if report.hurt:
-        return (
-            f"{len(report.hurt):,} of {report.tensors:,} damaged, {_whole(report):,} complete{lost}"
-        )
+    if report.damaged:
+        damaged = f"{len(report.damaged):,} of {report.tensors:,} damaged"
+        return f"{damaged}, {_whole(report):,} complete{lost}"
     if lost or any(not problem.about for problem in report.problems):
         there = "all {:,} that exist are" if report.tensors != 1 else "the {} that exists is"
     else:
@@ -259,25 +261,25 @@ def _tensors(report: Report) -> str:
     return f"{there.format(report.tensors)} complete{lost}"
 
 
-def _whole(report: Report) -> int:
-    return report.tensors - len(report.hurt)
+def _whole(report: VerifyReport) -> int:
+    return report.tensors - len(report.damaged)
 
 
-def _lost(hurt: DamagedTensor) -> str:
-    where = some([describe(box, hurt.shape) for box in hurt.lost], _SHOWN)
-    word = "rank" if len(hurt.ranks) == 1 else "ranks"
-    ranks = f" ({word} {rank_spans(hurt.ranks)})" if hurt.ranks else ""
-    return f"{render.printable(hurt.fqn)}: {where}{ranks}"
+def _lost(tensor: DamagedTensor) -> str:
+    where = some([describe(box, tensor.shape) for box in tensor.lost], _SHOWN)
+    word = "rank" if len(tensor.ranks) == 1 else "ranks"
+    ranks = f" ({word} {rank_spans(tensor.ranks)})" if tensor.ranks else ""
+    return f"{render.printable(tensor.fqn)}: {where}{ranks}"
 
 
-def _ranks(report: Report) -> str:
+def _ranks(report: VerifyReport) -> str:
     intact = [state.rank for state in report.ranks if state.whole]
-    hurt = [state.rank for state in report.ranks if not state.whole]
+    damaged = [state.rank for state in report.ranks if not state.whole]
     text = f"{rank_spans(intact)} intact" if intact else "none is intact"
-    return f"{text}; {rank_spans(hurt)} damaged" if hurt else text
+    return f"{text}; {rank_spans(damaged)} damaged" if damaged else text
 
 
-def _proven(report: Report) -> str:
+def _proven(report: VerifyReport) -> str:
     reading = report.reading
     if reading is None:
         return (
@@ -289,7 +291,7 @@ def _proven(report: Report) -> str:
     return f"{checked}; {format_size(reading.plain_bytes)} more are readable"
 
 
-def _unproven(report: Report) -> str:
+def _unproven(report: VerifyReport) -> str:
     """What this run cannot know."""
     if report.reading is None:
         return "the values: only headers were read"
@@ -333,8 +335,12 @@ def _difference(one: Difference) -> str:
     return f"{name} is {one.found}, not {one.expected}"
 
 
-def as_json(report: Report, compared: Comparison | None, *, against: str | None) -> render.Json:
+def as_json(
+    report: VerifyReport, compared: Comparison | None, *, against: str | None
+) -> render.Json:
     """The object of schema ckpt-tools/verify/1."""
+    from ckpt_tools.cli import entries  # late, as what compares: a plain verify needs neither
+
     reading = report.reading
     return {
         "schema": "ckpt-tools/verify/1",
@@ -346,10 +352,10 @@ def as_json(report: Report, compared: Comparison | None, *, against: str | None)
         "tensors": {
             "total": report.tensors,
             "whole": _whole(report),
-            "hurt": [_hurt_json(hurt) for hurt in report.hurt],
+            "hurt": [_damaged_json(one) for one in report.damaged],
         },
         "lost": list(report.lost),
-        "objects": {"total": report.objects, "hurt": list(report.hurt_objects)},
+        "objects": {"total": report.objects, "hurt": list(report.damaged_objects)},
         "replicas": [
             {
                 "fqn": rescue.fqn,
@@ -372,13 +378,13 @@ def as_json(report: Report, compared: Comparison | None, *, against: str | None)
     }
 
 
-def _hurt_json(hurt: DamagedTensor) -> render.Json:
+def _damaged_json(tensor: DamagedTensor) -> render.Json:
     return {
-        "fqn": hurt.fqn,
-        "shape": list(hurt.shape),
-        "lost_elements": hurt.lost_numel,
-        "lost": [{"offsets": list(b.offsets), "sizes": list(b.sizes)} for b in hurt.lost],
-        "ranks": list(hurt.ranks),
+        "fqn": tensor.fqn,
+        "shape": list(tensor.shape),
+        "lost_elements": tensor.lost_numel,
+        "lost": [{"offsets": list(b.offsets), "sizes": list(b.sizes)} for b in tensor.lost],
+        "ranks": list(tensor.ranks),
     }
 
 

@@ -5,32 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 from hashlib import sha256
 
-from ckpt_tools.core.index import Entry, ObjectEntry
+from ckpt_tools import formats
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.formats.protocol import Index
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.optimizer import Digest
 
 
-def digest_in(files: Files) -> Digest:
+def digest_in(source: CheckpointIndex, files: Files) -> Digest:
     """A function that gives the digest of a hyper-parameter's bytes, and reads each once."""
     known: dict[object, str] = {}
 
     def digest(entry: Entry) -> str:
         place = entry.data if isinstance(entry, ObjectEntry) else tuple(entry.chunks)
         if place not in known:
-            known[place] = _digest_of(entry, files)
+            known[place] = _digest_of(entry, source, files)
         return known[place]
 
     return digest
 
 
-def _digest_of(entry: Entry, files: Files) -> str:
+def _digest_of(entry: Entry, source: CheckpointIndex, files: Files) -> str:
     if isinstance(entry, ObjectEntry):
         return sha256(files.read(*entry.data)).hexdigest()
     from ckpt_tools.proof.fingerprint import digest_of  # most plans compare nothing
 
-    return digest_of(entry, files)
+    (located,) = formats.located_in(source, [entry], files)
+    return digest_of(located, files)
 
 
 def without_unopened(index: Index, copied: str | None) -> tuple[Index, list[str]]:

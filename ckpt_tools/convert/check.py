@@ -18,6 +18,7 @@ from ckpt_tools._version import __version__
 from ckpt_tools.copying.atomic_output import PROOF_FILE
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import UnsafePickleError
 from ckpt_tools.formats.protocol import Index
@@ -27,10 +28,6 @@ PROOF_FIELD = "proof"
 # Bytes of the field in a header; the text is padded with blanks.
 _ROOM = 400
 UNPROVEN = "-" * _ROOM
-
-
-def ignore(_nbytes: int) -> None:
-    """Nobody watches."""
 
 
 class Written(NamedTuple):
@@ -48,53 +45,58 @@ def check(
     source: CheckpointIndex,
     threads: int | None,
     own: Collection[str] | None = None,
-    on_bytes: Callable[[int], None] = ignore,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> str:
     """Compare what is in ``folder`` with what was to be written; one line says what is proven.
 
     ``source`` is the part of the source that it comes from, as its reader gave it. ``own`` are the
     source's files that this process can read, when that is not all of them: then only tensors in
-    these are compared; other ranks compare the rest. ``on_bytes`` is told how much was read back.
+    these are compared; other ranks compare the rest. ``on_bytes`` gets the number of bytes read.
 
     Raises WriteError when a tensor, an object or a container differs, UnreadableError when the
     source's own checksums say that what was read is damaged, and UnsupportedError when its replicas
     differ.
     """
-    entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in written.targets]
-    dtypes = {target.fqn: target.dtype for target in written.targets}
     with Files() as files:
         result = _opened(formats.read_index(folder), files)
-        here = replace(
-            formats.to_locate_in(source), tensors=tuple(sorted(entries, key=lambda e: e.fqn))
-        )
-        located = formats.locate(here, files)
-        located.require_whole()
-        wanted = replace(
-            source,
-            format=result.format,
-            tensors=located.tensors,
-            objects=tuple(sorted(written.objects, key=lambda e: e.fqn)),
-            tree=written.tree,
-            problems=(),
-        )
-        wanted = _opened(wanted, files)
-        names = {entry.fqn: entry.fqn for entry in wanted.tensors}
+        wanted = _expected(written, source, result.format, files)
         seen = proof.KnownCrcs()
-        words = proof.same_tensors(
+        statement = proof.same_tensors(
             *(wanted, result, files),
-            renamed=names,
-            dtypes=dtypes,
+            renamed={entry.fqn: entry.fqn for entry in wanted.tensors},
+            dtypes={target.fqn: target.dtype for target in written.targets},
             threads=threads,
             own=own,
             seen=seen,
             on_bytes=on_bytes,
         )
         if own is None:
-            words += proof.same_objects(wanted, result, files)
-            words += proof.require_equal_replicas(source, files, threads=threads)
+            statement += proof.same_objects(wanted, result, files)
+            statement += proof.require_equal_replicas(source, files, threads=threads)
         else:
             source = _held_in(source, own)
-        return words + proof.require_undamaged(source, files, seen=seen, threads=threads)
+        return statement + proof.require_undamaged(source, files, seen=seen, threads=threads)
+
+
+def _expected(
+    written: Written, source: CheckpointIndex, form: str, files: Files
+) -> CheckpointIndex:
+    """The index that the output should have, its chunks where the source has them."""
+    entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in written.targets]
+    here = replace(
+        formats.to_locate_in(source), tensors=tuple(sorted(entries, key=lambda e: e.fqn))
+    )
+    located = formats.locate(here, files)
+    located.require_whole()
+    wanted = replace(
+        source,
+        format=form,
+        tensors=located.tensors,
+        objects=tuple(sorted(written.objects, key=lambda e: e.fqn)),
+        tree=written.tree,
+        problems=(),
+    )
+    return _opened(wanted, files)
 
 
 def _opened(index: Index, files: Files) -> Index:
@@ -129,9 +131,9 @@ def _held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:
     return replace(source, tensors=tuple(tensors), objects=objects)
 
 
-def record_in_headers(folder: str, plans: Iterable[FilePlan], words: str) -> None:
-    """Write the words into the field of each header that has one."""
-    text = words.encode("ascii", "replace")[:_ROOM].replace(b'"', b"'").replace(b"\\", b"/")
+def record_in_headers(folder: str, plans: Iterable[FilePlan], statement: str) -> None:
+    """Write the statement of what is proven into the field of each header that has one."""
+    text = statement.encode("ascii", "replace")[:_ROOM].replace(b'"', b"'").replace(b"\\", b"/")
     for plan in plans:
         for offset, known in plan.literals:
             place = known.find(UNPROVEN.encode())
@@ -141,14 +143,14 @@ def record_in_headers(folder: str, plans: Iterable[FilePlan], words: str) -> Non
                     file.write(text.ljust(_ROOM))
 
 
-def record_beside(folder: str, words: str, *, source: CheckpointIndex) -> None:
-    """Write the words into a JSON file in the folder."""
+def record_beside(folder: str, statement: str, *, source: CheckpointIndex) -> None:
+    """Write the statement of what is proven into a JSON file in the folder."""
     record = {
         "schema": "ckpt-tools/proof/1",
         "ckpt_tools": __version__,
         "source_format": source.format,
         "source_world_size": source.world_size,
-        "proof": words,
+        "proof": statement,
     }
     with open(os.path.join(folder, PROOF_FILE), "w", encoding="utf-8") as file:
         file.write(json.dumps(record, indent=2) + "\n")

@@ -6,12 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.convert.arranging import digest_in, without_unopened
 from ckpt_tools.convert.write import Conversion, Locate, Plan
-from ckpt_tools.copying.origin import digest_of_reads, in_words
+from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
@@ -22,14 +23,14 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.names import select
-from ckpt_tools.core.plan import Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
-from ckpt_tools.transforms.base import Step, TransformedTensor, TransformResult
+from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
 from ckpt_tools.transforms.param_names import loadable
 from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
 
@@ -53,7 +54,7 @@ class ExportOptions:
     dtypes: tuple[tuple[str, DType | None], ...] = ()
     keep_names: bool = False
     keep_rank_states: bool = False
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Transform, ...] = ()
     basename: str = "model"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -96,23 +97,27 @@ class Export(Conversion[ExportPlan]):
         check = self.write.check
         if self.options.layout is not None:
             _refuse_with_layout(self.options, single_file=single_file, check=check)
-            return _plan_layout(self.index, self.options, self.options.layout)
+            return _plan_layout(self.index, self.options, self.options.layout, locate)
         return plan_export(
             self.index, self.options, single_file=single_file, check=check, locate=locate
         )
 
-    def words(self, plan: ExportPlan) -> dict[str, str]:
+    def settings(self, plan: ExportPlan) -> dict[str, str]:
         """The options; of a map that is a function, what it gave."""
-        words = in_words(self.options)
+        settings = option_texts(self.options)
         if self.options.steps:
-            words["what the names map does"] = digest_of_reads(plan.files)
-        return words
+            digest = sha256()
+            for target in plan.targets:
+                made = (target.fqn, plan.origins[target.fqn], list(target.entry.boxes))
+                digest.update(repr(made).encode())
+            settings["what the names map does"] = digest.hexdigest()[:32]
+        return settings
 
-    def record(self, plan: ExportPlan, folder: str, words: str) -> None:
+    def record(self, plan: ExportPlan, folder: str, statement: str) -> None:
         """Write the proof into the headers of safetensors files."""
         from ckpt_tools.convert import check as checking
 
-        checking.record_in_headers(folder, plan.files, words)
+        checking.record_in_headers(folder, plan.files, statement)
 
 
 def plan_export(
@@ -129,10 +134,11 @@ def plan_export(
     names and element types that the output cannot hold.
     """
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    keeps_nesting = _keeps_nesting(options)
     of_ranks: list[str] = []
-    if _keeps_nesting(options) and not options.keep_rank_states:  # objects go along
+    if keeps_nesting and not options.keep_rank_states:  # objects go along
         chosen, of_ranks = without_old_ranks(chosen, ONE_FILE)
-    read = chosen if _keeps_nesting(options) else replace(chosen, objects=())
+    read = chosen if keeps_nesting else replace(chosen, objects=())
     with Files() as files:
         located = _whole(chosen, options, locate, files)
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
@@ -140,13 +146,11 @@ def plan_export(
     targets, kept = _targets(index, outcome, options)
     targets = _in_containers(targets, outcome, index, options)
     objects: tuple[ObjectEntry, ...] = ()
-    tree = NO_TREE
-    if _keeps_nesting(options):
-        tree = located.nesting
+    if keeps_nesting:
         objects = tuple(entry for entry in located.objects if entry.opened)
         chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.opened))
     wanted = formats.PlanOptions(
-        tree=tree,
+        tree=located.nesting if keeps_nesting else NO_TREE,
         single_file=single_file,
         basename=options.basename,
         max_shard_size=options.max_shard_size,
@@ -154,7 +158,7 @@ def plan_export(
     )
     plans = formats.named(options.format).plan_files(targets, objects, options=wanted)
     return ExportPlan(
-        files=(*plans, *outcome.files),
+        files=plans + LazyPlans.of(outcome.files),
         targets=targets,
         chosen=read,
         origins={one.entry.fqn: one.origins for one in outcome.made},
@@ -164,7 +168,7 @@ def plan_export(
         single_file=single_file,
         works=outcome.works,
         objects=objects,
-        tree=tree,
+        tree=wanted.tree,
     )
 
 
@@ -188,7 +192,9 @@ def _refuse_with_layout(options: ExportOptions, *, single_file: str | None, chec
         )
 
 
-def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: str) -> ExportPlan:
+def _plan_layout(
+    index: CheckpointIndex, options: ExportOptions, layout: str, locate: Locate
+) -> ExportPlan:
     """Plan whole tensors and objects as the framework's own loader finds them."""
     from ckpt_tools.transforms import framework_files, frameworks  # late: few exports ask for them
 
@@ -196,18 +202,18 @@ def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: str) ->
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
     chosen, of_ranks = without_old_ranks(chosen, ranks)
     with Files() as files:
-        located = formats.locate(chosen, files)
+        located = locate(chosen, files)
         located.require_chosen()
         located = loadable(formats.open_objects(located, files))
         located, left_out = without_unopened(located, None)
         wanted = frameworks.LayoutTarget(
-            world_size=1, ranks=ranks, order=None, digest=digest_in(files)
+            world_size=1, ranks=ranks, order=None, digest=digest_in(index, files)
         )
         arranged = frameworks.arrange_whole(located, layout, wanted)
     made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
     types, kept = casts.chosen_dtypes(made, options.dtype, options.dtypes, source=index)
     targets = tuple(Target(e.fqn, e.path, e, types[e.fqn]) for e in located.tensors)
-    plans = framework_files.plan_files(arranged, located, targets, lambda *_: ())
+    plans = framework_files.plan_files(arranged, located, targets, lambda *_: LazyPlans())
     return ExportPlan(
         files=plans,
         targets=targets,
@@ -222,10 +228,8 @@ def _plan_layout(index: CheckpointIndex, options: ExportOptions, layout: str) ->
 def _whole(
     chosen: CheckpointIndex, options: ExportOptions, locate: Locate, files: Files
 ) -> CheckpointIndex:
-    """The chosen entries as they are planned; steps get all chunks located, whatever ``locate``
-    does. Raises what keeps them from being whole.
-    """
-    located = (formats.locate if options.steps else locate)(chosen, files)
+    """The chosen entries as they are planned. Raises what keeps them from being whole."""
+    located = locate(chosen, files)
     located.require_chosen()
     if _keeps_nesting(options):
         return loadable(formats.open_objects(located, files))
@@ -254,12 +258,7 @@ def _in_containers(
     """
     if formats.named(options.format).nested or options.steps:
         return tuple(targets)
-    paths = [entry.path for entry in index.entries]
-    classified = names.classify(paths, objects={entry.path for entry in index.objects})
-    containers = {
-        entry.fqn: container
-        for entry, (_, container) in zip(index.entries, classified, strict=True)
-    }
+    containers = names.containers_of(index)
     common = {containers[made.origins[0]] for made in outcome.made}
     if len(common) == 1 and not options.keep_names:
         return tuple(targets)  # the one container of all was taken off
@@ -318,10 +317,8 @@ def rename(
     """
     if keep_names:
         return {entry.fqn: entry.fqn for entry in chosen}, []
-    paths = [entry.path for entry in index.entries]
-    objects = {entry.path for entry in index.objects}
-    prefixes = dict(zip(paths, names.classify(paths, objects=objects), strict=True))
-    used = {prefixes[entry.path][1] for entry in chosen}
+    containers = names.containers_of(index)
+    used = {containers[entry.fqn] for entry in chosen}
     prefix = used.pop() if len(used) == 1 else ()
     bare = {entry.fqn: names.join(entry.path[len(prefix) :]) for entry in chosen}
     cleaned = {fqn: names.clean(name) for fqn, name in bare.items()}

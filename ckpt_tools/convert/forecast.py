@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckpt_tools.convert.reshard import ReshardPlan
-from ckpt_tools.copying.tasks import GROUP_BYTES
-from ckpt_tools.core.plan import LazyPlans
+from ckpt_tools.copying.tasks import GROUP_BYTES, GROUP_FILES, MOST_GROUP_BYTES
 
-# Measured on Linux, Python 3.11: the process with numpy, the process with torch 2.13, and what one
-# box of a plan takes, with the read that fills it and the bytes around it in the file.
+# Measured on Linux, Python 3.11: the process with numpy, the process with torch 2.13, what is known
+# of each box of all files, and what one box takes in the plan of its file, with the read that fills
+# it and the bytes around it.
 _WITH_NUMPY = 50_000_000
 _WITH_TORCH = 330_000_000
-_PER_BOX = 2_500
+_PER_BOX = 300
+_PER_PLANNED_BOX = 2_500
 
 
 class FileForecast(NamedTuple):
@@ -44,10 +45,10 @@ def of(plan: ReshardPlan) -> Forecast:
         nbytes = sum(read.box.numel * itemsize for read, itemsize in reads)
         facts = (file.path, file.length, len(file.items), nbytes, len(read_from))
         files.append(FileForecast(*facts))
-    held = sum(file.boxes for file in files) * _PER_BOX
-    if isinstance(plan.files, LazyPlans):
-        largest = max((file.boxes for file in files), default=0) * _PER_BOX
-        held = min(held, GROUP_BYTES + largest)
+    boxes = sum(file.boxes for file in files)
+    largest = max((file.boxes for file in files), default=0) * _PER_PLANNED_BOX
+    group = max(GROUP_BYTES, min(GROUP_FILES * largest, MOST_GROUP_BYTES)) + largest
+    held = boxes * _PER_BOX + min(boxes * _PER_PLANNED_BOX, group)
     return Forecast(tuple(files), len(sources), held)
 
 

@@ -17,7 +17,7 @@ from ckpt_tools.analysis import infer_mesh as inference
 from ckpt_tools.convert import arranging
 from ckpt_tools.convert.export import made_of, rename
 from ckpt_tools.convert.write import Conversion, Locate, Plan, WriteOptions
-from ckpt_tools.copying.origin import in_words as as_words
+from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
@@ -36,17 +36,17 @@ from ckpt_tools.core.layout import (
 from ckpt_tools.core.mesh_spec import (
     PlaceRule,
     default_placements,
+    described,
     fsdp_order,
-    in_words,
 )
 from ckpt_tools.core.names import select
-from ckpt_tools.core.plan import FilePlan, Target, total_length
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import param_names
-from ckpt_tools.transforms.base import Step, TransformedTensor, TransformResult
+from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.optimizer import ParamNames
@@ -55,7 +55,7 @@ from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_o
 
 @dataclass(frozen=True, slots=True)
 class ReshardOptions:
-    """The target: a mesh, how tensors lie on it, the format, and which tensors go along.
+    """The target: a mesh, the placements of tensors on it, the format, and which tensors to write.
 
     ``placements`` None means FSDP2's own; ``rules`` overrule them by name, the last match wins;
     ``like`` takes each tensor's layout from another checkpoint where that has one. ``steps`` change
@@ -76,7 +76,7 @@ class ReshardOptions:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     only: Section | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Transform, ...] = ()
     layout: FrameworkLayout | None = None
     param_names: ParamNames | None = None
     keep_rank_states: bool = False
@@ -105,15 +105,15 @@ class Reshard(Conversion[ReshardPlan]):
         refuse_check(self.options, self.write)
         return plan_reshard(self.index, self.options, locate=locate)
 
-    def words(self, plan: ReshardPlan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
+    def settings(self, plan: ReshardPlan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
         """The options."""
-        return as_words(self.options)
+        return option_texts(self.options)
 
-    def record(self, plan: ReshardPlan, folder: str, words: str) -> None:  # noqa: ARG002 (beside them)
+    def record(self, plan: ReshardPlan, folder: str, statement: str) -> None:  # noqa: ARG002 (beside them)
         """Write the proof beside the shards."""
         from ckpt_tools.convert import check as checking
 
-        checking.record_beside(folder, words, source=self.index)
+        checking.record_beside(folder, statement, source=self.index)
 
 
 def plan_reshard(
@@ -159,8 +159,8 @@ def plan_reshard(
         targets=targets,
         chosen=chosen,
         mesh=options.mesh,
-        notes=(*index.notes, in_words(options.mesh, placements), *notes),
-        nbytes=total_length(plans),
+        notes=(*index.notes, described(options.mesh, placements), *notes),
+        nbytes=plans.length,
         source=formats.to_locate_in(index),
         objects=held.objects,
         tree=held.nesting,
@@ -177,13 +177,11 @@ def _keeps_items(options: ReshardOptions) -> bool:
 def _whole(chosen: CheckpointIndex, options: ReshardOptions, locate: Locate) -> CheckpointIndex:
     """The chosen entries as they are planned, with objects as the target's format takes them.
 
-    Steps and frameworks' layouts get all chunks located, whatever ``locate`` does. Raises what
-    keeps the entries from being whole.
+    Raises what keeps the entries from being whole.
     """
     form = formats.named(options.format)
-    is_moved = options.steps or options.layout is not None
     with Files() as files:
-        located = (formats.locate if is_moved else locate)(chosen, files)
+        located = locate(chosen, files)
         located.require_chosen()
         foreign = any(
             not e.opened and e.codec not in (None, form.object_codec) for e in located.objects
@@ -215,7 +213,7 @@ def _with_names(
 
 def _plan_layout(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> tuple[Sequence[FilePlan], tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
+) -> tuple[LazyPlans, tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
     """The files of the output as its framework wants them, the targets under their names there, the
     index of the last folder, and notes.
     """
@@ -231,14 +229,12 @@ def _plan_layout(
             world_size=options.mesh.size,
             ranks=_target_ranks(options),
             order=order,
-            digest=arranging.digest_in(files),
+            digest=arranging.digest_in(located, files),
             by_ranks=options.format == "ranks",
         )
         arranged = framework_layouts.arrange(located, options.layout, wanted)
 
-    def plan_folder(
-        folder: str, part: Sequence[Target], moved: CheckpointIndex
-    ) -> Sequence[FilePlan]:
+    def plan_folder(folder: str, part: Sequence[Target], moved: CheckpointIndex) -> LazyPlans:
         folders.append(moved)
         rank_name = arranged.rank_names.get(folder)
         if arranged.rank_names and rank_name is None:
@@ -404,7 +400,7 @@ def _plan_files(
     options: ReshardOptions,
     *,
     rank_name: str | None = None,
-) -> Sequence[FilePlan]:
+) -> LazyPlans:
     wanted = formats.PlanOptions(
         tree=located.nesting,
         mesh=options.mesh,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -18,13 +18,14 @@ from ckpt_tools.copying.origin import Origin
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Work
+from ckpt_tools.transforms.base import Materialize
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Plan:
     chunks that are not located yet, workers locate in ``source``.
     """
 
-    files: Sequence[FilePlan]
+    files: LazyPlans
     targets: tuple[Target, ...]
     chosen: CheckpointIndex
     notes: tuple[str, ...]
@@ -68,7 +69,7 @@ class Plan:
     source: CheckpointIndex
     objects: tuple[ObjectEntry, ...] = ()
     tree: Branch[str] = NO_TREE
-    works: tuple[Work, ...] = ()
+    works: tuple[Materialize, ...] = ()
     single_file: str | None = None
 
 
@@ -107,11 +108,11 @@ class Conversion(ABC, Generic[P]):
         """Plan it from headers alone; nothing is written. Raises what cannot be done."""
 
     @abstractmethod
-    def words(self, plan: P) -> dict[str, str]:
+    def settings(self, plan: P) -> dict[str, str]:
         """The options, as text that people can compare."""
 
     @abstractmethod
-    def record(self, plan: P, folder: str, words: str) -> None:
+    def record(self, plan: P, folder: str, statement: str) -> None:
         """Record in the output what was proven of it."""
 
 
@@ -126,11 +127,11 @@ class Executor(Protocol):
 
 
 def write(
-    conversion: Conversion[P], executor: Executor, on_bytes: Callable[[int], None] | None = None
+    conversion: Conversion[P], executor: Executor, on_bytes: Callable[[int], None] = ignore_bytes
 ) -> P:
     """Write the output of a conversion; for an address, locally first, and then sent.
 
-    ``on_bytes`` is told how many bytes of the output --check has read back.
+    ``on_bytes`` gets how many bytes of the output --check has read back.
 
     Raises what its `plan`, the executor, `atomic_output.open_output` and `upload.staged` raise; in
     every case what was at ``out`` before is as it was.
@@ -149,7 +150,7 @@ def write(
     spec = atomic_output.OutputSpec(
         out,
         plan.files,
-        Origin.of(index, plan.files, conversion.words(plan)),
+        Origin.of(index, plan.files, conversion.settings(plan)),
         source=conversion.read,
         single_file=plan.single_file,
         resume=options.resume,
@@ -163,7 +164,7 @@ def write(
 
 
 def _check(
-    conversion: Conversion[P], plan: P, folder: str, on_bytes: Callable[[int], None] | None
+    conversion: Conversion[P], plan: P, folder: str, on_bytes: Callable[[int], None]
 ) -> tuple[str, ...]:
     """Read the output back, and record the proof in it where it has room."""
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
@@ -171,8 +172,8 @@ def _check(
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
     wanted = checking.Written(plan.targets, plan.objects, plan.tree)
     threads = conversion.write.threads
-    words = checking.check(
-        written, wanted, source=plan.chosen, threads=threads, on_bytes=on_bytes or checking.ignore
+    statement = checking.check(
+        written, wanted, source=plan.chosen, threads=threads, on_bytes=on_bytes
     )
-    conversion.record(plan, folder, words)
-    return (words,)
+    conversion.record(plan, folder, statement)
+    return (statement,)

@@ -9,13 +9,11 @@ what is in them.
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckpt_tools.copying.origin import Origin, require_unchanged, with_states
@@ -37,7 +35,7 @@ from ckpt_tools.copying.resume import (
     sync_files,
 )
 from ckpt_tools.core.index import FileEntry
-from ckpt_tools.core.plan import FilePlan, files_of, without
+from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import (
     CheckpointError,
@@ -65,7 +63,7 @@ class OutputSpec:
     """
 
     out: str
-    plans: Sequence[FilePlan]
+    plans: LazyPlans
     origin: Origin
     source: Sequence[FileEntry] = ()
     single_file: str | None = None
@@ -91,7 +89,7 @@ class Started:
     """
 
     place: OutputPlace
-    plans: Sequence[FilePlan]
+    plans: LazyPlans
     notes: tuple[str, ...] = ()
 
 
@@ -169,7 +167,7 @@ def _tidy(manifest: Manifest, out: str) -> None:
     manifest.remove()
 
 
-def check_room(out: str, plans: Sequence[FilePlan], *, single_file: str | None = None) -> None:
+def check_room(out: str, plans: LazyPlans, *, single_file: str | None = None) -> None:
     """Raise what would keep these files from becoming ``out``, as far as it is known beforehand.
 
     OutputExistsError for a folder where one file is to be, or a file where a folder is to be;
@@ -191,12 +189,11 @@ def _refuse_obstacles(out: str, single_file: str | None) -> None:
         raise WriteError(f"{out} could not be written: no permission to write in {parent}.")
 
 
-def _check_space(out: str, plans: Sequence[FilePlan]) -> None:
+def _check_space(out: str, plans: LazyPlans) -> None:
     """Raise WriteError for too little space; what an unfinished output holds counts as written."""
     folder = place_of(out).folder
     needed = sum(
-        max(0, file.length - _allocated(os.path.join(folder, file.path)))
-        for file in files_of(plans)
+        max(0, file.length - _allocated(os.path.join(folder, file.path))) for file in plans.files
     )
     free = free_space(out)
     if needed > free:
@@ -209,7 +206,8 @@ def _check_space(out: str, plans: Sequence[FilePlan]) -> None:
 
 def free_space(out: str) -> int:
     """Bytes that are free on the file system on which ``out`` will be."""
-    return shutil.disk_usage(existing_parent(os.path.realpath(out))).free
+    state = os.statvfs(existing_parent(os.path.realpath(out)))
+    return state.f_bavail * state.f_frsize
 
 
 def _allocated(path: str) -> int:
@@ -322,17 +320,17 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
             hint="Without --resume it is removed, and the output is written again.",
         )
     if is_written:
-        return Started(spec.place, (), ("An earlier run had already written everything.",))
+        return Started(spec.place, LazyPlans(), ("An earlier run had already written everything.",))
     finished = keep_finished(spec.place, spec.plans)
     if not finished:
         return None
     note = f"Resuming: {_progress(finished, spec)} were already finished."
-    return Started(spec.place, without(spec.plans, finished), (note,))
+    return Started(spec.place, spec.plans.without(finished), (note,))
 
 
 def _progress(finished: Collection[str], spec: OutputSpec) -> str:
     """How much of the output these files are."""
-    files = files_of(spec.plans)
+    files = spec.plans.files
     done = sum(file.length for file in files if file.path in finished)
     total = sum(file.length for file in files)
     sizes = f"{format_size(done)} of {format_size(total)}"
@@ -378,7 +376,9 @@ def _publish(manifest: Manifest, spec: OutputSpec) -> None:
 
 def _remove(path: str) -> None:
     if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
+        from shutil import rmtree  # late: it loads every compressor, and a dry run removes nothing
+
+        rmtree(path)
     elif os.path.lexists(path):
         os.unlink(path)
 
@@ -413,8 +413,8 @@ class _Planned(NamedTuple):
 
     @classmethod
     def of(cls, spec: OutputSpec) -> _Planned:
-        files = frozenset(file.path for file in files_of(spec.plans))
-        folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
+        files = frozenset(file.path for file in spec.plans.files)
+        folders = {path[:at] for path in files for at, one in enumerate(path) if one == "/"}
         return cls(files, frozenset(folders), (*spec.replaceable, PROOF_FILE))
 
 
@@ -439,7 +439,9 @@ def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") 
 
 def _link(source: str, target: str) -> None:
     if os.path.isdir(source) and not os.path.islink(source):
-        shutil.copytree(source, target, symlinks=True, copy_function=os.link)
+        from shutil import copytree
+
+        copytree(source, target, symlinks=True, copy_function=os.link)
     else:
         os.link(source, target, follow_symlinks=False)
 

@@ -23,7 +23,7 @@ def admit(path: str, *, sources: Iterable[str], force: bool) -> str:
     """
     out = real(path)
     if is_address(out):
-        raise UsageError(f"{path} is an address; such a file is written to this machine only.")
+        raise UsageError(f"{path} is an address; this file can only be written to a local disk.")
     refuse_source(out, sources)
     if os.path.isdir(out):
         raise OutputExistsError(f"{path} is a folder, and one file is to be written.")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from ckpt_tools._version import __version__
 from ckpt_tools.copying.tasks import TASK_BYTES
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex, FileEntry
-from ckpt_tools.core.plan import FilePlan, PlannedFile, files_of, plan_digest
+from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.errors import SourceChangedError
 from ckpt_tools.storage import paths
 
@@ -35,16 +34,15 @@ class Origin:
     layout: str
 
     @classmethod
-    def of(
-        cls, index: CheckpointIndex, plans: Sequence[FilePlan], options: Mapping[str, str]
-    ) -> Origin:
+    def of(cls, index: CheckpointIndex, plans: LazyPlans, options: Mapping[str, str]) -> Origin:
         """The origin of these plans, made with these options for this checkpoint."""
         top = index.root if paths.is_dir(index.root) else os.path.dirname(index.root)
         sources = {
             os.path.relpath(file.path, top or "."): str(file.state or "not there")
             for file in sorted(with_states(index.files))
         }
-        return cls(__version__, sources, dict(options), _layout(plans))
+        layout = f"{plans.digest} in tasks of {TASK_BYTES}"
+        return cls(__version__, sources, dict(options), layout)
 
     def differences(self, now: Origin) -> list[str]:
         """What is different now, a line each; nothing when the origins are equal."""
@@ -85,35 +83,16 @@ def require_unchanged(files: Sequence[FileEntry]) -> None:
         )
 
 
-def _layout(plans: Sequence[FilePlan]) -> str:
-    """Differs when files, lengths, places or known bytes do, or how they are cut into tasks."""
-    digest = blake2b(str(TASK_BYTES).encode(), digest_size=16)
-    for file in files_of(plans):
-        known = file.digest if isinstance(file, PlannedFile) else plan_digest(file)
-        digest.update(repr((file.path, file.length, known)).encode())
-    return digest.hexdigest()
-
-
-def digest_of_reads(plans: Sequence[FilePlan]) -> str:
-    """Differs when other bytes of the source go to the same places."""
-    digest = blake2b(digest_size=16)
-    for plan in plans:
-        for item in plan.items:
-            reads = [(r.box, r.chunk.box, r.chunk.strides, r.chunk.data[1:]) for r in item.reads]
-            digest.update(repr((item.offset, item.box, reads)).encode())
-    return digest.hexdigest()
-
-
-def in_words(options: DataclassInstance) -> dict[str, str]:
-    """Options as words that a person can compare, field by field.
+def option_texts(options: DataclassInstance) -> dict[str, str]:
+    """Each option as text, to compare two runs field by field.
 
     Of another checkpoint only its path is given: what it changes is seen in the plan. A step is
-    given by its own fields, and no address of a function gets into the words.
+    given by its own fields, and no address of a function gets into the texts.
     """
-    return {field.name: _in_words(getattr(options, field.name)) for field in fields(options)}
+    return {field.name: _option_text(getattr(options, field.name)) for field in fields(options)}
 
 
-def _in_words(value: object) -> str:
+def _option_text(value: object) -> str:
     if isinstance(value, CheckpointIndex):
         return value.root
     if isinstance(value, DType):

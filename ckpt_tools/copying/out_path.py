@@ -96,7 +96,7 @@ def _mount_points() -> set[str]:
             fields = [line.split(" ")[4] for line in file]
     except OSError:
         return set()
-    return {_ESCAPED.sub(lambda found: chr(int(found[1], 8)), field) for field in fields}
+    return {_ESCAPED.sub(lambda escaped: chr(int(escaped[1], 8)), field) for field in fields}
 
 
 def existing_parent(path: str) -> str:
@@ -133,8 +133,8 @@ def refuse_source(out: str, sources: Iterable[str]) -> None:
             if parent in seen:
                 break
             seen.add(parent)
-            if (found := _inode(parent)) in own:
-                raise _sacred(own[found], "holds", given)
+            if (held := _inode(parent)) in own:
+                raise _sacred(own[held], "holds", given)
 
 
 def _refuse_same_address(out: str, sources: Iterable[str]) -> None:

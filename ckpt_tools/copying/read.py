@@ -29,6 +29,7 @@ from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 SLAB_BYTES = 2 << 20
+# Stays in a core's cache: with 4 MiB, SHA-256 in 16 threads took 15 % more processor time.
 _STREAM_BYTES = 1 << 20
 # Rows shorter than this are read together and spread by numpy: one iovec costs more than they do.
 _LONG_ROW = 1 << 10
@@ -61,7 +62,7 @@ class ChunkReader:
                 self.run(move_of(read, part, within=box, itemsize=itemsize), out)
                 filled += part.numel
         if filled != box.numel:
-            raise CheckpointError(f"{filled:,} of {box.numel:,} elements of {box} are to be read.")
+            raise CheckpointError(f"The reads of {box} give {filled:,} of {box.numel:,} elements.")
 
     def run(self, move: StridedCopy, out: memoryview) -> None:
         """Carry out one move. Raises UnreadableError."""
@@ -213,32 +214,36 @@ def stream_box(
     files: Files,
     on_run: Callable[[ByteRange, int], None] | None = None,
 ) -> Iterator[memoryview]:
-    """The bytes that `read_box` gives, in pieces of at most 1 MiB cut as they lie in the files.
+    """The bytes that `read_box` gives, in pieces of at most 1 MiB that share one buffer.
 
-    Where a box is a few long runs, a piece takes two steps of the interpreter, and stays in the
-    processor's cache: for many threads that only look at bytes in their order. ``on_run`` then
-    gets each run with its CRC-32. Raises as it.
+    Where each chunk is one run of bytes of a local file, a piece takes two steps of the
+    interpreter: for many threads that only look at bytes in their order. ``on_run`` then gets each
+    run with its CRC-32. Raises as it.
     """
     itemsize = entry.dtype.itemsize
-    reads = Finder(entry).reads(box)
-    runs = runs_of(reads, box, itemsize=itemsize)
-    short = runs is None or box.numel * itemsize < len(runs) * _STREAM_BYTES
-    if runs is None or short or any(is_address(run.path) for run in runs):
+    runs = runs_of(Finder(entry).reads(box), box, itemsize=itemsize)
+    if runs is None or any(is_address(run.path) for run in runs):
         yield from read_box(entry, box, files=files)
         return
-    buffer = memoryview(bytearray(_STREAM_BYTES))
+    buffer = memoryview(bytearray(min(_STREAM_BYTES, box.numel * itemsize)))
+    filled = 0
     for run in runs:
-        crc = 0
+        crc = done = 0
         with files.descriptor(run.path) as fd:
-            for done in range(0, run.unit, _STREAM_BYTES):
-                view = buffer[: run.unit - done]
+            while done < run.unit:
+                view = buffer[filled : filled + run.unit - done]
                 if os.preadv(fd, [view], run.source + done) != len(view):
                     files.read_into(run.path, run.source + done, view)
                 if on_run is not None:
                     crc = zlib.crc32(view, crc)
-                yield view
+                done, filled = done + len(view), filled + len(view)
+                if filled == len(buffer):
+                    yield buffer
+                    filled = 0
         if on_run is not None:
             on_run(ByteRange(run.path, run.source, run.unit), crc)
+    if filled:
+        yield buffer[:filled]
 
 
 def read_array(entry: TensorEntry, box: Box, *, files: Files) -> bytearray:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import threading
 import time
 import zlib
@@ -22,7 +21,7 @@ from glob import escape, glob
 from typing import Literal, NamedTuple
 
 from ckpt_tools.copying.origin import Origin
-from ckpt_tools.core.plan import FilePlan, files_of
+from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.errors import OutputExistsError, WriteError, unwritable
 
 # All is written and durable · the old OUT is about to make room for the new one.
@@ -76,17 +75,17 @@ def noted_files(place: OutputPlace) -> set[str]:
     return {path for path, own in parts.items() if _is_all(own)}
 
 
-def finished_files(place: OutputPlace, plans: Sequence[FilePlan]) -> set[str]:
+def finished_files(place: OutputPlace, plans: LazyPlans) -> set[str]:
     """The noted files that are in these plans and still have their planned length."""
     noted = noted_files(place)
     return {
         file.path
-        for file in files_of(plans)
+        for file in plans.files
         if file.path in noted and _length(os.path.join(place.folder, file.path)) == file.length
     }
 
 
-def keep_finished(place: OutputPlace, plans: Sequence[FilePlan]) -> set[str]:
+def keep_finished(place: OutputPlace, plans: LazyPlans) -> set[str]:
     """Merge all logs into one before the run resumes; returns the finished files.
 
     Only for the process that holds the manifest. Raises OSError.
@@ -243,7 +242,9 @@ class Manifest:
             if name == _MANIFEST:
                 continue
             if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
+                from shutil import rmtree  # late: a dry run removes nothing
+
+                rmtree(path)
             else:
                 os.unlink(path)
 
@@ -279,7 +280,7 @@ def _hold(partial: str) -> int:
                 if os.path.samestat(os.fstat(fd), os.stat(path)):
                     return fd
             os.close(fd)
-    raise OutputExistsError(f"{partial} comes and goes: another process is writing it.")
+    raise OutputExistsError(f"{partial} appears and disappears: another process is writing it.")
 
 
 def refuse_foreign(partial: str) -> None:

@@ -20,8 +20,8 @@ from ckpt_tools.copying.read import SLAB_BYTES, ChunkReader, ReadsNearby
 from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, runs_of
 from ckpt_tools.copying.tasks import (
     SLOT_BYTES,
-    Literal,
-    Piece,
+    InlineBytes,
+    Slab,
     Task,
     contents_of,
     nbytes_of,
@@ -134,7 +134,7 @@ class _Cast:
     out_end: int
 
 
-class _Group:
+class _Batch:
     """Small contents that follow one another in the file: gathered together, written at once."""
 
     __slots__ = ("_limit", "casts", "checked", "jobs", "raw_jobs", "raw_size", "size", "start")
@@ -144,17 +144,17 @@ class _Group:
         self.jobs: list[Job] = []
         self.raw_jobs: list[Job] = []
         self.casts: list[_Cast] = []
-        self.checked: list[tuple[int, Piece]] = []
+        self.checked: list[tuple[int, Slab]] = []
         self._limit = limit
 
-    def has_room(self, content: Literal | Piece) -> bool:
+    def has_room(self, content: InlineBytes | Slab) -> bool:
         """Whether this content comes next in the file, and fits."""
         if content.offset != self.start + self.size:
             return False
         raw = _raw_nbytes(content)
         return max(self.size + nbytes_of(content), self.raw_size + raw) <= self._limit
 
-    def add_cast(self, piece: Piece) -> int:
+    def add_cast(self, piece: Slab) -> int:
         """Make room for a piece that is to be cast, and give its place in the raw buffer."""
         raw, item = self.raw_size, piece.item
         out_end = self.size + piece.nbytes
@@ -171,9 +171,9 @@ def _same_cast(one: WriteItem, other: WriteItem) -> bool:
     return one.source == other.source and one.target == other.target
 
 
-def _raw_nbytes(content: Literal | Piece) -> int:
+def _raw_nbytes(content: InlineBytes | Slab) -> int:
     """Bytes that a content takes before its cast; 0 when it needs none."""
-    if isinstance(content, Literal) or content.item.source == content.item.target:
+    if isinstance(content, InlineBytes) or content.item.source == content.item.target:
         return 0
     return content.nbytes // content.item.target.itemsize * content.item.source.itemsize
 
@@ -206,16 +206,16 @@ class TaskWriter:
         if task.is_part:
             return self._write_piece(task.pieces[0], output)
         late: list[tuple[int, int]] = []
-        group = _Group(0, self._slab)
+        group = _Batch(0, self._slab)
         self._lie_as(0)
         for content in contents_of(task):
             if not group.has_room(content):
                 self._flush(group, output, late)
-                group = _Group(content.offset, self._slab)
+                group = _Batch(content.offset, self._slab)
                 self._lie_as(group.start)
             if group.has_room(content):
                 self._add(content, group)
-            elif isinstance(content, Piece):
+            elif isinstance(content, Slab):
                 crc = self._write_piece(content, output)
                 late += [(slot, crc) for slot in content.item.crc_at]
             else:
@@ -226,7 +226,7 @@ class TaskWriter:
             output.write(slot, SLOT.pack(crc))
         return 0
 
-    def _write_piece(self, piece: Piece, output: Output) -> int:
+    def _write_piece(self, piece: Slab, output: Output) -> int:
         """Write a piece slab by slab, and give its CRC-32 when its item wants one."""
         item = piece.item
         is_cast = item.source != item.target
@@ -255,7 +255,7 @@ class TaskWriter:
             self._moved(len(view))
         return crc
 
-    def _write_runs(self, runs: Sequence[StridedCopy], piece: Piece, output: Output) -> int:
+    def _write_runs(self, runs: Sequence[StridedCopy], piece: Slab, output: Output) -> int:
         """Write a piece that lies in long runs in files here, in few steps of this interpreter."""
         self._lie_as(0)
         offset, crc = piece.offset, 0
@@ -301,9 +301,9 @@ class TaskWriter:
             output.write(offset + done, view)
             yield view
 
-    def _add(self, content: Literal | Piece, group: _Group) -> None:
+    def _add(self, content: InlineBytes | Slab, group: _Batch) -> None:
         """Put a literal into the group's buffer; of a small piece, note what it needs."""
-        if isinstance(content, Literal):
+        if isinstance(content, InlineBytes):
             self._out[group.size : group.size + len(content.data)] = content.data
             group.size += len(content.data)
             return
@@ -319,7 +319,7 @@ class TaskWriter:
             group.checked.append((group.size, content))
         group.size += content.nbytes
 
-    def _flush(self, group: _Group, output: Output, late: list[tuple[int, int]]) -> None:
+    def _flush(self, group: _Batch, output: Output, late: list[tuple[int, int]]) -> None:
         """Gather and write a group; CRC slots that it does not hold go to ``late``."""
         self._check_stop()
         if not group.size and not group.checked:
@@ -335,7 +335,7 @@ class TaskWriter:
         output.put(group.start, self._out[: group.size])
         self._moved(group.size)
 
-    def _put_crcs(self, group: _Group, late: list[tuple[int, int]]) -> None:
+    def _put_crcs(self, group: _Batch, late: list[tuple[int, int]]) -> None:
         for place, piece in group.checked:
             crc = zlib.crc32(self._out[place : place + piece.nbytes])
             for slot in piece.item.crc_at:

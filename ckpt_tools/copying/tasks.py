@@ -13,25 +13,28 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box, slabs
-from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem, files_of, total_length
+from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
 from ckpt_tools.errors import UsageError, WriteError
 
 TASK_BYTES = 16 << 20
 MIN_MEMORY = 1 << 20
-# Plans that are made when it is their turn: bytes of them at a time, and about what an item takes.
+# Plans are made when it is their turn: bytes of them at a time, more while there are fewer files
+# than threads may write; and about what an item takes.
 GROUP_BYTES = 16 << 20
+GROUP_FILES = 16
+MOST_GROUP_BYTES = 64 << 20
 _ITEM_BYTES = 2_500
 SLOT_BYTES = 4
 
 
-class Literal(NamedTuple):
+class InlineBytes(NamedTuple):
     """Bytes that are known already, to write at byte ``offset`` of the file."""
 
     offset: int
     data: bytes
 
 
-class Piece(NamedTuple):
+class Slab(NamedTuple):
     """The part ``box`` of one item, to write at byte ``offset`` of the file."""
 
     offset: int
@@ -51,8 +54,8 @@ class Task(NamedTuple):
     file: FilePlan
     number: int
     nbytes: int
-    literals: tuple[Literal, ...]
-    pieces: tuple[Piece, ...]
+    literals: tuple[InlineBytes, ...]
+    pieces: tuple[Slab, ...]
     checked: WriteItem | None
     of: int
 
@@ -88,8 +91,8 @@ ALL = Share(0, 1)
 class _Range(NamedTuple):
     """What goes into one task, before holes are cut into its literals."""
 
-    literals: list[Literal]
-    pieces: list[Piece]
+    literals: list[InlineBytes]
+    pieces: list[Slab]
     checked: WriteItem | None
 
     @property
@@ -97,16 +100,16 @@ class _Range(NamedTuple):
         return sum(map(nbytes_of, self.literals)) + sum(map(nbytes_of, self.pieces))
 
 
-def _span(literals: Sequence[Literal], pieces: Sequence[Piece]) -> tuple[int, int]:
+def _span(literals: Sequence[InlineBytes], pieces: Sequence[Slab]) -> tuple[int, int]:
     """The first byte, and the byte after the last, of contents that are each in order."""
-    ends: list[Literal | Piece] = [*literals[:1], *literals[-1:], *pieces[:1], *pieces[-1:]]
+    ends: list[InlineBytes | Slab] = [*literals[:1], *literals[-1:], *pieces[:1], *pieces[-1:]]
     first = min((content.offset for content in ends), default=0)
     return first, max((content.offset + nbytes_of(content) for content in ends), default=0)
 
 
-def contents_of(task: Task) -> list[Literal | Piece]:
+def contents_of(task: Task) -> list[InlineBytes | Slab]:
     """The literals and pieces of a task, in the order of the file."""
-    contents: list[Literal | Piece] = [*task.literals, *task.pieces]
+    contents: list[InlineBytes | Slab] = [*task.literals, *task.pieces]
     contents.sort(key=_place)
     return contents
 
@@ -131,11 +134,11 @@ def cut(plan: FilePlan) -> Iterator[Task]:
         yield Task(plan, number, part.nbytes, tuple(literals), pieces, checked, len(ranges))
 
 
-def _contents(plan: FilePlan) -> list[Literal | Piece]:
+def _contents(plan: FilePlan) -> list[InlineBytes | Slab]:
     """Everything that the plan writes, in order, checked not to overlap."""
-    contents: list[Literal | Piece] = [Literal(*literal) for literal in plan.literals]
+    contents: list[InlineBytes | Slab] = [InlineBytes(*literal) for literal in plan.literals]
     contents += [
-        Piece(item.offset, item.box.numel * item.target.itemsize, item, item.box)
+        Slab(item.offset, item.box.numel * item.target.itemsize, item, item.box)
         for item in plan.items
     ]
     contents.sort(key=_place)
@@ -149,16 +152,16 @@ def _contents(plan: FilePlan) -> list[Literal | Piece]:
     return contents
 
 
-def _place(content: Literal | Piece) -> tuple[int, int]:
+def _place(content: InlineBytes | Slab) -> tuple[int, int]:
     return content.offset, nbytes_of(content)
 
 
-def nbytes_of(content: Literal | Piece) -> int:
+def nbytes_of(content: InlineBytes | Slab) -> int:
     """Bytes that a content takes in the file."""
-    return content.nbytes if isinstance(content, Piece) else len(content.data)
+    return content.nbytes if isinstance(content, Slab) else len(content.data)
 
 
-def _ranges(contents: Iterable[Literal | Piece]) -> Iterator[_Range]:
+def _ranges(contents: Iterable[InlineBytes | Slab]) -> Iterator[_Range]:
     """Group contents into ranges of about ``TASK_BYTES``; what is larger is cut or stands alone."""
     group = _Range([], [], None)
     size = 0
@@ -167,7 +170,7 @@ def _ranges(contents: Iterable[Literal | Piece]) -> Iterator[_Range]:
         if size and size + nbytes > TASK_BYTES:
             yield group
             group, size = _Range([], [], None), 0
-        if isinstance(content, Literal):
+        if isinstance(content, InlineBytes):
             group.literals.append(content)
         elif nbytes > TASK_BYTES:
             if size:
@@ -182,12 +185,12 @@ def _ranges(contents: Iterable[Literal | Piece]) -> Iterator[_Range]:
         yield group
 
 
-def _split(piece: Piece) -> Iterator[_Range]:
+def _split(piece: Slab) -> Iterator[_Range]:
     itemsize = piece.item.target.itemsize
     offset = piece.offset
     for box in slabs(piece.box, max_numel=TASK_BYTES // itemsize):
         nbytes = box.numel * itemsize
-        yield _Range([], [Piece(offset, nbytes, piece.item, box)], piece.item)
+        yield _Range([], [Slab(offset, nbytes, piece.item, box)], piece.item)
         offset += nbytes
 
 
@@ -202,16 +205,16 @@ def _foreign_slots(part: _Range) -> Iterator[int]:
             yield slot
 
 
-def _without_slots(literal: Literal, slots: Sequence[int]) -> Iterator[Literal]:
+def _without_slots(literal: InlineBytes, slots: Sequence[int]) -> Iterator[InlineBytes]:
     """The parts of a literal around the slots (sorted) that lie in it."""
     offset, data = literal
     start, end = offset, offset + len(data)
     for slot in slots[bisect_left(slots, offset - SLOT_BYTES + 1) : bisect_left(slots, end)]:
         if slot > start:
-            yield Literal(start, data[start - offset : slot - offset])
+            yield InlineBytes(start, data[start - offset : slot - offset])
         start = max(start, slot + SLOT_BYTES)
     if start < end:
-        yield Literal(start, data[start - offset :])
+        yield InlineBytes(start, data[start - offset :])
 
 
 def check_memory(threads: int | None, max_memory: int) -> None:
@@ -232,13 +235,13 @@ def share_of(tasks: Sequence[Task], share: Share) -> list[Task]:
     return _part_of(tasks, share, before=0, total=total)
 
 
-def files_of_share(plans: Sequence[FilePlan], share: Share) -> tuple[Sequence[FilePlan], Share]:
+def files_of_share(plans: LazyPlans, share: Share) -> tuple[LazyPlans, Share]:
     """The files that a worker writes in, and its share of them; no plan is made for it."""
-    total = total_length(plans) if share.total is None else share.total
+    total = plans.length if share.total is None else share.total
     least, most = total * share.index, total * (share.index + 1)
     before, first, end = share.before, None, 0
     start = before
-    for place, file in enumerate(files_of(plans)):
+    for place, file in enumerate(plans.files):
         if before * share.count <= most and (before + file.length) * share.count >= least:
             if first is None:
                 first, start = place, before
@@ -247,15 +250,12 @@ def files_of_share(plans: Sequence[FilePlan], share: Share) -> tuple[Sequence[Fi
     return plans[first or 0 : end], replace(share, before=start, total=total)
 
 
-def groups_of(
-    plans: Sequence[FilePlan], share: Share
-) -> Iterator[tuple[list[FilePlan], list[Task]]]:
+def groups_of(plans: LazyPlans, share: Share) -> Iterator[tuple[list[FilePlan], list[Task]]]:
     """Plans of the files that a worker writes in, and its tasks in them.
 
-    Lazy plans are made here, a bounded part of them at a time; others come all at once.
+    Plans are made here, a bounded part of them at a time.
     """
     plans, share = files_of_share(plans, share)
-    is_lazy = isinstance(plans, LazyPlans)
     before, held = share.before, 0
     group: list[FilePlan] = []
     tasks: list[Task] = []
@@ -263,8 +263,9 @@ def groups_of(
         group.append(plan)
         tasks += _part_of(list(cut(plan)), share, before=before, total=share.total or 0)
         before += plan.length
-        held += sum(len(data) for _, data in plan.literals) + _ITEM_BYTES * len(plan.items)
-        if is_lazy and held > GROUP_BYTES:
+        literals = {id(data): len(data) for _, data in plan.literals}  # many items share theirs
+        held += sum(literals.values()) + _ITEM_BYTES * len(plan.items)
+        if held > (GROUP_BYTES if len(group) >= GROUP_FILES else MOST_GROUP_BYTES):
             yield group, tasks
             group, tasks, held = [], [], 0
     yield group, tasks

@@ -27,7 +27,7 @@ from ckpt_tools.copying.task_writer import (
     TaskWriter,
 )
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
-from ckpt_tools.core.plan import FilePlan, WriteItem
+from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -44,7 +44,7 @@ def _ignore(_part: TaskRange) -> None:
 
 
 def write_files(
-    plans: Sequence[FilePlan],
+    plans: LazyPlans,
     *,
     root: str,
     files: Files,
@@ -214,8 +214,8 @@ class _Work:
         left = [task for part in self._left for task in part]
         files = {task.file.path for task in left}
         nbytes = sum(task.nbytes for task in left)
-        reads = [task.pieces[0].item.reads for task in left if task.pieces]
-        far = any(is_address(first[0].chunk.data.path) for first in reads[:1] if first)
+        first = next((task.pieces[0].item.reads for task in left if task.pieces), ())
+        far = any(is_address(read.chunk.data.path) for read in first[:1])
         return choose_threads(nbytes, lanes=len(files), processes=processes, far=far)
 
     def run(self, files: Files, *, threads: int, memory: int) -> None:

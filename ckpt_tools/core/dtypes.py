@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import UnsupportedError, UsageError
 
 
 class DType(NamedTuple):
@@ -96,3 +96,11 @@ def parse_dtype(text: str) -> DType | None:
     """The element type that a person means by ``bf16``, ``fp32``, ``float16``…, or None."""
     name = text.lower().removeprefix("torch.")
     return BY_NAME.get(_SHORT.get(name, name))
+
+
+def require_dtype(dtype: str | DType) -> DType:
+    """The element type of a name such as ``bf16``. Raises UsageError for one that is not known."""
+    known = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+    if known is None:
+        raise UsageError(f"{dtype!r} is not an element type; use bf16, fp16 or fp32.")
+    return known

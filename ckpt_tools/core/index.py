@@ -8,24 +8,22 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from glob import escape
 from itertools import pairwise
 from math import prod
-from operator import add, attrgetter
-from typing import Literal, NamedTuple, NewType, Protocol, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, NewType, TypeAlias, TypeVar
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.geometry import Box, SolidBoxes
+from ckpt_tools.core.geometry import Box, SolidBoxes, row_major_strides
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.core.state_tree import Branch, Key, merge, of_paths
+from ckpt_tools.core.state_tree import Branch, Key, completed
 from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
 from ckpt_tools.errors import (
     CheckpointError,
-    IncompleteError,
     Instead,
     UnsupportedError,
     Way,
@@ -81,19 +79,65 @@ class Chunk(NamedTuple):
     ``strides`` are in elements, None for packed row-major data. ``codec`` names what the bytes are:
     None for the raw little-endian elements; anything else must go through `formats.locate` first.
     ``replicas`` are other byte ranges that hold the same box, ``rank`` who saved it, if known.
+
+    A view of a chunk that is not located yet has that chunk as its codec. Its ``data`` and
+    ``strides`` are places among the elements of that, as if these were packed, from byte 0 on.
     """
 
     box: Box
     data: ByteRange
     strides: tuple[int, ...] | None = None
-    codec: str | None = None
+    codec: str | Chunk | None = None
     replicas: tuple[ByteRange, ...] = ()
     rank: int | None = None
 
+    @property
+    def of(self) -> Chunk | None:
+        """The chunk that this one is a view of, while that is not located."""
+        return self.codec if isinstance(self.codec, Chunk) else None
+
+    def to_view(self) -> Chunk:
+        """The same chunk as a view of which others can be made, located or not."""
+        if self.codec is None or self.of is not None:
+            return self
+        data = self.data._replace(offset=0)
+        return Chunk(self.box, data, codec=self, rank=self.rank)
+
+    def placed(self, box: Box, start: int, strides: tuple[int, ...], *, itemsize: int) -> Chunk:
+        """A view of the same file as ``box``: from byte ``start`` on, with these strides."""
+        last = sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+        data = ByteRange(self.data.path, start, (last + 1) * itemsize if box.numel else 0)
+        packed = row_major_strides(box.sizes)
+        steps = zip(strides, packed, box.sizes, strict=True)
+        is_packed = not box.numel or all(a == b or size == 1 for a, b, size in steps)
+        return self._replace(
+            box=box, data=data, strides=None if is_packed else strides, replicas=()
+        )
+
+    def seen_in(self, located: Chunk, *, itemsize: int) -> Chunk:
+        """This view of a chunk, now that the chunk is located."""
+        view = located._replace(rank=self.rank)
+        if not self.box.numel:
+            return view.placed(self.box, located.data.offset, self.box.sizes, itemsize=itemsize)
+        steps = row_major_strides(located.box.sizes)
+        real = steps if located.strides is None else located.strides
+
+        def place(packed: int) -> int:
+            """Where the element is that is at this place when they are packed."""
+            at = 0
+            for step, stride in zip(steps, real, strict=True):
+                count, packed = divmod(packed, step)
+                at += count * stride
+            return at
+
+        start = located.data.offset + itemsize * place(self.data.offset // itemsize)
+        strides = self.strides or row_major_strides(self.box.sizes)
+        return view.placed(self.box, start, tuple(map(place, strides)), itemsize=itemsize)
+
 
 class Grid:
-    """The boxes of a tensor with the file and the rank of each, shared by all that are cut and
-    saved alike; compared by identity, so that what is found out of one is known of all.
+    """The boxes of a tensor with the file and the rank of each, shared by all tensors with the same
+    boxes; compared by identity, so that a fact about one need not be computed for the others.
     """
 
     __slots__ = ("_solid", "boxes", "paths", "ranks")
@@ -115,7 +159,7 @@ class Grid:
 
 
 class GridChunks(Sequence[Chunk]):
-    """Chunks of which a format keeps the boxes once for many tensors."""
+    """Chunks whose boxes a format keeps once for many tensors."""
 
     __slots__ = ("grid",)
 
@@ -206,7 +250,7 @@ class ObjectEntry:
 Entry: TypeAlias = TensorEntry | ObjectEntry
 
 
-class Packed(NamedTuple):
+class PackedObject(NamedTuple):
     """An object of the format that was opened as a container: the names ``held`` came of ``item``.
 
     ``held`` is empty when they have other names now.
@@ -279,7 +323,7 @@ class CheckpointIndex:
     notes: tuple[str, ...] = ()
     problems: tuple[CheckpointError, ...] = ()
     tree: Branch[str] = NO_TREE
-    packed: tuple[Packed, ...] = ()
+    packed: tuple[PackedObject, ...] = ()
     beside: tuple[FileEntry, ...] = ()
     _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -318,7 +362,7 @@ class CheckpointIndex:
         )
 
     def closed(self: _Index) -> _Index:
-        """The same checkpoint with each packed object of which all is there as the one it was."""
+        """The same checkpoint; packed objects whose entries are all there are one object again."""
         held = {entry.fqn for entry in self.entries}
         whole = [one for one in self.packed if one.held and one.held <= held]
         if not whole:
@@ -346,7 +390,7 @@ class CheckpointIndex:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Names that a problem speaks of and that have no entry, sorted: what went with a file."""
+        """Names that a problem is about and that have no entry, sorted: lost with a file."""
         named = frozenset().union(*(problem.about for problem in self.problems))
         if not named:
             return ()
@@ -405,13 +449,13 @@ class CheckpointIndex:
         """
         if not all(problem.about for problem in self.problems):
             return ()
-        hurt = frozenset().union(*(problem.about for problem in self.problems))
+        damaged = frozenset().union(*(problem.about for problem in self.problems))
         parts = {name for name in self.lost if name.endswith(".*")}
-        if len(hurt) <= _FEW and hurt <= parts | {entry.fqn for entry in self.objects}:
-            named = [fqn if fqn in parts else escape(fqn) for fqn in sorted(hurt)]
+        if len(damaged) <= _FEW and damaged <= parts | {entry.fqn for entry in self.objects}:
+            named = [fqn if fqn in parts else escape(fqn) for fqn in sorted(damaged)]
             return tuple(word for name in named for word in ("-x", name))
         model = [entry.fqn for entry in self.entries if entry.section == "model"]
-        is_whole = bool(model) and not self.lost and hurt.isdisjoint(model)
+        is_whole = bool(model) and not self.lost and damaged.isdisjoint(model)
         return ("--only", "model") if is_whole else ()
 
 
@@ -428,77 +472,8 @@ def _renamed(entry: Entry, path: Path) -> Entry:
     return entry if entry.path == path else replace(entry, fqn=".".join(map(str, path)), path=path)
 
 
-class Placed(Protocol):
-    """What has a name and a place in a state dict."""
-
-    @property
-    def fqn(self) -> str: ...  # noqa: D102 (said above)
-
-    @property
-    def path(self) -> Path: ...  # noqa: D102
-
-
-def completed(tree: Branch[str], placed: Sequence[Placed]) -> Branch[str]:
-    """The tree without names that nothing placed has, and with all that are placed, at their paths.
-
-    Raises UnsupportedError for paths that exclude one another.
-    """
-    fqns = {one.fqn for one in placed}
-    held = set(tree.leaves())
-    kept = tree if held <= fqns else tree.filter(fqns.__contains__)
-    rest = of_paths((one.path, one.fqn) for one in placed if one.fqn not in held)
-    if not kept.items:
-        return rest if rest.items else kept
-    return merge(kept, rest) if rest.items else kept
-
-
-_offsets = attrgetter("offsets")
-_sizes = attrgetter("sizes")
-
-
-def uncovered(
-    tensors: Iterable[TensorEntry], *, known: Collection[str]
-) -> Iterator[CheckpointError]:
-    """What `check_coverage` raises for each tensor; those with ``known`` problems are skipped."""
-    for entry in tensors:
-        if entry.fqn not in known:
-            try:
-                check_coverage(entry)
-            except CheckpointError as error:
-                yield error
-
-
-def check_coverage(entry: TensorEntry) -> None:
-    """Check that the chunks of a tensor tile its shape: no gap, no overlap, none outside.
-
-    Equal boxes count as replicas of one another, empty ones as nothing. Works by a sweep, in
-    O(n log n) for n chunks that form a grid.
-
-    Raises IncompleteError for a gap and CheckpointError for an overlap, with the box where it is.
-    """
-    shape = entry.shape
-    boxes = list(set(entry.boxes))
-    _check_inside(entry, boxes)
-    solid = [box for box in boxes if 0 not in box.sizes]
-    flaw = _first_flaw(solid, shape)
-    if flaw is None:
-        return
-    where = Box(flaw.offsets, flaw.sizes)
-    if flaw.times == 0:
-        covered = sum(box.numel for box in solid)
-        raise IncompleteError(
-            f"{entry.fqn}: chunks cover {covered:,} of {entry.numel:,} elements; "
-            f"the first hole is {where}.",
-            hint="Some shards are missing. Look for the missing files, or use an older save.",
-            about=(entry.fqn,),
-        )
-    raise CheckpointError(
-        f"{entry.fqn}: {flaw.times} chunks overlap in {where}.", about=(entry.fqn,)
-    )
-
-
 def replicas_differ(where: Mapping[str, str]) -> UnsupportedError:
-    """What to raise for tensors of which ranks disagree: by name, the rows and the ranks.
+    """The error for tensors that differ between ranks: by name, the rows and the ranks.
 
     It is the same wherever it is found: none of them is known to be right, so none is taken.
     """
@@ -510,95 +485,3 @@ def replicas_differ(where: Mapping[str, str]) -> UnsupportedError:
         "file of this save, or leave them out with -x.",
         about=where,
     )
-
-
-def _check_inside(entry: TensorEntry, boxes: Sequence[Box]) -> None:
-    """Check that no box leaves the shape, column by column: a million boxes take part."""
-    ndim = len(entry.shape)
-    if set(map(len, map(_sizes, boxes))) <= {ndim}:
-        offsets = list(zip(*map(_offsets, boxes), strict=True))
-        sizes = list(zip(*map(_sizes, boxes), strict=True))
-        columns = zip(offsets, sizes, entry.shape, strict=False)
-        if all(
-            min(starts) >= 0 <= min(extents) and max(map(add, starts, extents)) <= size
-            for starts, extents, size in columns
-        ):
-            return
-    whole = Box.whole(entry.shape)
-    for box in boxes:
-        if len(box.sizes) != ndim or not whole.contains(box) or min(box.sizes, default=0) < 0:
-            raise CheckpointError(
-                f"{entry.fqn}: a chunk {box} lies outside of shape {list(entry.shape)}.",
-                about=(entry.fqn,),
-            )
-
-
-class _Flaw(NamedTuple):
-    """A region that is covered by ``times`` boxes, where one was expected."""
-
-    times: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def _first_flaw(boxes: Sequence[Box], shape: Sequence[int]) -> _Flaw | None:
-    """The first region, in row-major order, that is not covered exactly once."""
-    if 0 in shape:
-        return None
-    whole = Box.whole(shape)
-    if not boxes:
-        return _Flaw(0, whole.offsets, whole.sizes)
-    cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
-    if not cut:
-        return None if len(boxes) == 1 else _Flaw(len(boxes), whole.offsets, whole.sizes)
-    if len(cut) == 1:
-        return _flaw_of_line(boxes, shape, dim=cut[0])
-    return _flaw_of_slices(boxes, shape, dim=cut[0])
-
-
-def _within(shape: Sequence[int], dim: int, start: int, end: int) -> tuple[list[int], list[int]]:
-    """Offsets and sizes of a slice of the whole shape."""
-    offsets, sizes = [0] * len(shape), list(shape)
-    offsets[dim], sizes[dim] = start, end - start
-    return offsets, sizes
-
-
-def _flaw_of_line(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _Flaw | None:
-    """The first flaw of boxes that differ along one dimension only: a sort and one pass."""
-    end = 0
-    spans = sorted((box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box in boxes)
-    for start, stop in [*spans, (shape[dim], shape[dim])]:
-        if start != end:
-            count, low, high = (0, end, start) if start > end else (2, start, min(end, stop))
-            offsets, sizes = _within(shape, dim, low, max(high, low + 1))
-            return _Flaw(count, tuple(offsets), tuple(sizes))
-        end = stop
-    return None
-
-
-def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _Flaw | None:
-    """The first flaw, slice by slice between the edges along ``dim``, each a smaller problem."""
-    starts = {box.offsets[dim] for box in boxes}
-    edges = sorted({0, shape[dim]} | starts | {b.offsets[dim] + b.sizes[dim] for b in boxes})
-    waiting = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
-    active: list[Box] = []
-    for start, end in pairwise(edges):
-        active = [box for box in active if box.offsets[dim] + box.sizes[dim] > start]
-        while waiting and waiting[-1].offsets[dim] <= start:
-            active.append(waiting.pop())
-        flaw = _first_flaw([_drop(box, dim) for box in active], _without(shape, dim))
-        if flaw is not None:
-            return _Flaw(
-                flaw.times,
-                (*flaw.offsets[:dim], start, *flaw.offsets[dim:]),
-                (*flaw.sizes[:dim], end - start, *flaw.sizes[dim:]),
-            )
-    return None
-
-
-def _without(values: Sequence[int], dim: int) -> tuple[int, ...]:
-    return (*values[:dim], *values[dim + 1 :])
-
-
-def _drop(box: Box, dim: int) -> Box:
-    return Box(_without(box.offsets, dim), _without(box.sizes, dim))

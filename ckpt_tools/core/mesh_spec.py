@@ -54,11 +54,11 @@ def parse_mesh(text: str) -> Mesh:
         raise UsageError(
             f"{text!r} is not a mesh.", hint="Write 32, 4x8, or names: dp_replicate=4,dp_shard=8."
         )
-    found = [(pair[1], int(pair[2])) for pair in pairs if pair is not None]
-    names = tuple(name for name, _ in found)
+    dims = [(pair[1], int(pair[2])) for pair in pairs if pair is not None]
+    names = tuple(name for name, _ in dims)
     if len(set(names)) != len(names):
         raise UsageError(f"{text!r} names a mesh dimension twice.")
-    return Mesh(tuple(size for _, size in found), names)
+    return Mesh(tuple(size for _, size in dims), names)
 
 
 def parse_placements(text: str, mesh: Mesh) -> tuple[Placement, ...]:
@@ -95,7 +95,7 @@ def parse_rule(text: str, mesh: Mesh) -> PlaceRule:
 
 
 def default_placements(mesh: Mesh) -> tuple[Placement, ...]:
-    """How FSDP2 lies on this mesh: cut along dimension 0 by the data-parallel shard dimension.
+    """FSDP2's placements on this mesh: cut along dimension 0 by the data-parallel shard dimension.
 
     Dimensions of other names (tp, ep, …) replicate: what they cut is never guessed.
     """
@@ -120,8 +120,8 @@ def fsdp_order(mesh: Mesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     return (*outer, *inner)
 
 
-def in_words(mesh: Mesh, placements: Sequence[Placement]) -> str:
-    """For a person: ``dp_replicate=4 × dp_shard=8: Replicate, Shard(0)``."""
+def described(mesh: Mesh, placements: Sequence[Placement]) -> str:
+    """As text: ``dp_replicate=4 × dp_shard=8: Replicate, Shard(0)``."""
     names = mesh.names
     sizes = " × ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
     return f"{sizes}: {', '.join(map(str, placements))}"

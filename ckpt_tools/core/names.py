@@ -1,4 +1,4 @@
-"""Names and sections: wrapper components, containers, and which entries a person means.
+"""Names and sections: wrapper components, containers, and the filters that choose entries.
 
 A path is the place of an entry in the nested state dict, e.g. ``("app", "model", "emb.weight")``;
 its fqn is the same joined by dots. A container is the part of a path above the parameter's own
@@ -58,16 +58,16 @@ def container_of(paths: Iterable[Path]) -> dict[Path, Section]:
     when its last component is one of the names that frameworks use, and all components before it
     are outer containers.
     """
-    found: dict[Path, Section] = {}
+    containers: dict[Path, Section] = {}
     for path in paths:
         for depth, part in enumerate(path[:-1]):
             name = str(part)
             if name in _MODEL or name in _OPTIM:
-                found[path[: depth + 1]] = "model" if name in _MODEL else "optim"
+                containers[path[: depth + 1]] = "model" if name in _MODEL else "optim"
                 break
             if name not in _OUTER:
                 break
-    return found
+    return containers
 
 
 def classify(
@@ -92,6 +92,19 @@ def classify(
         )
         for path in paths
     ]
+
+
+def sections_of(paths: Sequence[Path], *, objects: Collection[Path]) -> dict[Path, Section]:
+    """The section of each path, as `classify` gives it."""
+    classified = classify(paths, objects=objects)
+    return {path: section for path, (section, _) in zip(paths, classified, strict=True)}
+
+
+def containers_of(index: CheckpointIndex) -> dict[str, Path]:
+    """The container prefix of each entry by its name, as `classify` gives it; () for none."""
+    objects = {entry.path for entry in index.objects}
+    classified = classify([entry.path for entry in index.entries], objects=objects)
+    return {e.fqn: prefix for e, (_, prefix) in zip(index.entries, classified, strict=True)}
 
 
 def _optim_top(path: Path) -> str:
@@ -198,8 +211,13 @@ def _may_hold(lost: str, section: Section) -> bool:
     return section == "other" or not is_other
 
 
+def is_in_param_groups(path: Path) -> bool:
+    """Whether a path is of an optimizer's param_groups, which may be flattened into names."""
+    return any(str(part).partition(".")[0] == "param_groups" for part in path)
+
+
 def near_names(index: CheckpointIndex, fqn: str) -> list[str]:
-    """A few names that a person may have meant: those that contain it, else those spelled alike."""
+    """A few names that a person may have meant: those that contain it, or are spelled like it."""
     from difflib import get_close_matches  # late: it is for errors only
 
     names = [entry.fqn for entry in index.tensors] + [entry.fqn for entry in index.objects]

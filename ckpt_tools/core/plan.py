@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from hashlib import blake2b
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box, SolidBoxes
-from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry, completed
+from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry
 from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.core.state_tree import Branch, completed
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 
@@ -92,13 +90,18 @@ class LazyPlans(Sequence[FilePlan]):
     """The plans of many files, each made whenever it is asked for, and not kept.
 
     4,096 rank files of a large model take gigabytes as plans, and some hundred bytes each as
-    `PlannedFile`.
+    `PlannedFile`; and each of several processes makes only those of the files that it writes.
     """
 
     __slots__ = ("files",)
 
-    def __init__(self, files: Iterable[PlannedFile]) -> None:
+    def __init__(self, files: Iterable[PlannedFile] = ()) -> None:
         self.files = tuple(files)
+
+    @classmethod
+    def of(cls, plans: Iterable[FilePlan]) -> LazyPlans:
+        """Plans that are made already, and kept: of few files."""
+        return cls(PlannedFile(p.path, p.length, _digest(p), partial(_same, p)) for p in plans)
 
     def __len__(self) -> int:
         """Number of files."""
@@ -107,69 +110,56 @@ class LazyPlans(Sequence[FilePlan]):
     @overload
     def __getitem__(self, at: int) -> FilePlan: ...
     @overload
-    def __getitem__(self, at: Slice) -> Sequence[FilePlan]: ...
-    def __getitem__(self, at: int | Slice) -> FilePlan | Sequence[FilePlan]:
+    def __getitem__(self, at: Slice) -> LazyPlans: ...
+    def __getitem__(self, at: int | Slice) -> FilePlan | LazyPlans:
         """The plan of one file, or plans of some."""
         return LazyPlans(self.files[at]) if isinstance(at, slice) else self.files[at].make()
 
+    def __add__(self, others: LazyPlans) -> LazyPlans:
+        """The files of both."""
+        return LazyPlans((*self.files, *others.files))
 
-def files_of(plans: Sequence[FilePlan]) -> Sequence[FilePlan | PlannedFile]:
-    """The same files, as far as their paths and lengths are wanted: no plan is made for them."""
-    return plans.files if isinstance(plans, LazyPlans) else plans
+    @property
+    def length(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.length for file in self.files)
 
+    @property
+    def digest(self) -> str:
+        """A short text that differs when files, lengths, places of items or known bytes do."""
+        from hashlib import blake2b  # late, here and below: it loads OpenSSL
 
-def without(plans: Sequence[FilePlan], paths: Collection[str]) -> Sequence[FilePlan]:
-    """The same files but those at ``paths``, lazy ones as lazy as they were."""
-    if isinstance(plans, LazyPlans):
-        return LazyPlans(file for file in plans.files if file.path not in paths)
-    return [plan for plan in plans if plan.path not in paths]
+        known = [(file.path, file.length, file.digest) for file in self.files]
+        return blake2b(repr(known).encode(), digest_size=16).hexdigest()
 
+    def without(self, paths: Collection[str]) -> LazyPlans:
+        """The same files but those at ``paths``."""
+        return LazyPlans(file for file in self.files if file.path not in paths)
 
-def total_length(plans: Sequence[FilePlan]) -> int:
-    """Bytes of all files together."""
-    return sum(file.length for file in files_of(plans))
-
-
-def inside(folder: str, plans: Sequence[FilePlan]) -> Sequence[FilePlan]:
-    """The same files in a folder of the output; an empty name is the output itself."""
-    if not folder:
-        return plans
-    if not isinstance(plans, LazyPlans):
-        return [_moved(folder, plan) for plan in plans]
-    return LazyPlans(
-        file._replace(path=f"{folder}/{file.path}", make=partial(_made_in, folder, file.make))
-        for file in plans.files
-    )
-
-
-def _made_in(folder: str, make: Callable[[], FilePlan]) -> FilePlan:
-    return _moved(folder, make())
-
-
-def _moved(folder: str, plan: FilePlan) -> FilePlan:
-    path = f"{folder}/{plan.path}"
-    return plan._replace(path=path, items=tuple(item._replace(path=path) for item in plan.items))
-
-
-def joined(parts: Sequence[Sequence[FilePlan]]) -> Sequence[FilePlan]:
-    """All files of these parts, lazy ones as lazy as they were."""
-    if not any(isinstance(part, LazyPlans) for part in parts):
-        return [plan for part in parts for plan in part]
-    return LazyPlans(chain.from_iterable(map(_lazy, parts)))
-
-
-def _lazy(plans: Sequence[FilePlan]) -> Iterable[PlannedFile]:
-    if isinstance(plans, LazyPlans):
-        return plans.files
-    return [PlannedFile(p.path, p.length, plan_digest(p), partial(_same, p)) for p in plans]
+    def inside(self, folder: str) -> LazyPlans:
+        """The same files in a folder of the output; an empty name is the output itself."""
+        if not folder:
+            return self
+        return LazyPlans(
+            file._replace(path=f"{folder}/{file.path}", make=partial(_made_in, folder, file.make))
+            for file in self.files
+        )
 
 
 def _same(plan: FilePlan) -> FilePlan:
     return plan
 
 
-def plan_digest(plan: FilePlan) -> bytes:
+def _made_in(folder: str, make: Callable[[], FilePlan]) -> FilePlan:
+    plan = make()
+    path = f"{folder}/{plan.path}"
+    return plan._replace(path=path, items=tuple(item._replace(path=path) for item in plan.items))
+
+
+def _digest(plan: FilePlan) -> bytes:
     """Differs when the length, the places of the items or the known bytes do."""
+    from hashlib import blake2b
+
     digest = blake2b(repr((plan.length, [item.offset for item in plan.items])).encode())
     for offset, data in plan.literals:
         digest.update(b"%d %d " % (offset, len(data)))
@@ -224,9 +214,9 @@ class Finder:
             return ()
         chunks, solid = self.entry.chunks, self._solid
         parts = solid.all() if box.sizes == self.entry.shape else solid.parts(box)
-        found = tuple(ReadItem(chunks[at], part) for at, part in parts)
-        self._require(sum(read.box.numel for read in found), box)
-        return found
+        reads = tuple(ReadItem(chunks[at], part) for at, part in parts)
+        self._require(sum(read.box.numel for read in reads), box)
+        return reads
 
     def _require(self, covered: int, box: Box) -> None:
         if covered != box.numel:
@@ -242,8 +232,8 @@ def placed_tree(
 ) -> Branch[Target | ObjectEntry]:
     """What is to be written, in the containers that ``tree`` has for the names; see `completed`."""
     placed: list[Target | ObjectEntry] = [*targets, *objects]
-    found = {one.fqn: one for one in placed}
-    return completed(tree, placed).map(found.__getitem__)
+    by_fqn = {one.fqn: one for one in placed}
+    return completed(tree, placed).map(by_fqn.__getitem__)
 
 
 def object_entry_as_tensor(entry: ObjectEntry) -> TensorEntry:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeAlias, TypeVar, Union
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar, Union
 
 from ckpt_tools.errors import UnsupportedError
 
@@ -84,12 +84,17 @@ class Branch(Generic[L]):
 
     def walk(self) -> Iterator[tuple[Path, L]]:
         """Each leaf after its path, in the order of the state dict."""
+        every: Iterator[tuple[Path, L | Branch[L]]] = self.walk_to(lambda _: False)
+        return every  # type: ignore[return-value]  # no branch is an end of it
+
+    def walk_to(self, is_end: Callable[[Branch[L]], bool]) -> Iterator[tuple[Path, L | Branch[L]]]:
+        """The same, but that a branch below this one may be an end as it is."""
         above: Path
         waiting: list[tuple[Path, Iterator[tuple[str | int, Tree[L]]]]] = [((), self.pairs())]
         while waiting:
             above, rest = waiting[-1]
             for part, item in rest:
-                if isinstance(item, Branch):
+                if isinstance(item, Branch) and not is_end(item):
                     waiting.append(((*above, part), item.pairs()))
                     break
                 if item is not None:
@@ -274,13 +279,13 @@ class _Inner(dict[str | int, object]):
 def _settled(root: dict[str | int, object]) -> Branch[L]:
     """Containers by the parts in them, the inner ones first."""
     waiting: list[tuple[Path, dict[str | int, object]]] = [((), root)]
-    found: list[tuple[Path, dict[str | int, object]]] = []
+    containers: list[tuple[Path, dict[str | int, object]]] = []
     while waiting:
         path, container = waiting.pop()
-        found.append((path, container))
+        containers.append((path, container))
         waiting += [((*path, p), i) for p, i in container.items() if type(i) is _Inner]
     made: dict[int, Branch[L]] = {}
-    for path, container in reversed(found):
+    for path, container in reversed(containers):
         items = [made[id(i)] if type(i) is _Inner else i for i in container.values()]
         made[id(container)] = _container(path, list(container), items)  # type: ignore[arg-type]
     return made[id(root)]
@@ -346,3 +351,27 @@ def _too_deep(path: Path) -> UnsupportedError:
         f"{_shown(path)} is nested {len(path)} deep; up to {MAX_DEPTH} is supported.",
         hint="No state dict of a model or an optimizer is nested like this.",
     )
+
+
+class Placed(Protocol):
+    """What has a name and a place in a state dict."""
+
+    @property
+    def fqn(self) -> str: ...  # noqa: D102 (said above)
+
+    @property
+    def path(self) -> Path: ...  # noqa: D102
+
+
+def completed(tree: Branch[str], placed: Sequence[Placed]) -> Branch[str]:
+    """The tree without names that nothing placed has, and with all that are placed, at their paths.
+
+    Raises UnsupportedError for paths that exclude one another.
+    """
+    fqns = {one.fqn for one in placed}
+    held = set(tree.leaves())
+    kept = tree if held <= fqns else tree.filter(fqns.__contains__)
+    rest = of_paths((one.path, one.fqn) for one in placed if one.fqn not in held)
+    if not kept.items:
+        return rest if rest.items else kept
+    return merge(kept, rest) if rest.items else kept

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from decimal import Decimal
 
 from ckpt_tools.errors import UsageError
 
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50}
 _UNITS = {"": 1} | _DECIMAL | _BINARY
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str) -> int:
@@ -30,7 +29,8 @@ def parse_size(text: str) -> int:
             f"The size {text!r} cannot be read.",
             hint="Write 5GB (5 x 10^9 bytes), 5GiB (5 x 2^30 bytes), 500MB or a number of bytes.",
         )
-    size = int(Decimal(match[1]) * factor)
+    whole, _, part = match[1].partition(".")
+    size: int = int(whole + part) * factor // 10 ** len(part)
     if size < 1:
         raise UsageError(f"The size {text!r} is less than one byte.")
     return size

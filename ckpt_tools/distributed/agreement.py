@@ -8,20 +8,13 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import (
-    FilePlan,
-    PlannedFile,
-    files_of,
-    plan_digest,
-    total_length,
-    without,
-)
+from ckpt_tools.core.plan import LazyPlans, PlannedFile
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError, WriteError
 from ckpt_tools.storage.paths import is_address
@@ -37,11 +30,11 @@ _SAMPLE = 4 << 10
 
 def begin(
     group: Group,
-    plans: Sequence[FilePlan],
+    plans: LazyPlans,
     place: OutputPlace,
     *,
     source: CheckpointIndex | None = None,
-) -> Sequence[FilePlan]:
+) -> LazyPlans:
     """Check that all ranks will write the same files of the same source to one folder.
 
     Returns the plans that are left to write; only rank 0 knows them before, when it resumes an
@@ -50,8 +43,8 @@ def begin(
     """
     count = int(group.broadcast(str(len(plans))))
     if group.total(len(plans) - count):
-        left = set(json.loads(group.broadcast(json.dumps([file.path for file in files_of(plans)]))))
-        plans = without(plans, {file.path for file in files_of(plans)} - left)
+        left = set(json.loads(group.broadcast(json.dumps([file.path for file in plans.files]))))
+        plans = plans.without({file.path for file in plans.files} - left)
     if plans:
         require_same_plan(group, plans, source=source)
         require_same_folder(group, place)
@@ -59,14 +52,14 @@ def begin(
 
 
 def require_same_plan(
-    group: Group, plans: Sequence[FilePlan], *, source: CheckpointIndex | None = None
+    group: Group, plans: LazyPlans, *, source: CheckpointIndex | None = None
 ) -> None:
     """Raise UnreadableError when a rank has planned other files than rank 0, or has another source.
 
     The ranks have then not seen the same checkpoint: one is out of date, or a disk is not shared.
     ``source`` is None where each rank reads files of its own.
     """
-    mine = digest(plans)
+    mine = plans.digest
     error = None
     if source is not None:
         try:
@@ -75,7 +68,7 @@ def require_same_plan(
             error = failure
     if group.broadcast(mine) != mine and error is None:
         error = UnreadableError(
-            "This rank finds another checkpoint than rank 0.",
+            "This rank sees another checkpoint than rank 0.",
             hint="All nodes must see the same files. Is the path on a node's own disk?",
         )
     group.barrier(error)
@@ -120,7 +113,7 @@ def _appears(path: str) -> bool:
 
 def require_all_written(
     group: Group,
-    plans: Sequence[FilePlan],
+    plans: LazyPlans,
     folder: str,
     *,
     nbytes: int,
@@ -133,8 +126,8 @@ def require_all_written(
     written = group.total(nbytes)
     error = None
     if group.rank == 0:
-        faults = [fault for plan in files_of(plans) if (fault := _fault(plan, folder)) is not None]
-        planned = total_length(plans) if planned is None else planned
+        faults = [fault for plan in plans.files if (fault := _fault(plan, folder)) is not None]
+        planned = plans.length if planned is None else planned
         if not faults and written != planned:
             faults = [f"the ranks wrote {written:,} bytes of {planned:,}"]
         if faults:
@@ -146,7 +139,7 @@ def require_all_written(
     group.barrier(error)
 
 
-def _fault(plan: FilePlan | PlannedFile, folder: str) -> str | None:
+def _fault(plan: PlannedFile, folder: str) -> str | None:
     try:
         length = os.stat(os.path.join(folder, plan.path)).st_size
     except OSError as error:
@@ -154,18 +147,6 @@ def _fault(plan: FilePlan | PlannedFile, folder: str) -> str | None:
     if length == plan.length:
         return None
     return f"{plan.path} has {length:,} bytes, and {plan.length:,} were planned"
-
-
-def digest(plans: Sequence[FilePlan]) -> str:
-    """A short text that differs when files, their lengths, what goes where, or known bytes do.
-
-    No plan is made for it: lazy ones have a digest of their own.
-    """
-    state = blake2b(digest_size=16)
-    for file in files_of(plans):
-        known = file.digest if isinstance(file, PlannedFile) else plan_digest(file)
-        state.update(repr((file.path, file.length, known)).encode())
-    return f"{state.hexdigest()} of {len(plans)}"
 
 
 def identity(index: CheckpointIndex) -> str:

@@ -34,6 +34,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import read_index
 from ckpt_tools.formats.dcp.write import archive_of
+from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     import torch
@@ -64,18 +65,20 @@ class _LoadAndSave:
     index: CheckpointIndex
     job: Job
     device_type: str
-    locate: Locate = formats.locate
+    locate: Locate = formats.locate_later
 
     def run(self, plan: Plan, place: OutputPlace) -> None:
         """Load into empty tensors in their new placement, save them, see that all is there."""
         group, folder = self.group, place.folder
         begin(group, plan.files, place, source=self.index)
         placed = _Placed(self.job.options.mesh, self.device_type, group)
-        with group.collective():  # no rank may be missing in a collective
+        mine = [target.entry for target in plan.targets[group.rank :: group.size]]
+        with group.collective(), Files() as files:  # no rank may be missing in a collective
             _refuse_parts(self.index, plan)
+            formats.located_in(plan.source, mine, files)  # torch loads items of wrong shapes, too
             state = placed.empty(plan.targets)
         _load_and_save(state, self.index.closed(), plan, folder)
-        self.job.on_bytes(sum(p.length for p in plan.files[group.rank :: group.size]))
+        self.job.on_bytes(plan.files[group.rank :: group.size].length)
         with group.collective():
             if group.rank == 0:
                 _require_saved(plan, folder)
@@ -99,8 +102,8 @@ def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
             f"{index.root} keeps {some(beside)} beside its DCP files, which dcp.load cannot read.",
             hint=_COPY_DOES_IT,
         )
-    codecs = {chunk.codec for entry in index.tensors for chunk in entry.chunks[:1]}
-    foreign = sorted(codec for codec in codecs if codec not in (None, "torch.save"))
+    chunks = [chunk for entry in index.tensors for chunk in entry.chunks[:1]]
+    foreign = sorted({str(c.codec) for c in chunks if c.codec not in (None, "torch.save")})
     if foreign:
         raise UnsupportedError(
             f"{index.root} holds {', '.join(foreign)} items, which dcp.load may not read.",
@@ -198,22 +201,21 @@ def _load_and_save(
 
     from ckpt_tools.distributed.dcp_planners import (
         LoadPlanner,
-        Opaque,
+        OpaqueBytes,
         SavePlanner,
         Writer,
     )
 
-    chosen = {item.fqn for file in plan.files for item in file.items}
-    chosen |= {entry.fqn for entry in plan.objects}
+    chosen = {entry.fqn for entry in plan.objects}
     objects = [entry for entry in index.objects if entry.fqn in chosen]
-    unordered: dict[str, object] = {**state, **{entry.fqn: Opaque() for entry in objects}}
+    unordered: dict[str, object] = {**state, **{entry.fqn: OpaqueBytes() for entry in objects}}
     places = {
         fqn: place for place, fqn in enumerate(index.nesting.leaves())
     }  # torch goes by this order, too
     names = sorted(unordered, key=lambda fqn: (places.get(fqn, len(places)), fqn))
     whole = {fqn: unordered[fqn] for fqn in names}
     # What a file beside holds is no item to load; its value is saved as the other engines do.
-    beside = {e.fqn: Opaque(archive_of(e)) for e in objects if _is_beside(e)}
+    beside = {e.fqn: OpaqueBytes(archive_of(e)) for e in objects if _is_beside(e)}
     loaded = {fqn: value for fqn, value in whole.items() if fqn not in beside}
     with _one_line_errors(UnreadableError, f"dcp.load of {index.root}"):
         load(loaded, storage_reader=FileSystemReader(index.root), planner=LoadPlanner())

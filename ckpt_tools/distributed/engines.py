@@ -7,7 +7,6 @@ from typing import Literal
 
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard, refuse_check
 from ckpt_tools.copying import out_path
-from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.executors import Listener, Ranks, available
 from ckpt_tools.distributed.group import Group, join
@@ -47,7 +46,10 @@ def reshard_by(request: Request, job: Job) -> ReshardPlan:
             executor.admit(job.out)
             index = read_index(request.ckpt, options=request.read)
         if request.engine == "dcp" and isinstance(executor, Ranks):
-            return _by_dcp(executor.group, index, job)
+            from ckpt_tools.distributed import dcp_engine  # torch comes with it
+
+            group = executor.group
+            return group.guarded(lambda: dcp_engine.reshard_by_dcp(group, index, job))
         return executor.write(job.of(index))
 
 
@@ -58,12 +60,6 @@ def _by_gather(group: Group, request: Request, job: Job) -> ReshardPlan:
         out_path.refuse_source(out_path.real(job.out), job.write.sources)
     ckpt, read = request.ckpt, request.read
     return group.guarded(lambda: gather_engine.reshard_by_gather(group, ckpt, job, read=read))
-
-
-def _by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPlan:
-    from ckpt_tools.distributed import dcp_engine  # torch comes with it
-
-    return group.guarded(lambda: dcp_engine.reshard_by_dcp(group, index, job))
 
 
 def dry_run(request: Request, job: Job) -> ReshardPlan:

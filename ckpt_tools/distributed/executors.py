@@ -2,7 +2,9 @@
 
 Several fill one file, and the bytes are the same however many take part: the plan alone says what
 they are. The ranks of a job need a shared file system, and communicate only at the start and at
-the end.
+the end. Each reads the whole index, for a `.metadata` is one pickle, of which no part can be read
+alone, and knows the lengths of all files; then it plans the files of its share, and locates what
+these read.
 """
 
 from __future__ import annotations
@@ -18,19 +20,16 @@ from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, groups_of
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan, total_length
+from ckpt_tools.core.plan import LazyPlans
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Work
+from ckpt_tools.transforms.base import Materialize
 
 if TYPE_CHECKING:
     from ckpt_tools.distributed.group import Group
-
-
-def ignore(_nbytes: int) -> None:
-    """No-op progress callback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,8 @@ class Listener:
     how many there will be.
     """
 
-    on_bytes: Callable[[int], None] = ignore
-    on_total: Callable[[int], None] = ignore
+    on_bytes: Callable[[int], None] = ignore_bytes
+    on_total: Callable[[int], None] = ignore_bytes
 
 
 SILENT = Listener()
@@ -77,9 +76,9 @@ class Here:
         if not plan.files:
             return
         with Files() as files:
-            _do(plan.works, files)
+            _do(plan.works, files, plan.source)
         times = 2 if self.options.check else 1  # written, and read back
-        self.listener.on_total(times * total_length(plan.files))
+        self.listener.on_total(times * plan.files.length)
         if self.workers == 1:
             order = _share_order(self.options, plan, place, ALL)._replace(source=None)
             write_share(order, on_bytes=self.listener.on_bytes)
@@ -132,12 +131,12 @@ class _Sharing:
         left = begin(group, plan.files, place, source=self.source)
         if not left:
             return
-        read_back = total_length(left) if self.ranks.options.check else 0  # by rank 0, which prints
-        listener.on_total(total_length(left) // group.size + read_back)
+        read_back = left.length if self.ranks.options.check else 0  # by rank 0, which prints
+        listener.on_total(left.length // group.size + read_back)
         progress = Progress(group, listener.on_bytes)
         with group.collective():  # no rank writes any more when rank 0 cleans up
             with Files() as files:
-                _do(_needed(plan.works, left, Share(group.rank, group.size)), files)
+                _do(_needed(plan.works, left, Share(group.rank, group.size)), files, plan.source)
             share = Share(group.rank, group.size)
             order = _share_order(self.ranks.options, replace(plan, files=left), place, share)
             write_share(order, on_bytes=progress.add)
@@ -164,7 +163,7 @@ def lead_or_follow(
     group: Group,
     conversion: Conversion[P],
     executor: Executor,
-    on_bytes: Callable[[int], None] = ignore,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> P:
     """Plan on every rank, and write in the folder that rank 0 makes and renames."""
     if group.rank == 0:
@@ -184,13 +183,13 @@ def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: S
     return ShareOrder(plans, share, place, options.threads, options.max_memory, plan.source)
 
 
-def _do(works: Sequence[Work], files: Files) -> None:
+def _do(works: Sequence[Materialize], files: Files, source: CheckpointIndex) -> None:
     """Make the bytes that a plan reads and no checkpoint holds."""
     for work in works:
-        work(files)
+        work(files, source)
 
 
-def _needed(works: Sequence[Work], plans: Sequence[FilePlan], share: Share) -> list[Work]:
+def _needed(works: Sequence[Materialize], plans: LazyPlans, share: Share) -> list[Materialize]:
     """The works whose bytes this share reads: each rank makes them on its own disk."""
     if not works:
         return []

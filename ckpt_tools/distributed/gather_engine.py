@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckpt_tools import formats
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
@@ -21,10 +21,11 @@ from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.plan import FilePlan, WriteItem
+from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
-from ckpt_tools.distributed.executors import ignore, lead_or_follow
+from ckpt_tools.distributed.executors import lead_or_follow
 from ckpt_tools.distributed.gathering import Gathering, Source, Write
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
@@ -55,6 +56,16 @@ def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -
         )
 
 
+class _RanksPart(NamedTuple):
+    """What a rank writes: parts of files that it copies, and those of each tensor that all ranks
+    gather; ``planned`` bytes are those of all ranks.
+    """
+
+    uncut: list[FilePlan]
+    cut: dict[str, list[FilePlan]]
+    planned: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Gatherer:
     """Executes a plan on every rank; ``proven`` says what --check has found."""
@@ -71,27 +82,45 @@ class _Gatherer:
         """Copy what was saved whole, gather the rest, and check that all is written."""
         group, plans, folder = self.group, plan.files, place.folder
         begin(group, plans, place)
-        cut = frozenset(entry.fqn for entry in self.index.tensors if entry.layout is not None)
         _create(group, plans, folder)
-        mine = _uncut(plans, cut, headers=self.headers, rank=group.rank)
+        mine = self._part_of(plans)
         progress = Progress(group, self.job.on_bytes)
         write = partial(_write, folder=folder, options=self.job.write, on_bytes=progress.add)
         with group.collective(), Files() as files:  # no rank may be missing in a collective
-            write(mine, files)
-        self._gather(plans, cut, write)
-        items = (item for one in plans for item in one.items)  # the rest is there from the start
-        planned = sum(item.box.numel * item.target.itemsize for item in items)
-        require_all_written(group, plans, folder, nbytes=progress.nbytes, planned=planned)
+            write(mine.uncut, files)
+        self._gather(mine.cut, write)
+        require_all_written(group, plans, folder, nbytes=progress.nbytes, planned=mine.planned)
         if self.job.write.check:
             own = self.headers[group.rank].sizes
             self.proven.append(_check(group, self.index, self.job, folder, own=own))
 
-    def _gather(self, plans: Sequence[FilePlan], cut: frozenset[str], write: Write) -> None:
+    def _part_of(self, plans: LazyPlans) -> _RanksPart:
+        """What this rank writes, in one pass over all plans; each of them is made for it."""
+        group = self.group
+        owners = {path: one.rank for one in self.headers for path in one.sizes}
+        tensors = frozenset(e.fqn for e in self.index.tensors if e.layout is not None)
+        uncut: list[FilePlan] = []
+        cut: dict[str, list[FilePlan]] = {}
+        planned = 0  # the rest is there from the start
+        for number, plan in enumerate(plans):
+            planned += sum(item.box.numel * item.target.itemsize for item in plan.items)
+            items = [i for i in plan.items if i.fqn not in tensors]
+            items = [i for i in items if _owner(i, owners) == group.rank]
+            if items:
+                uncut.append(plan._replace(literals=(), items=tuple(items)))
+            for item in plan.items:
+                if item.fqn in tensors:
+                    mine = cut.setdefault(item.fqn, [])  # every rank takes part in gathering it
+                    if number % group.size == group.rank:
+                        mine.append(plan._replace(literals=(), items=(item,)))
+        return _RanksPart(uncut, cut, planned)
+
+    def _gather(self, wanted: Mapping[str, Sequence[FilePlan]], write: Write) -> None:
         parts = self.headers[self.group.rank].parts()
         with Files() as files:
             source = Source(self.index, parts, files)
             gathering = Gathering(self.group, source, self.device_type)
-            gathering.run(plans, cut, write)
+            gathering.run(wanted, write)
 
 
 def _check(
@@ -102,7 +131,7 @@ def _check(
 
     with group.collective():
         plan = plan_reshard(index, job.options)
-        words = checking.check(
+        statement = checking.check(
             folder,
             checking.Written(plan.targets),
             source=plan.chosen,
@@ -110,8 +139,8 @@ def _check(
             own=own,
         )
     if group.rank == 0:
-        checking.record_beside(folder, words, source=index)
-    return words
+        checking.record_beside(folder, statement, source=index)
+    return statement
 
 
 def plan_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:
@@ -164,7 +193,7 @@ def _write(
 ) -> None:
     """Write parts of files, without a log of finished ones."""
     write_files(
-        plans,
+        LazyPlans.of(plans),
         root=folder,
         files=files,
         threads=options.threads,
@@ -173,26 +202,14 @@ def _write(
     )
 
 
-def _create(group: Group, plans: Sequence[FilePlan], folder: str) -> None:
+def _create(group: Group, plans: LazyPlans, folder: str) -> None:
     """Rank 0 makes every file with its length, and all that is known of it already."""
     if group.rank == 0:
-        bare = tuple(plan._replace(items=()) for plan in plans)
         with Files() as files:
-            _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=ignore)
+            for plan in plans:
+                bare = [plan._replace(items=())]
+                _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=ignore_bytes)
     group.barrier()
-
-
-def _uncut(
-    plans: Sequence[FilePlan], cut: frozenset[str], *, headers: Sequence[RankHeaders], rank: int
-) -> tuple[FilePlan, ...]:
-    """The plain tensors and objects that a rank copies: those in its files."""
-    owners = {path: one.rank for one in headers for path in one.sizes}
-    mine = []
-    for plan in plans:
-        items = [i for i in plan.items if i.fqn not in cut and _owner(i, owners) == rank]
-        if items:
-            mine.append(plan._replace(literals=(), items=tuple(items)))
-    return tuple(mine)
 
 
 def _owner(item: WriteItem, owners: Mapping[str, int]) -> int:

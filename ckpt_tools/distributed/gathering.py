@@ -7,7 +7,7 @@ works, bit for bit. torch's result is compared with the rank's own shard before 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from ckpt_tools.errors import (
     UnreadableError,
     UnsupportedError,
 )
-from ckpt_tools.formats.rank_files.parts import Part
+from ckpt_tools.formats.rank_files.parts import RankTensor
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Source:
     """The whole checkpoint as an index, and this rank's own part of each tensor."""
 
     index: CheckpointIndex
-    parts: dict[str, Part]
+    parts: dict[str, RankTensor]
     files: Files
 
     def layout(self, entry: TensorEntry) -> Layout:
@@ -98,18 +98,11 @@ class Gathering:
         self._device_type = device_type
         self._mesh: DeviceMesh | None = None
 
-    def run(self, plans: Sequence[FilePlan], cut: frozenset[str], write: Write) -> None:
-        """Write every item of the tensors in ``cut``: rank r those of files r, r + size, ….
+    def run(self, wanted: Mapping[str, Sequence[FilePlan]], write: Write) -> None:
+        """Put these tensors together, and write this rank's parts of files from each.
 
         Raises the error of the first rank that has one.
         """
-        wanted: dict[str, list[FilePlan]] = {}
-        for number, plan in enumerate(plans):
-            for item in plan.items:
-                if item.fqn in cut:
-                    mine = wanted.setdefault(item.fqn, [])
-                    if number % self._group.size == self._group.rank:
-                        mine.append(plan._replace(literals=(), items=(item,)))
         error: CkptError | None = None
         unmet = 0
         for fqn in sorted(wanted):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
@@ -309,6 +308,8 @@ def _require_listener(seconds: float) -> None:
     """Raise ConnectionRefusedError when nobody listens where torchrun's agent must; torch itself
     would try again for as long as it waits for a slow one.
     """
+    import socket  # late: one process alone needs none
+
     end = time.monotonic() + _REFUSED
     while True:
         try:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+from ckpt_tools.core.text import some
 from ckpt_tools.distributed import environment, messages
 from ckpt_tools.distributed.environment import RankPlace
 from ckpt_tools.errors import CkptError, PeerFailedError
@@ -187,10 +188,9 @@ def _gone(text: str) -> PeerFailedError:
 
 
 def _not_joined(absent: Sequence[int], *, ranks: int, after: float) -> PeerFailedError:
-    more = f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""
-    shown = ", ".join(map(str, absent[:_NAMED]))
+    shown = some(list(map(str, absent)), _NAMED)
     return PeerFailedError(
-        f"Of the {ranks} ranks of this torchrun job, {shown}{more} did not join within {after:.0f} "
+        f"Of the {ranks} ranks of this torchrun job, {shown} did not join within {after:.0f} "
         "seconds of the last that did: killed as they started, or on a slow or lost node.",
         hint="Check that node, then run the same command again on all of them. Inside of "
         "another torchrun job, run it without that job's variables: env -u RANK ckpt-tools …",

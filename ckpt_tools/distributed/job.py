@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from tempfile import gettempdir
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.plan import LazyPlans
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.executors import ignore
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 
@@ -30,7 +29,7 @@ def dry_run_output(out: str, write: WriteOptions, sources: Iterable[str]) -> Non
     atomic_output.dry_run(out, sources=sources, force=write.force, resume=write.resume)
 
 
-def check_room(out: str, plans: Sequence[FilePlan], *, single_file: str | None = None) -> None:
+def check_room(out: str, plans: LazyPlans, *, single_file: str | None = None) -> None:
     """Raise what `atomic_output.check_room` raises: of an address, for where it is made first."""
     atomic_output.check_room(made_at(out), plans, single_file=single_file)
 
@@ -38,7 +37,11 @@ def check_room(out: str, plans: Sequence[FilePlan], *, single_file: str | None =
 def made_at(out: str) -> str:
     """Where on this machine an output is made: what goes to an address, in a temporary folder."""
     real = out_path.real(out)
-    return os.path.join(gettempdir(), "ckpt-tools-output") if is_address(real) else real
+    if not is_address(real):
+        return real
+    from tempfile import gettempdir  # late, as all that only addresses need
+
+    return os.path.join(gettempdir(), "ckpt-tools-output")
 
 
 class Job(NamedTuple):
@@ -50,7 +53,7 @@ class Job(NamedTuple):
     options: ReshardOptions
     write: WriteOptions
     on_bytes: Callable[[int], None]
-    on_total: Callable[[int], None] = ignore
+    on_total: Callable[[int], None] = ignore_bytes
 
     def without_resume(self) -> Job:
         """The same for an engine that logs no finished files, and so always starts again."""
@@ -60,7 +63,7 @@ class Job(NamedTuple):
         """The plan, with a note when --resume was asked of such an engine."""
         if not self.write.resume:
             return plan
-        note = f"--engine {engine} records no finished files: --resume started anew."
+        note = f"--engine {engine} records no finished files: --resume started from the beginning."
         return replace(plan, notes=(*plan.notes, note))
 
     def of(self, index: CheckpointIndex) -> Reshard:

@@ -10,23 +10,23 @@ A worker sends over its connection: numbers of bytes written, an error as text, 
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.copying.tasks import Share, Task
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
-from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem, WriteItem
+from ckpt_tools.core.plan import KnownReads, LazyPlans, ReadItem, WriteItem
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
+    import subprocess
     from multiprocessing.connection import Connection
 
 _MODULE = "ckpt_tools.distributed.worker"
@@ -39,7 +39,7 @@ class ShareOrder(NamedTuple):
     read are located before they are read; None when all of them are.
     """
 
-    plans: Sequence[FilePlan]
+    plans: LazyPlans
     share: Share
     place: OutputPlace
     threads: int | None
@@ -86,12 +86,24 @@ def _located(tasks: list[Task], source: CheckpointIndex, files: Files) -> list[T
                 waiting.append(_Waiting(reads, len(reads), piece.item))
             reads.append(read)
     waiting.sort(key=_place)  # neighbours in a file are one read
+    groups = [list(group) for _, group in groupby(waiting, key=_stored)]
     entries = [
-        TensorEntry(one.item.fqn, (), "other", one.item.source, (), (one.read.chunk,))
-        for one in waiting
+        TensorEntry(
+            group[0].item.fqn,
+            (),
+            "other",
+            group[0].item.source,
+            (),
+            tuple(one.read.chunk for one in group),
+        )
+        for group in groups
     ]
-    for one, entry in zip(waiting, _raw(entries, source, files), strict=True):
-        one.reads[one.at] = one.read._replace(chunk=entry.chunks[0])
+    if entries:
+        from ckpt_tools import formats  # late: where all is located already, no reader is needed
+
+        for group, entry in zip(groups, formats.located_in(source, entries, files), strict=True):
+            for one, chunk in zip(group, entry.chunks, strict=True):
+                one.reads[one.at] = one.read._replace(chunk=chunk)
     known = {key: KnownReads(tuple(reads)) for key, reads in reads_of.items()}
     return [
         task._replace(
@@ -118,22 +130,15 @@ class _Waiting(NamedTuple):
 
 
 def _place(waiting: _Waiting) -> tuple[str, int]:
-    data = waiting.read.chunk.data
-    return data.path, data.offset
+    chunk = waiting.read.chunk
+    path, offset, _ = (chunk.of or chunk).data
+    return path, offset
 
 
-def _raw(
-    entries: Sequence[TensorEntry], source: CheckpointIndex, files: Files
-) -> Sequence[TensorEntry]:
-    """The entries with their chunks located. Raises what keeps one from being used."""
-    from ckpt_tools import formats  # late: where all is located already, no reader is needed
-
-    chunks = [chunk for entry in entries for chunk in entry.chunks]
-    used = {data.path for chunk in chunks for data in (chunk.data, *chunk.replicas)}
-    needed = tuple(file for file in source.files if file.path in used)
-    located = formats.locate(replace(source, tensors=tuple(entries), files=needed), files)
-    located.require_whole()
-    return located.tensors
+def _stored(waiting: _Waiting) -> int:
+    """Equal for views of one chunk, which is located once."""
+    chunk = waiting.read.chunk
+    return id(chunk.of or waiting)
 
 
 def write_with_workers(orders: Sequence[ShareOrder], *, on_bytes: Callable[[int], None]) -> None:
@@ -169,6 +174,7 @@ def write_with_workers(orders: Sequence[ShareOrder], *, on_bytes: Callable[[int]
 
 def _started() -> tuple[Connection[object, object], subprocess.Popen[bytes]]:
     """A new worker, and the connection to it."""
+    import subprocess  # late: most conversions need no workers
     from multiprocessing import Pipe
 
     ours, theirs = Pipe()
@@ -189,7 +195,9 @@ def _received(
         message: object = connection.recv()
     except (EOFError, ConnectionResetError):
         code = process.wait()
-        why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        from signal import Signals
+
+        why = Signals(-code).name if code < 0 else f"exit code {code}"
         raise WriteError(
             f"Worker {share.index + 1} of {share.count} died ({why}) before its share was written.",
             hint="Out of memory? Use fewer workers (-j).",

@@ -7,7 +7,7 @@ knows the rest, and is imported when it is first asked.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.core.index import (
@@ -17,7 +17,9 @@ from ckpt_tools.core.index import (
     FileState,
     LocatedIndex,
     ObjectEntry,
+    TensorEntry,
 )
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError, paths_instead
 from ckpt_tools.formats import (
     dcp,
@@ -31,7 +33,7 @@ from ckpt_tools.formats import (
     torch_file,
 )
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Format, Index, Part, PlanOptions, Writes
+from ckpt_tools.formats.protocol import ChecksumPart, Format, Index, PlanOptions, Writes
 from ckpt_tools.formats.runs import Saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
@@ -52,6 +54,7 @@ __all__ = [
     "is_checkpoint",
     "locate",
     "locate_later",
+    "located_in",
     "named",
     "object_digests",
     "of_step",
@@ -91,8 +94,8 @@ def named(name: str) -> Format:
 def _formats_of(index: CheckpointIndex) -> list[Format]:
     """The format of an index; where parts were joined, also those that have entries in it."""
     main = named(index.format)
-    codecs = {entry.codec for entry in index.objects}
-    codecs |= {chunk.codec for entry in index.tensors for chunk in entry.chunks[:1]}
+    codecs = {str(entry.codec) for entry in index.objects}
+    codecs |= {str(chunk.codec) for entry in index.tensors for chunk in entry.chunks[:1]}
     others = codecs - main.codecs
     return [main, *(form for form in FORMATS if not form.codecs.isdisjoint(others))]
 
@@ -114,8 +117,8 @@ def index_files() -> tuple[str, ...]:
 
 def rank_of(path: str) -> int | None:
     """The rank that wrote a file, as its name says in any format."""
-    found = (form.rank_of(path) for form in FORMATS)
-    return next((rank for rank in found if rank is not None), None)
+    ranks = (form.rank_of(path) for form in FORMATS)
+    return next((rank for rank in ranks if rank is not None), None)
 
 
 def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
@@ -123,16 +126,62 @@ def locate(index: CheckpointIndex, files: Files) -> LocatedIndex:
 
     What cannot be used becomes a problem of the index, named with the tensor.
     """
+    wanted = index.tensors
+    index = replace(index, tensors=tuple(map(_stored, wanted)))
     for form in _formats_of(index):
         index = form.locate(index, files)
-    hurt = {fqn for problem in index.problems for fqn in problem.about}
+    damaged = {fqn for problem in index.problems for fqn in problem.about}
     left = [
         UnreadableError(f"{entry.fqn}: no reader here knows {chunk.codec!r}.", about=[entry.fqn])
         for entry in index.tensors
         for chunk in entry.chunks[:1]
-        if chunk.codec is not None and entry.fqn not in hurt
+        if chunk.codec is not None and entry.fqn not in damaged
     ]
-    return LocatedIndex(replace(index, problems=(*index.problems, *left)) if left else index)
+    tensors = tuple(map(_seen, wanted, index.tensors))
+    return LocatedIndex(replace(index, tensors=tensors, problems=(*index.problems, *left)))
+
+
+def _has_views(entry: TensorEntry) -> bool:
+    return entry.grid is None and any(chunk.of is not None for chunk in entry.chunks)
+
+
+def _stored(entry: TensorEntry) -> TensorEntry:
+    """The entry with the chunks that its own are views of, each once."""
+    if not _has_views(entry):
+        return entry
+    chunks = {id(chunk.of or chunk): chunk.of or chunk for chunk in entry.chunks}
+    return replace(entry, chunks=tuple(chunks.values()))
+
+
+def _seen(entry: TensorEntry, located: TensorEntry) -> TensorEntry:
+    """The entry with its views of what `_stored` gave, now that this is located."""
+    if not _has_views(entry):
+        return located
+    ids = list(dict.fromkeys(id(chunk.of or chunk) for chunk in entry.chunks))
+    found = {one: located.chunks[at] for at, one in enumerate(ids)}
+    chunks = []
+    for chunk in entry.chunks:
+        stored = found[id(chunk.of or chunk)]
+        if chunk.of is not None:  # what could not be located has a problem now
+            is_there = stored.codec is None
+            stored = chunk.seen_in(stored, itemsize=entry.dtype.itemsize) if is_there else chunk
+        chunks.append(stored)
+    return replace(entry, chunks=tuple(chunks))
+
+
+def located_in(
+    source: CheckpointIndex, entries: Sequence[TensorEntry], files: Files
+) -> Sequence[TensorEntry]:
+    """Entries over chunks of this checkpoint, which are located now. Raises what keeps one from
+    being used.
+    """
+    chunks = [chunk for entry in entries for chunk in entry.chunks]
+    used = {data.path for chunk in chunks for data in (chunk.data, *chunk.replicas)}
+    needed = tuple(file for file in source.files if file.path in used)
+    index = replace(to_locate_in(source), tensors=tuple(entries), files=needed)
+    located = locate(index, files)
+    located.require_whole()
+    return located.tensors
 
 
 def locate_later(index: CheckpointIndex, _files: Files) -> CheckpointIndex:
@@ -188,11 +237,11 @@ def object_digests(entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | No
     """SHA-256 of the bytes that make up an unopened object: equal bytes are equal values."""
     if entry.codec is None:
         return None
-    found = (form.object_digests(entry, files) for form in FORMATS)
-    return next((one for one in found if one is not None), None)
+    values = (form.object_digests(entry, files) for form in FORMATS)
+    return next((one for one in values if one is not None), None)
 
 
-def checksummed(index: CheckpointIndex, files: Files) -> Iterable[Part]:
+def checksummed(index: CheckpointIndex, files: Files) -> Iterable[ChecksumPart]:
     """All byte ranges of a checkpoint that `verify` reads, with their checksums."""
     return _formats_of(index)[-1].checksummed(index, files)
 
@@ -222,17 +271,17 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         return _with_states(tensor_parallel.read_index(place, cut, options), before)
     if not is_checkpoint(place):
         place = _only_one_inside(place)
-    index, told_by = _read_place(place, options)
+    index, shown_by = _read_place(place, options)
     framework = index.framework
     notes = list(index.notes)
     if paths.normal(place) != paths.normal(path):
         notes.insert(0, f"Reading {place}.")
-    if told_by is not None:
-        notes.append(f"Framework: {framework}, recognized by {told_by}.")
-    others = _beside(place, index)
+    if shown_by is not None:
+        notes.append(f"Framework: {framework}, recognized by {shown_by}.")
+    others = frameworks.beside(place, [file.path for file in index.files], is_checkpoint)
+    others = [name for name in others if not any(name in note for note in index.notes)]
     if others:
-        shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-        notes.append(f"Beside it, and not read: {shown}.")
+        notes.append(f"Beside it, and not read: {some(others, 5)}.")
     return replace(index, notes=tuple(notes))
 
 
@@ -243,23 +292,22 @@ def is_checkpoint(path: str) -> bool:
 
 def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
     """The index of what is a checkpoint, with its framework, and what shows the framework."""
-    found = parts.find(place)
+    folder_parts = parts.find(place)
     # A file that changes while headers are read has changed, too.
     before = _states(place) | _states_beside(place)
-    if found is not None:
-        before |= {path: state for part in found.paths for path, state in _states(part).items()}
-        index = parts.joined(found, lambda path: _read_part(path, options), options)
-        return _with_states(index, before), found.told_by
+    if folder_parts is not None:
+        before |= {
+            path: state for part in folder_parts.paths for path, state in _states(part).items()
+        }
+
+        def read(path: str) -> CheckpointIndex:  # a part, or rank files that a glob chooses
+            return (_read_format if paths.exists(path) else _read_glob)(path, options)
+
+        index = parts.joined(folder_parts, read, options)
+        return _with_states(index, before), folder_parts.shown_by
     index = _with_states(_read_format(place, options), before)
-    framework, told_by = frameworks.framework(index)
-    return replace(index, framework=framework), told_by
-
-
-def _read_part(path: str, options: ReadOptions) -> CheckpointIndex:
-    """The index of a checkpoint, or of rank files that a glob chooses."""
-    if not paths.exists(path):
-        return _read_glob(path, options)
-    return _read_format(path, options)
+    framework, shown_by = frameworks.framework(index)
+    return replace(index, framework=framework), shown_by
 
 
 def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
@@ -269,13 +317,6 @@ def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
             f"{path} is not a checkpoint of a known format.", hint=frameworks.SUPPORTED
         )
     return form.read_index(path, options=options)
-
-
-def _beside(place: str, index: CheckpointIndex) -> list[str]:
-    """Other checkpoints in the folder that was read, unless a note names them."""
-    read = [file.path for file in index.files]
-    found = frameworks.beside(place, read, is_checkpoint)
-    return [name for name in found if not any(name in note for note in index.notes)]
 
 
 def _states(place: str) -> dict[str, FileState]:
@@ -322,23 +363,23 @@ def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> Che
 
 def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     """The rank files that a glob chooses, as one checkpoint."""
-    found = paths.glob(path) if any(c in path for c in "*?[") else []
-    if not found:
+    matched = paths.glob(path) if any(c in path for c in "*?[") else []
+    if not matched:
         raise IncompleteError(f"{path} does not exist.")
-    if len(found) == 1:
-        return read_index(found[0], options=options)
-    folder = paths.folder_of(found[0])
+    if len(matched) == 1:
+        return read_index(matched[0], options=options)
+    folder = paths.folder_of(matched[0])
     form = detect(folder)
     if form not in (None, rank_files.FORMAT, torch_file.FORMAT):
-        return _read_globbed_folder(path, folder, frozenset(map(paths.normal, found)), options)
+        return _read_globbed_folder(path, folder, frozenset(map(paths.normal, matched)), options)
     from ckpt_tools.formats.rank_files import read as of_ranks
 
-    before = paths.states_now(found)
-    return _with_states(of_ranks.read_index(found, options=options), before)
+    before = paths.states_now(matched)
+    return _with_states(of_ranks.read_index(matched, options=options), before)
 
 
 def _read_globbed_folder(
-    path: str, folder: str, found: frozenset[str], options: ReadOptions
+    path: str, folder: str, matched: frozenset[str], options: ReadOptions
 ) -> CheckpointIndex:
     """The checkpoint of a folder whose files a glob chooses, when it chooses all that hold tensors.
 
@@ -346,10 +387,11 @@ def _read_globbed_folder(
     """
     index = read_index(folder, options=options)
     held = {paths.normal(c.data.path) for e in index.tensors for c in e.chunks}
-    if held <= found:
+    if held <= matched:
         return index
     raise UsageError(
-        f"{path} chooses {len(held & found)} of the {len(held)} files that {folder} is read from.",
+        f"{path} chooses {len(held & matched)} of the {len(held)} files that {folder} is read "
+        "from.",
         hint="A checkpoint is read from all of its files; choose names with -i and -x.",
         instead=paths_instead(path, [folder]),
     )
@@ -357,10 +399,10 @@ def _read_globbed_folder(
 
 def _only_one_inside(folder: str) -> str:
     """The only checkpoint below a folder; raises when there is none or more than one."""
-    found = checkpoints_in(folder)
-    if len(found) == 1:
-        return found[0].path
-    if not found:
+    saves = checkpoints_in(folder)
+    if len(saves) == 1:
+        return saves[0].path
+    if not saves:
         for path in frameworks.inside(folder, foreign.is_foreign):
             foreign.refuse_foreign(path)
         foreign.refuse_inside(folder)
@@ -371,7 +413,7 @@ def _only_one_inside(folder: str) -> str:
                 instead=paths_instead(folder, [around]),
             )
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
-    inside = [one.path for one in reversed(found)]
+    inside = [one.path for one in reversed(saves)]
     of_ranks = rank_files.globs_of(folder, inside)
     raise UnreadableError(
         f"{folder} is not a checkpoint; {len(inside)} are inside.",
@@ -381,16 +423,16 @@ def _only_one_inside(folder: str) -> str:
 
 def checkpoints_in(folder: str) -> list[Saved]:
     """The checkpoints below a folder by their steps, the newest last."""
-    found = frameworks.inside(folder, lambda path: foreign.is_foreign(path) or is_checkpoint(path))
-    return runs.in_order(folder, [path for path in found if not foreign.is_foreign(path)])
+    inside = frameworks.inside(folder, lambda path: foreign.is_foreign(path) or is_checkpoint(path))
+    return runs.in_order(folder, [path for path in inside if not foreign.is_foreign(path)])
 
 
 def run_of(path: str) -> list[Saved]:
     """The checkpoints of a folder that is none itself, when there are several; else nothing."""
     if not paths.is_dir(path) or is_checkpoint(path):
         return []
-    found = checkpoints_in(path)
-    return found if len(found) > 1 else []
+    saves = checkpoints_in(path)
+    return saves if len(saves) > 1 else []
 
 
 def of_step(path: str, step: int | None) -> str:
@@ -400,8 +442,8 @@ def of_step(path: str, step: int | None) -> str:
     """
     if not paths.is_dir(path):
         return path  # reading it will say what it is
-    found = checkpoints_in(path)
-    stepped = [one for one in found if one.step is not None]
+    saves = checkpoints_in(path)
+    stepped = [one for one in saves if one.step is not None]
     if not stepped and is_checkpoint(path) and step in (None, runs.step_of(paths.absolute(path))):
         return path
     return runs.chosen(path, stepped, step)

@@ -55,7 +55,8 @@ _KERAS = _Tool("a Keras model", "Use keras.saving.load_model.")
 _NEMO = _Tool("a NeMo archive", "Unpack it with tar -xf; the weights inside are read here.")
 _TAR = _Tool("a packed archive", "Unpack it with tar -xf, and give what was in it.")
 _LITE = _Tool(
-    "a model compiled for devices (TFLite, Core ML, TensorRT)", "Use what it was made of."
+    "a model compiled for devices (TFLite, Core ML, TensorRT)",
+    "Use the model that it was compiled from.",
 )
 _PADDLE = _Tool("a PaddlePaddle checkpoint", "Use paddle.load.")
 
@@ -105,9 +106,9 @@ def refuse_foreign(path: str) -> None:
     Raises UnreadableError for a pointer of Git LFS, in whose place the file never came.
     """
     if paths.is_dir(path):
-        found = _of_folder(path)
-        if found is not None:
-            raise _refusal(path, found[0], f" (it holds {found[1]})")
+        tool_and_sign = _of_folder(path)
+        if tool_and_sign is not None:
+            raise _refusal(path, tool_and_sign[0], f" (it holds {tool_and_sign[1]})")
     elif paths.is_file(path):
         head = paths.head(path, _HEAD)
         if head.startswith(_LFS):

@@ -63,7 +63,7 @@ def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
 
     What is inside of a checkpoint is not looked into.
     """
-    found: dict[str, str] = {}
+    by_real_path: dict[str, str] = {}
     level = [folder]
     seen = 0
     for _ in range(_MAX_DEPTH):
@@ -72,13 +72,13 @@ def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
             for path in _candidates(parent):
                 seen += 1
                 if is_checkpoint(followed(path)):
-                    _keep(found, followed(path))
+                    _keep(by_real_path, followed(path))
                 elif paths.is_dir(path) and not os.path.islink(path):
                     below.append(path)
         level = below
         if seen > _MAX_FOLDERS:
             break
-    return list(found.values())
+    return list(by_real_path.values())
 
 
 def beside(folder: str, read: Collection[str], is_checkpoint: Callable[[str], bool]) -> list[str]:
@@ -98,11 +98,11 @@ def beside(folder: str, read: Collection[str], is_checkpoint: Callable[[str], bo
     return [os.path.relpath(path, folder) for path in inside(folder, is_other)]
 
 
-def _keep(found: dict[str, str], path: str) -> None:
+def _keep(by_real_path: dict[str, str], path: str) -> None:
     """Remember a checkpoint once, by its own name rather than by that of a link to it."""
     real = path if paths.is_address(path) else os.path.realpath(path)
-    if real not in found or os.path.islink(found[real]):
-        found[real] = path
+    if real not in by_real_path or os.path.islink(by_real_path[real]):
+        by_real_path[real] = path
 
 
 def _candidates(parent: str) -> list[str]:
@@ -129,7 +129,7 @@ def sources_of(index: CheckpointIndex) -> list[str]:
 
 
 def _beside(index: CheckpointIndex) -> list[str]:
-    """What lies beside a checkpoint and is of the same save: other parts of its framework's folder.
+    """What is beside a checkpoint and of the same save: other parts of its framework's folder.
 
     Not what this program is making there, or is about to replace.
     """
@@ -157,7 +157,7 @@ def folder_of_save(index: CheckpointIndex) -> str | None:
 
 
 def whole_of(index: CheckpointIndex) -> str | None:
-    """The folder of a save of which a checkpoint is but one part, spelled as its path is."""
+    """The folder of a save that a checkpoint is only a part of, spelled as its path is."""
     is_spread = index.framework in _SPREAD
     return (
         paths.folder_of(index.root) if is_spread and _is_part(paths.absolute(index.root)) else None
@@ -190,9 +190,8 @@ def _by_accelerate_names(name: str, folder: str) -> tuple[str, str] | None:
         return None
     if paths.is_file(os.path.join(folder, "trainer_state.json")):
         return "transformers", f"trainer_state.json beside {name}"
-    if name.startswith("pytorch_model_fsdp") or _has(
-        folder, r"(pytorch_model_fsdp|random_states).*"
-    ):
+    beside = re.compile(r"(pytorch_model_fsdp|random_states).*")
+    if name.startswith("pytorch_model_fsdp") or any(map(beside.fullmatch, paths.listdir(folder))):
         return "accelerate", f"the name {name}"
     return None
 
@@ -227,7 +226,3 @@ def _by_entries(index: CheckpointIndex) -> tuple[str, str] | None:
         if ("state", "timestamp") in beginnings:
             return "composer", "the entry state.timestamp"
     return None
-
-
-def _has(folder: str, pattern: str) -> bool:
-    return any(re.fullmatch(pattern, name) for name in paths.listdir(folder))

@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import PurePosixPath
+from posixpath import isabs
 from typing import NamedTuple
 
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, paths_instead
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.paths import StoragePath
@@ -35,15 +36,15 @@ class Index:
 
     def by_file(self) -> dict[str, list[str]]:
         """The names in each file, sorted."""
-        found: dict[str, list[str]] = defaultdict(list)
+        names: dict[str, list[str]] = defaultdict(list)
         for fqn, path in sorted(self.weight_map.items()):
-            found[path].append(fqn)
-        return found
+            names[path].append(fqn)
+        return names
 
     def missing(self, path: str, fqns: Sequence[str]) -> IncompleteError:
         """The error for a file that does not exist."""
         return IncompleteError(
-            f"{path} does not exist; {self.path.name} has {listing(fqns)} in it.",
+            f"{path} does not exist; {self.path.name} has {some(fqns, _SHOWN)} in it.",
             hint="Copy the missing file into the folder, or download it again.",
             about=fqns,
         )
@@ -56,20 +57,15 @@ class Index:
         extra = sorted(fqn for fqn in held if self.weight_map.get(fqn) != path)
         if lacking:
             yield IncompleteError(
-                f"{path} lacks {listing(lacking)}; {self.path.name} has it there.", about=lacking
+                f"{path} lacks {some(lacking, _SHOWN)}; {self.path.name} has it there.",
+                about=lacking,
             )
         if extra:
             yield CheckpointError(
-                f"{path} holds {listing(extra)}; {self.path.name} does not have it there.",
+                f"{path} holds {some(extra, _SHOWN)}; {self.path.name} does not have it there.",
                 hint="They are from two saves, or one was edited.",
                 about=extra,
             )
-
-
-def listing(fqns: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    shown = ", ".join(fqns[:_SHOWN])
-    return shown if len(fqns) <= _SHOWN else f"{shown} and {len(fqns) - _SHOWN:,} more"
 
 
 def parse_index(path: StoragePath, files: Files) -> Index:
@@ -102,11 +98,7 @@ def is_text(name: str) -> bool:
 
 def _is_below(name: str) -> bool:
     """Whether this names something beside the index or below it."""
-    return (
-        is_text(name)
-        and not PurePosixPath(name).is_absolute()
-        and ".." not in PurePosixPath(name).parts
-    )
+    return is_text(name) and not isabs(name) and ".." not in name.split("/")
 
 
 def _total_size(raw: Mapping[str, object]) -> int | None:
@@ -180,7 +172,7 @@ def only_a_part(path: str, files: Files) -> IncompleteError | None:
         about = sorted(fqn for fqn, file in weight_map.items() if file != str(place))
         if not about:
             return None
-    others = f"; {listing(about)} are in the others" if about else ""
+    others = f"; {some(about, _SHOWN)} are in the others" if about else ""
     return IncompleteError(
         f"{place} is file {int(match[2])} of {int(match[3])} of one checkpoint{others}.",
         hint="Give the folder instead, with all of its files"

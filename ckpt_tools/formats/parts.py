@@ -56,7 +56,7 @@ _MAX_JSON = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class FolderParts:
     """The parts of a checkpoint in a folder.
 
     ``main`` are paths of checkpoints, or globs of rank files, with the container of the entries of
@@ -66,7 +66,7 @@ class Parts:
 
     root: str
     framework: str
-    told_by: str
+    shown_by: str
     main: tuple[tuple[str, str | None], ...]
     flat: tuple[tuple[str, str | None], ...] = ()
     closed: tuple[tuple[str, Path], ...] = ()
@@ -77,7 +77,7 @@ class Parts:
         return [path for path, _ in (*self.main, *self.flat, *self.closed)]
 
 
-def find(folder: str) -> Parts | None:
+def find(folder: str) -> FolderParts | None:
     """The parts that a framework left in a folder, None for any other folder."""
     if not paths.is_dir(folder):
         return None
@@ -88,7 +88,7 @@ def find(folder: str) -> Parts | None:
     return _accelerate(folder, held) or _olmo(folder, held) or _lightning(folder, held)
 
 
-def _accelerate(folder: str, held: Collection[str]) -> Parts | None:
+def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
     model = [name for name in _MODEL if name in held]
     model += [_MODEL_RANKS] if any(map(_OF_MODEL_RANKS.fullmatch, held)) else []
     optim = [name for name in _OPTIM if name in held]
@@ -109,17 +109,17 @@ def _accelerate(folder: str, held: Collection[str]) -> Parts | None:
     if is_trainers:
         closed.append((_at(folder, _TRAINER_STATE), ("trainer_state",)))
     shown_by = f"{_TRAINER_STATE} beside {model[0]}" if is_trainers else f"the name {model[0]}"
-    return Parts(
+    return FolderParts(
         root=folder,
         framework="transformers" if is_trainers else "accelerate",
-        told_by=shown_by,
+        shown_by=shown_by,
         main=tuple(main),
         flat=tuple((_at(folder, name), container) for container, name in flat.items()),
         closed=tuple(closed),
     )
 
 
-def _olmo(folder: str, held: Collection[str]) -> Parts | None:
+def _olmo(folder: str, held: Collection[str]) -> FolderParts | None:
     inner = _at(folder, "model_and_optim")
     if "model_and_optim" not in held or not paths.is_dir(inner):
         return None
@@ -130,14 +130,18 @@ def _olmo(folder: str, held: Collection[str]) -> Parts | None:
         for name in sorted(ranks, key=_by_number)
         if (match := _RANK_OF_OLMO.fullmatch(name))
     )
-    return Parts(folder, "olmo", "the folder name model_and_optim", ((inner, None),), closed=closed)
+    return FolderParts(
+        folder, "olmo", "the folder name model_and_optim", ((inner, None),), closed=closed
+    )
 
 
-def _lightning(folder: str, held: Collection[str]) -> Parts | None:
+def _lightning(folder: str, held: Collection[str]) -> FolderParts | None:
     if not {".metadata", "meta.pt"} <= set(held):
         return None
     meta = (_at(folder, "meta.pt"), None)
-    return Parts(folder, "lightning", "meta.pt beside .metadata", ((folder, None),), flat=(meta,))
+    return FolderParts(
+        folder, "lightning", "meta.pt beside .metadata", ((folder, None),), flat=(meta,)
+    )
 
 
 def _at(folder: str, name: str) -> str:
@@ -150,7 +154,7 @@ def _by_number(name: str) -> tuple[int, str]:
 
 
 def joined(
-    parts: Parts, read: Callable[[str], CheckpointIndex], options: ReadOptions
+    parts: FolderParts, read: Callable[[str], CheckpointIndex], options: ReadOptions
 ) -> CheckpointIndex:
     """One index of all parts; ``read`` reads the index of one that is a checkpoint by itself.
 
@@ -159,7 +163,7 @@ def joined(
     joining = _Joining(parts, options)
     for path, container in parts.main:
         joining.read(path, container, read)
-    if not joining.found:
+    if not joining.indexes:
         raise joining.problems[0]
     for path, container in parts.flat:
         joining.flat(path, container)
@@ -172,9 +176,9 @@ def joined(
 class _Joining:
     """What the parts read so far hold."""
 
-    parts: Parts
+    parts: FolderParts
     options: ReadOptions
-    found: list[CheckpointIndex] = field(default_factory=list)
+    indexes: list[CheckpointIndex] = field(default_factory=list)
     others: list[CheckpointIndex] = field(default_factory=list)
     problems: list[CheckpointError] = field(default_factory=list)
 
@@ -183,7 +187,7 @@ class _Joining:
     ) -> None:
         """Read a checkpoint; one that cannot be read is lost, with all names in its container."""
         try:
-            self.found.append(_under(container, read(path)))
+            self.indexes.append(_under(container, read(path)))
         except CheckpointError as error:
             about = error.about if container is None else (f"{container}.*",)
             self.problems.append(error.concerning(about))
@@ -205,8 +209,8 @@ class _Joining:
         """Take in a file as one object, or the values of a JSON file."""
         try:
             length = paths.size(path)
-            found = _values(path, place, length) if path.endswith(".json") else None
-            entries, tree = found or _archive(path, place, length)
+            from_json = _values(path, place, length) if path.endswith(".json") else None
+            entries, tree = from_json or _archive(path, place, length)
         except OSError as error:
             self.problems.append(unreadable(path, error).concerning((names.join(place),)))
             return
@@ -218,15 +222,15 @@ class _Joining:
 
     def index(self) -> CheckpointIndex:
         """All of it as one index."""
-        first, every = self.found[0], [*self.found, *self.others]
+        first, every = self.indexes[0], [*self.indexes, *self.others]
         entries = [entry for part in every for entry in part.entries]
         whole = replace(
             first,
             root=self.parts.root,
             framework=self.parts.framework,
             files=tuple(dict.fromkeys(file for part in every for file in part.files)),
-            world_size=next((p.world_size for p in self.found if p.world_size is not None), None),
-            mesh=next((part.mesh for part in self.found if part.mesh is not None), None),
+            world_size=next((p.world_size for p in self.indexes if p.world_size is not None), None),
+            mesh=next((part.mesh for part in self.indexes if part.mesh is not None), None),
             ties=tuple(tie for part in every for tie in part.ties),
             notes=(*self._notes(), *dict.fromkeys(note for part in every for note in part.notes)),
             problems=(
@@ -245,8 +249,8 @@ class _Joining:
         Each saves them, and torch's `set_optimizer_state_dict` and `FSDP.optim_state_dict_to_load`
         ask for the key. By itself, a part is no more than its tensors, and is read.
         """
-        optim = [e for part in self.found for e in part.entries if e.section == "optim"]
-        if not optim or any(map(_is_of_groups, optim)):
+        optim = [e for part in self.indexes for e in part.entries if e.section == "optim"]
+        if not optim or any(names.is_in_param_groups(entry.path) for entry in optim):
             return
         read = [path for path, _ in self.parts.main]
         yield IncompleteError(
@@ -263,15 +267,10 @@ class _Joining:
         read = [".metadata" if name == "." else name for name in read]
         if len(read) > 1:
             yield f"Reading as one checkpoint: {some(read)}."
-        sizes = {part.root: part.world_size for part in self.found if part.world_size is not None}
+        sizes = {part.root: part.world_size for part in self.indexes if part.world_size is not None}
         if len(set(sizes.values())) > 1:
             said = [f"{os.path.basename(root)} by {size} ranks" for root, size in sizes.items()]
             yield f"Saved by different numbers of ranks: {', '.join(said)}. Are they of one save?"
-
-
-def _is_of_groups(entry: Entry) -> bool:
-    """Whether an entry is in an optimizer's param_groups, nested or flattened."""
-    return any(str(part).partition(".")[0] == "param_groups" for part in entry.path)
 
 
 def _under(container: str | None, index: CheckpointIndex) -> CheckpointIndex:

@@ -10,15 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, Window
 
 Index = TypeVar("Index", bound=CheckpointIndex)
 Writes = Literal["whole", "shards"]
@@ -30,28 +30,30 @@ _ALONE = Mesh((1,))
 class Checksummed(NamedTuple):
     """Bytes to read, and the CRC-32 that the checkpoint keeps of them, None where it keeps none.
 
-    ``name`` is what the format calls them. ``kept`` are the bytes, when they were read already.
-    ``stored`` is where the checkpoint has them, when ``data`` is a copy in a temporary file.
-    ``record`` is all that ``crc`` is of, when ``data`` is only a part of it.
+    ``name`` is what the format calls them. ``stored`` is where the checkpoint has them, when
+    ``data`` is a copy in a temporary file. ``record`` is all that ``crc`` is of, when ``data`` is
+    only a part of it. ``alike`` are the lengths of what stands around it, has CRCs of its own, and
+    equals what was checked before.
     """
 
     data: ByteRange
     crc: int | None = None
     name: str = ""
-    kept: bytes | memoryview | None = None
     stored: ByteRange | None = None
     record: ByteRange | None = None
+    alike: tuple[int, ...] = ()
 
 
-class Part(NamedTuple):
+class ChecksumPart(NamedTuple):
     """A part of a checkpoint that one thread checks, of about ``nbytes``.
 
-    ``open`` finds the bytes and their CRCs, and may read for it; if it raises, ``data`` is damaged.
+    ``open`` finds the bytes and their CRCs, and may read for it through the window that the bytes
+    are then taken from; if it raises, ``data`` is damaged.
     """
 
     data: ByteRange
     nbytes: int
-    open: Callable[[], Iterable[Checksummed]]
+    open: Callable[[Window], Iterable[Checksummed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ class Format(ABC):
         """The rank that wrote a file, as its name says."""
         return None
 
-    def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[Part]:
+    def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[ChecksumPart]:
         """All byte ranges of a checkpoint that `verify` reads, with their checksums.
 
         ``index`` is as its reader gave it. Files that are not there are left out.
@@ -165,7 +167,7 @@ class Format(ABC):
         objects: Sequence[ObjectEntry],
         *,
         options: PlanOptions,
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         """The files that hold these tensors and objects, with paths relative to the output.
 
         Pure: it opens nothing. Raises UnsupportedError and UsageError for what it cannot hold.
@@ -173,15 +175,44 @@ class Format(ABC):
         raise UnsupportedError(f"{self.label}: this format is read, and never written.")
 
 
+class Reader(Protocol):
+    """The module of a format's package that reads it."""
+
+    def matches(self, path: str) -> bool: ...  # noqa: D102 (as in Format)
+
+    def read_index(self, path: str, *, options: ReadOptions = ...) -> CheckpointIndex: ...  # noqa: D102
+
+
+class PackageFormat(Format):
+    """A format with a reader in a module of its own, which is imported when it is asked."""
+
+    @abstractmethod
+    def reader(self) -> Reader:
+        """That module."""
+
+    def matches(self, path: str) -> bool:  # noqa: D102
+        return self.reader().matches(path)
+
+    def read_index(  # noqa: D102
+        self, path: str, *, options: ReadOptions = ReadOptions()
+    ) -> CheckpointIndex:
+        return self.reader().read_index(path, options=options)
+
+
 def lengths_of(index: CheckpointIndex) -> dict[str, int]:
     """The length in bytes of each file of a checkpoint that is there."""
     return {file.path: file.length for file in index.files if file.length is not None}
 
 
-def plain_parts(path: str, length: int) -> Iterator[Part]:
+def plain_parts(path: str, length: int) -> Iterator[ChecksumPart]:
     """A file without checksums, in parts of 64 MiB."""
     for data in cut(ByteRange(path, 0, length), PART_BYTES):
-        yield Part(data, data.length, partial(iter, (Checksummed(data),)))
+        yield ChecksumPart(data, data.length, partial(ready, Checksummed(data)))
+
+
+def ready(one: Checksummed, _window: Window) -> Iterable[Checksummed]:
+    """What a part opens to when it is known before."""
+    return (one,)
 
 
 def cut(data: ByteRange, most: int) -> Iterator[ByteRange]:

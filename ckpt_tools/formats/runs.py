@@ -37,9 +37,9 @@ class Saved(NamedTuple):
     step: int | None
 
 
-def in_order(run: str, found: Iterable[str]) -> list[Saved]:
+def in_order(run: str, paths: Iterable[str]) -> list[Saved]:
     """Checkpoints below a folder by their steps, the newest last; those without a step first."""
-    saved = [Saved(path, step_of(os.path.relpath(path, run))) for path in found]
+    saved = [Saved(path, step_of(os.path.relpath(path, run))) for path in paths]
     return sorted(saved, key=_place)
 
 
@@ -66,15 +66,15 @@ def chosen(run: str, saved: Sequence[Saved], step: int | None) -> str:
     """
     steps = sorted({one.step for one in saved if one.step is not None})
     wanted = step if step is not None else (steps[-1] if steps else None)
-    found = [one.path for one in saved if one.step == wanted and wanted is not None]
-    if not found:
+    of_step = [one.path for one in saved if one.step == wanted and wanted is not None]
+    if not of_step:
         if not steps:
             raise AnswerNo(f"{run} has no checkpoint with a step in its name.")
         shown = ", ".join(map(str, steps[-_SHOWN:]))
         raise AnswerNo(f"{run} has no checkpoint of step {step}; its last steps are {shown}.")
-    if len(found) > 1:
+    if len(of_step) > 1:
         raise UnreadableError(
-            f"{run} has {len(found)} checkpoints of step {wanted}.",
-            instead=paths_instead(run, found),
+            f"{run} has {len(of_step)} checkpoints of step {wanted}.",
+            instead=paths_instead(run, of_step),
         )
-    return found[0]
+    return of_step[0]

@@ -38,12 +38,12 @@ def parts_at(path: str) -> list[str]:
         return []
     folder = path if is_folder else os.path.dirname(path)
     try:
-        found = [name for name in paths.listdir(folder or ".") if _PART.fullmatch(name)]
+        names = [name for name in paths.listdir(folder or ".") if _PART.fullmatch(name)]
     except OSError:
         return []
-    if len(found) == 1 and _number(found[0]) == 0:
+    if len(names) == 1 and _number(names[0]) == 0:
         return []
-    return [os.path.join(folder, name) for name in sorted(found, key=_number)]
+    return [os.path.join(folder, name) for name in sorted(names, key=_number)]
 
 
 def _number(path: str) -> int:
@@ -68,27 +68,27 @@ def read_index(path: str, parts: Sequence[str], options: ReadOptions) -> Checkpo
         )
     from ckpt_tools.formats.torch_file import read as torch_file  # late: few models are in parts
 
-    found = [torch_file.read_file(part, options=options) for part in parts]
+    indexes = [torch_file.read_file(part, options=options) for part in parts]
     with Files() as files:
-        joining = _Joining(folder, found, options.cuts, files)
+        joining = _Joining(folder, indexes, options.cuts, files)
         tensors = [joining.tensor(fqn) for fqn in sorted(joining.names())]
     whole = [entry for entry in tensors if entry is not None]
     return replace(
-        found[0],
+        indexes[0],
         root=folder,
         tensors=tuple(whole),
-        files=tuple(file for part in found for file in part.files),
+        files=tuple(file for part in indexes for file in part.files),
         ties=(),
-        notes=(f"Joined {len(found)} tensor-parallel parts: {counted(len(whole), 'tensor')}.",),
-        problems=(*(p for part in found for p in part.problems), *joining.problems),
+        notes=(f"Joined {len(indexes)} tensor-parallel parts: {counted(len(whole), 'tensor')}.",),
+        problems=(*(p for part in indexes for p in part.problems), *joining.problems),
     )
 
 
 def _refusal(path: str, folder: str, parts: Sequence[str]) -> UnsupportedError:
     shown = some([os.path.basename(part) for part in parts])
     return UnsupportedError(
-        f"{folder} holds {len(parts)} tensor-parallel parts of one model ({shown}): the rows or "
-        "columns that each has of a tensor stand in no file.",
+        f"{folder} holds {len(parts)} tensor-parallel parts of one model ({shown}), and no "
+        "file says which rows or columns of a tensor each of them has.",
         hint="A map that says how they are cut joins them, in `export` and `reshard`. The model's "
         "own script does, too (for Llama: transformers' convert_llama_weights_to_hf.py).",
         instead=Instead(path, (Way(folder, ("--map", "meta-llama-to-hf")),)),

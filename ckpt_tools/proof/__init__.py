@@ -29,7 +29,7 @@ from ckpt_tools.proof.replicas import require_equal_replicas
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.proof.verify import (
     RankState,
-    Report,
+    VerifyReport,
     bytes_to_read,
     verify,
     verify_quick,
@@ -48,10 +48,10 @@ __all__ = [
     "Naming",
     "RankState",
     "Rename",
-    "Report",
     "Rescue",
     "TensorDigest",
     "Tolerance",
+    "VerifyReport",
     "are_equal",
     "bytes_to_read",
     "compare",

@@ -47,7 +47,7 @@ def anomalies_of(scan: Scan, files: Files) -> Iterator[Anomaly]:
     if len(scan.chunks) < 2:
         return
     for one in scan.chunks:
-        kind = _odd(one, scan)
+        kind = _kind_of(one, scan)
         if kind is not None:
             chunk = one.chunk
             yield Anomaly(
@@ -56,9 +56,9 @@ def anomalies_of(scan: Scan, files: Files) -> Iterator[Anomaly]:
     yield from _repeated(scan, files)
 
 
-def _odd(found: ChunkScan, scan: Scan) -> Kind | None:
+def _kind_of(one: ChunkScan, scan: Scan) -> Kind | None:
     """How a chunk differs from the rest of its tensor."""
-    here, total = found.moments, scan.total
+    here, total = one.moments, scan.total
     if here.numel < _MIN_NUMEL:
         return None
     if here.zeros == here.numel and total.zeros < total.numel:
@@ -71,19 +71,19 @@ def _odd(found: ChunkScan, scan: Scan) -> Kind | None:
     return None
 
 
-def _detail(kind: Kind, found: ChunkScan) -> str:
+def _detail(kind: Kind, one: ChunkScan) -> str:
     if kind == "constant":
-        return f"every element is {found.moments.mean:g}"
+        return f"every element is {one.moments.mean:g}"
     return {"zero": "every element is zero", "nan": "every element is NaN"}[kind]
 
 
 def _repeated(scan: Scan, files: Files) -> Iterator[Anomaly]:
     """Chunks that hold what an earlier chunk of the tensor holds."""
     equal_crcs: dict[tuple[int, tuple[int, ...]], list[ChunkScan]] = defaultdict(list)
-    for found in scan.chunks:
-        constant = found.moments.least == found.moments.greatest
-        if not constant and found.moments.numel >= _MIN_NUMEL:
-            equal_crcs[found.crc, found.chunk.box.sizes].append(found)
+    for one in scan.chunks:
+        constant = one.moments.least == one.moments.greatest
+        if not constant and one.moments.numel >= _MIN_NUMEL:
+            equal_crcs[one.crc, one.chunk.box.sizes].append(one)
     for group in equal_crcs.values():
         first, *others = group
         for other in others:
@@ -104,13 +104,13 @@ def _equal(entry: TensorEntry, one: ChunkScan, other: ChunkScan, files: Files) -
     """Whether two chunks with one CRC-32 hold the same bytes."""
     from ckpt_tools.copying.write import read_box
 
-    alone = [replace(entry, chunks=(found.chunk,)) for found in (one, other)]
+    alone = [replace(entry, chunks=(scanned.chunk,)) for scanned in (one, other)]
     here = read_box(alone[0], one.chunk.box, files=files)
     there = read_box(alone[1], other.chunk.box, files=files)
     return all(bytes(a) == bytes(b) for a, b in zip(here, there, strict=True))
 
 
-class _Share(NamedTuple):
+class _RankOf(NamedTuple):
     """Rank ``rank`` of ``ranks``."""
 
     rank: int
@@ -130,30 +130,30 @@ def zero_row_anomalies(scans: Sequence[Scan]) -> list[Anomaly]:
         for run in scan.zero_rows
         if (shares := _shares(run, scan.entry.shape[0]))
     }
-    votes = Counter(share for found in shares.values() for share in found)
+    votes = Counter(share for candidates in shares.values() for share in candidates)
     anomalies: list[Anomaly] = []
-    for (place, run), found in shares.items():
-        best = max(found, key=lambda share: (votes[share], -share.ranks))
+    for (place, run), candidates in shares.items():
+        best = max(candidates, key=lambda share: (votes[share], -share.ranks))
         least = _MIN_VOTES if run[1] - run[0] > 1 else _MIN_VOTES_OF_ONE_ROW
         if votes[best] >= least:
             anomalies.append(_zero_rows(scans[place], run, best, votes[best]))
     return anomalies
 
 
-def _shares(run: tuple[int, int], rows: int) -> list[_Share]:
+def _shares(run: tuple[int, int], rows: int) -> list[_RankOf]:
     """Whose share these rows may be: pieces of ceil(rows / ranks), the last one shorter."""
     start, end = run
     if start == 0 and end == rows:
         return []
-    shares: list[_Share] = []
+    shares: list[_RankOf] = []
     for ranks in range(2, min(rows, _MAX_RANKS) + 1):
         size = -(-rows // ranks)
         if start % size == 0 and end == min(rows, start + size):
-            shares.append(_Share(start // size, ranks))
+            shares.append(_RankOf(start // size, ranks))
     return shares
 
 
-def _zero_rows(scan: Scan, run: tuple[int, int], share: _Share, votes: int) -> Anomaly:
+def _zero_rows(scan: Scan, run: tuple[int, int], share: _RankOf, votes: int) -> Anomaly:
     entry, (start, end) = scan.entry, run
     box = Box((start, *(0 for _ in entry.shape[1:])), (end - start, *entry.shape[1:]))
     return Anomaly(

@@ -14,9 +14,7 @@ from typing import NamedTuple
 from ckpt_tools.core import names
 from ckpt_tools.core.index import (
     CheckpointIndex,
-    ObjectEntry,
     Section,
-    TensorEntry,
 )
 from ckpt_tools.errors import UnsupportedError
 
@@ -53,12 +51,10 @@ def tensors_inside(index: CheckpointIndex) -> dict[str, Inside]:
 
 
 def _inside(index: CheckpointIndex) -> dict[str, Inside]:
-    entries: list[TensorEntry | ObjectEntry] = [*index.tensors, *index.objects]
-    objects = {entry.path for entry in index.objects}
-    classified = names.classify([entry.path for entry in entries], objects=objects)
+    containers = names.containers_of(index)
     inside: dict[str, Inside] = {}
-    for entry, (_, prefix) in zip(entries, classified, strict=True):
-        name = names.join(entry.path[len(prefix) :])
+    for entry in index.entries:
+        name = names.join(entry.path[len(containers[entry.fqn]) :])
         inside[entry.fqn] = Inside(entry.section, clean_name(name, entry.section))
     return inside
 

@@ -21,13 +21,14 @@ from ckpt_tools.core.index import (
     ObjectEntry,
     TensorEntry,
 )
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
 from ckpt_tools.proof.damage import KnownCrcs
 from ckpt_tools.proof.fingerprint import digest_of
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 
 _BLOCK_NUMEL = 128 << 10
@@ -59,7 +60,7 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
     type that it was to have there; where that is another one, the source is cast again, in memory.
     With ``own``, the only files of the source that can be read here, the boxes that they hold are
     compared instead. ``seen`` gets the CRC-32s of what is read of the source in its order,
-    ``on_bytes`` is told how many bytes of the result were read.
+    ``on_bytes`` gets how many bytes of the result were read.
     Returns one line that says what was proven.
 
     Raises WriteError when a tensor differs, is missing, or is there without a source, and what
@@ -84,8 +85,8 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
         raise WriteError(
             f"{result.root}: {len(wrong)} of {len(pairs)} tensors, read back, are not what the "
             f"source holds: {some(wrong)}.",
-            hint="The output was not given its name. Write it again; if this comes back, suspect "
-            "the disk or the memory of this machine.",
+            hint="OUT was not created. Write it again; if this happens again, suspect the disk or "
+            "the memory of this machine.",
         )
     return _statement(pairs, method="SHA-256" if own is None else "comparison on every rank")
 

@@ -45,20 +45,20 @@ class Comparison:
         return bool(self.compared) and not self.differences
 
 
-def compare(found: Fingerprint, reference: Fingerprint) -> Comparison:
+def compare(actual: Fingerprint, reference: Fingerprint) -> Comparison:
     """Compare a fingerprint with what it should be.
 
-    A section that only ``found`` has is listed and is no difference: a file of the model's weights
+    A section that only ``actual`` has is listed and is no difference: a file of the model's weights
     can be the reference of a whole checkpoint.
     """
     compared = tuple(section for section in SECTIONS if section in reference.sections)
-    extra = tuple(section for section in SECTIONS if section in found.sections)
+    extra = tuple(section for section in SECTIONS if section in actual.sections)
     extra = tuple(section for section in extra if section not in compared)
     differences = [
         difference
         for section in compared
-        if found.sections.get(section) != reference.sections[section]
-        for difference in _in_section(section, found, reference)
+        if actual.sections.get(section) != reference.sections[section]
+        for difference in _in_section(section, actual, reference)
     ]
     return Comparison(compared, extra, tuple(differences))
 
@@ -91,9 +91,9 @@ def with_objects(
 
 
 def _in_section(
-    section: Section, found: Fingerprint, reference: Fingerprint
+    section: Section, actual: Fingerprint, reference: Fingerprint
 ) -> Iterator[Difference]:
-    here, there = _by_name(found, section), _by_name(reference, section)
+    here, there = _by_name(actual, section), _by_name(reference, section)
     for place in sorted(here.keys() | there.keys()):
         one, other = here.get(place), there.get(place)
         if one is None and other is not None:
@@ -102,8 +102,11 @@ def _in_section(
             yield Difference(section, place.name, "extra", _type_and_shape(one), "")
         elif one is not None and other is not None:
             kind = _kind(one, other)
-            if kind is not None:
-                yield Difference(section, place.name, kind, *_facts(kind, one, other))
+            if kind == "values":
+                yield Difference(section, place.name, kind, one.sha256, other.sha256)
+            elif kind is not None:
+                facts = _type_and_shape(one), _type_and_shape(other)
+                yield Difference(section, place.name, kind, *facts)
 
 
 def _by_name(fingerprint: Fingerprint, section: Section) -> dict[Inside, TensorDigest]:
@@ -118,12 +121,6 @@ def _kind(one: TensorDigest, other: TensorDigest) -> Kind | None:
     if one.shape != other.shape:
         return "shape"
     return None if one.sha256 == other.sha256 else "values"
-
-
-def _facts(kind: Kind, one: TensorDigest, other: TensorDigest) -> tuple[str, str]:
-    if kind == "values":
-        return one.sha256, other.sha256
-    return _type_and_shape(one), _type_and_shape(other)
 
 
 def _type_and_shape(tensor: TensorDigest) -> str:

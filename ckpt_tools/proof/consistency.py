@@ -52,7 +52,7 @@ def compare_model_and_optimizer(
         return Consistency(notes=(*notes, fault))
     error = CheckpointError(
         fault,
-        hint="The model's half is of another save or of another model, or its names were changed.",
+        hint="The weights are of another save or another model, or their names were changed.",
         about=sorted(fqn for owner in unknown for fqn in state[owner].values()),
     )
     return Consistency((error,), tuple(notes))

@@ -49,7 +49,7 @@ def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersComp
     for form in {formats.named(index.format) for index in (a, b)}:
         here = form.containers(here, is_tensor=lambda fqn: a.tensor(fqn) is not None) or here
         there = form.containers(there, is_tensor=lambda fqn: b.tensor(fqn) is not None) or there
-    comparison = _Comparison(frozenset(here.leaves()), frozenset(there.leaves()))
+    comparison = _ContainerComparison(frozenset(here.leaves()), frozenset(there.leaves()))
     differing = tuple(comparison.of(here, there))
     return ContainersCompared(comparison.count, differing)
 
@@ -104,7 +104,7 @@ def _keeps_containers(index: CheckpointIndex) -> bool:
     return keeps and any(isinstance(item, Branch) for item in index.nesting.items)
 
 
-class _Comparison:
+class _ContainerComparison:
     """One walk through two trees, side by side."""
 
     def __init__(self, a: frozenset[str], b: frozenset[str]) -> None:
@@ -144,14 +144,14 @@ def _is_other(item: str | Branch[str] | None, names_there: frozenset[str]) -> bo
 def _keys(path: Path, one: Branch[str], other: Branch[str]) -> Iterator[ContainerDiff]:
     """Keys of the same text and of different types."""
     theirs = dict(zip(other.parts(), other.keys or (), strict=False))
-    odd = [
+    unequal = [
         (key, theirs[part])
         for part, key in zip(one.parts(), one.keys or (), strict=False)
         if part in theirs and type(key) is not type(theirs[part])
     ]
-    if odd:
-        mine, others = zip(*odd[:_KEYS_SHOWN], strict=True)
-        more = "…" if len(odd) > _KEYS_SHOWN else ""
+    if unequal:
+        mine, others = zip(*unequal[:_KEYS_SHOWN], strict=True)
+        more = "…" if len(unequal) > _KEYS_SHOWN else ""
         a, b = (f"dict with {', '.join(map(repr, keys))}{more}" for keys in (mine, others))
         yield ContainerDiff(names.join(path), a, b)
 

@@ -34,7 +34,8 @@ class IntervalMap:
             by_path[data.path].append(place)
         self._clusters = {path: self._clustered(places) for path, places in by_path.items()}
         self._starts = {
-            path: [cluster.start for cluster in found] for path, found in self._clusters.items()
+            path: [cluster.start for cluster in clusters]
+            for path, clusters in self._clusters.items()
         }
 
     def _clustered(self, places: list[int]) -> list[_Cluster]:
@@ -128,18 +129,18 @@ class DamageMap:
             return False
         return not self._damaged.meeting(data)
 
-    def is_hurt_file(self, path: str) -> bool:
+    def is_damaged_file(self, path: str) -> bool:
         """Whether a file is missing, too short, or damaged anywhere."""
         length = self._lengths.get(path, self._needed[path])
         return length is None or length < self._needed[path] or path in self._damaged_files
 
-    def hurt_tensors(self, problems: Sequence[CheckpointError]) -> tuple[DamagedTensor, ...]:
+    def damaged_tensors(self, problems: Sequence[CheckpointError]) -> tuple[DamagedTensor, ...]:
         """The tensors that have lost rows, and those that any problem names."""
         named = {fqn for problem in problems for fqn in problem.about}
-        found = (self._hurt(entry) for entry in self._index.tensors)
-        return tuple(hurt for hurt in found if hurt.lost or hurt.fqn in named)
+        tensors = (self._damage(entry) for entry in self._index.tensors)
+        return tuple(one for one in tensors if one.lost or one.fqn in named)
 
-    def _hurt(self, entry: TensorEntry) -> DamagedTensor:
+    def _damage(self, entry: TensorEntry) -> DamagedTensor:
         good = {chunk.box for chunk in entry.chunks if self._good_place(chunk) is not None}
         bad = [chunk for chunk in entry.chunks if chunk.box.numel and chunk.box not in good]
         may_lack = bool(bad) or sum(box.numel for box in good) != entry.numel
@@ -152,7 +153,7 @@ class DamageMap:
         """The first place of a chunk that is good, or None."""
         return next(filter(self.is_good, (chunk.data, *chunk.replicas)), None)
 
-    def hurt_objects(self, problems: Sequence[CheckpointError]) -> tuple[str, ...]:
+    def damaged_objects(self, problems: Sequence[CheckpointError]) -> tuple[str, ...]:
         """The objects whose bytes are not good, or that any problem names."""
         named = {fqn for problem in problems for fqn in problem.about}
         return tuple(
@@ -192,7 +193,8 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
     missing: list[Box] = []
     waiting = sorted(solid, key=lambda box: box.offsets[0], reverse=True)
     active: list[Box] = []
-    for start, end in pairwise(sorted({0, shape[0], *_edges(solid, shape[0])})):
+    edges = {0, shape[0]} | {edge for box in solid for edge in (box.offsets[0], box.ends[0])}
+    for start, end in pairwise(sorted(edge for edge in edges if 0 <= edge <= shape[0])):
         active = [box for box in active if box.ends[0] > start]
         while waiting and waiting[-1].offsets[0] <= start:
             active.append(waiting.pop())
@@ -203,28 +205,22 @@ def holes(shape: Sequence[int], boxes: Collection[Box]) -> list[Box]:
     return missing
 
 
-def _edges(boxes: Sequence[Box], size: int) -> set[int]:
-    """Where boxes begin and end along the first dimension, inside of it."""
-    edges = {edge for box in boxes for edge in (box.offsets[0], box.ends[0])}
-    return {edge for edge in edges if 0 < edge < size}
-
-
 def _below(box: Box) -> Box:
     return Box(box.offsets[1:], box.sizes[1:])
 
 
-def _add(found: list[Box], hole: Box) -> None:
+def _add(holes: list[Box], hole: Box) -> None:
     """Append a hole, joined to the one before it along the first dimension where they meet."""
-    for place, before in enumerate(found):
+    for place, before in enumerate(holes):
         same = _below(before) == _below(hole)
         if same and before.ends[0] == hole.offsets[0]:
-            found[place] = Box(before.offsets, (before.sizes[0] + hole.sizes[0], *before.sizes[1:]))
+            holes[place] = Box(before.offsets, (before.sizes[0] + hole.sizes[0], *before.sizes[1:]))
             return
-    found.append(hole)
+    holes.append(hole)
 
 
 def describe(box: Box, shape: Sequence[int]) -> str:
-    """A box in words: ``rows 3:6 of 11``, or its slices."""
+    """A box as text: ``rows 3:6 of 11``, or its slices."""
     if not shape:
         return "its one value"
     if box == Box.whole(shape):

@@ -64,12 +64,12 @@ def same_bytes(
 
 def delta(a: TensorEntry, b: TensorEntry, files: Files, *, tolerance: Tolerance) -> Delta:
     """Compare two located tensors of one shape by their values, whatever their types."""
-    found = Delta(a.numel)
+    sums = Delta(a.numel)
     for box in slabs(Box.whole(a.shape), max_numel=_SLAB_NUMEL):
         for one, other in zip(_slab(a, box, files), _slab(b, box, files), strict=True):
             with np.errstate(over="ignore", invalid="ignore"):
-                _add(found, one, other, a=a, b=b, box=box, tolerance=tolerance)
-    return found
+                _add(sums, one, other, a=a, b=b, box=box, tolerance=tolerance)
+    return sums
 
 
 def _slab(entry: TensorEntry, box: Box, files: Files) -> Iterator[memoryview]:
@@ -78,7 +78,7 @@ def _slab(entry: TensorEntry, box: Box, files: Files) -> Iterator[memoryview]:
 
 
 def _add(
-    found: Delta,
+    sums: Delta,
     one: memoryview,
     other: memoryview,
     *,
@@ -90,35 +90,35 @@ def _add(
     bits = _differing_bits(one, other, a.dtype.itemsize) if a.dtype == b.dtype else None
     if not has_numbers(a.dtype) or not has_numbers(b.dtype):
         beyond = np.ones(box.numel, np.bool_) if bits is None else bits
-        _count(found, beyond, box)
+        _count(sums, beyond, box)
         return
     x, y = numbers(one, a.dtype), numbers(other, b.dtype)
     away = np.abs(x - y)
     away[x == y] = 0.0
     both_nan = np.isnan(x) & np.isnan(y)
     away[both_nan] = 0.0
-    odd = ~np.isfinite(away)
+    nonfinite = ~np.isfinite(away)
     if tolerance.is_bitwise:
         beyond = away != 0.0 if bits is None else bits
     else:
-        beyond = odd | (away > tolerance.atol + tolerance.rtol * np.abs(y))
-    _count(found, beyond, box)
-    found.nan += int(np.count_nonzero(odd))
-    away[odd] = 0.0
+        beyond = nonfinite | (away > tolerance.atol + tolerance.rtol * np.abs(y))
+    _count(sums, beyond, box)
+    sums.nan += int(np.count_nonzero(nonfinite))
+    away[nonfinite] = 0.0
     place = int(away.argmax())
-    if float(away[place]) > found.max_abs:
-        found.max_abs, found.at = float(away[place]), _coordinates(place, box)
-    found.squares += sum_of_squares(away)
+    if float(away[place]) > sums.max_abs:
+        sums.max_abs, sums.at = float(away[place]), _coordinates(place, box)
+    sums.squares += sum_of_squares(away)
     sizes = np.abs(x)
     sizes[~np.isfinite(sizes)] = 0.0
-    found.reference += sum_of_squares(sizes)
+    sums.reference += sum_of_squares(sizes)
 
 
-def _count(found: Delta, beyond: Flags, box: Box) -> None:
+def _count(sums: Delta, beyond: Flags, box: Box) -> None:
     count = int(np.count_nonzero(beyond))
-    if count and found.first is None:
-        found.first = _coordinates(int(beyond.argmax()), box)
-    found.differing += count
+    if count and sums.first is None:
+        sums.first = _coordinates(int(beyond.argmax()), box)
+    sums.differing += count
 
 
 def _differing_bits(one: memoryview, other: memoryview, itemsize: int) -> Flags:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.index import CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.errors import UsageError
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.containers import compare_containers, compare_objects
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 
@@ -168,7 +169,7 @@ class Diff:
 def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming) -> Diff:
     """Compare names, types and shapes; nothing but headers is read, and no values are compared."""
     pairs = pair(a, b, naming)
-    entries = [*_one_sided(a, b, pairs), *(_header(*found) for found in _both(a, b, pairs))]
+    entries = [*_one_sided(a, b, pairs), *(_header(*both) for both in _both(a, b, pairs))]
     return _diff(pairs, entries, sides=(a, b), naming=naming, values_compared=False)
 
 
@@ -194,9 +195,9 @@ def diff(
     pairs = pair(here, there, options.naming)
     tally = Tally(on_bytes)
 
-    def values(found: _Both) -> EntryDiff:
-        one, other = found.a, found.b
-        header = _header(*found)
+    def values(pair: _Both) -> EntryDiff:
+        one, other = pair.a, pair.b
+        header = _header(*pair)
         if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
             return header
         if header.status not in ("same", "dtype"):
@@ -207,8 +208,8 @@ def diff(
         return _with_delta(header, found_delta, options)
 
     both = list(_both(here, there, pairs))
-    tensors = [found for found in both if isinstance(found.a, TensorEntry)]
-    objects = [found for found in both if isinstance(found.a, ObjectEntry)]
+    tensors = [one for one in both if isinstance(one.a, TensorEntry)]
+    objects = [one for one in both if isinstance(one.a, ObjectEntry)]
     entries = [
         *_one_sided(here, there, pairs),
         *in_threads(values, tensors, threads=threads, nbytes=_nbytes),
@@ -243,8 +244,8 @@ def _opened(index: CheckpointIndex, files: Files) -> LocatedIndex:
     return formats.open_objects(located, files)
 
 
-def _nbytes(found: _Both) -> int:
-    return found.a.nbytes if isinstance(found.a, TensorEntry) else 0
+def _nbytes(pair: _Both) -> int:
+    return pair.a.nbytes if isinstance(pair.a, TensorEntry) else 0
 
 
 def _one_sided(a: CheckpointIndex, b: CheckpointIndex, pairs: Pairs) -> Iterator[EntryDiff]:
@@ -273,18 +274,18 @@ def _header(
     return same if one.dtype == other.dtype else same._replace(status="dtype")
 
 
-def _with_delta(header: EntryDiff, found: Delta, options: DiffOptions) -> EntryDiff:
-    if found.differing:
-        return header._replace(status="values" if header.status == "same" else "dtype", delta=found)
+def _with_delta(header: EntryDiff, delta: Delta, options: DiffOptions) -> EntryDiff:
+    if delta.differing:
+        return header._replace(status="values" if header.status == "same" else "dtype", delta=delta)
     status: Status = "same" if options.ignore_dtypes else header.status
-    return header._replace(status=status, delta=found)
+    return header._replace(status=status, delta=delta)
 
 
-def _object(files: Files, found: _Both) -> EntryDiff:
-    header = _header(*found)
-    if not isinstance(found.a, ObjectEntry) or not isinstance(found.b, ObjectEntry):
+def _object(files: Files, pair: _Both) -> EntryDiff:
+    header = _header(*pair)
+    if not isinstance(pair.a, ObjectEntry) or not isinstance(pair.b, ObjectEntry):
         return header
-    verdict, detail = compare_objects(found.a, found.b, files)
+    verdict, detail = compare_objects(pair.a, pair.b, files)
     status: Status = "unknown" if verdict is None else "same" if verdict else "values"
     return header._replace(status=status, detail=detail)
 

@@ -40,9 +40,10 @@ from ckpt_tools.core.index import (
     Section,
     TensorEntry,
 )
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.errors import CheckpointError, UnreadableError, UsageError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, clean_name, tensors_inside
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address, open_file
 from ckpt_tools.storage.reader import Files
 
@@ -134,9 +135,9 @@ def digest_of(
     return state.hexdigest()
 
 
-def of_tensors(found: Iterable[TensorDigest]) -> Fingerprint:
+def of_tensors(digests: Iterable[TensorDigest]) -> Fingerprint:
     """The fingerprint that these tensors have together."""
-    tensors = tuple(sorted(found, key=lambda tensor: tensor.fqn))
+    tensors = tuple(sorted(digests, key=lambda tensor: tensor.fqn))
     sections: dict[Section, str] = {}
     for section in SECTIONS:
         inside = [tensor for tensor in tensors if tensor.inside.section == section]
@@ -169,7 +170,7 @@ JsonTensor = dict[str, str | list[int]]
 JsonFingerprint = dict[str, str | dict[str, str] | dict[str, JsonTensor] | None]
 
 
-def to_json(found: Fingerprint) -> JsonFingerprint:
+def to_json(fingerprint: Fingerprint) -> JsonFingerprint:
     """A fingerprint as one JSON object of schema ``ckpt-tools/fingerprint/1``."""
     tensors: dict[str, JsonTensor] = {
         tensor.fqn: {
@@ -178,10 +179,15 @@ def to_json(found: Fingerprint) -> JsonFingerprint:
             "shape": list(tensor.shape),
             "section": tensor.inside.section,
         }
-        for tensor in found.tensors
+        for tensor in fingerprint.tensors
     }
-    sections = {str(section): digest for section, digest in found.sections.items()}
-    return {"schema": SCHEMA, "digest": found.digest, "sections": sections, "tensors": tensors}
+    sections = {str(section): digest for section, digest in fingerprint.sections.items()}
+    return {
+        "schema": SCHEMA,
+        "digest": fingerprint.digest,
+        "sections": sections,
+        "tensors": tensors,
+    }
 
 
 def is_fingerprint(path: str) -> bool:

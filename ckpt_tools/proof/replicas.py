@@ -18,13 +18,14 @@ from ckpt_tools.core.index import (
     TensorEntry,
     replicas_differ,
 )
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 
 
-class _Pair(NamedTuple):
+class _ReplicaPair(NamedTuple):
     """A chunk of a tensor, and another place that holds the same box."""
 
     entry: TensorEntry
@@ -45,11 +46,11 @@ def differing_replicas(
     ``is_good`` says which byte ranges can be read; only those are compared.
     """
 
-    def compare(pair: _Pair) -> list[CheckpointError]:
+    def compare(pair: _ReplicaPair) -> list[CheckpointError]:
         return _compare(pair, files, tally)
 
     pairs = [
-        _Pair(entry, chunk, other)
+        _ReplicaPair(entry, chunk, other)
         for entry in tensors
         for chunk in entry.chunks
         for other in chunk.replicas
@@ -80,7 +81,7 @@ def require_equal_replicas(index: CheckpointIndex, files: Files, *, threads: int
     return f" The replicas of {counted(len(left), 'tensor')}, compared byte by byte, are equal."
 
 
-def _compare(pair: _Pair, files: Files, tally: Tally) -> list[CheckpointError]:
+def _compare(pair: _ReplicaPair, files: Files, tally: Tally) -> list[CheckpointError]:
     from ckpt_tools.copying.write import (
         read_box,  # numpy comes with it, and looking commands go without
     )

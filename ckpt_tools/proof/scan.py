@@ -188,8 +188,8 @@ class _Rows:
         elif first == last:
             self._zero[first] &= not np.frombuffer(piece, "u1").any()
         else:
-            found = np.frombuffer(piece, "u1").reshape(-1, self._row).any(axis=1)
-            self._zero[first : last + 1] = ~found
+            is_nonzero = np.frombuffer(piece, "u1").reshape(-1, self._row).any(axis=1)
+            self._zero[first : last + 1] = ~is_nonzero
 
     def zero_runs(self) -> Iterator[tuple[int, int]]:
         """Start and end of each run of zero rows."""

@@ -16,9 +16,10 @@ from ckpt_tools.copying.cast import numbers
 from ckpt_tools.copying.write import read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.proof.anomalies import Anomaly, anomalies_of, zero_row_anomalies
 from ckpt_tools.proof.scan import Scan, scan
-from ckpt_tools.proof.threads import Tally, ignore_bytes, in_threads
+from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 
 
@@ -78,15 +79,15 @@ def stats(
         return scan(entry, files, on_bytes=tally.add)
 
     scans = in_threads(one, located.tensors, threads=threads, nbytes=lambda entry: entry.nbytes)
-    odd = [anomaly for found in scans for anomaly in anomalies_of(found, files)]
+    anomalies = [anomaly for one in scans for anomaly in anomalies_of(one, files)]
     return Statistics(
         tensors=tuple(map(_stats, scans)),
-        anomalies=(*odd, *zero_row_anomalies(scans)),
+        anomalies=(*anomalies, *zero_row_anomalies(scans)),
     )
 
 
-def _stats(found: Scan) -> TensorStats:
-    entry, total = found.entry, found.total
+def _stats(scan: Scan) -> TensorStats:
+    entry, total = scan.entry, scan.total
     return TensorStats(
         fqn=entry.fqn,
         section=entry.section,
@@ -112,21 +113,21 @@ Spread = tuple[float, float]
 def histograms(
     index: CheckpointIndex,
     files: Files,
-    found: Statistics,
+    statistics: Statistics,
     *,
     threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Mapping[str, tuple[int, ...]]:
     """The counts of finite values in `BINS` equal steps, for each tensor with two values or more.
 
-    ``found`` are the statistics of the same index. Reads every tensor once. Raises what keeps the
+    ``statistics`` are those of the same index. Reads every tensor once. Raises what keeps the
     tensors from being whole.
     """
     located = formats.locate(index, files)
     located.require_whole()
     spreads = {
         one.fqn: (float(one.min), float(one.max))
-        for one in found.tensors
+        for one in statistics.tensors
         if one.min is not None and one.max is not None and one.min < one.max
     }
     entries = [entry for entry in located.tensors if entry.fqn in spreads]

@@ -1,14 +1,16 @@
 """Runs work on many tensors in a few threads, the largest tensors first.
 
 Reading, hashing and numpy all release the GIL. What the work is, is not known here.
+`concurrent.futures` is not used: to import it takes 7 ms, and looking commands need it
+for nothing else.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from itertools import chain
+from typing import Generic, TypeVar
 
 from ckpt_tools.copying.parallel import choose_threads
 
@@ -33,20 +35,29 @@ def in_threads(
     ``threads``, the machine and the items choose it. The first error ends it all and is raised.
     """
     results: dict[int, Result] = {}
+    left = iter(_groups(items, nbytes))  # each thread takes its next group from it
+    stop = threading.Event()
 
-    def work_on(group: Sequence[int]) -> None:
-        for place in group:
-            results[place] = work(items[place])
+    def run() -> None:
+        for place in chain.from_iterable(left):
+            if stop.is_set():
+                return
+            try:
+                results[place] = work(items[place])
+            except BaseException:
+                stop.set()
+                raise
 
     if threads is None:
         threads = choose_threads(sum(map(nbytes, items)), lanes=len(items), far=far)
-    pool = ThreadPoolExecutor(max_workers=max(1, threads))
+    pool = [Background(run) for _ in range(min(max(1, threads), len(items)))]
     try:
-        futures = [pool.submit(work_on, group) for group in _groups(items, nbytes)]
-        for future in futures:
-            future.result()
+        for one in pool:
+            one.result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        stop.set()
+        for one in pool:
+            one.wait()
     return [results[place] for place in range(len(items))]
 
 
@@ -68,20 +79,29 @@ def _groups(items: Sequence[Item], nbytes: Callable[[Item], int]) -> list[list[i
     return groups
 
 
-class Tally:
-    """Passes numbers of bytes from any thread on to one callback."""
+class Background(Generic[Result]):
+    """Work in a thread of its own that begins at once; left to itself when nobody asks for it."""
 
-    def __init__(self, on_bytes: Callable[[int], None]) -> None:
-        self._on_bytes = on_bytes
-        self._lock = threading.Lock()
-        self.total = 0
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self._results: list[Result] = []
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def add(self, nbytes: int) -> None:
-        """Count these bytes and call the callback."""
-        with self._lock:
-            self.total += nbytes
-            self._on_bytes(nbytes)
+    def result(self) -> Result:
+        """What it gave, or raise what it raised, when it is done."""
+        self.wait()
+        for error in self._errors:
+            raise error
+        return self._results[0]
 
+    def wait(self) -> None:
+        """Return when it is done."""
+        self._thread.join()
 
-def ignore_bytes(nbytes: int) -> None:
-    """No-op progress callback."""
+    def _run(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asks
+            self._errors.append(error)

@@ -12,16 +12,18 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, uncovered
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
+from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.proof.canonical_names import tensors_inside
 from ckpt_tools.proof.consistency import Consistency, compare_model_and_optimizer
-from ckpt_tools.proof.damage import Damage, Reading, read_everything
+from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
 from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
-from ckpt_tools.proof.threads import Tally, ignore_bytes
+from ckpt_tools.proof.threads import Background
 from ckpt_tools.storage.reader import Files
 
 
@@ -34,7 +36,7 @@ class RankState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """What `verify` found. ``reading`` is None when only headers were read.
 
     ``lost`` are names without an entry: what went with a file that said how large they are.
@@ -45,13 +47,13 @@ class Report:
     problems: tuple[CheckpointError, ...]
     notes: tuple[str, ...]
     tensors: int
-    hurt: tuple[DamagedTensor, ...]
+    damaged: tuple[DamagedTensor, ...]
     objects: int
-    hurt_objects: tuple[str, ...]
+    damaged_objects: tuple[str, ...]
     lost: tuple[str, ...]
     rescued: tuple[Rescue, ...]
     ranks: tuple[RankState, ...]
-    reading: Reading | None
+    reading: ReadResult | None
 
     @property
     def whole(self) -> bool:
@@ -59,7 +61,7 @@ class Report:
         return not self.problems
 
 
-def verify_quick(index: CheckpointIndex, files: Files) -> Report:
+def verify_quick(index: CheckpointIndex, files: Files) -> VerifyReport:
     """Check a checkpoint by its headers: files, lengths, coverage, shapes, optimizer names."""
     located = formats.locate(index, files)
     return _report(index, located, _Findings(files))
@@ -71,15 +73,16 @@ def verify(
     *,
     threads: int | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
-) -> Report:
+) -> VerifyReport:
     """Check a checkpoint by reading every byte range of it once, and replicas against one another.
 
-    Several ranges are read at a time, with about 2 MiB of memory for each of ``threads``.
+    Several ranges are read at a time, with about 1 MiB of memory for each of ``threads``.
     ``on_bytes`` gets the number of bytes read since its last call; `bytes_to_read` estimates their
     sum.
     """
-    located = formats.locate(index, files)
+    locating = Background(lambda: formats.locate(index, files))
     reading = read_everything(index, files, threads=threads, on_bytes=on_bytes)
+    located = locating.result()
     condition = DamageMap(located, [damage.data for damage in reading.damages])
     known = frozenset(fqn for problem in located.problems for fqn in problem.about)
     differing = differing_replicas(
@@ -104,11 +107,11 @@ class _Findings(NamedTuple):
     """What was found beyond the index: by reading everything, and by comparing replicas."""
 
     files: Files
-    reading: Reading | None = None
+    reading: ReadResult | None = None
     differing: tuple[CheckpointError, ...] = ()
 
 
-def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) -> Report:
+def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) -> VerifyReport:
     damages = findings.reading.damages if findings.reading is not None else []
     bad_items = _bad_items(index, located, findings.files)
     ranges = [damage.data for damage in (*bad_items, *damages)]
@@ -124,17 +127,17 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
         *findings.differing,
         *halves.problems,
     ]
-    hurt = condition.hurt_tensors(problems)
+    damaged = condition.damaged_tensors(problems)
     lost = replace(index, problems=tuple(problems)).lost
-    return Report(
+    return VerifyReport(
         root=index.root,
         format=index.format,
         problems=tuple(problems),
-        notes=(*index.notes, *halves.notes, *([] if hurt or lost else _held_by_replicas(index))),
+        notes=(*index.notes, *halves.notes, *([] if damaged or lost else _held_by_replicas(index))),
         tensors=len(index.tensors),
-        hurt=hurt,
+        damaged=damaged,
         objects=len(index.objects),
-        hurt_objects=condition.hurt_objects(problems),
+        damaged_objects=condition.damaged_objects(problems),
         lost=lost,
         rescued=condition.rescued(),
         ranks=_ranks(index, condition),
@@ -248,12 +251,12 @@ def _ranks(index: CheckpointIndex, condition: DamageMap) -> tuple[RankState, ...
         if rank is not None:
             paths.setdefault(rank, set()).add(file.path)
     return tuple(
-        RankState(rank, not any(map(condition.is_hurt_file, held)), tuple(sorted(held)))
+        RankState(rank, not any(map(condition.is_damaged_file, held)), tuple(sorted(held)))
         for rank, held in sorted(paths.items())
     )
 
 
-def expecting_ranks(report: Report, index: CheckpointIndex, ranks: int) -> Report:
+def expecting_ranks(report: VerifyReport, index: CheckpointIndex, ranks: int) -> VerifyReport:
     """The same report, with a problem unless exactly the ranks 0 to N - 1 have files.
 
     In some formats a rank with nothing to save has a file, too: there `world_size` counts.

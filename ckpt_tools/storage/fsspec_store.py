@@ -153,7 +153,7 @@ def _fault(error: Exception, address: str) -> OSError:
     if _is_timeout(error):
         what = f"its server sent nothing for {STALLED:g} seconds, {len(PAUSES) + 1} times"
     elif type(error).__name__ == "TooManyRedirects":
-        what = "its server sends on from address to address and never answers"
+        what = "its server redirects again and again"
     elif isinstance(status, int):
         what = f"its server answers {status} ({getattr(error, 'message', '')})"
     else:
@@ -204,15 +204,15 @@ def listing(address: str) -> list[Facts]:
 
 
 def _list(address: str) -> list[Facts]:
-    found = _asked(address, lambda system: system.ls(address, detail=True))
+    listed = _asked(address, lambda system: system.ls(address, detail=True))
     own = _tail(address)
     if _is_web(address):
-        names = {*map(_linked(address), found), _UNLISTED} - {""}
+        names = {*map(_linked(address), listed), _UNLISTED} - {""}
         there = _with_sizes(address, sorted(names))
         inside = [one for one in there if one.name != _UNLISTED or not one.is_dir]
     else:
-        inside = [_facts(entry) for entry in found]
-    return sorted(entry for entry in inside if entry.name and not _is_itself(entry, own, found))
+        inside = [_facts(entry) for entry in listed]
+    return sorted(entry for entry in inside if entry.name and not _is_itself(entry, own, listed))
 
 
 def _is_web(address: str) -> bool:
@@ -246,9 +246,9 @@ def _with_sizes(address: str, names: Sequence[str]) -> list[Facts]:
         return list(filter(None, pool.map(ask, names)))
 
 
-def _is_itself(entry: Facts, own: str, found: Sequence[Mapping[str, object]]) -> bool:
+def _is_itself(entry: Facts, own: str, listed: Sequence[Mapping[str, object]]) -> bool:
     """Whether an entry is the marker of the folder itself, or the file that was listed."""
-    return entry.name == own and len(found) == 1 and not entry.is_dir and entry.size == 0
+    return entry.name == own and len(listed) == 1 and not entry.is_dir and entry.size == 0
 
 
 def _facts(entry: Mapping[str, object]) -> Facts:

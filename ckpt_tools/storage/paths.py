@@ -30,8 +30,8 @@ def is_address(path: str) -> bool:
 
 def local(path: str) -> str | None:
     """The path on this machine that is meant, also by ``file://``; None for any other address."""
-    scheme, found, rest = path.partition("://")
-    if found and scheme in ("file", "local"):
+    scheme, separator, rest = path.partition("://")
+    if separator and scheme in ("file", "local"):
         return rest
     return None if is_address(path) else path
 
@@ -61,7 +61,7 @@ def inside(relative: str) -> str:
     Raises UnreadableError for one that leaves the folder, or that no file can have.
     """
     if "\0" in relative:
-        raise UnreadableError(f"names a file that cannot be: {relative!r}.")
+        raise UnreadableError(f"gives a file name that is not possible: {relative!r}.")
     path = os.path.normpath(relative)
     if os.path.isabs(path) or path.split("/", 1)[0] in ("..", "."):
         raise UnreadableError(f"names a file outside of its folder: {relative!r}.")
@@ -95,7 +95,7 @@ def open_file(path: str) -> int:
 
 def _require_regular(mode: int, path: str) -> None:
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, and no regular file", path)
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file", path)
 
 
 def listdir(path: str) -> list[str]:
@@ -144,37 +144,37 @@ def _state_of(status: os.stat_result) -> FileState:
 
 def states_now(files: Iterable[str]) -> dict[str, FileState]:
     """The states of these files as they are now, without those that are not there."""
-    found: dict[str, FileState] = {}
+    states: dict[str, FileState] = {}
     folders: dict[str, set[str]] = {}
     for file in files:
         if is_address(file):
             folders.setdefault(os.path.dirname(file), set()).add(file)
             continue
         with suppress(OSError):
-            found[file] = _state_of(os.stat(file))
+            states[file] = _state_of(os.stat(file))
     for folder, wanted in folders.items():
         fsspec_store.forget(folder)
         with suppress(OSError):
             for one in fsspec_store.listing(folder):
                 path = os.path.join(folder, one.name)
                 if path in wanted:
-                    found[path] = FileState(one.size, version=one.version)
-    return found
+                    states[path] = FileState(one.size, version=one.version)
+    return states
 
 
 def is_dir(path: str) -> bool:
     """Whether this is a folder."""
     if is_address(path):
-        found = _facts(path)
-        return found is not None and found.is_dir
+        facts = _facts(path)
+        return facts is not None and facts.is_dir
     return os.path.isdir(path)
 
 
 def is_file(path: str) -> bool:
     """Whether this is a file."""
     if is_address(path):
-        found = _facts(path)
-        return found is not None and not found.is_dir
+        facts = _facts(path)
+        return facts is not None and not facts.is_dir
     return os.path.isfile(path)
 
 
@@ -221,7 +221,7 @@ def glob(pattern: str) -> list[str]:
         return sorted(local_glob(pattern))
     folder, name = os.path.split(pattern)
     try:
-        return sorted(os.path.join(folder, found) for found in filter_names(listdir(folder), name))
+        return sorted(os.path.join(folder, match) for match in filter_names(listdir(folder), name))
     except FileNotFoundError:
         return []
 
@@ -232,7 +232,7 @@ def absolute(path: str) -> str:
 
 
 def folder_of(path: str) -> str:
-    """The folder that a path lies in, spelled as the path is."""
+    """The folder of a path, spelled as the path is."""
     if is_address(path):
         return path.rstrip("/").rpartition("/")[0]
     return os.path.normpath(os.path.join(path, os.pardir))

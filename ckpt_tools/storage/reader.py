@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
 
-from ckpt_tools.errors import IncompleteError, UnreadableError, unreadable
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, unreadable
 from ckpt_tools.storage import fsspec_store, paths
 
 _MAX_OPEN = 128
@@ -149,10 +149,10 @@ class Files:
         if len(data) > length:
             raise UnreadableError(
                 f"{address}: its server was asked for {length:,} bytes and sent {len(data):,}.",
-                hint="It does not know ranges. Download the file, and read it from the disk.",
+                hint="It does not support range requests. Download the file and read it from disk.",
             )
         if len(data) < length:
-            raise _too_short(address, found=offset + len(data), needed=offset + length)
+            raise _too_short(address, length=offset + len(data), needed=offset + length)
         return data
 
     def read(self, path: str, offset: int, length: int) -> bytes:
@@ -167,7 +167,7 @@ class Files:
             while len(data) < length:
                 more = os.pread(fd, length - len(data), offset + len(data))
                 if not more:
-                    raise _too_short(path, found=offset + len(data), needed=offset + length)
+                    raise _too_short(path, length=offset + len(data), needed=offset + length)
                 data += more
         return data
 
@@ -186,19 +186,85 @@ class Files:
 
         Raises UnreadableError when the file ends before the buffer is full.
         """
+        self.read_some(path, offset, buffer, least=len(buffer))
+
+    def read_some(self, path: str, offset: int, buffer: memoryview, *, least: int) -> int:
+        """Fill a byte buffer as far as the file goes; gives the number of bytes.
+
+        Raises UnreadableError when they are not at least so many, of a store when it is not full.
+        """
         if path in self._lent:
             buffer[:] = self._lent[path][offset : offset + len(buffer)]
-            return
+            return len(buffer)
         if paths.is_address(path):
             buffer[:] = self._fetch(path, offset, len(buffer))
-            return
+            return len(buffer)
+        done = 0
         with self.descriptor(path) as fd:
-            done = 0
             while done < len(buffer):
                 count = os.preadv(fd, [buffer[done:]], offset + done)
                 if count == 0:
-                    raise _too_short(path, found=offset + done, needed=offset + len(buffer))
+                    break
                 done += count
+        if done < least:
+            raise _too_short(path, length=offset + done, needed=offset + least)
+        return done
+
+
+class Window:
+    """The block of a file that one thread read last, in a buffer of its own.
+
+    What lies in the block costs no read, and reading ahead makes few large reads of many small
+    ones: with 16 threads each read is a turn to wait for at the interpreter's lock.
+    """
+
+    __slots__ = ("_block", "_end", "_files", "_path", "_start", "_view", "nbytes")
+
+    def __init__(self, files: Files, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._files = files
+        self._block = bytearray(nbytes)
+        self._view = memoryview(self._block)
+        self._path, self._start, self._end = "", 0, 0
+
+    def block(self, path: str, offset: int, length: int, *, until: int) -> tuple[bytearray, int]:
+        """The buffer with these bytes of the file in it, which must fit, and where they begin.
+
+        If they are to be read, so is what follows up to ``until``, as far as the buffer goes.
+        They are there until the next call. Raises UnreadableError when the file ends before them.
+        """
+        if path != self._path or offset < self._start or offset + length > self._end:
+            self._fill(path, offset, length, max(length, min(until - offset, self.nbytes)))
+        return self._block, offset - self._start
+
+    def views(self, path: str, offset: int, length: int) -> Iterator[memoryview]:
+        """These bytes of the file in pieces, each of which is there until the next call."""
+        end = offset + length
+        while offset < end:
+            if path != self._path or not self._start <= offset < self._end:
+                wanted = min(end - offset, self.nbytes)
+                self._fill(path, offset, wanted, wanted)
+            piece = self._view[offset - self._start : min(end, self._end) - self._start]
+            yield piece
+            offset += len(piece)
+
+    def read(self, path: str, offset: int, length: int, *, until: int) -> bytes:
+        """These bytes of the file, as `block` finds them."""
+        if length > self.nbytes:
+            return self._files.read(path, offset, length)
+        _, at = self.block(path, offset, length, until=until)
+        return bytes(self._view[at : at + length])
+
+    def _fill(self, path: str, offset: int, length: int, wanted: int) -> None:
+        self._path = ""
+        try:
+            found = self._files.read_some(path, offset, self._view[:wanted], least=length)
+        except CheckpointError:
+            if wanted == length:
+                raise
+            # What was only to be read ahead cannot be read.
+            found = self._files.read_some(path, offset, self._view[:length], least=length)
+        self._path, self._start, self._end = path, offset, offset + found
 
 
 @cache
@@ -235,11 +301,11 @@ def refuse_special(files: Iterable[str]) -> None:
     for path in files:
         kind = paths.special(path)
         if kind is not None:
-            raise UnreadableError(f"{path} is {kind}, and no regular file; it was not opened.")
+            raise UnreadableError(f"{path} is {kind}, not a regular file; it was not opened.")
 
 
-def _too_short(path: str, *, found: int, needed: int) -> UnreadableError:
+def _too_short(path: str, *, length: int, needed: int) -> UnreadableError:
     return UnreadableError(
-        f"{path} is truncated: {found:,} bytes, the index needs {needed:,}.",
+        f"{path} is truncated: {length:,} bytes, the index needs {needed:,}.",
         hint="It may still be copying, or the disk was full; compare its size with the original.",
     )

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from shutil import rmtree
-from tempfile import mkdtemp
 
 from ckpt_tools.errors import OutputExistsError, UsageError, WriteError, unwritable
 from ckpt_tools.storage import fsspec_store, paths
@@ -25,6 +23,9 @@ def staged(out: str, *, force: bool, resume: bool, last: tuple[str, ...] = ()) -
     `refuse_existing` raises, UsageError with ``resume``, and WriteError when the store refuses or
     has not kept every byte.
     """
+    from shutil import rmtree  # late, as all that only addresses need
+    from tempfile import mkdtemp
+
     refuse_existing(out, force=force, resume=resume)
     folder = mkdtemp(prefix="ckpt-tools-")
     try:

@@ -1,7 +1,7 @@
 """Steps between what a checkpoint holds and what is written: each turns entries into other entries.
 
 A step renames, cuts, joins or leaves out entries, as boxes over byte ranges; values that it has to
-compute are a `Work` to do before the files are written. No step is known by name here.
+compute are a `Materialize` to do before the files are written. No step is known by name here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
@@ -22,15 +22,15 @@ class TransformedTensor(NamedTuple):
     origins: tuple[str, ...]
 
 
-class Work(Protocol):
+class Materialize(Protocol):
     """What must be done once before tensors are read: it makes the file ``path``, which their
-    chunks point at.
+    chunks point at. What it reads is located in ``source``.
     """
 
     @property
     def path(self) -> str: ...  # noqa: D102 (said above)
 
-    def __call__(self, files: Files) -> None: ...  # noqa: D102
+    def __call__(self, files: Files, source: CheckpointIndex) -> None: ...  # noqa: D102
 
 
 class TransformResult(NamedTuple):
@@ -43,14 +43,14 @@ class TransformResult(NamedTuple):
     made: tuple[TransformedTensor, ...]
     notes: tuple[str, ...] = ()
     files: tuple[FilePlan, ...] = ()
-    works: tuple[Work, ...] = ()
+    works: tuple[Materialize, ...] = ()
 
 
-Step = Callable[[tuple[TransformedTensor, ...], Files], TransformResult]
+Transform = Callable[[tuple[TransformedTensor, ...], Files], TransformResult]
 
 
 def apply(
-    steps: Sequence[Step], made: tuple[TransformedTensor, ...], files: Files
+    steps: Sequence[Transform], made: tuple[TransformedTensor, ...], files: Files
 ) -> TransformResult:
     """Apply the steps in order; their notes, files and works are collected.
 

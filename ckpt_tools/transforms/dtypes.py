@@ -89,9 +89,9 @@ def _refuse_doubtful(doubtful: Mapping[str, str]) -> None:
     first, beside = min(doubtful.items())
     raise UsageError(
         f"--dtype would cast {counted(len(doubtful), 'tensor')} that may belong to quantized "
-        f"weights: {some(sorted(doubtful))}. {first} stands beside {beside}, and nothing tells "
-        "what it is.",
-        hint=f"Leave --dtype away; or say what each is to be: --dtype-for '{first}=keep' or =bf16; "
+        f"weights: {some(sorted(doubtful))}. {first} is beside {beside}, and its name "
+        "does not say what it is.",
+        hint=f"Leave --dtype out; or decide for each: --dtype-for '{first}=keep' or =bf16; "
         "or leave it out with --exclude.",
     )
 
@@ -134,4 +134,4 @@ def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -
         return []
     kept = f"{counted(len(masters), 'float32 master weight')} ({some(sorted(masters))})"
     own = ", ".join(sorted(narrow))
-    return [f"The optimizer holds {kept}; written are the model's own, {own}."]
+    return [f"The optimizer holds {kept}; the model's own weights are written, in {own}."]

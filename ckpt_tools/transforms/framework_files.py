@@ -14,10 +14,9 @@ from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
+    LazyPlans,
     Target,
     WriteItem,
-    inside,
-    joined,
     object_entry_as_tensor,
 )
 from ckpt_tools.core.state_tree import Branch
@@ -25,7 +24,7 @@ from ckpt_tools.errors import unwritable
 from ckpt_tools.storage import paths
 from ckpt_tools.transforms.frameworks import Arranged
 
-PlanFolder = Callable[[str, Sequence[Target], CheckpointIndex], Sequence[FilePlan]]
+PlanFolder = Callable[[str, Sequence[Target], CheckpointIndex], LazyPlans]
 
 
 def plan_files(
@@ -33,18 +32,17 @@ def plan_files(
     located: CheckpointIndex,
     targets: Sequence[Target],
     plan_folder: PlanFolder,
-) -> Sequence[FilePlan]:
+) -> LazyPlans:
     """All files of the arrangement, folder by folder, then what lies beside them.
 
     ``targets`` equal the source's tensors under their own names; ``plan_folder`` plans the files of
     a folder, by its name, from its targets and its part of the index, both under new names.
     """
-    parts: list[Sequence[FilePlan]] = []
+    plans = LazyPlans()
     for folder, tree in arranged.folders.items():
         moved = located.arranged(tree)
         if moved.entries:
-            parts.append(inside(folder, plan_folder(folder, renamed(tree, targets), moved)))
-    plans: list[FilePlan] = []
+            plans += plan_folder(folder, renamed(tree, targets), moved).inside(folder)
     for name, tree in arranged.beside.items():
         moved = located.arranged(tree)
         if moved.entries:
@@ -52,20 +50,20 @@ def plan_files(
             torch = formats.named("torch")
             plans += torch.plan_files(renamed(tree, targets), moved.objects, options=wanted)
     bodies = {name: text.encode() for name, text in arranged.texts.items()}
-    plans += [FilePlan(name, len(body), ((0, body),), ()) for name, body in bodies.items()]
-    plans += [_copy(name, path) for name, path in arranged.copied.items()]
-    return joined([*parts, plans])
+    beside = [FilePlan(name, len(body), ((0, body),), ()) for name, body in bodies.items()]
+    beside += [_copy(name, path) for name, path in arranged.copied.items()]
+    return plans + LazyPlans.of(beside)
 
 
 def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...]:
     """The targets of a tree's tensors, under the names of their places, sorted by these."""
     by_name = {target.fqn: target for target in targets}
-    found = [
+    placed = [
         by_name[entry.fqn]._replace(fqn=names.join(path), path=path)
         for path, entry in tree.walk()
         if isinstance(entry, TensorEntry)
     ]
-    return tuple(sorted(found, key=lambda target: target.fqn))
+    return tuple(sorted(placed, key=lambda target: target.fqn))
 
 
 def _copy(name: str, path: str) -> FilePlan:

@@ -82,7 +82,7 @@ class LayoutTarget:
     by_ranks: bool = False
 
 
-class _Parts(NamedTuple):
+class _StateParts(NamedTuple):
     """A checkpoint without its containers: the model by its names, the optimizer, all else."""
 
     model: Branch[Entry]
@@ -112,11 +112,16 @@ def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: LayoutTarge
 
 
 def arrange_whole(index: CheckpointIndex, layout: str, target: LayoutTarget) -> Arranged:
-    """The same for a loader of whole tensors, which lie in torch.save files.
+    """The same for Accelerate's loader of FULL_STATE_DICT: two torch.save files of whole tensors,
+    whose names have no container.
 
     Raises what `arrange` raises.
     """
-    return _not_empty(_accelerate_whole(_Job(index, _parts(index), target)), index, layout)
+    job = _Job(index, _parts(index), target)
+    files = {"pytorch_model_fsdp.bin": job.parts.model, "optimizer.bin": _in((), job.nested())}
+    copied, notes = _side_files(job)
+    arranged = Arranged({}, beside=files, copied=copied, notes=tuple(notes))
+    return _not_empty(arranged, index, layout)
 
 
 def _not_empty(arranged: Arranged, index: CheckpointIndex, layout: str) -> Arranged:
@@ -133,7 +138,7 @@ class _Job(NamedTuple):
     """What an arrangement is made of."""
 
     source: CheckpointIndex
-    parts: _Parts
+    parts: _StateParts
     target: LayoutTarget
 
     def nested(self) -> Tree[Entry]:
@@ -162,7 +167,7 @@ class _Job(NamedTuple):
         return 1 if named is None else named
 
     def named_step(self) -> int | None:
-        """The step in the name of a folder that the source lies in, the nearest first."""
+        """The step in the name of a folder above the source, the nearest first."""
         for part in reversed(os.path.abspath(self.source.root).split(os.sep)):
             match = _STEP.fullmatch(part)
             if match:
@@ -176,7 +181,7 @@ class _Job(NamedTuple):
         return ["No folder name has the step, so it is 1; rename the folder if needed."]
 
 
-def _parts(index: CheckpointIndex) -> _Parts:
+def _parts(index: CheckpointIndex) -> _StateParts:
     """Take everything out of its container."""
     optimizers = param_names.optimizers_of(index)
     if len(optimizers) > 1:
@@ -192,14 +197,12 @@ def _parts(index: CheckpointIndex) -> _Parts:
             f"{stray.fqn}: no state dict of an optimizer has it, with state and param_groups.",
             hint="Leave it out with --exclude, or leave --layout out to keep it unchanged.",
         )
-    entries = index.entries
-    kinds = names.classify([e.path for e in entries], objects={e.path for e in index.objects})
-    depths = {e.fqn: len(prefix) for e, (_, prefix) in zip(entries, kinds, strict=True)}
+    containers = names.containers_of(index)
     tree = index.entry_tree()
     model: dict[str, Entry] = {}
     for path, entry in tree.walk():
         if entry.section == "model":
-            name = names.unwrapped(names.join(path[depths[entry.fqn] :]))
+            name = names.unwrapped(names.join(path[len(containers[entry.fqn]) :]))
             other = model.setdefault(name, entry)
             if other is not entry:
                 raise UsageError(
@@ -208,7 +211,7 @@ def _parts(index: CheckpointIndex) -> _Parts:
                 )
     own = {entry.fqn for entry in model.values()}
     own |= {entry.fqn for entry in optim.leaves()} if optim is not None else set()
-    return _Parts(dict_of(model), optim, tree.filter(lambda entry: entry.fqn not in own))
+    return _StateParts(dict_of(model), optim, tree.filter(lambda entry: entry.fqn not in own))
 
 
 def _in(path: Sequence[str], tree: Tree[Entry]) -> Branch[Entry]:
@@ -261,13 +264,6 @@ def _accelerate(job: _Job) -> Arranged:
         )
     folders["optimizer_0"] = optim
     return Arranged(folders, rank_names, copied=copied, notes=tuple(notes))
-
-
-def _accelerate_whole(job: _Job) -> Arranged:
-    """The same of FULL_STATE_DICT: two files, whose names stand in no container."""
-    files = {"pytorch_model_fsdp.bin": job.parts.model, "optimizer.bin": _in((), job.nested())}
-    copied, notes = _side_files(job)
-    return Arranged({}, beside=files, copied=copied, notes=tuple(notes))
 
 
 def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:

@@ -37,7 +37,7 @@ class Needed(NamedTuple):
 
     choices: tuple[Shapes, ...]
     ties: Mapping[str, str]
-    told_by: str
+    according_to: str
 
 
 def needed_by(folder: str, config: Mapping[str, object]) -> Needed | None:
@@ -66,9 +66,9 @@ def _by_transformers(folder: str, config: Mapping[str, object]) -> Needed | None
     if on_hub is not None:
         choices.append(_shapes(on_hub))
     ties = getattr(model, "all_tied_weights_keys", None)
-    told_by = f"{type(model).__name__} of transformers {transformers.__version__}"
+    according_to = f"{type(model).__name__} of transformers {transformers.__version__}"
     return Needed(
-        tuple(choices), dict(ties) if isinstance(ties, dict) else usual_ties(config), told_by
+        tuple(choices), dict(ties) if isinstance(ties, dict) else usual_ties(config), according_to
     )
 
 
@@ -111,8 +111,8 @@ def _as_on_hub(
     revert = getattr(loading, "revert_weight_conversion", None)
     if revert is None:
         return None
-    found = revert(model, dict(state))
-    return found if isinstance(found, dict) and found.keys() != state.keys() else None
+    reverted = revert(model, dict(state))
+    return reverted if isinstance(reverted, dict) and reverted.keys() != state.keys() else None
 
 
 def _shapes(state: Mapping[str, torch.Tensor]) -> Shapes:

@@ -48,15 +48,15 @@ class Weights(NamedTuple):
 
         What stands for ``l.weight`` is called so, ``l.qweight`` or ``l.weight_packed``.
         """
-        found: dict[str, tuple[int, ...] | None] = {}
+        shapes_of: dict[str, tuple[int, ...] | None] = {}
         for fqn, shape in shapes.items():
             if fqn in self.packed:
                 usual = f"{fqn.rpartition('.')[0]}.weight".removeprefix(".")
                 begins = (fqn[:end] for end in range(len(fqn), 0, -1))
-                found[next((n for n in (*begins, usual) if n in wanted), fqn)] = None
+                shapes_of[next((n for n in (*begins, usual) if n in wanted), fqn)] = None
             elif fqn in wanted or fqn not in self.scales:
-                found[fqn] = shape
-        return found
+                shapes_of[fqn] = shape
+        return shapes_of
 
 
 def weights_of(
@@ -90,13 +90,13 @@ def true_of(
     ``of_source`` is the config that lies with the checkpoint: it may say how the weights were
     quantized. Raises AnswerNo when nothing says it, and the config ``must_fit``.
     """
-    found, notes = _with_quantization(weights, config, of_source, must_fit=must_fit)
+    corrected, notes = _with_quantization(weights, config, of_source, must_fit=must_fit)
     most = max(weights.types, key=lambda kind: weights.types[kind], default=None)
     if most is None:
-        return found, notes
-    typed = _with_dtype(found, most, weights.types.keys())
-    if typed != found:
-        said = {dtype.name for part in _parts(found) for dtype in _said(part).values()}
+        return corrected, notes
+    typed = _with_dtype(corrected, most, weights.types.keys())
+    if typed != corrected:
+        said = {dtype.name for part in _parts(corrected) for dtype in _said(part).values()}
         was = f"it said {' and '.join(sorted(said))}" if said else "it said none"
         notes.append(f"{CONFIG} says {most.name}, as the tensors are written; {was}.")
     return typed, notes
@@ -119,7 +119,7 @@ def _with_quantization(
         plain = _mapped(
             config, lambda part: {k: v for k, v in part.items() if k not in _QUANTIZATIONS}
         )
-        return plain, [f"{CONFIG} goes without its {_QUANTIZATIONS[0]}: no tensor is quantized."]
+        return plain, [f"Removed from {CONFIG} its {_QUANTIZATIONS[0]}: no tensor is quantized."]
     if has or not weights.packed:
         return config, []
     taken = {key: of_source[key] for key in _QUANTIZATIONS if key in of_source}
@@ -128,7 +128,7 @@ def _with_quantization(
     families = ", ".join(sorted(set(weights.packed.values())))
     text = (
         f"{len(weights.packed)} tensors are quantized ({families}: {some(list(weights.packed))}), "
-        f"and {CONFIG} has no {_QUANTIZATIONS[0]}: loaders would take the codes for numbers."
+        f"and {CONFIG} has no {_QUANTIZATIONS[0]}: a loader would read the codes as numbers."
     )
     if must_fit:
         hint = "Give the assets of the quantized model; --allow-mismatch continues without."
@@ -159,8 +159,8 @@ def _said(part: Config) -> dict[str, DType]:
 
 def _mapped(config: Config, change: Callable[[Config], dict[str, object]]) -> dict[str, object]:
     """The config with every part of it changed: itself, text_config, vision_config…"""
-    found = change(config)
-    return {**found, **{key: _mapped(part, change) for key, part in _inner(found).items()}}
+    changed = change(config)
+    return {**changed, **{key: _mapped(part, change) for key, part in _inner(changed).items()}}
 
 
 def _parts(config: Config) -> Iterator[Config]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
+from ckpt_tools import formats
 from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
@@ -52,7 +53,7 @@ _ASSETS = (
     "video_preprocessor_config.json",
     "additional_chat_templates/*",
 )
-# The model's own code, which loaders run only when they are told to trust it.
+# The model's own code, which loaders run only with trust_remote_code=True.
 _CODE = ("configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py")
 _NEVER = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.gguf", "*.distcp")
 
@@ -95,8 +96,8 @@ def _files_in(folder: str, wanted: Sequence[str]) -> list[str]:
 def _names_in(folder: str) -> list[str]:
     return sorted(
         os.path.relpath(os.path.join(parent, name), folder)
-        for parent, _, found in os.walk(folder)
-        for name in found
+        for parent, _, names in os.walk(folder)
+        for name in names
     )
 
 
@@ -133,21 +134,21 @@ def assets_beside(path: str) -> str:
     folder = os.path.dirname(path) or "." if os.path.isfile(path) else path
     above = os.path.dirname(os.path.abspath(folder))
     places = [os.path.join(folder, _OF_VERL), folder, os.path.join(above, _OF_VERL), above]
-    found = next((one for one in places if os.path.isfile(os.path.join(one, CONFIG))), None)
-    if found is None:
+    beside = next((one for one in places if os.path.isfile(os.path.join(one, CONFIG))), None)
+    if beside is None:
         raise UsageError(
             f"--hf-assets auto finds no {CONFIG} with {path}.",
             hint=f"Looked in {', '.join(places)}. Give the folder of the model on the hub.",
         )
-    return found
+    return beside
 
 
 def model_type_of(config: Mapping[str, object]) -> str | None:
     """The architecture that a config names (``llama``, ``qwen3``), or None."""
     text = config.get("text_config")
     inner = text.get("model_type") if isinstance(text, dict) else None
-    found = config.get("model_type", inner)
-    return found if isinstance(found, str) else None
+    model_type = config.get("model_type", inner)
+    return model_type if isinstance(model_type, str) else None
 
 
 def values_of(config: Mapping[str, object]) -> dict[str, int]:
@@ -178,7 +179,7 @@ def _is_asset(name: str, wanted: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class AssetsStep:
+class AssetsTransform:
     """Puts the assets beside the weights, once these are what the config's model needs.
 
     ``dtype`` and ``dtypes`` say the types of what is written, as for `chosen_dtypes`; ``source`` is
@@ -205,7 +206,7 @@ class AssetsStep:
                 "--allow-mismatch continues without.",
             )
         ties = dict(needed.ties) if needed else hf_architecture.usual_ties(self.assets.config)
-        left, notes = _untied(made, ties, files)
+        left, notes = _untied(made, ties, self.source, files)
         types, _ = chosen_dtypes(left, self.dtype, self.dtypes, source=self.source)
         weights = hf_config.weights_of(left, types, source=self.source)
         config, changes = hf_config.true_of(
@@ -236,8 +237,8 @@ class AssetsStep:
         """One line on the comparison. Raises AnswerNo."""
         faults = _faults(shapes, needed, ties)
         if not faults:
-            return f"Names and shapes are what the model needs, according to {needed.told_by}."
-        text = f"The tensors are not what {needed.told_by} needs:\n" + "\n".join(faults)
+            return f"Names and shapes are what the model needs, according to {needed.according_to}."
+        text = f"The tensors are not what {needed.according_to} needs:\n" + "\n".join(faults)
         if not self.allow_mismatch:
             raise AnswerNo(
                 text,
@@ -259,11 +260,14 @@ def _faults(shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> list[str
         if shape is not None and wanted is not None and shape != wanted
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "misshapen": wrong}
-    return [f"{len(found)} {kind}: {some(found, 20)}" for kind, found in kinds.items() if found]
+    return [f"{len(faulty)} {kind}: {some(faulty, 20)}" for kind, faulty in kinds.items() if faulty]
 
 
 def _untied(
-    made: tuple[TransformedTensor, ...], ties: Mapping[str, str], files: Files
+    made: tuple[TransformedTensor, ...],
+    ties: Mapping[str, str],
+    index: CheckpointIndex,
+    files: Files,
 ) -> tuple[tuple[TransformedTensor, ...], list[str]]:
     """The entries without those that are proven copies of the tensor that they are tied to."""
     entries = {one.entry.fqn: one.entry for one in made}
@@ -272,7 +276,8 @@ def _untied(
     for name, source in sorted(ties.items()):
         if name not in entries or source not in entries:
             continue
-        if same_bytes(entries[name], entries[source], files):
+        one, other = formats.located_in(index, (entries[name], entries[source]), files)
+        if same_bytes(one, other, files):
             copies.add(name)
             notes.append(f"{name} is tied to {source}, and equal to the bit: written once.")
         else:

@@ -47,7 +47,7 @@ class ParamNames(NamedTuple):
     groups: tuple[int, ...] = ()
 
 
-class Group(NamedTuple):
+class ParamGroup(NamedTuple):
     """One parameter group: its dict, and the parameters that this lists."""
 
     tree: Branch[Entry]
@@ -61,17 +61,19 @@ class Group(NamedTuple):
         """The names that the group keeps beside its parameters, in their order."""
         entry = self.tree.get(_PARAM_NAMES)
         value = entry.value if isinstance(entry, ObjectEntry) else None
-        found = tuple(one for one in value or () if isinstance(one, str)) if _is_list(value) else ()
-        return found if len(found) == len(self.params) else None
+        texts = tuple(one for one in value or () if isinstance(one, str)) if _is_list(value) else ()
+        return texts if len(texts) == len(self.params) else None
 
-    def listing(self, params: Sequence[Param], stored: Mapping[Param, str] | None = None) -> Group:
+    def listing(
+        self, params: Sequence[Param], stored: Mapping[Param, str] | None = None
+    ) -> ParamGroup:
         """The same group for other parameters; ``stored`` has names to keep beside them."""
         if tuple(params) == self.params:
             return self
         items = dict(_items(self.tree)) | {_PARAMS: _listed(_PARAMS, params)}
         if stored and _PARAM_NAMES in items:
             items[_PARAM_NAMES] = _listed(_PARAM_NAMES, [stored.get(p, str(p)) for p in params])
-        return Group(_dict(items), tuple(params))
+        return ParamGroup(_dict(items), tuple(params))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +85,20 @@ class Optimizer:
     """
 
     states: Mapping[Param, Tree[Entry]]
-    groups: tuple[Group | None, ...] | None
+    groups: tuple[ParamGroup | None, ...] | None
     beside: Mapping[Key, Tree[Entry]] = field(default_factory=dict)
 
-    def held(self) -> list[Group]:
+    def held(self) -> list[ParamGroup]:
         """The groups that are there."""
         return [group for group in self.groups or () if group is not None]
 
     def members(self) -> list[Param]:
         """All parameters, group after group. Raises UnsupportedError for one listed twice."""
-        found = Counter(param for group in self.held() for param in group.params)
-        twice = next((param for param, times in found.items() if times > 1), None)
+        counts = Counter(param for group in self.held() for param in group.params)
+        twice = next((param for param, times in counts.items() if times > 1), None)
         if twice is not None:
             raise UnsupportedError(f"The optimizer's groups list parameter {twice} twice.")
-        return list(found)
+        return list(counts)
 
     def is_numbered(self) -> bool:
         """Whether parameters are numbered; state before any group may tell it, too."""
@@ -124,16 +126,16 @@ class Optimizer:
 
 def find(tree: Branch[Entry], containers: Iterable[Path]) -> list[tuple[Path, Branch[Entry]]]:
     """The optimizers' state dicts in these containers with their paths, the outermost only."""
-    found: list[tuple[Path, Branch[Entry]]] = []
+    optimizers: list[tuple[Path, Branch[Entry]]] = []
     waiting = [(path, tree.get(*path)) for path in containers]
     for path, branch in waiting:  # which grows as it goes
         if not isinstance(branch, Branch):
             continue
         if branch.keys is not None and any(map(_is_own, branch.parts())):
-            found.append((path, branch))
+            optimizers.append((path, branch))
         else:
             waiting += [((*path, part), item) for part, item in branch.pairs()]
-    return found
+    return optimizers
 
 
 def _is_own(part: str | int) -> bool:
@@ -174,23 +176,23 @@ def flattened(tree: Branch[Entry]) -> Branch[Entry]:
     """
     if shape_of(tree) == "flattened":
         return tree
-    found = _by_name(tree, _no_digest)
-    members = set(found.members())
-    stray = next((param for param in found.states if param not in members), None)
-    if found.groups is not None and stray is not None:
+    optim = _by_name(tree, _no_digest)
+    members = set(optim.members())
+    stray = next((param for param in optim.states if param not in members), None)
+    if optim.groups is not None and stray is not None:
         raise UnsupportedError(f"{stray} has optimizer state, and is in no group.")
     placed: list[tuple[Key, Tree[Entry]]] = [
         (f"{_STATE}.{names.join((str(param), *path))}", entry)
-        for param, state in found.states.items()
+        for param, state in optim.states.items()
         for path, entry in _flat_state(state)
     ]
     placed += [
         (f"{_GROUPS}.{param}.{key}", option)
-        for group in found.held()
+        for group in optim.held()
         for param in group.params
         for key, option in group.options().pairs()
     ]
-    placed += found.beside.items()
+    placed += optim.beside.items()
     items = dict(placed)
     if len(items) < len(placed):
         twice = next(key for key, times in Counter(key for key, _ in placed).items() if times > 1)
@@ -208,28 +210,30 @@ def numbered(tree: Branch[Entry], order: ParamNames | None, *, digest: Digest) -
     """
     if shape_of(tree) == "numbered":
         return written(read(tree))
-    found = _by_name(tree, digest)
-    if order is None and (found.states or found.members()):
+    optim = _by_name(tree, digest)
+    if order is None and (optim.states or optim.members()):
         raise UsageError(
             "This optimizer's state is by name, and the loader counts parameters in the order of "
-            "its own optimizer, which no checkpoint tells.",
+            "its own optimizer, which no checkpoint stores.",
             hint="Give that order by --param-names FILE, one name a line; or --only model.",
         )
     order = order or ParamNames()
-    members, listed = set(found.members()), set(order.names)
-    unknown = next((p for p in (*found.states, *found.members()) if p not in listed), None)
+    members, listed = set(optim.members()), set(order.names)
+    unknown = next((p for p in (*optim.states, *optim.members()) if p not in listed), None)
     if unknown is not None:
         raise UsageError(f"{unknown} has optimizer state, and --param-names does not list it.")
     absent = next((name for name in order.names if name not in members), None)
-    if found.groups is not None and absent is not None:
+    if optim.groups is not None and absent is not None:
         raise UsageError(f"--param-names lists {absent}, which is in no group of the optimizer.")
-    if found.groups is not None:
-        found = replace(found, groups=_in_order(found.held(), order, digest))
+    if optim.groups is not None:
+        optim = replace(optim, groups=_in_order(optim.held(), order, digest))
     numbers = {name: number for number, name in enumerate(order.names)}
-    return written(found.renamed(lambda param: numbers[str(param)]))
+    return written(optim.renamed(lambda param: numbers[str(param)]))
 
 
-def _in_order(held: Sequence[Group], order: ParamNames, digest: Digest) -> tuple[Group, ...]:
+def _in_order(
+    held: Sequence[ParamGroup], order: ParamNames, digest: Digest
+) -> tuple[ParamGroup, ...]:
     """Groups as the loading optimizer has them, of its own sizes where these are known."""
     owners = {param: group for group in held for param in group.params}
     stored = {
@@ -237,7 +241,7 @@ def _in_order(held: Sequence[Group], order: ParamNames, digest: Digest) -> tuple
         for group in held
         for param, name in zip(group.params, group.stored_names() or (), strict=False)
     }
-    found = []
+    groups = []
     for params in _split(held, order):
         empty = next((group for group in held if not group.params), held[0])
         own = {id(owners[param]): owners[param] for param in params} or {0: empty}
@@ -245,14 +249,14 @@ def _in_order(held: Sequence[Group], order: ParamNames, digest: Digest) -> tuple
         value = _value_of(first.options(), digest) if others else None
         if any(_value_of(other.options(), digest) != value for other in others):
             raise _out_of_order(params)
-        found.append(first.listing(params, stored))
-    for param, name in zip((p for group in found for p in group.params), order.names, strict=True):
+        groups.append(first.listing(params, stored))
+    for param, name in zip((p for group in groups for p in group.params), order.names, strict=True):
         if param != name:
             raise _out_of_order((name, str(param)))
-    return tuple(found)
+    return tuple(groups)
 
 
-def _split(held: Sequence[Group], order: ParamNames) -> Iterator[Sequence[str]]:
+def _split(held: Sequence[ParamGroup], order: ParamNames) -> Iterator[Sequence[str]]:
     """The names that each group of the loading optimizer has."""
     if order.groups:
         ends = list(accumulate(order.groups))
@@ -291,20 +295,20 @@ def read(tree: Branch[Entry]) -> Optimizer:
     if not isinstance(state, Branch) or state.keys is None:
         raise UnsupportedError("The optimizer's state is not a dict, so it is of no parameter.")
     held = None if groups is None else _groups_of(groups)
-    found = Optimizer(dict(state.pairs()), held, dict(items.values()))
-    listed = found.members()
+    optim = Optimizer(dict(state.pairs()), held, dict(items.values()))
+    listed = optim.members()
     texts = [param for param in listed if isinstance(param, str)]
     if texts and len(texts) < len(listed):
         raise UnsupportedError(
             f"The optimizer's groups list names and numbers at once: {texts[0]} is a name."
         )
-    if texts or not all(param.isdecimal() for param in map(str, listed or found.states)):
-        return found
-    states = {int(k) if str(k).isdecimal() else k: item for k, item in found.states.items()}
-    return replace(found, states=states)
+    if texts or not all(param.isdecimal() for param in map(str, listed or optim.states)):
+        return optim
+    states = {int(k) if str(k).isdecimal() else k: item for k, item in optim.states.items()}
+    return replace(optim, states=states)
 
 
-def _groups_of(tree: Tree[Entry]) -> tuple[Group | None, ...]:
+def _groups_of(tree: Tree[Entry]) -> tuple[ParamGroup | None, ...]:
     if _is_value(tree, []):
         return ()
     if not isinstance(tree, Branch) or tree.keys is not None:
@@ -312,37 +316,37 @@ def _groups_of(tree: Tree[Entry]) -> tuple[Group | None, ...]:
     return tuple(None if g is None else _group_of(n, g) for n, g in enumerate(tree.items))
 
 
-def _group_of(number: int, tree: Tree[Entry]) -> Group:
+def _group_of(number: int, tree: Tree[Entry]) -> ParamGroup:
     if not isinstance(tree, Branch) or tree.keys is None:
         raise UnsupportedError(f"Group {number} of the optimizer is not a dict.")
     entry = tree.get(_PARAMS)
     value = entry.value if isinstance(entry, ObjectEntry) else None
     if not _is_list(value) or not all(type(one) in (str, int) for one in value):
         raise UnsupportedError(f"Group {number} of the optimizer does not list its parameters.")
-    return Group(tree, tuple(cast("Sequence[Param]", value)))
+    return ParamGroup(tree, tuple(cast("Sequence[Param]", value)))
 
 
 def _by_name(tree: Branch[Entry], digest: Digest) -> Optimizer:
     """What a state dict holds, by the names that torch's state dict calls give parameters."""
-    found = _unflattened(tree, digest) if shape_of(tree) == "flattened" else read(tree)
-    if found.is_numbered():
+    optim = _unflattened(tree, digest) if shape_of(tree) == "flattened" else read(tree)
+    if optim.is_numbered():
         raise UsageError(
             f"{next(tree.leaves()).fqn}: this optimizer's state is numbered, and here it "
             "must be by name.",
             hint="--param-names FILE names them: one name a line, in the optimizer's own order.",
         )
-    return found.renamed(lambda param: names.unwrapped(str(param)))
+    return optim.renamed(lambda param: names.unwrapped(str(param)))
 
 
-def written(found: Optimizer) -> Branch[Entry]:
+def written(optim: Optimizer) -> Branch[Entry]:
     """A state dict with groups; ``state`` is there, if empty, where groups are."""
     items: dict[Key, Tree[Entry]] = {}
-    if found.states or found.groups is not None:
-        items[_STATE] = _dict(cast("Mapping[Key, Tree[Entry]]", found.states))
-    if found.groups is not None:
-        trees: list[Tree[Entry]] = [group and group.tree for group in found.groups]
+    if optim.states or optim.groups is not None:
+        items[_STATE] = _dict(cast("Mapping[Key, Tree[Entry]]", optim.states))
+    if optim.groups is not None:
+        trees: list[Tree[Entry]] = [group and group.tree for group in optim.groups]
         items[_GROUPS] = list_of(trees) if trees else _listed(_GROUPS, ())
-    return _dict(items | dict(found.beside))
+    return _dict(items | dict(optim.beside))
 
 
 def _unflattened(tree: Branch[Entry], digest: Digest) -> Optimizer:
@@ -405,13 +409,13 @@ def _refuse_fractions(rest: str, keys: Sequence[str]) -> None:
 
 def _regrouped(
     options: Mapping[str, Mapping[Key, Tree[Entry]]], digest: Digest
-) -> tuple[Group, ...]:
+) -> tuple[ParamGroup, ...]:
     """New groups: parameters with equal hyper-parameters are one group."""
     members: dict[Hashable, list[str]] = {}
     for name, own in options.items():
         members.setdefault(_value_of(_dict(own), digest), []).append(name)
     return tuple(
-        Group(_dict({**options[first], _PARAMS: _listed(_PARAMS, params)}), tuple(params))
+        ParamGroup(_dict({**options[first], _PARAMS: _listed(_PARAMS, params)}), tuple(params))
         for params in members.values()
         for first in params[:1]
     )
@@ -458,8 +462,8 @@ def _flat_state(state: Tree[Entry]) -> Iterator[tuple[Path, Entry]]:
     held: Branch[Entry] = state if isinstance(state, Branch) else list_of([state])
     listed = [path for path, branch in held.branches() if branch.keys is None]
     for path, entry in held.walk():
-        odd = isinstance(entry, ObjectEntry) and type(entry.value) not in (bool, int, float)
-        if odd or any(path[: len(above)] == above for above in listed):
+        is_other = isinstance(entry, ObjectEntry) and type(entry.value) not in (bool, int, float)
+        if is_other or any(path[: len(above)] == above for above in listed):
             raise UnsupportedError(
                 f"{entry.fqn}: torch flattens state of tensors, numbers and dicts only, and this "
                 "is another value, or in a list, or no parameter's.",

@@ -28,13 +28,13 @@ def parse_names(text: str, *, where: str) -> tuple[str, ...]:
     Raises UsageError for a name that is there twice, and for a list without any.
     """
     lines = (line.strip() for line in text.splitlines())
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found:
+    names = [line for line in lines if line and not line.startswith("#")]
+    if not names:
         raise UsageError(f"{where} has no names in it; one a line is expected.")
-    if len(set(found)) < len(found):
-        twice = next(name for place, name in enumerate(found) if name in found[:place])
+    if len(set(names)) < len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
         raise UsageError(f"{where} names {twice} twice; a parameter has one number.")
-    return tuple(found)
+    return tuple(names)
 
 
 def names_in(index: CheckpointIndex) -> ParamNames:
@@ -63,18 +63,18 @@ def names_in(index: CheckpointIndex) -> ParamNames:
 
 def optimizers_of(index: CheckpointIndex) -> dict[Path, Branch[Entry]]:
     """The optimizers' state dicts in an index, by their paths."""
-    entries = index.entries
-    objects = {entry.path for entry in index.objects}
-    kinds = names.classify([entry.path for entry in entries], objects=objects)
-    pairs = zip(entries, kinds, strict=True)
-    containers = dict.fromkeys(prefix for entry, (_, prefix) in pairs if entry.section == "optim")
+    above = names.containers_of(index)
+    optim = (entry for entry in index.entries if entry.section == "optim")
+    containers = dict.fromkeys(above[entry.fqn] for entry in optim)
     return dict(optimizer.find(index.entry_tree(), containers))
 
 
 def numbered(index: CheckpointIndex) -> dict[Path, Branch[Entry]]:
     """The optimizers of this index whose states are numbered; its groups must be opened."""
-    found = optimizers_of(index)
-    return {path: tree for path, tree in found.items() if optimizer.shape_of(tree) == "numbered"}
+    optimizers = optimizers_of(index)
+    return {
+        path: tree for path, tree in optimizers.items() if optimizer.shape_of(tree) == "numbered"
+    }
 
 
 def loadable(index: Index) -> Index:
@@ -83,13 +83,13 @@ def loadable(index: Index) -> Index:
     DCP makes texts of numbers, and has nothing for an empty dict. But no optimizer finds its
     parameter 0 under the key "0", and none loads a state dict without ``state``. Names stay.
     """
-    for path, found in optimizers_of(index).items():
+    for path, tree in optimizers_of(index).items():
         try:
-            nested = optimizer.shape_of(found) != "flattened"
-            made = optimizer.written(optimizer.read(found)) if nested else found
+            nested = optimizer.shape_of(tree) != "flattened"
+            made = optimizer.written(optimizer.read(tree)) if nested else tree
         except UnsupportedError:  # a part of one, by the filters: it stays what it is
             continue
-        if made != found:
+        if made != tree:
             index = index.arranged(_replaced(index.entry_tree(), path, made))
     return index
 
@@ -104,18 +104,18 @@ def with_names(index: CheckpointIndex, given: ParamNames) -> CheckpointIndex:
     equally many, when the model has no such parameter, or when groups or shapes differ.
     """
     path, tree = _only_one(index)
-    found = optimizer.read(tree)
-    stored = [group.stored_names() for group in found.held()]
+    optim = optimizer.read(tree)
+    stored = [group.stored_names() for group in optim.held()]
     listed = given.names or tuple(name for own in stored if own is not None for name in own)
     if not given.names and (not stored or None in stored):
         raise UsageError(
             f"{index.root}: its param_groups keep no names beside their numbers.",
             hint="Give --param-names a file: one name a line, in the optimizer's own order.",
         )
-    names_of = _matched(found, listed, where=index.root)
-    _check_groups(found, given, where=index.root)
-    _check_shapes(index, found, names_of)
-    named = optimizer.written(found.renamed(lambda param: names_of.get(param, param)))
+    names_of = _matched(optim, listed, where=index.root)
+    _check_groups(optim, given, where=index.root)
+    _check_shapes(index, optim, names_of)
+    named = optimizer.written(optim.renamed(lambda param: names_of.get(param, param)))
     return index.arranged(_replaced(index.entry_tree(), path, named))
 
 
@@ -128,25 +128,25 @@ def _replaced(tree: Tree[Entry], path: Path, new: Branch[Entry]) -> Branch[Entry
 
 
 def _only_one(index: CheckpointIndex) -> tuple[Path, Branch[Entry]]:
-    found = numbered(index)
-    if not found:
+    optimizers = numbered(index)
+    if not optimizers:
         raise UsageError(
             f"{index.root}: no optimizer state here is numbered, so it needs no names.",
             hint="Leave --param-names out.",
         )
-    if len(found) > 1:
-        shown = " and ".join(map(names.join, found))
+    if len(optimizers) > 1:
+        shown = " and ".join(map(names.join, optimizers))
         raise UsageError(
             f"{index.root} has several numbered optimizers, {shown}, and one list of names.",
             hint="Choose one with --include.",
         )
-    return next(iter(found.items()))
+    return next(iter(optimizers.items()))
 
 
-def _matched(found: Optimizer, given: Sequence[str], *, where: str) -> dict[Param, str]:
+def _matched(optim: Optimizer, given: Sequence[str], *, where: str) -> dict[Param, str]:
     """The name of each number; names the first of either that has no match."""
-    states = [param for param in found.states if isinstance(param, int)]
-    numbers = found.members() or sorted(states)
+    states = [param for param in optim.states if isinstance(param, int)]
+    numbers = optim.members() or sorted(states)
     if len(numbers) > len(given):
         raise UsageError(
             f"{where}: the optimizer numbers {len(numbers)} parameters and {len(given)} names were "
@@ -165,9 +165,9 @@ def _matched(found: Optimizer, given: Sequence[str], *, where: str) -> dict[Para
     return names_of
 
 
-def _check_groups(found: Optimizer, given: ParamNames, *, where: str) -> None:
+def _check_groups(optim: Optimizer, given: ParamNames, *, where: str) -> None:
     """Refuse names of another optimizer's groups: their order is then another one."""
-    sizes = tuple(len(group.params) for group in found.held())
+    sizes = tuple(len(group.params) for group in optim.held())
     if not given.groups or sizes == given.groups:
         return
     place = next(
@@ -181,7 +181,7 @@ def _check_groups(found: Optimizer, given: ParamNames, *, where: str) -> None:
     )
 
 
-def _check_shapes(index: CheckpointIndex, found: Optimizer, names_of: Mapping[Param, str]) -> None:
+def _check_shapes(index: CheckpointIndex, optim: Optimizer, names_of: Mapping[Param, str]) -> None:
     """Hold each name to the model of the same checkpoint, where that has one."""
     shapes = _parameter_shapes(index)
     if not shapes:
@@ -193,7 +193,7 @@ def _check_shapes(index: CheckpointIndex, found: Optimizer, names_of: Mapping[Pa
                 "has no such parameter.",
                 hint="`ckpt-tools ls --only model` lists what it has.",
             )
-        state = found.states.get(param)
+        state = optim.states.get(param)
         for key, entry in state.pairs() if isinstance(state, Branch) else ():
             shape = shapes[names.clean(name)]
             if key not in LIKE_PARAMETER or not isinstance(entry, TensorEntry):
@@ -219,11 +219,9 @@ def _may_be_of(state: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def _parameter_shapes(index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
     """Shapes of the model's tensors by their names inside the model, without wrapper components."""
-    paths = [entry.path for entry in index.entries]
-    kinds = names.classify(paths, objects={entry.path for entry in index.objects})
-    prefixes = dict(zip(paths, kinds, strict=True))
+    containers = names.containers_of(index)
     return {
-        names.clean(names.join(entry.path[len(prefixes[entry.path][1]) :])): entry.shape
+        names.clean(names.join(entry.path[len(containers[entry.fqn]) :])): entry.shape
         for entry in index.tensors
         if entry.section == "model"
     }

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -155,11 +155,11 @@ def recognise(index: CheckpointIndex) -> Quantized:
         packed = _packed(group)
         if packed:
             at_top = not module or module[:-1] in containers
-            found, near = _sorted_out(group, packed, at_top=at_top)
-            for name, one in found.items():
+            known, near = _sorted_out(group, packed, at_top=at_top)
+            for name, one in known.items():
                 members.setdefault(module + name, Member(packed[one].name, module + one))
-            for higher in _above(module):
-                above.setdefault(higher, members[module + next(iter(packed))])
+            for higher in islice(_prefixes(module[:-1]), 2):
+                above.setdefault(f"{higher}.", members[module + next(iter(packed))])
             doubtful |= {module + name: module + one for name, one in near.items()}
     for fqn in tensors.keys() - members.keys() if above else ():
         module, _, leaf = fqn.rpartition(".")
@@ -175,15 +175,15 @@ def _by_names(tensors: Mapping[str, TensorEntry], others: Collection[str]) -> di
     """What is known by names alone: all below a 4-bit weight, and the buffers of quantizers."""
     signs = (_BNB4_SIGN.fullmatch(fqn) for fqn in (*tensors, *others) if "quant_" in fqn)
     weights = {sign["weight"] for sign in signs if sign is not None}
-    found: dict[str, Member] = {}
+    members: dict[str, Member] = {}
     for fqn, entry in tensors.items():
         owners = (fqn, *_prefixes(fqn)) if weights else ()
         weight = next((one for one in owners if one in weights), None)
         if weight is not None:
-            found[fqn] = Member(_BNB4, weight)
+            members[fqn] = Member(_BNB4, weight)
         elif entry.dtype.kind == "float" and _BUFFER_SIGN.search(fqn):
-            found |= _buffer(fqn)
-    return found
+            members |= _buffer(fqn)
+    return members
 
 
 def _buffer(fqn: str) -> dict[str, Member]:
@@ -198,11 +198,6 @@ def _prefixes(fqn: str) -> Iterator[str]:
     while place > 0:
         yield fqn[:place]
         place = fqn.rfind(".", 0, place)
-
-
-def _above(module: str) -> Iterable[str]:
-    """The modules up to two levels above a module, each with its dot."""
-    return [f"{one}." for one in islice(_prefixes(module[:-1]), 2)]
 
 
 def _by_module(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
@@ -225,17 +220,18 @@ def _sorted_out(
     group: Mapping[str, TensorEntry], packed: Mapping[str, _Family], *, at_top: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The tensors of a module that belong to a packed one, which they name; and the doubtful."""
-    found, doubtful = {name: name for name in packed}, {}
+    weights, doubtful = {name: name for name in packed}, {}
     for name in sorted(group.keys() - packed.keys()):
-        near = max(packed, key=lambda one: (_alike(one, name), one))
-        if _is_of(name, packed[near]):
-            found[name] = near
+        near = max(packed, key=lambda one: (_common_letters(one, name), one))
+        also = packed[near].also
+        if _is_scale(name) or (also and re.fullmatch(also, name)):
+            weights[name] = near
         elif _is_doubtful(group[name], name, near, at_top=at_top):
             doubtful[name] = near
-    return found, doubtful
+    return weights, doubtful
 
 
-def _alike(one: str, other: str) -> int:
+def _common_letters(one: str, other: str) -> int:
     """How many letters at their begin two names have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
@@ -243,13 +239,13 @@ def _alike(one: str, other: str) -> int:
 
 def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
     """The packed tensors of a module, with their families."""
-    found = {}
+    families = {}
     for name, entry in group.items():
         family = _family(name, entry, group)
         if family is not None:
-            found[name] = family
-    codes = {name: family for name, family in found.items() if not name.endswith(_ZERO)}
-    return codes or found
+            families[name] = family
+    codes = {name: family for name, family in families.items() if not name.endswith(_ZERO)}
+    return codes or families
 
 
 def _may_be_packed(entry: TensorEntry) -> bool:
@@ -289,12 +285,8 @@ def _kind(dtype: DType) -> str:
 
 def _is_lone(entry: TensorEntry) -> bool:
     """Whether a tensor is a scale by its name alone; one of a cache is a single number."""
-    found = _LONE.fullmatch(entry.fqn.rpartition(".")[2])
-    return found is not None and (found["one"] is None or entry.numel == 1)
-
-
-def _is_of(name: str, family: _Family) -> bool:
-    return _is_scale(name) or bool(family.also and re.fullmatch(family.also, name))
+    match = _LONE.fullmatch(entry.fqn.rpartition(".")[2])
+    return match is not None and (match["one"] is None or entry.numel == 1)
 
 
 def _is_doubtful(entry: TensorEntry, name: str, packed: str, *, at_top: bool) -> bool:

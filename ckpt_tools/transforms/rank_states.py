@@ -122,22 +122,22 @@ def _count(states: _States) -> str:
 
 
 def _states(index: CheckpointIndex) -> dict[str, _States]:
-    """All states of ranks, by what a person calls them."""
-    found: dict[str, _States] = {}
+    """All states of ranks, by the names that people use for them."""
+    by_name: dict[str, _States] = {}
     for entry in index.entries:
         mark = _mark_of(entry.path) if entry.section == "other" else None
         if mark is None:
             continue
         name, place = _place_of(entry.path, mark)
-        states = found.setdefault(name, _States(mark.whose, None))
+        states = by_name.setdefault(name, _States(mark.whose, None))
         states.places.add(place)
         count = index.world_size if mark.rank is None else mark.rank + 1
         states.ranks = max(states.ranks or 0, count or 0) or None
-    return found
+    return by_name
 
 
 def _mark_of(path: Path) -> _Mark | None:
-    """The outermost part of a path that tells of a rank."""
+    """The outermost part of a path that names a rank."""
     for depth, part in enumerate(path):
         own = _DATA_PARALLEL.fullmatch(str(part))
         if own is not None:

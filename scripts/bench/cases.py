@@ -68,6 +68,12 @@ class Case(NamedTuple):
     contestants: Sequence[Contestant]
     base: str | None
 
+    def with_before(self, checkout: Path) -> Case:
+        """The same with our command of another commit in second place."""
+        ours, *others = self.contestants
+        args = ("env", f"PYTHONPATH={data.compiled(checkout)}", *ours.args)
+        return self._replace(contestants=[ours, Contestant("before", args), *others])
+
 
 def _ours(name: str, *args: str | Path) -> Contestant:
     return Contestant(name, (*data.OURS, *map(str, args), "-q"))

@@ -8,7 +8,8 @@
 
 The model has 291 bfloat16 tensors, stored by eight ranks as a DCP directory in /dev/shm (--folder).
 Three times its size is needed there. A ratio is taken inside one round and shown as the median
-over the rounds, with the range; the last column says whether the target is met.
+over the rounds, with the range; the last column says whether the target is met. "Serial" are the
+same commands on as many tensors of a few elements: what of their time no core shortens.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="cores-", dir=asked.folder) as name:
         folder = Path(name)
         source = _model(folder, int(asked.gib * 2**30))
-        commands = _commands(source, folder / "out", tuple(asked.ours))
+        commands = {
+            **_commands(source, folder / "out", tuple(asked.ours)),
+            **_serial(_tiny(folder), tuple(asked.ours)),
+        }
         wanted = tuple(filter(None, asked.only.split(",")))
         chosen = {name: run for name, run in commands.items() if name.startswith(wanted or "")}
         costs: dict[str, list[Cost]] = {name: [] for name in chosen}
@@ -104,13 +108,24 @@ def _model(folder: Path, nbytes: int) -> Path:
     dim = 128
     while 2 * sum(map(_numel, _shapes(dim + 128).values())) <= nbytes:
         dim += 128
-    full, source = folder / "model.safetensors", folder / "source"
     shapes = _shapes(dim)
+    source = _saved(shapes, folder / "source")
+    size = sum(os.path.getsize(path) for path in data.files_of(source))
+    print(f"{len(shapes)} tensors, {size / 2**30:.2f} GiB in {source}", flush=True)
+    return source
+
+
+def _tiny(folder: Path) -> Path:
+    """As many tensors of the same names in as many items, of hardly any bytes."""
+    shapes = {name: (data.RANKS,) * len(shape) for name, shape in _shapes(128).items()}
+    return _saved(shapes, folder / "tiny")
+
+
+def _saved(shapes: data.Shapes, source: Path) -> Path:
+    full = source.with_suffix(".safetensors")
     data.write_full(full, shapes, "BF16")
     data.dcp_rows(full, source)
     full.unlink()
-    size = sum(os.path.getsize(path) for path in data.files_of(source))
-    print(f"{len(shapes)} tensors, {size / 2**30:.2f} GiB in {source}", flush=True)
     return source
 
 
@@ -133,12 +148,22 @@ def _shapes(dim: int) -> data.Shapes:
     return shapes | ends | {"norm.weight": (dim,)}
 
 
+def _ours(*args: str | Path) -> Callable[[], Cost]:
+    return lambda: _measure([[*data.OURS, *map(str, args), "-q"]])
+
+
+def _serial(source: Path, options: Sequence[str]) -> Mapping[str, Callable[[], Cost]]:
+    """The proofs of what has hardly any bytes."""
+    names = ("fingerprint", "verify")
+    return {f"{name}, serial": _ours(name, source, *options) for name in names}
+
+
 def _commands(source: Path, out: Path, options: Sequence[str]) -> Mapping[str, Callable[[], Cost]]:
     """The commands by name; each runs when it is called, and writes to ``out`` if anywhere."""
     files = [path for path in data.files_of(source) if path.endswith(".distcp")]
 
     def ours(*args: str | Path) -> Callable[[], Cost]:
-        return lambda: _measure([[*data.OURS, *map(str, args), *options, "-q"]])
+        return _ours(*args, *options)
 
     def copies() -> Cost:
         out.mkdir()

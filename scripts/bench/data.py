@@ -7,6 +7,7 @@ from one block that repeats, so that making the data takes no longer than copyin
 
 from __future__ import annotations
 
+import compileall
 import json
 import subprocess
 import sys
@@ -23,6 +24,12 @@ OURS = (sys.executable, "-m", "ckpt_tools")
 _TP = ("--to-mesh", "dp=4,tp=2", "--placements", "S(0),S(1)", "--place", "*norm*=S(0),R")
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def compiled(checkout: Path) -> str:
+    """The PYTHONPATH of a checkout whose modules are compiled, as an installed package's are."""
+    compileall.compile_dir(checkout / "ckpt_tools", quiet=1)
+    return str(checkout)
 
 
 def llama(nbytes: int, itemsize: int) -> Shapes:

@@ -4,6 +4,7 @@
     scripts/bench/run                        512 MiB, every case, three rounds
     scripts/bench/run --gib 4 --full-counts  4 GiB, 1,024,000 chunks, 100,000 tiny tensors
     scripts/bench/run --only export,metadata --rounds 5
+    scripts/bench/run --no-peers --before ../other-checkout     another commit of ours beside it
 
 Data lies in a temporary folder of /dev/shm (--folder), of which three to four times the size is
 needed at once; the output of the case `durable` goes to --disk. Nothing is left behind.
@@ -23,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import data
 import table
 from cases import CASES, Case, Lab
 from measure import Cost, FailedError, measure, touch
@@ -33,7 +35,8 @@ _ROOT = Path(__file__).parents[2]
 def main() -> None:
     """Run the cases that were asked for, one after the other, and print each when it is done."""
     asked = _arguments()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.getenv("PYTHONPATH")]))
+    paths = [data.compiled(_ROOT), os.getenv("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folders are removed
     print(_machine(asked), end="\n\n", flush=True)
     print(table.HEADER, flush=True)
@@ -71,6 +74,7 @@ def _arguments() -> argparse.Namespace:
         "a virtual machine gives its free memory back to a host",
     )
     parser.add_argument("--no-peers", action="store_true", help="only ours and system commands")
+    parser.add_argument("--before", type=Path, help="a checkout of another commit to run as well")
     asked = parser.parse_args()
     if asked.full_counts:
         asked.tensors, asked.ranks, asked.tiny = 1000, 1024, 100_000
@@ -98,6 +102,8 @@ def _measure(name: str, lab: Lab, asked: argparse.Namespace) -> list[str]:
     """Measure one case and print its rows; gives what is to be said below the table."""
     case = CASES[name](lab)
     notes: list[str] = []
+    if asked.before:
+        case = case.with_before(asked.before.resolve())
     costs: dict[str, list[Cost]] = {}
     left_out = [one for one in case.contestants if one.is_peer and asked.no_peers]
     if importlib.util.find_spec("accelerate") is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -16,6 +17,10 @@ from click.testing import CliRunner
 from fuzz_cases.sources import Source
 
 from ckpt_tools.cli import cli
+
+# click 8.1 mixes the two outputs unless it is asked not to, and 8.2 no longer lets itself be asked.
+_CAN_MIX = "mix_stderr" in inspect.signature(CliRunner).parameters
+_RUNNER = CliRunner(**({"mix_stderr": False} if _CAN_MIX else {}))
 
 # Every reason for which a command may refuse a case, and what it then says.
 REASONS = {
@@ -103,7 +108,7 @@ class Commands:
 
 
 def _here(line: list[str]) -> Answer:
-    ended = CliRunner().invoke(cli, line)
+    ended = _RUNNER.invoke(cli, line)
     crash = ended.exception
     if crash is not None and not isinstance(crash, SystemExit):
         raise Fault(f"crashed with {type(crash).__name__}: {crash}") from crash

@@ -31,6 +31,8 @@ _MESHES = ("1", "2", "3", "4", "2x2", "1x3", "dp_shard=2,tp=2", "dp_shard=3,tp=2
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPES |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 _DTYPES |= {"fp64": torch.float64}
+if torch.tensor(1e9).to(torch.float8_e4m3fn).double().isnan():  # as torch had it before 2.13
+    del _DTYPES["float8_e4m3fn"]
 # Beside codes of these types a float may be their scale, and --dtype then refuses to cast it.
 _CODES = (*states.WHOLES, *states.SMALL_FLOATS, *states.PACKED)
 
@@ -362,7 +364,7 @@ def _loaded(state: State, folder: Path) -> object:
     template = _emptied(copy.deepcopy(state))  # torch changes what is in a tuple
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(template, checkpoint_id=folder, no_dist=True)
+        dcp.load(template, checkpoint_id=folder)
     return template
 
 

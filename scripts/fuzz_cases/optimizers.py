@@ -54,7 +54,7 @@ def convert(rng: random.Random, folder: Path, commands: Commands) -> None:
     other, fresh = _built(random.Random(seed), kind, cut, 1)  # noqa: S311
     asked, wanted = _asked(other, fresh, layout), _asked(model, saved, layout)
     place = next((folder / "out").glob("step-*")) if layout == "titan" else folder / "out"
-    dcp.load(asked, checkpoint_id=place, no_dist=True)
+    dcp.load(asked, checkpoint_id=place)
     if states.spelled(asked) != states.spelled(wanted):
         raise Fault(f"dcp.load gives {asked} and not {wanted}"[:2000])
     options = _FLAT if layout == "titan" else None

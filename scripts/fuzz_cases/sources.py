@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import random
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import safetensors.torch
 import torch
@@ -79,7 +81,7 @@ def save_dcp(state: State, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            dcp.save(state, checkpoint_id=folder, no_dist=True)
+            dcp.save(state, checkpoint_id=folder)
         except CheckpointException as error:
             raise RefusedByTorch(repr(error)) from error
 
@@ -104,7 +106,10 @@ def mesh_of(shape: Sequence[int], rank: int) -> DeviceMesh:
     """The mesh as one rank has it, without any process group."""
     ranks = torch.arange(math.prod(shape)).reshape(tuple(shape))
     names = tuple(f"dim{place}" for place in range(len(shape)))
-    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    if "_rank" in inspect.signature(DeviceMesh).parameters:
+        return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    with mock.patch("torch.distributed.device_mesh.get_rank", return_value=rank):  # torch 2.6
+        return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False)
 
 
 def placements(

@@ -16,12 +16,13 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SMALL_FLOATS = tuple(
     getattr(torch, f"float8_{kind}")
     for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
+    if hasattr(torch, f"float8_{kind}")  # torch has e8m0fnu since 2.7
 )
 WHOLES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 WHOLES += (torch.uint16, torch.uint32, torch.uint64, torch.bool)
 _COMPLEX = (torch.complex64, torch.complex128, torch.complex32)
-# torch copies these only where they are contiguous.
-PACKED = (torch.float4_e2m1fn_x2,)
+# torch copies these only where they are contiguous, and has them since 2.8.
+PACKED = (torch.float4_e2m1fn_x2,) if hasattr(torch, "float4_e2m1fn_x2") else ()
 
 _TOPS = ("model", "optim", "extra", "app", "a", "b", "w2", "layers", "step")
 _KEYS = ("a", "b", "c", "weight", "bias", "_orig_mod", "x", "y", "x.y", "w", "é", "0", "1")

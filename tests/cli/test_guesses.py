@@ -85,7 +85,7 @@ def test_the_output_has_the_names_that_other_tools_give_it(name: str, tmp_path: 
 def test_the_output_of_a_report_is_stdout_and_the_error_says_so(command: str, name: str) -> None:
     done = run(command, DCP, name, "report.txt")
     assert done.exit_code == 2
-    assert "`> FILE` keeps it" in done.stderr
+    assert "`> FILE` writes that into a file" in done.stderr
     assert ("--svg FILE" in done.stderr) == (command == "layout")
 
 

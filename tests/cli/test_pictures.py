@@ -12,9 +12,9 @@ import pytest
 from ckpt_tools._version import __version__
 from ckpt_tools.analysis.inspection import inspect
 from ckpt_tools.analysis.ownership import (
-    Held,
+    HeldBox,
+    HeldTensor,
     Holdings,
-    Piece,
     after,
     holdings_of,
     moved,
@@ -80,10 +80,10 @@ def test_a_bar_has_exactly_its_width_and_every_holder() -> None:
 
 
 def test_more_pieces_than_fit_are_counted() -> None:
-    pieces = tuple(Piece(Box((n,), (1,)), (n,)) for n in range(512))
+    pieces = tuple(HeldBox(Box((n,), (1,)), (n,)) for n in range(512))
     from ckpt_tools.core.dtypes import dtype_named
 
-    held = Held("w", dtype_named("int8"), (512,), pieces)
+    held = HeldTensor("w", dtype_named("int8"), (512,), pieces)
     assert "512 pieces of 0-511" in text.bar_of(held, text.plain, size=40)
 
 

@@ -34,6 +34,30 @@ def _loaded(*args: str) -> set[str]:
 @pytest.mark.parametrize(
     "args",
     [
+        ("inspect", CKPT),
+        ("verify", CKPT),
+        ("fingerprint", CKPT),
+        ("export", CKPT, "-o", "out", "--dry-run"),
+        ("reshard", CKPT, "-o", "out", "--to-mesh", "2", "--dry-run"),
+    ],
+    ids=lambda args: args[0],
+)
+def test_what_takes_milliseconds_to_load_is_loaded_when_it_is_needed(args: tuple[str, ...]) -> None:
+    assert not _loaded(*args) & {
+        "concurrent.futures",
+        "decimal",
+        "pathlib",
+        "shutil",
+        "socket",
+        "subprocess",
+        "tempfile",
+        "traceback",
+    }
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
         ("--help",),
         ("inspect", CKPT),
         ("inspect", RANKS),

@@ -27,7 +27,6 @@ from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import write as copy
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.plan import total_length
 from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.errors import UnreadableError, WriteError
 from ckpt_tools.proof import KnownCrcs, damage
@@ -275,5 +274,5 @@ def test_what_is_read_back_is_part_of_the_bar(tmp_path: Path) -> None:
     here = Here(write, listener=Listener(done.append, totals.append))
     out = str(tmp_path / "out.safetensors")
     plan = here.write(Export(formats.read_index(DCP), out, write, ExportOptions()))
-    assert totals == [2 * total_length(plan.files)]
-    assert sum(done) == total_length(plan.files) + plan.nbytes
+    assert totals == [2 * plan.files.length]
+    assert sum(done) == plan.files.length + plan.nbytes

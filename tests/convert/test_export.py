@@ -178,8 +178,7 @@ def test_what_is_whole_can_be_exported_from_a_hurt_checkpoint(tmp_path: Path) ->
 def test_a_full_disk_is_told_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(atomic_output.shutil, "disk_usage", lambda _: usage._replace(free=10))
+    monkeypatch.setattr(atomic_output, "free_space", lambda _: 10)
     with pytest.raises(WriteError, match="10 free; nothing was written"):
         export(FSDP2, tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Plans of rank files are made when it is their turn: memory does not grow with the mesh."""
+"""Plans of files are made when it is their turn: memory does not grow with the mesh."""
 
 import tracemalloc
 from collections import Counter
@@ -11,26 +11,27 @@ from reader_contract import DATA
 
 from ckpt_tools import formats
 from ckpt_tools.cli import cli
+from ckpt_tools.convert.export import ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.copying.tasks import ALL, Share, cut, groups_of
 from ckpt_tools.core.mesh_spec import parse_mesh
-from ckpt_tools.core.plan import LazyPlans, inside, joined
+from ckpt_tools.core.plan import FilePlan, LazyPlans, PlannedFile
 
 SOURCE = str(DATA / "checkpoints" / "fsdp2_dcp_1d_4r" / "ckpt")
 VERL = str(DATA / "checkpoints" / "verl_fsdp2_4r" / "ckpt")
 
 
-@pytest.fixture(scope="module")
-def many() -> LazyPlans:
-    """The plans of 96 rank files of a real checkpoint."""
-    options = ReshardOptions(mesh=parse_mesh("12x8"), format="ranks")
-    found = plan_reshard(formats.read_index(SOURCE), options).files
-    assert isinstance(found, LazyPlans)
-    return found
+@pytest.fixture(scope="module", params=["ranks", "dcp", "safetensors"])
+def many(request: pytest.FixtureRequest) -> LazyPlans:
+    """The plans of many files of a real checkpoint."""
+    index = formats.read_index(SOURCE)
+    if request.param == "safetensors":
+        return plan_export(index, ExportOptions(only=None, max_shard_size=1)).files
+    return plan_reshard(index, ReshardOptions(mesh=parse_mesh("12x8"), format=request.param)).files
 
 
 def test_what_is_said_of_a_file_before_it_is_planned_holds(many: LazyPlans) -> None:
-    assert len({file.digest for file in many.files}) == len(many) == 96
+    assert many.length == sum(plan.length for plan in many)
     for file, plan in zip(many.files, many, strict=True):
         assert (plan.path, plan.length) == (file.path, file.length)
         assert plan == file.make()
@@ -40,13 +41,15 @@ def test_plans_that_were_made_are_not_kept(
     many: LazyPlans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckpt_tools.copying.tasks.GROUP_BYTES", 100_000)
+    monkeypatch.setattr("ckpt_tools.copying.tasks.GROUP_FILES", 1)
     one = sum(len(data) for _, data in many[0].literals)
     tracemalloc.start()
     for _ in groups_of(many, ALL):
         pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < len(many) * one / 4
+    assert peak < max(60_000, len(many) * one / 4)
+    assert many[0] is not many[0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 60])
@@ -62,17 +65,15 @@ def test_workers_do_every_task_of_lazy_plans_once(
     ]
     found = chain.from_iterable(shares)
     assert Counter((task.file.path, task.number) for task in found) == wanted
-    assert all(shares)
+    assert sum(map(bool, shares)) > count / 2
 
 
 def test_lazy_plans_stay_lazy_in_a_folder_and_beside_others(many: LazyPlans) -> None:
-    other = [many[0]._replace(path="other")]
-    whole = joined([inside("a/b", many[:2]), other])
-    assert isinstance(whole, LazyPlans)
+    other = LazyPlans.of([many[0]._replace(path="other")])
+    whole = many[:2].inside("a/b") + other
     assert [plan.path for plan in whole] == [f"a/b/{p.path}" for p in many[:2]] + ["other"]
     assert [file.path for file in whole.files] == [plan.path for plan in whole]
     assert {item.path for item in whole[1].items} == {whole[1].path}
-    assert joined([other, other]) == [*other, *other]
 
 
 def test_lazy_plans_write_the_same_bytes_by_any_number_of_workers(
@@ -97,3 +98,28 @@ def test_a_framework_folder_of_rank_files_is_lazy_and_whole(tmp_path: Path) -> N
     assert CliRunner().invoke(cli, args).exit_code == 0
     done = CliRunner().invoke(cli, ["diff", VERL, str(tmp_path / "out"), "-x", "*.rng.*"])
     assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("form", ["ranks", "dcp", "safetensors"])
+def test_a_worker_plans_no_file_that_its_share_is_not_in(form: str) -> None:
+    index, made = formats.read_index(SOURCE), Counter[str]()
+
+    def watched(file: PlannedFile) -> PlannedFile:
+        def make() -> FilePlan:
+            made[file.path] += 1
+            return file.make()
+
+        return file._replace(make=make)
+
+    if form == "safetensors":
+        plans = plan_export(index, ExportOptions(only=None, max_shard_size=1)).files
+    else:
+        plans = plan_reshard(index, ReshardOptions(mesh=parse_mesh("8"), format=form)).files
+    plans = LazyPlans(map(watched, plans.files))
+    assert (len(plans.digest), plans.length > 0) == (32, True)
+    for number in range(4):
+        made.clear()
+        for _ in groups_of(plans, Share(number, 4)):
+            pass
+        assert set(made.values()) == {1}
+        assert len(made) <= len(plans) / 2

@@ -382,7 +382,7 @@ def test_verify_checks_the_checksums_of_tensors_inside_of_a_dcp_item(tmp_path: P
     assert content.count(inside) == 1
     data.write_bytes(content.replace(inside, bytes(len(inside))))
     found = api.verify(str(tmp_path / "dcp"))
-    assert [hurt.fqn for hurt in found.hurt] == ["pair.0"]
+    assert [hurt.fqn for hurt in found.damaged] == ["pair.0"]
 
 
 def test_what_could_run_code_stays_one_object_and_is_named(tmp_path: Path) -> None:
@@ -657,7 +657,7 @@ def test_a_value_where_another_rank_has_a_container_is_a_problem_of_those_names(
     index = open_checkpoint(str(folder))
     (problem,) = index.problems
     assert problem.about == {"s.a"}
-    assert "is nested otherwise than the files of lower ranks" in problem.message
+    assert "is nested differently from the files of lower ranks" in problem.message
     options = ExportOptions(format="torch", keep_names=True, only=None, exclude=("s.a",))
     out = tmp_path / "b.pt"
     api.export(index, str(out), options=options, write=WriteOptions())

@@ -20,7 +20,7 @@ from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, resume
 from ckpt_tools.copying import write as copy
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.plan import FilePlan, LazyPlans
 from ckpt_tools.distributed import executors
 from ckpt_tools.errors import (
     OutputExistsError,
@@ -255,7 +255,7 @@ def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> Non
     place = resume.OutputPlace(str(tmp_path))
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "file").write_bytes(b"data")
-    plans = [FilePlan("file", 4, (), ())]
+    plans = LazyPlans.of([FilePlan("file", 4, (), ())])
     for index, (first, end) in enumerate([(0, 2), (3, 5), (1, 3)]):
         assert not resume.finished_files(place, plans)
         with resume.logged(place, index) as log:
@@ -272,7 +272,7 @@ def test_a_file_is_synced_before_it_is_noted(
     place = resume.OutputPlace(str(tmp_path))
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "file").write_bytes(b"data")
-    plans = [FilePlan("file", 4, (), ())]
+    plans = LazyPlans.of([FilePlan("file", 4, (), ())])
     synced: list[str] = []
 
     def fsync(fd: int) -> None:
@@ -423,8 +423,7 @@ def test_what_is_written_already_counts_for_the_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_before_the_end(tmp_path / "out")
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(atomic_output.shutil, "disk_usage", lambda _: usage._replace(free=10))
+    monkeypatch.setattr(atomic_output, "free_space", lambda _: 10)
     export(tmp_path / "out", resume=True)
     assert (tmp_path / "out").exists()
 

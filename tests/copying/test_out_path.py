@@ -14,7 +14,7 @@ from ckpt_tools import api, formats
 from ckpt_tools.cli import cli
 from ckpt_tools.convert.reshard import ReshardOptions
 from ckpt_tools.convert.write import WriteOptions
-from ckpt_tools.copying import out_path
+from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.errors import OutputExistsError, UsageError
 
@@ -324,8 +324,7 @@ def test_a_dry_run_says_how_many_would_write(
 def test_a_dry_run_shows_its_plan_then_says_what_has_no_room(
     tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=1_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(atomic_output, "free_space", lambda _: 1_000)
     done = run(*command, FSDP2, "-o", tmp_path / "out", "--dry-run")
     assert done.exit_code == 4
     assert "not written (--dry-run)" in done.stdout

@@ -42,10 +42,10 @@ from ckpt_tools.core.layout import (
     strided_order,
 )
 from ckpt_tools.core.mesh_spec import parse_mesh
-from ckpt_tools.core.plan import FilePlan, KnownReads, WriteItem
+from ckpt_tools.core.plan import FilePlan, KnownReads, LazyPlans, WriteItem
 from ckpt_tools.distributed import agreement, dcp_engine, environment, gathering, messages
 from ckpt_tools.distributed import group as group_module
-from ckpt_tools.distributed.agreement import digest, identity
+from ckpt_tools.distributed.agreement import identity
 from ckpt_tools.distributed.engines import Request, reshard_by
 from ckpt_tools.distributed.environment import RankPlace
 from ckpt_tools.distributed.executors import Here, Listener
@@ -67,6 +67,11 @@ from ckpt_tools.formats import locate, read_index
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.base import Transform
+from ckpt_tools.transforms.frameworks import FrameworkLayout
+from ckpt_tools.transforms.lora import LoraConfig, MergeTransform
+from ckpt_tools.transforms.maps import MapTransform, VocabularyTransform
+from ckpt_tools.transforms.maps import find as find_map
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 DCP = DATA / "fsdp2_dcp_1d_4r" / "ckpt"
@@ -390,7 +395,7 @@ def test_an_output_folder_on_a_nodes_own_disk_is_refused(
 def test_what_was_written_is_counted_before_the_output_appears(
     tmp_path: Path, harm: str, words: str
 ) -> None:
-    plans = [FilePlan(name, 4, ((0, b"data"),), ()) for name in "ab"]
+    plans = LazyPlans.of([FilePlan(name, 4, ((0, b"data"),), ()) for name in "ab"])
     (tmp_path / "a").write_bytes(b"data")
     if harm != "missing":
         (tmp_path / "b").write_bytes(b"dat" if harm == "short" else b"data")
@@ -518,7 +523,8 @@ def test_what_one_worker_raises_is_raised(orders: list[ShareOrder], tmp_path: Pa
 
 
 def test_a_worker_that_dies_is_an_error_that_says_how(orders: list[ShareOrder]) -> None:
-    plans = (orders[0].plans[0]._replace(path="\0"),)  # no file can have this name: our fault
+    broken = orders[0].plans[0]._replace(path="\0")  # no file can have this name: our fault
+    plans = LazyPlans.of([broken])
     orders = [order._replace(plans=plans) for order in orders]
     with pytest.raises(WriteError, match=r"Worker \d of 2 died \(exit code 1\)"):
         write_with_workers(orders, on_bytes=nothing)
@@ -554,8 +560,8 @@ def test_plans_of_another_checkpoint_have_another_digest() -> None:
     options = ReshardOptions(parse_mesh("2"))
     one = plan_reshard(read_index(str(DCP)), options)
     other = plan_reshard(read_index(str(DCP)), replace(options, only="model"))
-    assert digest(one.files) == digest(plan_reshard(read_index(str(DCP)), options).files)
-    assert digest(one.files) != digest(other.files)
+    assert one.files.digest == plan_reshard(read_index(str(DCP)), options).files.digest
+    assert one.files.digest != other.files.digest
 
 
 def test_copies_of_one_checkpoint_have_one_identity_and_two_saves_have_two(tmp_path: Path) -> None:
@@ -646,7 +652,12 @@ def in_memory(folder: Path, item: WriteItem, values: np.ndarray, *, length: int)
 
     def write(plans: Sequence[FilePlan], files: Files) -> None:
         write_files(
-            plans, root=str(folder), files=files, threads=2, max_memory=1 << 20, on_bytes=nothing
+            LazyPlans.of(plans),
+            root=str(folder),
+            files=files,
+            threads=2,
+            max_memory=1 << 20,
+            on_bytes=nothing,
         )
 
     whole = values.view(np.uint8).reshape(*values.shape, values.itemsize)
@@ -762,7 +773,7 @@ def _write_big(path: Path) -> None:
 # -------------------------------------------------------------------------------------- own share
 
 
-def shares_of(plan: ReshardPlan, out: Path, count: int) -> list[ShareOrder]:
+def shares_of(plan: Plan, out: Path, count: int) -> list[ShareOrder]:
     (out / "new").mkdir(parents=True)
     place = OutputPlace(str(out))
     return [
@@ -788,18 +799,24 @@ def test_a_worker_looks_into_no_file_that_its_share_does_not_read(tmp_path: Path
         assert data == (tmp_path / "whole" / "new" / name).read_bytes()
 
 
-def test_workers_locate_each_chunk_once_and_never_the_plans_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The chunks that are located from now on, by their places."""
     looked_at: list[str] = []
     real = formats.locate
 
     def watched(index: CheckpointIndex, files: Files) -> LocatedIndex:
-        chunks = (chunk for entry in index.tensors for chunk in entry.chunks)
-        looked_at.extend(str(chunk.data) for chunk in chunks if chunk.codec is not None)
+        chunks = {str((c.of or c).data) for e in index.tensors for c in e.chunks if c.codec}
+        looked_at.extend(chunks)
         return real(index, files)
 
     monkeypatch.setattr(formats, "locate", watched)
+    return looked_at
+
+
+def test_workers_locate_each_chunk_once_and_never_the_plans_of_others(
+    tmp_path: Path, looked_at: list[str]
+) -> None:
     index = read_index(str(DCP))
     plan = plan_reshard(index, ReshardOptions(parse_mesh("4")), locate=formats.locate_later)
     assert not looked_at
@@ -807,6 +824,57 @@ def test_workers_locate_each_chunk_once_and_never_the_plans_of_others(
         write_share(order, on_bytes=nothing)
     chunks = [chunk for e in index.tensors for chunk in e.chunks if 0 not in chunk.box.sizes]
     assert len(looked_at) == len(set(looked_at)) == len(chunks)
+
+
+STEPS: dict[str, tuple[str, Transform]] = {
+    "map": (
+        "torchtitan_llama3_4r/ckpt/checkpoint_full/step-2",
+        MapTransform(find_map("torchtitan-llama3-to-hf"), {"head_dim": 4}),
+    ),
+    "vocabulary": ("torchtitan_llama3_4r/ckpt/checkpoint_full/step-2", VocabularyTransform(30)),
+    "lora": ("peft_fsdp2_dcp_4r/ckpt", MergeTransform(LoraConfig(6))),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_a_step_changes_is_located_by_those_who_read_it(
+    name: str, tmp_path: Path, looked_at: list[str]
+) -> None:
+    source, step = STEPS[name]
+    index = read_index(str(DATA / source))
+    options = ExportOptions(steps=(step,), max_shard_size=2000)
+    plan = plan_export(index, options, locate=formats.locate_later)
+    assert not looked_at
+    whole = plan_export(index, options)
+    stored = {str(c.data) for e in index.tensors for c in e.chunks}
+    with Files() as files:
+        for work in (*plan.works, *whole.works):
+            work(files, index)
+    seen = []
+    for order in shares_of(plan, tmp_path / "out", 3):
+        looked_at.clear()
+        write_share(order, on_bytes=nothing)
+        assert len(looked_at) == len(set(looked_at))
+        seen.append(set(looked_at))
+    assert all(0 < len(one) < len(stored) * 2 / 3 for one in seen)
+    for order in shares_of(whole, tmp_path / "whole", 3):
+        write_share(order._replace(source=None), on_bytes=nothing)
+    assert contents(tmp_path / "out" / "new") == contents(tmp_path / "whole" / "new")
+
+
+@pytest.mark.parametrize("layout", ["plain", "titan", "accelerate", "composer"])
+def test_a_layout_is_planned_before_any_chunk_is_located(
+    layout: FrameworkLayout, tmp_path: Path, looked_at: list[str]
+) -> None:
+    options = ReshardOptions(parse_mesh("3"), layout=layout)
+    plan = plan_reshard(read_index(str(DCP)), options, locate=formats.locate_later)
+    assert not looked_at
+    for order in shares_of(plan, tmp_path / "out", 3):
+        write_share(order, on_bytes=nothing)
+    whole = plan_reshard(read_index(str(DCP)), options)
+    for order in shares_of(whole, tmp_path / "whole", 3):
+        write_share(order._replace(source=None), on_bytes=nothing)
+    assert contents(tmp_path / "out" / "new") == contents(tmp_path / "whole" / "new")
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

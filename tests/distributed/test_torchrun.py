@@ -117,6 +117,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     entry = max(victim.index().tensors, key=lambda entry: entry.nbytes)
     victim.flip(entry.chunks[2].data)
     hurt = victim.path
+    torn = folder / "torn"
+    shutil.copytree(DCP, torn)
+    item = next(e for e in read_index(str(torn)).tensors if len(e.chunks) > 1).chunks[1].data
+    with open(item.path, "r+b") as file:
+        file.seek(item.offset)
+        file.write(bytes(item.length))
     tp = ("*.fc1.*=S(0),S(0)", "*.fc2.weight*=S(0),S(1)")
     tasks = [
         {"engine": "dcp", "name": "hsdp", "ckpt": DCP, "mesh": "2x2"},
@@ -129,6 +135,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "place": tp,
         },
         {"engine": "dcp", "name": "ranks", "ckpt": ranks, "mesh": "4"},
+        {"engine": "dcp", "name": "torn", "ckpt": torn, "mesh": "4"},
         {
             "engine": "gather",
             "name": "1d",
@@ -165,7 +172,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for task in tasks:
         name = task.pop("name")
         task["out"] = str(folder / f"{task['engine']}-{name}")
-        if name not in ("lacking", "ranks", "checked", "drifted", "hurt"):
+        if name not in ("lacking", "ranks", "checked", "drifted", "hurt", "torn"):
             places = [word for rule in task.get("place", ()) for word in ("--place", rule)]
             source = copied.get(str(name), task["ckpt"])
             out = folder / f"copy-{task['engine']}-{name}"
@@ -234,6 +241,13 @@ def test_the_engine_dcp_refuses_what_torch_cannot_load_on_every_rank(engines: Pa
     assert len(told) == 1
     assert told.pop().startswith("UnsupportedError: ")
     assert not (engines / "dcp-ranks").exists()
+
+
+def test_the_engine_dcp_refuses_an_item_that_any_of_its_ranks_finds_damaged(engines: Path) -> None:
+    told = {(engines / f"dcp-torn.error.{rank}").read_text() for rank in range(4)}
+    assert len({re.sub(r"Rank \d: ", "", one) for one in told}) == 1
+    assert "__1_0.distcp, item of " in told.pop()
+    assert not (engines / "dcp-torn").exists()
 
 
 @pytest.mark.parametrize("name", ["1d", "tp", "dtypes", "verl"])
@@ -381,7 +395,7 @@ def test_two_sources_of_one_layout_are_not_mixed(tmp_path: Path, command: str) -
     asked = command.format(f"{tmp_path}/source$RANK.safetensors", tmp_path / "out")
     done = torchrun(2, "--no-python", "sh", "-c", f"exec ckpt-tools {asked}")
     assert done.returncode != 0
-    assert done.stderr.count("finds another checkpoint than rank 0") == 1
+    assert done.stderr.count("sees another checkpoint than rank 0") == 1
     assert "exitcode  : 3" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "source0.safetensors",

@@ -78,7 +78,7 @@ def test_a_lost_file_names_what_replicas_still_hold(saved: Path, tmp_path: Path)
     index = ckpt_tools.open_checkpoint(str(tmp_path / "ckpt"))
     report = ckpt_tools.verify(index)
     assert "model.buffer" in {rescue.fqn for rescue in report.rescued}
-    assert [hurt.fqn for hurt in report.hurt if hurt.lost] == ["model.w"]
+    assert [hurt.fqn for hurt in report.damaged if hurt.lost] == ["model.w"]
     with pytest.raises(IncompleteError, match=r"__0_0\.distcp"):
         index.select({"model.buffer"}).require_whole()
 
@@ -93,4 +93,4 @@ def test_a_damaged_replica_is_found(saved: Path, tmp_path: Path) -> None:
     with Files() as files:
         report = proof.verify(index.index, files)
     assert not report.whole
-    assert [hurt.fqn for hurt in report.hurt] == ["model.large"]
+    assert [hurt.fqn for hurt in report.damaged] == ["model.large"]

@@ -13,7 +13,7 @@ from pickled import CHECKPOINTS
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import locate, read_index
-from ckpt_tools.formats.dcp.templates import Found, Templates
+from ckpt_tools.formats.dcp.templates import ItemContents, Templates
 from ckpt_tools.formats.pickle.load import load_tensors
 from ckpt_tools.formats.pickle.torch_stubs import StoredTensor
 from ckpt_tools.formats.zip import read as torch_zip
@@ -35,7 +35,7 @@ def items(path: Path, *contents: bytes) -> list[ByteRange]:
     ]
 
 
-def learned(files: Files, item: ByteRange) -> tuple[Templates, Found]:
+def learned(files: Files, item: ByteRange) -> tuple[Templates, ItemContents]:
     """Templates that know this item, and what it is."""
 
     def read(offset: int, length: int) -> bytes:
@@ -45,7 +45,7 @@ def learned(files: Files, item: ByteRange) -> tuple[Templates, Found]:
     stored = load_tensors(archive.read("data.pkl"), where="item")
     assert isinstance(stored, StoredTensor)
     record = archive.record("data/0")
-    found = Found(stored, record.offset - item.offset, record.length, None)
+    found = ItemContents(stored, record.offset - item.offset, record.length, None)
     size = Path(item.path).stat().st_size
     templates = Templates(files, {item.path: size})
     templates.learn(item, archive, found)

@@ -40,7 +40,7 @@ def test_an_empty_view_may_have_an_offset(tmp_path: Path) -> None:
 
 
 def test_a_name_with_a_zero_byte_is_no_file() -> None:
-    with pytest.raises(UnreadableError, match="cannot be"):
+    with pytest.raises(UnreadableError, match="not possible"):
         inside("__0_0\0.distcp")
 
 

@@ -98,7 +98,7 @@ def test_a_map_that_knows_no_cut_does_not_join(tmp_path: Path) -> None:
     mine.write_text('[[rule]]\nfrom = "{m*}"\nto = "x.{m*}"\n')
     result = run("export", tmp_path / "parts", "-o", tmp_path / "out", "--map", mine)
     assert result.exit_code == 3
-    assert "stand in no file" in result.stderr
+    assert "says which rows or columns" in result.stderr
 
 
 def _other_norm(folder: Path) -> None:

@@ -31,6 +31,9 @@ def without_id(archive: bytes) -> bytes:
     return re.sub(crc, bytes(4), archive.replace(identity, bytes(40)))
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch 2.6 writes no .storage_alignment"
+)
 @pytest.mark.parametrize("filename", ["model.pt", "a.b.bin", "no_ending", "sub/gewichte_ä.pt"])
 def test_the_file_is_torchs_own_but_for_the_serialization_id(filename: str, tmp_path: Path) -> None:
     source = Source(tmp_path)

@@ -11,6 +11,10 @@ import torch
 
 from ckpt_tools.formats.zip.layout import ArchiveLayout, lay_out
 
+has_our_records = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch 2.6 writes no .storage_alignment"
+)
+
 
 def filled(layout: ArchiveLayout, storages: Sequence[bytes]) -> bytes:
     """The archive with its storages and their CRCs put in."""
@@ -42,6 +46,7 @@ def without_id(archive: bytes) -> bytes:
     return re.sub(crc, bytes(4), archive.replace(identity, bytes(40)))
 
 
+@has_our_records
 @pytest.mark.parametrize(
     "value",
     [
@@ -98,6 +103,7 @@ class _Sink(io.RawIOBase):
         return bytearray(b"".join(data for at, data in self.kept if start <= at < end))
 
 
+@has_our_records
 @pytest.mark.slow
 def test_beyond_four_gib_the_layout_is_torchs_own() -> None:
     large = (1 << 32) + 5

@@ -12,19 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from damages import Victim, Zip, zips
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools import formats
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.formats.zip.checksums import Archives
 from ckpt_tools.formats.zip.read import Archive
-from ckpt_tools.proof import Report, bytes_to_read, verify, verify_quick
+from ckpt_tools.proof import VerifyReport, bytes_to_read, verify, verify_quick
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage_map import IntervalMap, describe, holes
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, Window
 
 DATA = Path(__file__).parents[1] / "data"
 CHECKPOINTS = DATA / "checkpoints"
@@ -51,12 +53,12 @@ WHOLE = [
 ]
 
 
-def full(path: Path | str, *, threads: int = 2) -> Report:
+def full(path: Path | str, *, threads: int = 2) -> VerifyReport:
     with Files() as files:
         return verify(formats.read_index(str(path)), files, threads=threads)
 
 
-def quick(path: Path | str) -> Report:
+def quick(path: Path | str) -> VerifyReport:
     with Files() as files:
         return verify_quick(formats.read_index(str(path)), files)
 
@@ -86,7 +88,7 @@ def located(path: Path) -> CheckpointIndex:
 @pytest.mark.parametrize("name", WHOLE)
 def test_real_checkpoints_are_whole(name: str) -> None:
     report = full(CHECKPOINTS / name)
-    assert (report.problems, report.hurt, report.hurt_objects) == ((), (), ())
+    assert (report.problems, report.damaged, report.damaged_objects) == ((), (), ())
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -181,7 +183,7 @@ def test_a_missing_dcp_file_costs_the_rows_of_its_rank(tmp_path: Path) -> None:
     path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
     (path / "__2_0.distcp").unlink()
     report = quick(path)
-    lost = {hurt.fqn: (hurt.lost, hurt.ranks) for hurt in report.hurt}
+    lost = {hurt.fqn: (hurt.lost, hurt.ranks) for hurt in report.damaged}
     assert lost["model.a.weight"] == ((Box((0, 4), (6, 2)),), (2,))
     assert [state.rank for state in report.ranks if not state.whole] == [2]
 
@@ -192,8 +194,8 @@ def test_what_no_damage_touches_is_whole(tmp_path: Path) -> None:
     assert entry is not None
     flip(entry.chunks[1].data.path, entry.chunks[1].data.offset)
     report = full(path)
-    assert [hurt.fqn for hurt in report.hurt] == ["model.a.weight"]
-    assert report.hurt[0].lost == (entry.chunks[1].box,)
+    assert [hurt.fqn for hurt in report.damaged] == ["model.a.weight"]
+    assert report.damaged[0].lost == (entry.chunks[1].box,)
 
 
 def test_a_damage_is_told_with_its_record_and_both_crcs(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_a_damaged_pickle_is_told_once(tmp_path: Path) -> None:
     flip(archive.data.path, archive.records["data.pkl"].offset + 30)
     report = full(path)
     assert len(report.problems) == 1
-    assert len(report.hurt) == 1
+    assert len(report.damaged) == 1
 
 
 def test_a_damaged_object_is_named(tmp_path: Path) -> None:
@@ -225,13 +227,13 @@ def test_a_damaged_object_is_named(tmp_path: Path) -> None:
     (archive,) = [found for found in zips(victim) if found.data == entry.data]
     flip(entry.data.path, archive.records["data.pkl"].offset + 3)
     report = full(path)
-    assert report.hurt_objects == (entry.fqn,)
-    assert report.hurt == ()
+    assert report.damaged_objects == (entry.fqn,)
+    assert report.damaged == ()
 
 
 def test_a_missing_rank_file_costs_its_rows() -> None:
     report = quick(DATA / "cases" / "C33_missing_ranks" / "half")
-    hurt = {one.fqn: (one.lost, one.ranks) for one in report.hurt}
+    hurt = {one.fqn: (one.lost, one.ranks) for one in report.damaged}
     assert hurt["w"] == ((Box((0, 0), (8, 2)),), (0, 1, 2, 3))
 
 
@@ -246,7 +248,7 @@ def test_a_cut_file_costs_what_lies_behind_the_cut(tmp_path: Path) -> None:
     )
     cut = in_file[len(in_file) // 2][0]
     os.truncate(path / "__1_0.distcp", cut)
-    assert {hurt.fqn for hurt in quick(path).hurt} == {fqn for at, fqn in in_file if at >= cut}
+    assert {hurt.fqn for hurt in quick(path).damaged} == {fqn for at, fqn in in_file if at >= cut}
 
 
 # ----------------------------------------------------------------------------------------- replicas
@@ -257,7 +259,7 @@ def test_a_missing_rank_whose_rows_are_in_a_replica_loses_nothing(tmp_path: Path
     (path / "model_rank6.pt").unlink()
     report = full(path)
     assert not report.whole
-    assert report.hurt == ()
+    assert report.damaged == ()
     assert "Every row of every tensor is still present" in report.notes[-1]
 
 
@@ -456,3 +458,82 @@ def test_holes_are_held_once_and_boxes_never(boxes: list[Box]) -> None:
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
+
+
+def reported(folder: Path, *, alike: bool) -> object:
+    """What verify says, with or without telling archives by those opened before."""
+    with pytest.MonkeyPatch.context() as patch, Files() as files:
+        if not alike:
+            patch.setattr(Archives, "_known", lambda *_args: None)
+        report = verify(formats.read_index(str(folder)), files, threads=2)
+    assert report.reading is not None
+    reading = report.reading.crcs, report.reading.checked_bytes, report.reading.plain_bytes
+    problems = [(type(problem), problem.message, problem.about) for problem in report.problems]
+    return problems, report.damaged, report.damaged_objects, report.ranks, reading
+
+
+@pytest.mark.parametrize("name", ["fsdp2_dcp_1d_4r/ckpt", "fsdp2_bf16_fp32optim_dcp_4r/ckpt"])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_archives_like_good_ones_are_checked_as_when_each_is_opened(
+    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged") / "ckpt"
+    shutil.copytree(CHECKPOINTS / name, folder)
+    for _ in range(data.draw(st.integers(0, 4))):
+        path = data.draw(st.sampled_from(sorted(folder.glob("*.distcp"))))
+        content = bytearray(path.read_bytes())
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(content)
+    assert reported(folder, alike=True) == reported(folder, alike=False)
+    shutil.rmtree(folder)
+
+
+def test_few_archives_of_a_directory_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Archive] = []
+    real = Archives._learn
+
+    def learn(archives: Archives, archive: Archive) -> None:
+        opened.append(archive)
+        real(archives, archive)
+
+    monkeypatch.setattr(Archives, "_learn", learn)
+    folder = CHECKPOINTS / "fsdp2_bf16_fp32optim_dcp_4r/ckpt"
+    index = formats.read_index(str(folder))
+    with Files() as files:
+        assert verify(index, files, threads=1).whole
+    items = sum(len(entry.chunks) for entry in index.tensors)
+    assert len(opened) < items / 3
+
+
+def test_small_items_that_follow_one_another_are_read_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads: list[int] = []
+    real = Files.read_some
+
+    def read_some(files: Files, path: str, offset: int, buffer: memoryview, *, least: int) -> int:
+        reads.append(real(files, path, offset, buffer, least=least))
+        return reads[-1]
+
+    index = formats.read_index(str(CHECKPOINTS / "fsdp2_bf16_fp32optim_dcp_4r/ckpt"))
+    monkeypatch.setattr(Files, "read_some", read_some)
+    with Files() as files:
+        assert verify(index, files, threads=1).whole
+    items = sum(len(entry.chunks) for entry in index.tensors)
+    assert len(reads) < items / 10
+    assert sum(reads) < 2 * bytes_to_read(index)
+
+
+def test_what_was_to_be_read_ahead_and_is_not_there_keeps_nothing_from_being_read(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "f")
+    Path(path).write_bytes(bytes(range(100)))
+    with Files() as files:
+        window = Window(files, 64)
+        block, at = window.block(path, 90, 5, until=1000)
+        assert block[at : at + 5] == bytes(range(90, 95))
+        assert b"".join(map(bytes, window.views(path, 10, 90))) == bytes(range(10, 100))
+        with pytest.raises(CheckpointError, match="100 bytes, the index needs 101"):
+            list(window.views(path, 60, 41))

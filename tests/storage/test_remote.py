@@ -259,7 +259,7 @@ def test_a_web_server_that_hides_metadata_is_asked_for_it_and_not_often() -> Non
 def test_a_web_server_without_ranges_is_an_error_that_says_so(site: str) -> None:
     with pytest.raises(UnreadableError, match="was asked for") as caught:
         read_index(f"{site}/fsdp2_torchsave_1d_4r/ckpt")
-    assert "does not know ranges" in str(caught.value.hint)
+    assert "does not support range requests" in str(caught.value.hint)
 
 
 class _Troubled(SimpleHTTPRequestHandler):
@@ -319,7 +319,7 @@ def troubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ("path", "said"),
     [
         ("stalled.pt", "sent nothing for 0.2 seconds, 3 times"),
-        ("loop.pt", "sends on from address to address"),
+        ("loop.pt", "redirects again and again"),
         ("busy.pt", "its server answers 503 (Service Unavailable)"),
         ("nowhere.pt", "does not exist"),
     ],

@@ -69,10 +69,10 @@ def test_packed_codes_in_a_floating_type_are_never_cast() -> None:
 
 def test_a_cast_of_what_may_belong_to_a_quantized_weight_is_refused_with_ways_out() -> None:
     some = entries(l__weight=BY_NAME["int8"], l__other=FP32)
-    with pytest.raises(UsageError, match=r"l\.other stands beside l\.weight") as caught:
+    with pytest.raises(UsageError, match=r"l\.other is beside l\.weight") as caught:
         chosen_dtypes(some, BF16, ())
     hint = str(caught.value.hint)
-    assert all(way in hint for way in ("Leave --dtype away", "--dtype-for", "--exclude"))
+    assert all(way in hint for way in ("Leave --dtype out", "--dtype-for", "--exclude"))
     assert chosen_dtypes(some, FP32, ())[0]["l.other"] == FP32
     for way in (BF16, None):
         found, _ = chosen_dtypes(some, BF16, (("l.other", way),))
@@ -98,7 +98,7 @@ def test_master_weights_of_the_optimizer_are_told_and_not_taken() -> None:
     index = CheckpointIndex("run", "dcp", (master, model))
     (note,) = master_weights_note(index, [model])
     assert "1 float32 master weight " in note
-    assert "the model's own, bfloat16" in note
+    assert "the model's own weights are written, in bfloat16" in note
     assert not master_weights_note(CheckpointIndex("run", "dcp", (model,)), [model])
 
 

@@ -17,7 +17,7 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.transforms import hf_architecture, hf_config, hf_folder
 from ckpt_tools.transforms.hf_config import Weights
-from ckpt_tools.transforms.hf_folder import AssetsStep, read_assets, values_of
+from ckpt_tools.transforms.hf_folder import AssetsTransform, read_assets, values_of
 
 # A model type that transformers does not know: the headers of the asset folder must tell.
 CONFIG: dict[str, object] = {"model_type": "of_our_own", "tie_word_embeddings": True}
@@ -37,7 +37,7 @@ def assets(folder: Path, config: dict[str, object], weights: dict[str, np.ndarra
     return folder
 
 
-StepFor = Callable[[CheckpointIndex], AssetsStep]
+StepFor = Callable[[CheckpointIndex], AssetsTransform]
 
 
 def export(
@@ -60,7 +60,7 @@ def step_for(
 ) -> StepFor:
     folder = assets(tmp_path / "assets", CONFIG | config, WEIGHTS)
     found = read_assets(str(folder))
-    return lambda index: AssetsStep(found, index, allow, written)
+    return lambda index: AssetsTransform(found, index, allow, written)
 
 
 def test_the_assets_come_along_and_the_weights_do_not(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def export_quantized(index: CheckpointIndex, tmp_path: Path, config: dict[str, o
     folder = assets(tmp_path / "assets", config, {"l.weight": TABLE, "norm.weight": TABLE})
     names = {"l.weight": np.ones((4, 4), np.float32), "norm.weight": np.ones(4, np.float32)}
     save_file(names, folder / "model.safetensors")
-    step = AssetsStep(read_assets(str(folder)), index)
+    step = AssetsTransform(read_assets(str(folder)), index)
     options = ExportOptions(steps=(step,))
     api.export(index, str(tmp_path / "out"), options=options, on_bytes=lambda _: None)
 
@@ -237,7 +237,7 @@ def test_plain_weights_have_no_quantization_config(tmp_path: Path, place: str) -
     inner: dict[str, object] = {"quantization_config": FP8} if place == "text_config" else dict(FP8)
     plan = export(tmp_path, WEIGHTS, step_for(tmp_path, **{place: inner}))
     assert "quant" not in (tmp_path / "out" / "config.json").read_text()
-    assert any("goes without its quantization_config" in note for note in plan.notes)
+    assert any("Removed from config.json its quantization_config" in note for note in plan.notes)
 
 
 def test_scales_of_a_cache_keep_the_config_that_tells_of_them() -> None:
@@ -284,7 +284,7 @@ def test_transformers_tells_names_shapes_and_ties_without_allocating(tmp_path: P
     assert needed is not None
     assert needed.choices[0]["model.embed_tokens.weight"] == (1 << 17, 1 << 14)
     assert needed.ties == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert needed.told_by.startswith("LlamaForCausalLM of transformers")
+    assert needed.according_to.startswith("LlamaForCausalLM of transformers")
 
 
 def test_a_mixture_of_experts_may_come_in_one_tensor_or_one_by_one(tmp_path: Path) -> None:

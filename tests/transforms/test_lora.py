@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tools.cli import cli
 from ckpt_tools.convert.export import ExportOptions
-from ckpt_tools.copying.origin import in_words
-from ckpt_tools.transforms.lora import LoraConfig, MergeStep
+from ckpt_tools.copying.origin import option_texts
+from ckpt_tools.transforms.lora import LoraConfig, MergeTransform
 
 REAL = DATA / "checkpoints"
 PEFT = REAL / "peft_fsdp2_dcp_4r" / "ckpt"
@@ -260,8 +260,8 @@ def test_one_of_several_adapters_is_chosen_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "told"),
     [
-        ({"base_model.model.m.q.lora_magnitude_vector.default.weight": (6,)}, 3, "no plain LoRA"),
-        ({"base_model.model.m.q.lora_B.default.bias": (6,)}, 3, "no plain LoRA"),
+        ({"base_model.model.m.q.lora_magnitude_vector.default.weight": (6,)}, 3, "not plain LoRA"),
+        ({"base_model.model.m.q.lora_B.default.bias": (6,)}, 3, "not plain LoRA"),
         ({"base_model.model.m.q.lora_B.default.weight": None}, 3, "only A is there"),
         ({"base_model.model.m.q.base_layer.weight": None}, 3, "the base weight is not"),
         ({"base_model.model.m.q.base_layer.weight": (6, 7)}, 3, r"make [6, 5]"),
@@ -448,7 +448,8 @@ def test_a_configuration_without_alpha_is_refused(tmp_path: Path, content: str) 
 
 def test_an_unfinished_merge_with_another_alpha_is_another_order() -> None:
     one, same, other = (
-        in_words(ExportOptions(steps=(MergeStep(LoraConfig(alpha)),))) for alpha in (8, 8, 16)
+        option_texts(ExportOptions(steps=(MergeTransform(LoraConfig(alpha)),)))
+        for alpha in (8, 8, 16)
     )
     assert one == same
     assert one != other

@@ -23,9 +23,9 @@ from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import maps
-from ckpt_tools.transforms.base import Step, TransformedTensor
+from ckpt_tools.transforms.base import Transform, TransformedTensor
 from ckpt_tools.transforms.maps import views
-from ckpt_tools.transforms.maps.renaming import UnderStep, UntieStep
+from ckpt_tools.transforms.maps.renaming import UnderTransform, UntieTransform
 from ckpt_tools.transforms.maps.toml import builtins_to_hf
 from ckpt_tools.transforms.maps.views import View
 
@@ -34,7 +34,7 @@ TITAN = REAL / "torchtitan_llama3_4r" / "ckpt"
 HEADS = {"head_dim": 4}
 
 
-def export(source: Path, out: Path, *steps: Step, **options: object) -> convert.ExportPlan:
+def export(source: Path, out: Path, *steps: Transform, **options: object) -> convert.ExportPlan:
     return api.export(
         formats.read_index(str(source)),
         str(out),
@@ -167,6 +167,41 @@ def test_views_of_views_are_those_of_numpy(data: st.DataObject) -> None:
         assert np.array_equal(values(view), array)
 
 
+def by_columns(folder: Path, array: np.ndarray, cuts: tuple[slice, ...]) -> Chunk:
+    """A piece of the array on disk, column behind column, after 12 bytes of something else."""
+    box = Box(tuple(s.start for s in cuts), array[cuts].shape)
+    path = folder / f"columns{len(list(folder.iterdir()))}.bin"
+    path.write_bytes(bytes(12) + array[cuts].T.tobytes())
+    return Chunk(box, ByteRange(str(path), 12, 4 * box.numel), (1, box.sizes[0]))
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_views_of_chunks_are_the_same_when_these_are_located_afterwards(
+    data: st.DataObject,
+) -> None:
+    rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 5))
+    array = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
+    step = data.draw(st.integers(1, rows))
+    cuts = [(slice(a, min(a + step, rows)), slice(0, columns)) for a in range(0, rows, step)]
+    with TemporaryDirectory() as folder:
+        kinds = st.sampled_from(["rows", "columns"])
+        located = [
+            by_columns(Path(folder), array, cut)
+            if data.draw(kinds) == "columns"
+            else stored(Path(folder), array, (cut,)).chunks[0]
+            for cut in cuts
+        ]
+        items = [Chunk(one.box, ByteRange("item", 7, 999), codec="torch.save") for one in located]
+        entry = TensorEntry("x", ("x",), "model", BY_NAME["int32"], array.shape, items)
+        view = views.view_of(entry)
+        for _ in range(data.draw(st.integers(1, 4))):
+            view, array = stepped(view, array, data)
+        found = {id(item): one for item, one in zip(items, located, strict=True)}
+        seen = [chunk.seen_in(found[id(chunk.of)], itemsize=4) for chunk in view.chunks]
+        assert np.array_equal(values(view._replace(chunks=tuple(seen))), array)
+
+
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
     view = stored(tmp_path, ROWS, in_rows(24, 24))
     for head_dim in (3, 5, 16, 0):
@@ -188,7 +223,7 @@ def mapped(
 ) -> dict[str, np.ndarray]:
     number = len(list(tmp_path.iterdir()))
     found = maps.parse(text, name="test")
-    step = maps.MapStep(found.back if back else found, sizes)
+    step = maps.MapTransform(found.back if back else found, sizes)
     export(saved(tmp_path / f"in{number}", arrays), tmp_path / f"out{number}", step)
     return load_file(tmp_path / f"out{number}" / "model.safetensors")
 
@@ -294,7 +329,7 @@ def test_a_name_that_two_rules_claim_is_refused(tmp_path: Path) -> None:
 def test_what_a_map_drops_is_said(tmp_path: Path) -> None:
     text = 'drop = ["rope.{m*}"]\n[[rule]]\nfrom = "a"\nto = "b"\n'
     source = saved(tmp_path / "in", {"a": np.ones(1), "rope.freqs": np.ones(1)})
-    plan = export(source, tmp_path / "out", maps.MapStep(maps.parse(text, name="t"), {}))
+    plan = export(source, tmp_path / "out", maps.MapTransform(maps.parse(text, name="t"), {}))
     assert any("rope.freqs" in note for note in plan.notes)
 
 
@@ -380,7 +415,7 @@ def test_a_torchtitan_llama_is_what_torchtitan_itself_exports(tmp_path: Path) ->
     plan = export(
         TITAN / "checkpoint_full",
         tmp_path / "out",
-        maps.AutoMapStep(HEADS),
+        maps.AutoMapTransform(HEADS),
         dtype=dtype_named("bfloat16"),
     )
     theirs = TITAN / "checkpoint_hf" / "step-2" / "model-00001-of-00001.safetensors"
@@ -392,20 +427,20 @@ def test_a_torchtitan_llama_is_what_torchtitan_itself_exports(tmp_path: Path) ->
 def test_a_torchtitan_llama_comes_back_bit_for_bit(tmp_path: Path) -> None:
     source = TITAN / "checkpoint_full"
     export(source, tmp_path / "plain")
-    export(source, tmp_path / "hf", maps.MapStep(maps.find("torchtitan-llama3-to-hf"), HEADS))
-    back = maps.MapStep(maps.find("hf-to-torchtitan-llama3"), HEADS)
+    export(source, tmp_path / "hf", maps.MapTransform(maps.find("torchtitan-llama3-to-hf"), HEADS))
+    back = maps.MapTransform(maps.find("hf-to-torchtitan-llama3"), HEADS)
     export(tmp_path / "hf", tmp_path / "back", back)
     there, plain = (digests(tmp_path / name / "model.safetensors") for name in ("back", "plain"))
     assert there == plain
 
 
 def test_metas_names_become_the_same_tensors_as_torchtitans(tmp_path: Path) -> None:
-    old = maps.RenameStep(((r"qkv_linear\.", ""), ("^lm_head", "output")))
-    meta = maps.MapStep(maps.find("meta-llama-to-hf"), HEADS)
+    old = maps.RenameTransform(((r"qkv_linear\.", ""), ("^lm_head", "output")))
+    meta = maps.MapTransform(maps.find("meta-llama-to-hf"), HEADS)
     export(TITAN / "checkpoint_full", tmp_path / "meta", old)
-    plan = export(tmp_path / "meta", tmp_path / "hf", maps.AutoMapStep(HEADS))
+    plan = export(tmp_path / "meta", tmp_path / "hf", maps.AutoMapTransform(HEADS))
     assert any("chose meta-llama-to-hf" in note for note in plan.notes)
-    export(TITAN / "checkpoint_full", tmp_path / "titan", maps.AutoMapStep(HEADS))
+    export(TITAN / "checkpoint_full", tmp_path / "titan", maps.AutoMapTransform(HEADS))
     export(tmp_path / "meta", tmp_path / "named", meta)
     by_auto, of_titan, by_name = (
         digests(tmp_path / name / "model.safetensors") for name in ("hf", "titan", "named")
@@ -414,7 +449,7 @@ def test_metas_names_become_the_same_tensors_as_torchtitans(tmp_path: Path) -> N
 
 
 def test_an_adapters_names_become_pefts_own(tmp_path: Path) -> None:
-    step = maps.MapStep(maps.find("peft-adapter-to-hf"), {})
+    step = maps.MapTransform(maps.find("peft-adapter-to-hf"), {})
     source = REAL / "peft_fsdp2_dcp_4r" / "ckpt"
     export(source, tmp_path / "out", step, include=("*lora_*",))
     theirs = REAL / "peft_fsdp2_adapter_4r" / "ckpt" / "adapter" / "adapter_model.safetensors"
@@ -423,10 +458,12 @@ def test_an_adapters_names_become_pefts_own(tmp_path: Path) -> None:
 
 
 def test_auto_leaves_the_hubs_names_and_refuses_unknown_ones(tmp_path: Path) -> None:
-    plan = export(REAL / "hf_sharded_safetensors" / "ckpt", tmp_path / "a", maps.AutoMapStep({}))
+    plan = export(
+        REAL / "hf_sharded_safetensors" / "ckpt", tmp_path / "a", maps.AutoMapTransform({})
+    )
     assert any("Hugging Face's already" in note for note in plan.notes)
     with pytest.raises(UsageError, match="auto is not certain: no built-in map"):
-        export(REAL / "fsdp2_dcp_1d_4r" / "ckpt", tmp_path / "b", maps.AutoMapStep({}))
+        export(REAL / "fsdp2_dcp_1d_4r" / "ckpt", tmp_path / "b", maps.AutoMapTransform({}))
 
 
 # ------------------------------------------------------------------------ is the map for this model
@@ -455,10 +492,10 @@ def reshard(source: Path, out: Path, *words: object) -> Result:
 def test_a_map_that_is_named_is_refused_for_a_model_that_it_is_not_for(tmp_path: Path) -> None:
     source, named = TITAN / "checkpoint_full", maps.find("torchtitan-qwen3-to-hf")
     with pytest.raises(UsageError, match=r"not for this model: there is no .*q_norm") as caught:
-        export(source, tmp_path / "out", maps.MapStep(named, HEADS))
+        export(source, tmp_path / "out", maps.MapTransform(named, HEADS))
     assert "--force-map" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()
-    plan = export(source, tmp_path / "out", maps.MapStep(named.forced, HEADS))
+    plan = export(source, tmp_path / "out", maps.MapTransform(named.forced, HEADS))
     assert any("torchtitan-qwen3-to-hf, forced" in note for note in plan.notes)
 
 
@@ -519,10 +556,10 @@ def test_the_maps_of_experts_are_not_for_each_others_models(
         qwen |= {f"{layer}self_attn.q_norm.weight": one[0]}
     saved(tmp_path / "mixtral", mixtral), saved(tmp_path / "qwen", qwen)
     for kind, right, wrong in (("mixtral", name, other), ("qwen", other, name)):
-        step = maps.MapStep(maps.find(wrong), {})
+        step = maps.MapTransform(maps.find(wrong), {})
         with pytest.raises(UsageError, match="not for this model"):
             export(tmp_path / kind, tmp_path / "no", step)
-        export(tmp_path / kind, tmp_path / f"{kind}-out", maps.MapStep(maps.find(right), {}))
+        export(tmp_path / kind, tmp_path / f"{kind}-out", maps.MapTransform(maps.find(right), {}))
 
 
 def test_force_map_needs_a_map(tmp_path: Path) -> None:
@@ -541,7 +578,7 @@ def made(*names: str) -> tuple[TransformedTensor, ...]:
 
 
 def renamed(names: tuple[str, ...], *rules: str) -> list[str]:
-    step = maps.RenameStep(tuple(map(maps.parse_rename, rules)))
+    step = maps.RenameTransform(tuple(map(maps.parse_rename, rules)))
     return [one.entry.fqn for one in step(made(*names), Files()).made]
 
 
@@ -563,7 +600,7 @@ def test_a_rename_that_changes_nothing_or_cannot_be_read_is_refused() -> None:
 def test_a_rename_onto_another_name_is_refused_with_both(tmp_path: Path) -> None:
     source = saved(tmp_path / "in", {"a": np.ones(1), "b": np.ones(1)})
     with pytest.raises(UsageError, match="a and b would both be called b"):
-        export(source, tmp_path / "out", maps.RenameStep((("^a$", "b"),)))
+        export(source, tmp_path / "out", maps.RenameTransform((("^a$", "b"),)))
     assert not (tmp_path / "out").exists()
 
 
@@ -572,7 +609,7 @@ def test_the_vocabularys_padding_goes_only_where_it_is(tmp_path: Path) -> None:
     arrays = {"model.embed_tokens.weight": table, "lm_head.weight": table, "other": table}
     arrays["model.layers.0.output.weight"] = table
     source = saved(tmp_path / "in", arrays)
-    plan = export(source, tmp_path / "out", maps.VocabularyStep(5))
+    plan = export(source, tmp_path / "out", maps.VocabularyTransform(5))
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: len(array) for name, array in found.items()} == {
         "model.embed_tokens.weight": 5,
@@ -583,26 +620,26 @@ def test_the_vocabularys_padding_goes_only_where_it_is(tmp_path: Path) -> None:
     assert np.array_equal(found["lm_head.weight"], table[:5])
     assert sum("kept the first 5 of 6 rows" in note for note in plan.notes) == 2
     with pytest.raises(UsageError, match="fewer than --vocab-size 7"):
-        export(source, tmp_path / "more", maps.VocabularyStep(7))
+        export(source, tmp_path / "more", maps.VocabularyTransform(7))
 
 
 def test_under_puts_names_into_a_container() -> None:
-    (one,) = UnderStep("app.model")(made("w"), Files()).made
+    (one,) = UnderTransform("app.model")(made("w"), Files()).made
     assert (one.entry.fqn, one.entry.path) == ("app.model.w", ("app", "model", "w"))
 
 
 def test_untie_gives_the_head_the_embeddings_bytes() -> None:
     names = ("model.embed_tokens.weight", "model.norm.weight")
-    outcome = UntieStep()(made(*names), Files())
+    outcome = UntieTransform()(made(*names), Files())
     assert [one.entry.fqn for one in outcome.made] == [*names, "lm_head.weight"]
     assert outcome.made[2].origins == (names[0],)
     with pytest.raises(UsageError, match=r"no model\.embed_tokens\.weight"):
-        UntieStep()(made("norm.weight"), Files())
+        UntieTransform()(made("norm.weight"), Files())
 
 
 def test_origins_tell_where_each_tensor_comes_from(tmp_path: Path) -> None:
     text = '[[rule]]\nfrom = ["a", "b"]\nto = "c"\n'
     source = saved(tmp_path / "in", {"a": np.ones(1), "b": np.ones(1)})
-    plan = export(source, tmp_path / "out", maps.MapStep(maps.parse(text, name="t"), {}))
+    plan = export(source, tmp_path / "out", maps.MapTransform(maps.parse(text, name="t"), {}))
     assert plan.origins == {"c": ("a", "b")}
     assert plan.tensors == 1

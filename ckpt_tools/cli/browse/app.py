@@ -17,7 +17,7 @@ from textual.widgets import DataTable, Footer, Header, Input, Static, Tree
 from textual.worker import get_current_worker
 
 from ckpt_tools.cli import entries, show
-from ckpt_tools.cli.browse.sides import Arrangement, Sides, kinds, told_as
+from ckpt_tools.cli.browse.sides import Arrangement, Sides, kinds, status_text
 from ckpt_tools.cli.diff import HEADER
 from ckpt_tools.cli.diff import row as diff_row
 from ckpt_tools.cli.ls import Leaf, Node, joined, tree_of
@@ -89,7 +89,7 @@ class Entries(Tree[Shown]):
         self.refresh()
 
     def on_tree_node_expanded(self, event: Tree.NodeExpanded[Shown]) -> None:
-        """Add what lies below a part when it is opened first."""
+        """Add what is below a part when it is first opened."""
         self._fill(event.node)
 
     def _fill(self, node: TreeNode[Shown], *, every: bool = False) -> None:
@@ -141,7 +141,9 @@ class Entries(Tree[Shown]):
             entry, (status,) = shown.place.entry, counts
             cells = entries.row(entry, None)[1 : 3 if isinstance(entry, TensorEntry) else 2]
             colour = {"": "", "same": "green", "unknown": "yellow"}.get(status, "bold red")
-            return Text.assemble(("  ".join(["", *cells, ""]), "dim"), (told_as(status), colour))
+            return Text.assemble(
+                ("  ".join(["", *cells, ""]), "dim"), (status_text(status), colour)
+            )
         wrong = len(leaves) - counts[""] - counts["same"]
         if wrong:
             word = "differ" if self._sides.two else "damaged"
@@ -224,7 +226,7 @@ class Browser(App[None]):
     .-narrow #main { layout: vertical; }
     .-narrow Entries, .-narrow #details { width: 100%; height: 1fr; border-left: none; }
     .facts, .text { height: auto; padding: 0 1; }
-    #told { height: auto; padding: 0 1; }
+    #message { height: auto; padding: 0 1; }
     DataTable { height: auto; max-height: 24; margin: 1 0 0 1; }
     #asked Input { display: none; }
     #asked { height: auto; }
@@ -259,7 +261,7 @@ class Browser(App[None]):
         with Horizontal(id="main", classes="-two" if self.sides.two else ""):
             yield Entries("everything", self.sides)
             with Vertical(id="details"):
-                yield Static(id="told")
+                yield Static(id="message")
                 with Horizontal():
                     for number, _ in enumerate(self.sides.indexes):
                         yield Side(self.sides, number)
@@ -333,22 +335,22 @@ class Browser(App[None]):
 
     def _difference(self, name: str) -> str:
         """What `diff` says of one name, a line for each column of its table."""
-        found = self.sides.difference(name)
+        entry_diff = self.sides.difference(name)
         status = self.sides.status(name)
-        if found is None or status in ("", "same"):
+        if entry_diff is None or status in ("", "same"):
             known = "the same, bit for bit" if status else "same by headers; c compares the values"
             return known if self.sides.two else ""
-        cells = zip(HEADER[1:], diff_row(found)[1:], strict=True)
+        cells = zip(HEADER[1:], diff_row(entry_diff)[1:], strict=True)
         lines = [f"{label:<10} {text}" for label, text in cells if text != "-"]
-        return "\n".join([*lines, *([printable(found.detail)] if found.detail else [])])
+        return "\n".join([*lines, *([printable(entry_diff.detail)] if entry_diff.detail else [])])
 
     def _warn(self, error: Exception) -> None:
         self.notify(printable(str(error)), severity="warning", markup=False)
 
     def _say(self, text: str) -> None:
-        told = self.query_one("#told", Static)
-        told.update(Text(text))
-        told.display = bool(text)
+        message = self.query_one("#message", Static)
+        message.update(Text(text))
+        message.display = bool(text)
 
     @work(thread=True, exclusive=True, group="details")
     def _report(self) -> None:
@@ -390,7 +392,7 @@ class Browser(App[None]):
         """Show the line in which a search or a slice is written."""
         node = self.tree_widget.cursor_node
         if what == "slice" and (node is None or node.allow_expand):
-            self.notify("A slice is of a tensor: choose one first.")
+            self.notify("Choose a tensor first: a slice is of its values.")
             return
         line = self.query_one(f"#{what}", Input)
         line.display = True

@@ -54,8 +54,8 @@ class Sides:
         return Pairs({}, {entry.fqn: entry.fqn for entry in self.indexes[0].entries}, {})
 
     @cached_property
-    def _hurt(self) -> frozenset[str]:
-        """Names that a problem speaks of."""
+    def _damaged(self) -> frozenset[str]:
+        """Names that a problem is about."""
         problems = [problem.about for index in self.indexes for problem in index.problems]
         return frozenset().union(*problems)
 
@@ -64,9 +64,9 @@ class Sides:
         one, other = self._pairs.both.get(
             name, (self._pairs.only_a.get(name), self._pairs.only_b.get(name))
         )
-        found = zip(self.indexes, (one, other), strict=False)
+        named = zip(self.indexes, (one, other), strict=False)
         return tuple(
-            None if fqn is None else index.tensor(fqn) or index.object(fqn) for index, fqn in found
+            None if fqn is None else index.tensor(fqn) or index.object(fqn) for index, fqn in named
         )
 
     def leaves(self, arrangement: Arrangement, text: str, *, differing: bool) -> list[Leaf]:
@@ -82,13 +82,13 @@ class Sides:
             ]
         pattern = text.startswith("re:") or any(sign in text for sign in "*?")
         chosen = selector([text], []) if pattern else None
-        found = self._placed[arrangement]
+        shown = self._placed[arrangement]
         if text:
             low = text.lower()
-            found = [p for p in found if (chosen(p.name) if chosen else low in p.name.lower())]
+            shown = [p for p in shown if (chosen(p.name) if chosen else low in p.name.lower())]
         if differing:
-            found = [leaf for leaf in found if self.status(leaf.name) not in ("", "same")]
-        return found
+            shown = [leaf for leaf in shown if self.status(leaf.name) not in ("", "same")]
+        return shown
 
     def _place(self, name: str, arrangement: Arrangement) -> Iterator[Leaf]:
         held = [entry for entry in self.entries(name) if entry is not None]
@@ -99,7 +99,8 @@ class Sides:
                 yield Leaf(name, (label, *parts), entry, nbytes)
         else:
             above = (entry.section,) if arrangement == "section" else ()
-            yield Leaf(name, (*above, *parts), entry, max(map(_nbytes, held)))
+            sizes = [e.nbytes if isinstance(e, TensorEntry) else e.data.length for e in held]
+            yield Leaf(name, (*above, *parts), entry, max(sizes))
 
     def _files_of(self, name: str) -> Counter[str]:
         """The bytes of an entry in each file that holds a part of it, replicas too."""
@@ -130,11 +131,11 @@ class Sides:
     def status(self, name: str) -> str:
         """What is known of a name: empty when headers agree and values were not compared."""
         if not self.two:
-            return "damaged" if name in self._hurt else ""
-        found = self._found.get(name)
-        if found is None or (found.status == "same" and name not in self._compared):
+            return "damaged" if name in self._damaged else ""
+        entry_diff = self._found.get(name)
+        if entry_diff is None or (entry_diff.status == "same" and name not in self._compared):
             return ""
-        return found.status
+        return entry_diff.status
 
     def difference(self, name: str) -> EntryDiff | None:
         """What `diff` says of a name, or of a container."""
@@ -145,8 +146,8 @@ class Sides:
         held = [{e.fqn for n in names if (e := self.entries(n)[side])} for side in (0, 1)]
         a, b = (index.select(fqns) for index, fqns in zip(self.indexes, held, strict=True))
         with Files() as files:
-            told = diff(a, b, files, options=DiffOptions(self._naming), on_bytes=on_bytes)
-        for one in told.entries:
+            compared = diff(a, b, files, options=DiffOptions(self._naming), on_bytes=on_bytes)
+        for one in compared.entries:
             if one.status != "container":
                 self._found[one.name] = one
                 self._compared.add(one.name)
@@ -168,7 +169,7 @@ class Sides:
         if self.two:
             unknown = "same by headers; c compares the values"
             lines += [
-                f"  {told_as(status) or unknown}: {count:,}" for status, count in counts.items()
+                f"  {status_text(status) or unknown}: {count:,}" for status, count in counts.items()
             ]
         return "\n".join(lines)
 
@@ -182,8 +183,8 @@ class Sides:
         """What headers say of an entry of one side."""
         if isinstance(entry, ObjectEntry):
             return "\n".join([printable(entry.fqn), *facts(object_facts(entry))])
-        found = self._meshes[side]
-        return "\n".join([printable(entry.fqn), *facts(tensor_facts(entry, found))])
+        mesh = self._meshes[side]
+        return "\n".join([printable(entry.fqn), *facts(tensor_facts(entry, mesh))])
 
     @cached_property
     def _meshes(self) -> list[FoundMesh | None]:
@@ -209,12 +210,8 @@ class Sides:
         return "\n".join(map(printable, text.splitlines()[:_MOST_LINES]))
 
 
-def _nbytes(entry: Entry) -> int:
-    return entry.nbytes if isinstance(entry, TensorEntry) else entry.data.length
-
-
-def told_as(status: str) -> str:
-    """What a person reads for the status of a name; empty for what is not known yet."""
+def status_text(status: str) -> str:
+    """The text for the status of a name; empty when it is not known yet."""
     return WORDS.get(status, status)
 
 

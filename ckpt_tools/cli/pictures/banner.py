@@ -24,15 +24,15 @@ from ckpt_tools.storage.age import last_written
 _MAX_PROBLEMS, _MAX_FILES = 50, 500
 
 
-def banner(told: Inspection, problems: Sequence[CheckpointError]) -> Iterator[str]:
+def banner(inspection: Inspection, problems: Sequence[CheckpointError]) -> Iterator[str]:
     """The verdict, the version and the date of the source, and what is wrong with it."""
-    facts = [report.written_as(told), _saved(told.saved)]
-    found = first_of(list(map(_why, problems)), _MAX_PROBLEMS)
-    yield from _banner(told.root, told.state, facts, found)
+    facts = [report.written_as(inspection), _saved(inspection.saved)]
+    reasons = first_of(list(map(_why, problems)), _MAX_PROBLEMS)
+    yield from _banner(inspection.root, inspection.state, facts, reasons)
 
 
-def hurt_by(problems: Sequence[CheckpointError]) -> frozenset[str]:
-    """The names of all that these problems hurt."""
+def named_by(problems: Sequence[CheckpointError]) -> frozenset[str]:
+    """The names of all that these problems are about."""
     return frozenset[str]().union(*(problem.about for problem in problems))
 
 
@@ -84,14 +84,14 @@ def _is_there(ckpt: str) -> bool:
 
 def failure_page(ckpt: str, error: CheckpointError) -> str:
     """The page of a checkpoint that cannot be read: why, what to try, and the files there."""
-    found: dict[str, FileState] = {}
+    states: dict[str, FileState] = {}
     with suppress(OSError):
-        found = paths.states(ckpt)
+        states = paths.states(ckpt)
     verdict = [VerdictPart("CANNOT BE READ", "bad")]
-    parts = list(_banner(ckpt, verdict, [_saved(last_written(found))], [_why(error)]))
-    shown = sorted(found.items())[:_MAX_FILES]
+    parts = list(_banner(ckpt, verdict, [_saved(last_written(states))], [_why(error)]))
+    shown = sorted(states.items())[:_MAX_FILES]
     rows = ((os.path.basename(path), f"{state.size:,}") for path, state in shown)
     parts += table(("FILE", "BYTES"), rows, numbers=[1])
-    if len(found) > len(shown):
-        parts.append(f'<p class="quiet">and {len(found) - len(shown):,} more files</p>')
+    if len(states) > len(shown):
+        parts.append(f'<p class="quiet">and {len(states) - len(shown):,} more files</p>')
     return page(f"Report of {ckpt}", parts)

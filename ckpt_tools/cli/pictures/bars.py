@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from ckpt_tools.analysis.ownership import Held, Holdings, Moved, bytes_held, skew_of
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved, bytes_held, skew_of
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import rects
@@ -32,7 +32,7 @@ def who_holds_what(
     *,
     target: Holdings | None = None,
     change: Moved | None = None,
-    hurt: frozenset[str] = frozenset(),
+    damaged: frozenset[str] = frozenset(),
 ) -> Iterator[str]:
     """The ranks, then the rows; of both sides when there is a target, on one scale."""
     sides: list[Side] = (
@@ -46,7 +46,7 @@ def who_holds_what(
         yield f'<p class="quiet">Both on one scale: a full column is {format_size(most)}.</p>'
     repeated = colors.repeated(max(side.holders for _, side in sides))
     yield f'<p class="quiet">{repeated}</p>' if repeated else ""
-    yield from _rows(sides, change, hurt)
+    yield from _rows(sides, change, damaged)
 
 
 # ------------------------------------------------------------------------- the ranks, or the files
@@ -126,8 +126,8 @@ def _column(holder: int, load: int, *, most: int, hover: str) -> str:
 # ------------------------------------------------------------------------------------- the tensors
 
 
-def _rows(sides: Sequence[Side], change: Moved | None, hurt: frozenset[str]) -> Iterator[str]:
-    """A row for tensors that are held alike, folded: it opens to pieces and names."""
+def _rows(sides: Sequence[Side], change: Moved | None, damaged: frozenset[str]) -> Iterator[str]:
+    """A row for tensors with the same pieces and holders, folded: it opens to pieces and names."""
     before, target = sides[0][1], sides[1][1] if len(sides) > 1 else None
     moves: dict[str, int] = {}
     if target is not None and change is not None:
@@ -140,13 +140,15 @@ def _rows(sides: Sequence[Side], change: Moved | None, hurt: frozenset[str]) -> 
     yield f'<div{" class=two" if later else ""}><div class="row heads">{"".join(cells)}</div>'
     budget = _BUDGET
     for row in fold.rows(before, target):
-        then = [[found[held.fqn] for held in row.tensors if held.fqn in found] for found in later]
+        then = [
+            [held_of[held.fqn] for held in row.tensors if held.fqn in held_of] for held_of in later
+        ]
         drawn = [
             (side, same) for side, same in zip(sides, [row.tensors, *then], strict=True) if same
         ]
         budget -= sum(min(len(same[0].pieces), _MAX_PIECES) for _, same in drawn)
         moved = sum(moves.get(held.fqn, 0) for held in row.tensors) if later else None
-        yield "<details class=row><summary>" + _facts(row, moved=moved, hurt=hurt)
+        yield "<details class=row><summary>" + _facts(row, moved=moved, damaged=damaged)
         bars = (_bar(side, same[0], fits=budget > 0) for side, same in drawn)
         yield f"<span>{''.join(bars)}</span></summary>"
         for side, same in drawn:
@@ -158,9 +160,9 @@ def _rows(sides: Sequence[Side], change: Moved | None, hurt: frozenset[str]) -> 
     yield "</div>"
 
 
-def _facts(row: fold.Row, *, moved: int | None, hurt: frozenset[str]) -> str:
+def _facts(row: fold.Row, *, moved: int | None, damaged: frozenset[str]) -> str:
     """The cells of a row that are words."""
-    bad = sum(held.fqn in hurt for held in row.tensors)
+    bad = sum(held.fqn in damaged for held in row.tensors)
     marks = f'<span class="quiet">{row.times}</span>'
     if bad:
         marks += f' <b class="bad">{"damaged" if len(row.tensors) == 1 else f"{bad:,} damaged"}</b>'
@@ -172,8 +174,8 @@ def _facts(row: fold.Row, *, moved: int | None, hurt: frozenset[str]) -> str:
     )
 
 
-def _bar(titled: Side, held: Held, *, fits: bool) -> str:
-    """The pieces of a tensor where they lie, with who holds them; in words where they are many."""
+def _bar(titled: Side, held: HeldTensor, *, fits: bool) -> str:
+    """The pieces of a tensor in place, with their holders; a sentence when they are many."""
     title, side = titled
     lead = f'<small class="quiet">{title}</small> ' if title else ""
     if not held.pieces:
@@ -183,10 +185,10 @@ def _bar(titled: Side, held: Held, *, fits: bool) -> str:
         who = rank_spans(sorted({n for piece in held.pieces for n in piece.holders})) or "unknown"
         words = f"{counted(len(held.pieces), 'piece')} of {side.unit}s {who}"
         return f'<span class="side">{lead}<span>{words}</span></span>'
-    found = rects(held.pieces, held.shape)
-    lines = min(8, round(1 / min(rect.height for rect in found)))
+    drawn = rects(held.pieces, held.shape)
+    lines = min(8, round(1 / min(rect.height for rect in drawn)))
     parts = []
-    for rect in found:
+    for rect in drawn:
         lost = " lost" if rect.piece.file in side.missing else ""
         style = "nobody" if rect.holder is None else colors.classes(rect.holder)
         placed = (
@@ -201,7 +203,7 @@ def _bar(titled: Side, held: Held, *, fits: bool) -> str:
     return f'<span class="side">{lead}{bar}</span>'
 
 
-def _pieces(titled: Side, same: Sequence[Held], *, fits: bool) -> Iterator[str]:
+def _pieces(titled: Side, same: Sequence[HeldTensor], *, fits: bool) -> Iterator[str]:
     """A table of the pieces: who holds each, its box, its bytes, and its files in all of these."""
     (title, side), held = titled, same[0]
     words = ": ".join(filter(None, [title, ", ".join(held.placements)]))
@@ -226,6 +228,6 @@ def _pieces(titled: Side, same: Sequence[Held], *, fits: bool) -> Iterator[str]:
 
 def _files(side: Holdings, numbers: set[int | None]) -> str:
     """The files of a piece: in tensors of one row it may lie in several."""
-    found = sorted(number for number in numbers if number is not None)
-    names = [f"{side.files[n]}{' (missing)' if n in side.missing else ''}" for n in found]
+    known = sorted(number for number in numbers if number is not None)
+    names = [f"{side.files[n]}{' (missing)' if n in side.missing else ''}" for n in known]
     return some(names, 3) or "-"

@@ -10,7 +10,7 @@ from html import escape
 from itertools import islice
 
 from ckpt_tools.analysis.ownership import (
-    Held,
+    HeldTensor,
     Holdings,
     Moved,
     bytes_held,
@@ -163,25 +163,12 @@ def _loads(side: Holdings, place: tuple[int, int, int], *, most: int) -> Iterato
     for holder, nbytes in enumerate(shown):
         height = max(1.0, _LOAD_HEIGHT * nbytes / (most or 1))
         name = f"rank {holder}" if side.unit == "rank" else side.files[holder]
-        yield (
-            base,
-            _column(
-                left + holder * step,
-                base,
-                size=(step, height),
-                holder=holder,
-                words=f"{name}: {nbytes:,}",
-            ),
-        )
+        column = _box((left + holder * step, base - height, step, height), holder)
+        hover = escape(printable(f"{name}: {nbytes:,}"))
+        yield base, f"<g><title>{hover} bytes</title>{column}</g>"
     if len(totals) > len(shown):
         rest = f"and {len(totals) - len(shown):,} more"
         yield base + 18, _text(left, base + 16, rest, style="q")
-
-
-def _column(x: int, base: int, *, size: tuple[int, float], holder: int, words: str) -> str:
-    width, height = size
-    drawn = _box((x, base - height, width, height), holder)
-    return f"<g><title>{escape(printable(words))} bytes</title>{drawn}</g>"
 
 
 def _rows(before: Holdings, target: Holdings | None, *, top: int) -> tuple[list[str], int]:
@@ -228,17 +215,17 @@ def _middle_out(text: str, size: int) -> str:
     return f"{text[:head]}…{text[len(text) - (size - head - 1) :]}"
 
 
-def _bar(held: Held, side: Holdings, *, left: int, top: int, width: int) -> Iterator[str]:
-    found = rects(held.pieces, held.shape)
-    if len(found) > width:
+def _bar(held: HeldTensor, side: Holdings, *, left: int, top: int, width: int) -> Iterator[str]:
+    drawn = rects(held.pieces, held.shape)
+    if len(drawn) > width:
         words = counted(len(held.pieces), "piece")
         yield _text(left, top + 16, words, style="q")
         return
-    for rect in found:
+    for rect in drawn:
         yield _piece(rect, held, side=side, place=(left, top, width))
 
 
-def _piece(rect: Rect, held: Held, *, side: Holdings, place: tuple[int, int, int]) -> str:
+def _piece(rect: Rect, held: HeldTensor, *, side: Holdings, place: tuple[int, int, int]) -> str:
     left, top, width = place
     x, wide = left + rect.x * width, rect.width * width
     y, high = top + rect.y * _BAR_HEIGHT, rect.height * _BAR_HEIGHT
@@ -253,7 +240,7 @@ def _piece(rect: Rect, held: Held, *, side: Holdings, place: tuple[int, int, int
     return f"<g><title>{escape(_facts(rect, held, side=side))}</title>{drawn}{number}</g>"
 
 
-def _facts(rect: Rect, held: Held, *, side: Holdings) -> str:
+def _facts(rect: Rect, held: HeldTensor, *, side: Holdings) -> str:
     """What hovering over a piece says."""
     piece = rect.piece
     lines = [f"{printable(held.fqn)} {piece.box}"]

@@ -1,4 +1,4 @@
-"""Writes a finished picture or page to where a person wants it."""
+"""Writes a finished picture or page to a file or to stdout."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt_tools.analysis.ownership import Held, Holdings
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings
 from ckpt_tools.core.text import rank_spans
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component: `layers.12.`, never `w2`
@@ -19,10 +19,10 @@ class Row(NamedTuple):
     """Tensors that are drawn as one."""
 
     label: str
-    tensors: tuple[Held, ...]
+    tensors: tuple[HeldTensor, ...]
 
     @property
-    def first(self) -> Held:
+    def first(self) -> HeldTensor:
         """The one that is drawn."""
         return self.tensors[0]
 
@@ -40,13 +40,13 @@ class Row(NamedTuple):
 def rows(before: Holdings, target: Holdings | None = None) -> list[Row]:
     """The rows of these tensors, in the order in which the first of each comes.
 
-    Those of a row are held alike, also after a reshard when there is a target, and hurt alike.
+    Those of a row have the same pieces and holders, also after a reshard when there is a target.
     """
-    groups: dict[tuple[object, ...], list[Held]] = {}
+    groups: dict[tuple[object, ...], list[HeldTensor]] = {}
     numbers: dict[tuple[object, ...], int] = {}
     cuts: dict[int, int] = {}
 
-    def cut(held: Held | None) -> object:
+    def cut(held: HeldTensor | None) -> object:
         if held is None:
             return None
         if id(held.pieces) not in cuts:  # of replicas one is stored, now in this file, now in that
@@ -67,14 +67,13 @@ def _label(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     places = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
-    texts = [_span(sorted(set(numbers))) for numbers in places]
+    texts = [
+        str(numbers[0]) if len(set(numbers)) == 1 else f"{{{rank_spans(sorted(set(numbers)))}}}"
+        for numbers in places
+    ]
     parts = _NUMBER.split(names[0])
     pairs = zip(parts, [*texts, ""], strict=True)
     return "".join(part + text for part, text in pairs)
-
-
-def _span(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{{{rank_spans(numbers)}}}"
 
 
 def each(holdings: Holdings) -> list[Row]:

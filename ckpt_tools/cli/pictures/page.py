@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.ownership import Holdings, Moved
-from ckpt_tools.cli.pictures.banner import banner, hurt_by
+from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, text
 from ckpt_tools.cli.pictures.text import moved_words
@@ -15,7 +15,7 @@ from ckpt_tools.errors import CheckpointError
 
 
 def layout_page(
-    told: Inspection,
+    inspection: Inspection,
     before: Holdings,
     *,
     target: Holdings | None = None,
@@ -27,6 +27,6 @@ def layout_page(
     facts.append(format_size(sum(held.nbytes for held in before.tensors)))
     if target is not None and change is not None:
         facts.append(moved_words(target, change))
-    parts = [*banner(told, problems), f"<p>{text(', '.join(facts))}.</p>"]
-    parts += who_holds_what(before, target=target, change=change, hurt=hurt_by(problems))
-    return page(f"Layout of {told.root}", parts)
+    parts = [*banner(inspection, problems), f"<p>{text(', '.join(facts))}.</p>"]
+    parts += who_holds_what(before, target=target, change=change, damaged=named_by(problems))
+    return page(f"Layout of {inspection.root}", parts)

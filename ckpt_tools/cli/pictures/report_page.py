@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_tools.analysis.ownership import holdings_of
 from ckpt_tools.cli import entries, options, report
-from ckpt_tools.cli.pictures.banner import banner, hurt_by
+from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, table, text
 from ckpt_tools.cli.values import Seen
@@ -32,37 +32,37 @@ def report_page(
 
     ``unseen`` is why its values could not be read.
     """
-    told = report.look(whole, index)
-    parts = [*banner(told, whole.problems), *_facts(report.identity(told))]
+    inspection = report.look(whole, index)
+    parts = [*banner(inspection, whole.problems), *_facts(report.identity(inspection))]
     parts += table(report.SECTION_HEADER, report.section_rows(index), numbers=range(1, 5))
-    parts += _facts(report.state(whole, told))
+    parts += _facts(report.state(whole, inspection))
     if unseen is not None:
         parts.append(f'<p class="bad">The values were not read: {text(unseen.message)}</p>')
     if seen is not None:
         parts += _anomalies(seen.statistics.anomalies)
         parts += _statistics(seen)
     parts.append("<h2>Who holds what</h2>")
-    parts += who_holds_what(holdings_of(index, told.mesh), hurt=hurt_by(whole.problems))
+    parts += who_holds_what(holdings_of(index, inspection.mesh), damaged=named_by(whole.problems))
     parts += _objects(index.objects)
     return page(f"Report of {whole.root}", parts)
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield "<dl>"
-    for label, told in pairs:
-        lines = "<br>".join(text(line) for line in told.split("\n"))
+    for label, value in pairs:
+        lines = "<br>".join(text(line) for line in value.split("\n"))
         yield f"<dt>{text(label)}</dt><dd>{lines}</dd>"
     yield "</dl>"
 
 
-def _anomalies(found: Sequence[Anomaly]) -> Iterator[str]:
-    if not found:
+def _anomalies(anomalies: Sequence[Anomaly]) -> Iterator[str]:
+    if not anomalies:
         yield '<p class="quiet">No suspicious values at the edges of shards.</p>'
         return
     yield '<h2 class="bad">Suspicious regions: their edges are shard edges</h2>'
     rows = [
-        (odd.kind, odd.fqn, str(odd.box), "-" if odd.rank is None else str(odd.rank), odd.detail)
-        for odd in found[:500]
+        (one.kind, one.fqn, str(one.box), "-" if one.rank is None else str(one.rank), one.detail)
+        for one in anomalies[:500]
     ]
     yield from table(("KIND", "NAME", "BOX", "RANK", "DETAIL"), rows)
 
@@ -71,10 +71,10 @@ def _statistics(seen: Seen) -> Iterator[str]:
     """A row of numbers for each tensor, with its histogram."""
     tensors = seen.statistics.tensors
     bad = seen.statistics.nonfinite
-    told = f", <span class=bad>{bad:,} values are NaN or infinite</span>" if bad else ""
+    nonfinite = f", <span class=bad>{bad:,} values are NaN or infinite</span>" if bad else ""
     opened = " open" if len(tensors) <= _MAX_OPEN else ""
     number = counted(len(tensors), "tensor")
-    yield f'<details class="section"{opened}><summary>Values of {number}{told}</summary>'
+    yield f'<details class="section"{opened}><summary>Values of {number}{nonfinite}</summary>'
     yield '<div class="scroll"><table class="mono stats"><thead><tr>'
     for name in _STATS_HEADER:
         yield f'<th class="{"" if name in ("NAME", "SPREAD") else "n"}">{name.lower()}</th>'

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt_tools.analysis.ownership import Piece
+from ckpt_tools.analysis.ownership import HeldBox
 
 MAX_BANDS = 4
 
@@ -22,17 +22,17 @@ class Rect(NamedTuple):
     y: float
     width: float
     height: float
-    piece: Piece
+    piece: HeldBox
     holder: int | None
     label: str
 
 
-def cut_dims(pieces: Sequence[Piece], shape: Sequence[int]) -> list[int]:
+def cut_dims(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[int]:
     """The dimensions along which some piece is shorter than the tensor."""
     return [dim for dim, size in enumerate(shape) if any(p.box.sizes[dim] != size for p in pieces)]
 
 
-def rects(pieces: Sequence[Piece], shape: Sequence[int]) -> list[Rect]:
+def rects(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[Rect]:
     """A rectangle for each piece and holder; one for a piece that more than `MAX_BANDS` hold."""
     dims = cut_dims(pieces, shape)
     if len(dims) > 2:
@@ -57,13 +57,13 @@ def _bands(holders: Sequence[int]) -> list[tuple[int | None, str]]:
     return [(holder, str(holder)) for holder in holders]
 
 
-def _span(piece: Piece, shape: Sequence[int], dim: int | None) -> tuple[float, float]:
+def _span(piece: HeldBox, shape: Sequence[int], dim: int | None) -> tuple[float, float]:
     if dim is None:
         return 0.0, 1.0
     return piece.box.offsets[dim] / shape[dim], piece.box.sizes[dim] / shape[dim]
 
 
-def _by_share(pieces: Sequence[Piece]) -> list[tuple[float, float, float, float]]:
+def _by_share(pieces: Sequence[HeldBox]) -> list[tuple[float, float, float, float]]:
     """Strips in order, each as long as its piece is large."""
     total = sum(piece.box.numel for piece in pieces)
     spans, start = [], 0

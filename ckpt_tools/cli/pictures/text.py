@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ckpt_tools.analysis.ownership import (
-    Held,
+    HeldBox,
+    HeldTensor,
     Holdings,
     Moved,
-    Piece,
     bytes_held,
     skew_of,
 )
@@ -64,7 +64,10 @@ def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
     most = max(totals, default=0)
     yield render.heading(f"Bytes per {holdings.unit}")
     shown = range(len(totals)) if len(totals) <= _MAX_HOLDERS else _extremes(totals)
-    names = {holder: _holder_name(holdings, holder) for holder in shown}
+    names = {
+        holder: str(holder) if holdings.unit == "rank" else render.printable(holdings.files[holder])
+        for holder in shown
+    }
     width = max(map(len, names.values()), default=0)
     for holder in shown:
         bar = "█" * round(_LOAD * totals[holder] / most) if most else ""
@@ -72,7 +75,7 @@ def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
         drawn = paint(" " * len(bar), holder) if paint is not plain else bar
         yield f"  {names[holder]:>{width}} {drawn}{' ' * (bool(bar))}{size}"
     if len(totals) > len(shown):
-        yield f"  the least and the most full of {len(totals):,}; --json has all"
+        yield f"  the emptiest and the fullest of {len(totals):,}; --json has all"
     skew = skew_of(totals)
     if skew is not None and len(totals) > 1:
         yield f"  The fullest holds {skew:.2f} times the average."
@@ -81,10 +84,6 @@ def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
 def _extremes(totals: Sequence[int]) -> list[int]:
     order = sorted(range(len(totals)), key=lambda holder: (totals[holder], holder))
     return sorted([*order[:4], *order[-4:]])
-
-
-def _holder_name(holdings: Holdings, holder: int) -> str:
-    return str(holder) if holdings.unit == "rank" else render.printable(holdings.files[holder])
 
 
 def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterator[str]:
@@ -107,7 +106,7 @@ def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterat
             yield f"{label:<{name}}  {facts}"
 
 
-def bar_of(held: Held, paint: Paint, *, size: int) -> str:
+def bar_of(held: HeldTensor, paint: Paint, *, size: int) -> str:
     """The pieces of a tensor side by side, each as wide as its share, with who holds it."""
     pieces = held.pieces
     if not pieces:
@@ -124,7 +123,7 @@ def bar_of(held: Held, paint: Paint, *, size: int) -> str:
     return text + ("│" if paint is plain else "") + _more(pieces)
 
 
-def _cell(piece: Piece, paint: Paint, *, size: int) -> str:
+def _cell(piece: HeldBox, paint: Paint, *, size: int) -> str:
     label = rank_spans(piece.holders) or "?"
     if len(label) > size - 1:
         label = str(piece.holders[0]) if piece.holders else "?"
@@ -133,13 +132,13 @@ def _cell(piece: Piece, paint: Paint, *, size: int) -> str:
     return paint(f"{edge}{text}".ljust(size), piece.holders[0] if piece.holders else 7)
 
 
-def _more(pieces: Sequence[Piece]) -> str:
+def _more(pieces: Sequence[HeldBox]) -> str:
     """How often each piece is held, where that is more than once."""
     most = max((len(piece.holders) for piece in pieces), default=0)
     return f" {most} replicas" if most > 1 else ""
 
 
-def _crowded(pieces: Sequence[Piece], paint: Paint, *, size: int) -> str:
+def _crowded(pieces: Sequence[HeldBox], paint: Paint, *, size: int) -> str:
     """More pieces than fit: a stripe of colours, or only a count."""
     holders = sorted({holder for piece in pieces for holder in piece.holders})
     spans = rank_spans(holders)
@@ -152,7 +151,7 @@ def _crowded(pieces: Sequence[Piece], paint: Paint, *, size: int) -> str:
     return f"{''.join(stripe)} {words}"
 
 
-def grid_lines(held: Held, paint: Paint, *, width: int | None) -> Iterator[str]:
+def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator[str]:
     """One tensor as a rectangle: its first dimension that is cut downwards, the next across."""
     room = max(12, (width or _GRID_COLUMNS + 4) - 4)
     dims = cut_dims(held.pieces, held.shape)
@@ -170,7 +169,7 @@ def grid_lines(held: Held, paint: Paint, *, width: int | None) -> Iterator[str]:
         yield "  " + _grid_line(held, line, dims=(down, across), edges=(rows, columns), paint=paint)
 
 
-def _directions(held: Held, dims: Sequence[int]) -> tuple[int | None, int | None]:
+def _directions(held: HeldTensor, dims: Sequence[int]) -> tuple[int | None, int | None]:
     """Which dimension goes downwards and which across."""
     if len(held.shape) < 2:
         return None, (0 if held.shape else None)
@@ -182,7 +181,7 @@ def _directions(held: Held, dims: Sequence[int]) -> tuple[int | None, int | None
     return (dims[0] if dims else last - 1), last
 
 
-def _edges(held: Held, dim: int | None, limit: int, *, least: int) -> dict[int, int]:
+def _edges(held: HeldTensor, dim: int | None, limit: int, *, least: int) -> dict[int, int]:
     """At which line or column of the picture each edge of a piece is drawn."""
     if dim is None:
         return {0: 0, 1: limit if least == 4 else 3}
@@ -197,7 +196,7 @@ def _edges(held: Held, dim: int | None, limit: int, *, least: int) -> dict[int, 
 
 
 def _grid_line(
-    held: Held,
+    held: HeldTensor,
     line: int,
     *,
     dims: tuple[int | None, int | None],
@@ -207,13 +206,13 @@ def _grid_line(
     """One line through all the pieces that it crosses, from left to right."""
     down, across = dims
     crossed = [(piece, _extent(piece, down, edges[0])) for piece in held.pieces]
-    found = [
+    spans = [
         (*_extent(piece, across, edges[1]), line == top, piece)
         for piece, (top, bottom) in crossed
         if top <= line < bottom
     ]
     text = ""
-    for left, right, is_first, piece in sorted(found):
+    for left, right, is_first, piece in sorted(spans):
         label = f" {rank_spans(piece.holders) or '?'}" if is_first else ""
         corner, fill = ("┌", "─") if is_first else ("│", " ")
         if paint is not plain:
@@ -223,7 +222,7 @@ def _grid_line(
     return text
 
 
-def _extent(piece: Piece, dim: int | None, edges: dict[int, int]) -> tuple[int, int]:
+def _extent(piece: HeldBox, dim: int | None, edges: dict[int, int]) -> tuple[int, int]:
     if dim is None:
         return edges[0], edges[1]
     return edges[piece.box.offsets[dim]], edges[piece.box.ends[dim]]
@@ -243,7 +242,7 @@ def moved_words(target: Holdings, change: Moved) -> str:
     )
 
 
-def piece_lines(held: Held, holdings: Holdings) -> Iterator[str]:
+def piece_lines(held: HeldTensor, holdings: Holdings) -> Iterator[str]:
     """A table of the pieces of one tensor: who holds each, its box, its bytes and its file."""
     header = (f"{holdings.unit.upper()}S", "BOX", "BYTES", "FILE")
     rows = [

@@ -6,14 +6,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Format, Index, Part, PlanOptions, Writes
+from ckpt_tools.formats.protocol import (
+    ChecksumPart,
+    Index,
+    PackageFormat,
+    PlanOptions,
+    Reader,
+    Writes,
+)
 from ckpt_tools.storage.reader import Files
 
 
-class Dcp(Format):
+class Dcp(PackageFormat):
     """A folder of `.metadata` and `.distcp` files, of which each item is a torch.save archive."""
 
     name = "dcp"
@@ -25,17 +31,10 @@ class Dcp(Format):
     index_files = (".metadata",)
     counts_ranks = True
 
-    def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
+    def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.dcp import read
 
-        return read.matches(path)
-
-    def read_index(  # noqa: D102
-        self, path: str, *, options: ReadOptions = ReadOptions()
-    ) -> CheckpointIndex:
-        from ckpt_tools.formats.dcp import read
-
-        return read.read_index(path, options=options)
+        return read
 
     def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
         from ckpt_tools.formats.dcp import items
@@ -64,7 +63,7 @@ class Dcp(Format):
 
     def checksummed(  # noqa: D102
         self, index: CheckpointIndex, files: Files
-    ) -> Iterable[Part]:
+    ) -> Iterable[ChecksumPart]:
         from ckpt_tools.formats.dcp import items
 
         return items.checksummed(index, files)
@@ -83,7 +82,7 @@ class Dcp(Format):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         from ckpt_tools.formats.dcp import write
 
         return write.plan_files(targets, objects, world_size=options.mesh.size, tree=options.tree)

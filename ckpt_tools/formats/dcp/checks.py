@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
+from ckpt_tools.core.coverage import check_coverage
 from ckpt_tools.core.index import (
     CheckpointIndex,
     Grid,
     GridChunks,
     TensorEntry,
-    check_coverage,
 )
 from ckpt_tools.core.text import are, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
@@ -53,7 +53,7 @@ def problems_of(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Checkp
 
 
 def _file_problems(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[CheckpointError]:
-    """Missing and short files, each with the names that it hurts."""
+    """Missing and short files, each with the names that it damages."""
     needs: dict[str, int] = defaultdict(int)
     for path, end in _ends(index):
         if end > needs[path]:  # noqa: PLR1730 - max would take twice as long, a million times
@@ -65,7 +65,7 @@ def _file_problems(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Che
             bad[path] = size
     if not bad:
         return []
-    hurt = _hurt(index, bad)
+    damaged = _names_in(index, bad)
     missing = sorted(path for path, size in bad.items() if size is None)
     problems: list[CheckpointError] = []
     if missing:
@@ -74,19 +74,19 @@ def _file_problems(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Che
             IncompleteError(
                 f"{index.root}: {len(missing)} of {len(needs)} data files {are(len(missing))} not "
                 f"there: {shown}.",
-                hint=_damage(index, hurt, missing),
-                about=sorted(set().union(*(hurt[path] for path in missing))),
+                hint=_damage(index, damaged, missing),
+                about=sorted(set().union(*(damaged[path] for path in missing))),
             )
         )
     for path, size in sorted(bad.items()):
         if size is not None and is_lfs_pointer(paths.head(path, 64)):
-            problems.append(lfs_pointer(path).concerning(sorted(hurt[path])))
+            problems.append(lfs_pointer(path).concerning(sorted(damaged[path])))
         elif size is not None:
             problems.append(
                 UnreadableError(
                     f"{path} is truncated: {size:,} bytes, the index needs {needs[path]:,}.",
-                    hint=_damage(index, hurt, [path]),
-                    about=sorted(hurt[path]),
+                    hint=_damage(index, damaged, [path]),
+                    about=sorted(damaged[path]),
                 )
             )
     return problems
@@ -107,29 +107,29 @@ def _ends_of(entry: TensorEntry) -> Iterable[tuple[str, int]]:
     return ((place.path, place.offset + place.length) for place in places)
 
 
-def _hurt(index: CheckpointIndex, bad: Mapping[str, int | None]) -> dict[str, set[str]]:
+def _names_in(index: CheckpointIndex, bad: Mapping[str, int | None]) -> dict[str, set[str]]:
     """The names that have bytes past the end of each bad file."""
-    hurt: dict[str, set[str]] = {path: set() for path in bad}
+    damaged: dict[str, set[str]] = {path: set() for path in bad}
     for entry in index.tensors:
         for chunk in entry.chunks:
             for path, offset, length in (chunk.data, *chunk.replicas):
                 is_lost = path in bad and offset + length > (bad[path] or 0)
                 if is_lost and 0 not in chunk.box.sizes:
-                    hurt[path].add(entry.fqn)
+                    damaged[path].add(entry.fqn)
     for item in index.objects:
         path, offset, length = item.data
         if path in bad and offset + length > (bad[path] or 0):
-            hurt[path].add(item.fqn)
-    return hurt
+            damaged[path].add(item.fqn)
+    return damaged
 
 
-def _damage(index: CheckpointIndex, hurt: Mapping[str, set[str]], paths: Sequence[str]) -> str:
+def _damage(index: CheckpointIndex, damaged: Mapping[str, set[str]], paths: Sequence[str]) -> str:
     """How much is damaged and what is complete, as text."""
-    fqns = set().union(*(hurt[path] for path in paths))
+    fqns = set().union(*(damaged[path] for path in paths))
     tensors = [entry for entry in index.tensors if entry.fqn in fqns]
     total = len(index.tensors)
     ranks = {chunk.rank for entry in index.tensors for chunk in entry.chunks}
-    bad_ranks = {rank_of(path) for path in hurt}
+    bad_ranks = {rank_of(path) for path in damaged}
     intact = sorted(rank for rank in ranks - bad_ranks if rank is not None)
     text = f"Damaged: {len(tensors)} of {total} tensors; {total - len(tensors)} are complete."
     if intact:

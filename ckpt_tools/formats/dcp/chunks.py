@@ -31,7 +31,7 @@ from ckpt_tools.formats.dcp.metadata import Storage, StorageInfo
 _make = tuple.__new__
 
 
-class _Place(NamedTuple):
+class _DataFile(NamedTuple):
     """What a relative path and its transforms mean: file, packing of items, and who wrote it."""
 
     path: str
@@ -90,7 +90,7 @@ class StoredItems:
     def __init__(self, root: str, storage: Storage) -> None:
         self._root = root
         self._storage = storage
-        self._places: dict[tuple[str, tuple[str, ...]], _Place] = {}
+        self._places: dict[tuple[str, tuple[str, ...]], _DataFile] = {}
         # By the identity of the boxes, which tensors with the same cut share and a grid keeps.
         self._grids: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Grid] = {}
 
@@ -154,12 +154,12 @@ class StoredItems:
             flaw=flaw,
         )
 
-    def _place(self, relative_path: str, transforms: tuple[str, ...]) -> _Place:
+    def _place(self, relative_path: str, transforms: tuple[str, ...]) -> _DataFile:
         key = relative_path, transforms
         place = self._places.get(key)
         if place is None:
             path = os.path.join(self._root, relative_path)
-            place = _Place(path, _codec(path, transforms), rank_of(relative_path))
+            place = _DataFile(path, _codec(path, transforms), rank_of(relative_path))
             self._places[key] = place
         return place
 

@@ -14,28 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from ckpt_tools.core.state_tree import Branch, L, Path, Tree, of_paths
+from ckpt_tools.core.state_tree import Branch, L, Path, of_paths
 
 
 def items_of(
     tree: Branch[L], *, is_tensor: Callable[[L], bool]
 ) -> Iterator[tuple[Path, L | Branch[L]]]:
     """Each item with its path, in torch's order: a leaf, or a container that is pickled as one."""
-    waiting: list[tuple[Path, Iterator[tuple[str | int, Tree[L]]]]] = [((), tree.pairs())]
-    while waiting:
-        above, rest = waiting[-1]
-        for part, item in rest:
-            if isinstance(item, Branch) and not is_one_item(item, is_tensor):
-                waiting.append(((*above, part), item.pairs()))
-                break
-            if item is not None:
-                yield (*above, part), item
-        else:
-            waiting.pop()
+    return tree.walk_to(lambda branch: is_one_item(branch, is_tensor))
 
 
 def as_read(tree: Branch[L], *, is_tensor: Callable[[L], bool]) -> Branch[L]:
-    """The tree as it is read back from a DCP directory, where paths are all that tells of it."""
+    """The tree as it is read back from a DCP directory, which stores only paths."""
     made: Branch[L | Branch[L]] = of_paths(items_of(tree, is_tensor=is_tensor))
     return made  # type: ignore[return-value]  # a leaf that is a container is one of the tree
 

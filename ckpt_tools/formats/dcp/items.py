@@ -20,19 +20,19 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.dcp.templates import Found, Templates
+from ckpt_tools.formats.dcp.templates import ItemContents, Templates
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.torch_stubs import (
     StoredDTensor,
     StoredTensor,
     shown,
 )
-from ckpt_tools.formats.protocol import Checksummed, Part, lengths_of, plain_parts
+from ckpt_tools.formats.protocol import Checksummed, ChecksumPart, lengths_of, plain_parts
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved
 from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.paths import is_address
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, Window
 
 TORCH_SAVE = "torch.save"
 ZSTD = "zstd"
@@ -67,36 +67,38 @@ class _Opener:
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
-        found = self._known(entry, chunk)
-        if found is not None:
-            return self._as_found(entry, chunk, chunk.data, found)
+        place = self._known(entry, chunk)
+        if place is not None:
+            return self._as_found(entry, chunk, chunk.data, place)
         if chunk.codec is None:
             return chunk
         if 0 in chunk.box.sizes and not self._is_there(chunk.data):
             return chunk._replace(data=chunk.data._replace(length=0), codec=None)
         if chunk.codec in SIGNS:
             return resolved(chunk, entry.dtype, self._files)
-        item = unpacked(self._files, chunk.data, chunk.codec)
+        item = unpacked(self._files, chunk.data, str(chunk.codec))
         return self._as_found(entry, chunk, item, self._read(entry, chunk, item))
 
-    def _known(self, entry: TensorEntry, chunk: Chunk) -> Found | None:
+    def _known(self, entry: TensorEntry, chunk: Chunk) -> ItemContents | None:
         """What an item is, when it is like one that was read and as `.metadata` says."""
         if chunk.codec != TORCH_SAVE or not self._is_there(chunk.data):
             return None
-        found = self._templates.find(chunk.data)
-        if found is None or found.stored.dtype != entry.dtype.name:
+        place = self._templates.find(chunk.data)
+        if place is None or place.stored.dtype != entry.dtype.name:
             return None
-        return found if found.stored.shape == chunk.box.sizes else None
+        return place if place.stored.shape == chunk.box.sizes else None
 
-    def _as_found(self, entry: TensorEntry, chunk: Chunk, item: ByteRange, found: Found) -> Chunk:
+    def _as_found(
+        self, entry: TensorEntry, chunk: Chunk, item: ByteRange, place: ItemContents
+    ) -> Chunk:
         """The chunk as raw elements, which lie in the item where it was found."""
         path, offset, _ = item
-        data = _make(ByteRange, (path, offset + found.offset, found.length))
-        sign = found.stored.sign
-        raw = _make(Chunk, (chunk.box, data, found.strides, sign, chunk.replicas, chunk.rank))
+        data = _make(ByteRange, (path, offset + place.offset, place.length))
+        sign = place.stored.sign
+        raw = _make(Chunk, (chunk.box, data, place.strides, sign, chunk.replicas, chunk.rank))
         return raw if sign is None else resolved(raw, entry.dtype, self._files)
 
-    def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> Found:
+    def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> ItemContents:
         """What an item is, from its own archive."""
         where = f"{item.path}, item of {entry.fqn}"
         archive = archive_of(self._files, item, where)
@@ -108,10 +110,10 @@ class _Opener:
             torch_zip.require_little_endian(archive)
         packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
         strides = None if packed else stored.strides
-        found = Found(stored, data.offset - item.offset, data.length, strides)
+        place = ItemContents(stored, data.offset - item.offset, data.length, strides)
         if self._is_there(item):
-            self._templates.learn(item, archive, found)
-        return found
+            self._templates.learn(item, archive, place)
+        return place
 
     def _is_there(self, data: ByteRange) -> bool:
         return data.offset + data.length <= self._lengths.get(data.path, 0)
@@ -167,7 +169,7 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def checksummed(index: CheckpointIndex, files: Files) -> Iterator[Part]:
+def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     """Each item by itself, then the files that hold anything else: of `.metadata`, and of plain
     bytes, reading proves only that they can be read.
     """
@@ -182,13 +184,16 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[Part]:
     objects = [*index.objects, *(one.item for one in index.packed)]
     items += [(one.data, str(one.codec)) for one in objects if one.codec in ARCHIVES]
     only_items: set[str] = set()
+    archives = checksums.Archives(files)
     for data, codec in items:
         if data.offset + data.length <= lengths.get(data.path, 0):
             only_items.add(data.path)
             if codec == TORCH_SAVE:
-                yield from checksums.parts_of_archive(data, files)
+                yield from archives.parts(data)
             else:
-                yield Part(data, data.length, partial(_records, files, data, codec))
+                yield ChecksumPart(
+                    data, data.length, partial(_unpacked_records, files, data, codec)
+                )
     packed = frozenset().union(*(one.held for one in index.packed))
     apart = (entry for entry in index.tensors if entry.fqn not in packed)
     only_items -= {c.data.path for e in apart for c in e.chunks if c.codec is None}
@@ -201,9 +206,11 @@ def checksummed(index: CheckpointIndex, files: Files) -> Iterator[Part]:
     yield from checksums.parts_of_files(replace(index, files=tuple(beside)), files)
 
 
-def _records(files: Files, data: ByteRange, codec: str) -> Iterator[Checksummed]:
-    item = unpacked(files, data, codec)
-    return checksums.records(files, item, stored=None if codec == TORCH_SAVE else data)
+def _unpacked_records(
+    files: Files, data: ByteRange, codec: str, window: Window
+) -> Iterator[Checksummed]:
+    for one in checksums.Archives(files).records(unpacked(files, data, codec), window):
+        yield one._replace(stored=data)
 
 
 def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDTensor]:

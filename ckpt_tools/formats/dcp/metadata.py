@@ -67,7 +67,7 @@ class _MetadataIndex(StandIn):
         if type(fqn) is not str:
             raise TypeError("a metadata index without a name")
         if offset is not None and (type(offset) is not tuple or len(offset) > _MAX_NDIM):
-            raise TypeError("a metadata index whose offset is none")
+            raise TypeError("a metadata index whose offset is not a size")
         self.fqn = fqn
         self.offset = offset
         state.clear()
@@ -241,16 +241,16 @@ def load_metadata(data: bytes, *, where: str) -> Metadata:
 
 
 def _resolved(name: str) -> object:
-    found = METADATA_GLOBALS.get(name)
-    if found is None and is_torch_dtype(name):
+    stub = METADATA_GLOBALS.get(name)
+    if stub is None and is_torch_dtype(name):
         return TorchDType(name)
-    if found is None:
+    if stub is None:
         raise UnsafePickleError(
             f"asks for {name}, which DCP metadata of torch 2.1 to 2.13 does not have; "
             "it was not run.",
             hint="The directory was written by another library, or is hostile.",
         )
-    return found
+    return stub
 
 
 def _no_storage(_pid: object) -> object:
@@ -274,13 +274,16 @@ def _metadata(value: object) -> Metadata:
             objects.add(fqn)
         else:
             raise UnreadableError(f"describes {fqn} as {shown(entry)}.")
+    meta = value.state.get("storage_meta")
     return Metadata(
         tensors,
         objects=frozenset(objects),
         storage=_storage(value.state.get("storage_data")),
         planner_data=_planner_data(value.state.get("planner_data")),
         version=_text(value.state.get("version")),
-        checkpoint_id=_checkpoint_id(value.state.get("storage_meta")),
+        checkpoint_id=_text(meta.state.get("checkpoint_id"))
+        if isinstance(meta, _StorageMeta)
+        else None,
     )
 
 
@@ -306,7 +309,7 @@ class _Cuts:
     def boxes(self, fqn: str, shape: Offsets, chunks: Sequence[object]) -> tuple[Box, ...]:
         """The boxes of the chunks of a tensor; of chunks with one box there is one."""
         if not set(map(type, chunks)) <= {_ChunkStorage}:
-            raise UnreadableError(f"describes {fqn} with chunks that are none.")
+            raise UnreadableError(f"describes {fqn} with chunks that are not chunks.")
         offsets = list(map(_offsets, chunks))
         sizes = list(map(_sizes, chunks))
         same_shape = self._known.setdefault(shape, [])
@@ -341,9 +344,9 @@ def _storage(value: object) -> Storage:
         raise UnreadableError("does not say where its items lie: it has no storage_data.")
     kinds = set(map(type, value)), set(map(type, value.values()))
     if not kinds[0] <= {_MetadataIndex} or not kinds[1] <= {StorageInfo}:
-        raise UnreadableError("places items in a way that is not torch's.")
+        raise UnreadableError("gives places of items in a way that torch does not.")
     if not set(map(type, chain.from_iterable(filter(None, map(_offset, value))))) <= {int}:
-        raise UnreadableError("places items in a way that is not torch's.")
+        raise UnreadableError("gives places of items in a way that torch does not.")
     set(map(_path_of, value.values()))  # an AttributeError for one without a state
     storage: dict[str, dict[Offsets | None, StorageInfo]] = defaultdict(dict)
     for index, info in value.items():
@@ -363,10 +366,6 @@ def _flat_path(value: object) -> tuple[str | int, ...]:
     if type(value) is not tuple or len(value) > 1000:
         raise UnreadableError(f"has {shown(value)} where a path should be.")
     return tuple(part if type(part) is int else as_name(part) for part in value)
-
-
-def _checkpoint_id(value: object) -> str | None:
-    return _text(value.state.get("checkpoint_id")) if isinstance(value, _StorageMeta) else None
 
 
 def _text(value: object) -> str | None:

@@ -18,18 +18,16 @@ from ckpt_tools.core.index import (
     CheckpointIndex,
     Chunk,
     ObjectEntry,
-    Packed,
+    PackedObject,
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import CheckpointError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of, unpacked
 from ckpt_tools.formats.pickle import load as pickles
-from ckpt_tools.formats.pickle.state_dict import flatten_at
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredTensor
 from ckpt_tools.formats.protocol import Index, lengths_of
 from ckpt_tools.formats.torch_file.locate import resolved
-from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -47,7 +45,7 @@ _MAX_READ = 4 << 20
 _REQUESTS = 16
 
 
-class _Container(NamedTuple):
+class _OpenedItem(NamedTuple):
     """An item that holds whole tensors in its own containers."""
 
     tensors: list[TensorEntry]
@@ -71,10 +69,10 @@ def open_objects(index: Index, files: Files) -> Index:
     Raises UnsafePickleError when objects ask for a global that could run code; it is about all of
     them.
     """
-    found, damaged = _containers(index, files)
+    containers, damaged = _containers(index, files)
     for error in damaged.values():
         raise error
-    index = _with_containers(index, found, {})
+    index = _with_containers(index, containers, {})
     objects: list[ObjectEntry] = []
     unsafe: dict[str, UnsafePickleError] = {}
     for entry in index.objects:
@@ -89,37 +87,41 @@ def open_objects(index: Index, files: Files) -> Index:
 
 def _containers(
     index: CheckpointIndex, files: Files
-) -> tuple[dict[str, _Container], dict[str, CheckpointError]]:
+) -> tuple[dict[str, _OpenedItem], dict[str, CheckpointError]]:
     """The items that are containers of tensors, by name, and what is wrong with others."""
-    found, damaged = {}, {}
+    containers, damaged = {}, {}
     for entry in _with_records(index, files):
         try:
             # Not for what could run code, nor without the package that inflates it.
             with suppress(UnsafePickleError, UnsupportedError):
                 container = _container(entry, files)
                 if container is not None:
-                    found[entry.fqn] = container
+                    containers[entry.fqn] = container
         except CheckpointError as error:
             damaged[entry.fqn] = error
-    return found, damaged
+    return containers, damaged
 
 
 def _with_containers(
-    index: Index, found: Mapping[str, _Container], damaged: Mapping[str, CheckpointError]
+    index: Index, containers: Mapping[str, _OpenedItem], damaged: Mapping[str, CheckpointError]
 ) -> Index:
     objects = [
         replace(entry, flaw=damaged[entry.fqn]) if entry.fqn in damaged else entry
         for entry in index.objects
     ]
-    if not found:
+    if not containers:
         return replace(index, objects=tuple(objects)) if damaged else index
-    packed = [Packed(e, frozenset(found[e.fqn].tree.leaves())) for e in objects if e.fqn in found]
-    objects = [entry for entry in objects if entry.fqn not in found]
-    objects += [entry for container in found.values() for entry in container.objects]
-    tensors = [entry for container in found.values() for entry in container.tensors]
+    packed = [
+        PackedObject(e, frozenset(containers[e.fqn].tree.leaves()))
+        for e in objects
+        if e.fqn in containers
+    ]
+    objects = [entry for entry in objects if entry.fqn not in containers]
+    objects += [entry for container in containers.values() for entry in container.objects]
+    tensors = [entry for container in containers.values() for entry in container.tensors]
 
     def part(fqn: str) -> str | Branch[str]:
-        return found[fqn].tree if fqn in found else fqn
+        return containers[fqn].tree if fqn in containers else fqn
 
     return replace(
         index,
@@ -137,14 +139,14 @@ def _fqn(entry: TensorEntry | ObjectEntry) -> str:
 def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]:
     """The items whose archives have a record of a storage, or may have: the end is damaged."""
     lengths = lengths_of(index)
-    hurt = frozenset().union(*(problem.about for problem in index.problems))
+    damaged = frozenset().union(*(problem.about for problem in index.problems))
     there = [
         entry
         for entry in index.objects
         if entry.codec in ARCHIVES
         and not entry.opened
         and entry.flaw is None
-        and entry.fqn not in hurt
+        and entry.fqn not in damaged
         and entry.data.offset + entry.data.length <= lengths.get(entry.data.path, 0)
     ]
     for entry, end in _ends([e for e in there if e.codec == TORCH_SAVE], files):
@@ -229,11 +231,14 @@ def opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
     return replace(entry, type_name=value.qualname, value=value.fields)
 
 
-def _container(entry: ObjectEntry, files: Files) -> _Container | None:
+def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     """What is in an item with tensors.
 
     None where it is no container, has one rank's shards, or what cannot be read.
     """
+    from ckpt_tools.formats.pickle.state_dict import flatten_at  # late: few directories have such
+    from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
+
     item = unpacked(files, entry.data, str(entry.codec))
     path, where = item.path, f"{entry.data.path}, item of {entry.fqn}"
     archive = archive_of(files, item, where)
@@ -267,7 +272,7 @@ def _container(entry: ObjectEntry, files: Files) -> _Container | None:
         shape = leaf.stored.shape
         tensors.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
     torch_zip.require_little_endian(archive)
-    return _Container(tensors, objects, state.tree)
+    return _OpenedItem(tensors, objects, state.tree)
 
 
 def copyable_objects(index: Index, files: Files) -> Index:

@@ -155,8 +155,8 @@ def compared(
     per_rank: list[str] = []
     for entry in index.tensors:
         replicas = ((chunk, data) for chunk in entry.chunks for data in chunk.replicas)
-        odd = next((data for chunk, data in replicas if items.differ(chunk, data)), None)
-        if odd is None:
+        differs = next((data for chunk, data in replicas if items.differ(chunk, data)), None)
+        if differs is None:
             tensors.append(entry)
         elif entry.section == "other" and len(entry.chunks) == 1:
             whole = entry.chunks[0]
@@ -164,7 +164,7 @@ def compared(
             per_rank.append(entry.fqn)
         else:
             tensors.append(entry)
-            differing[entry.fqn] = _rank(odd)
+            differing[entry.fqn] = _rank(differs)
     for item in index.objects:
         places = [_range(index.root, info) for info in twins.get((item.fqn, None), ())]
         if any(items.objects_differ(item, data) for data in places[1:]):
@@ -182,12 +182,12 @@ def compared(
     )
 
 
-def _differing(found: Mapping[str, int | None]) -> Iterator[CheckpointError]:
-    if found:
-        fqns = list(found)
+def _differing(differing: Mapping[str, int | None]) -> Iterator[CheckpointError]:
+    if differing:
+        fqns = list(differing)
         yield UnsupportedError(
             f"{some(fqns)}: replicas that differ between ranks, so it is not known which is right; "
-            f"rank {found[fqns[0]]} is the first that differs.",
+            f"rank {differing[fqns[0]]} is the first that differs.",
             hint="Leave them out with -x, or save again from a job in which all ranks agree.",
             about=fqns,
         )
@@ -208,7 +208,7 @@ def _own_object(entry: ObjectEntry, data: ByteRange) -> ObjectEntry:
     return replace(entry, fqn=names.join((entry.fqn, path[-1])), path=path, data=data)
 
 
-class _Found(NamedTuple):
+class _ItemRecord(NamedTuple):
     """A record of an archive: its bytes, and their CRC-32 where one is kept."""
 
     data: ByteRange
@@ -228,7 +228,7 @@ class _Items:
             return False
         if chunk.codec is None:
             return not self._same_bytes(chunk.data, other)
-        return not self._same_items(chunk.data, other, chunk.codec)
+        return not self._same_items(chunk.data, other, str(chunk.codec))
 
     def objects_differ(self, entry: ObjectEntry, other: ByteRange) -> bool:
         """Whether another rank's object is certainly or possibly another one."""
@@ -239,10 +239,10 @@ class _Items:
             return False
         try:
             values = [
-                repr(found.value)
+                repr(opened.value)
                 for data in (entry.data, other)
-                for found in [dcp_objects.opened(replace(entry, data=data), self._files)]
-                if found.opened
+                for opened in [dcp_objects.opened(replace(entry, data=data), self._files)]
+                if opened.opened
             ]
         except CheckpointError:
             return True
@@ -272,12 +272,12 @@ class _Items:
             self._same_record(here[name], there[name]) for name in here
         )
 
-    def _same_record(self, one: _Found, other: _Found) -> bool:
+    def _same_record(self, one: _ItemRecord, other: _ItemRecord) -> bool:
         if one.crc is None or other.crc is None:
             return self._same_bytes(one.data, other.data)
         return (one.data.length, one.crc) == (other.data.length, other.crc)
 
-    def _records(self, item: ByteRange, codec: str) -> dict[str, _Found]:
+    def _records(self, item: ByteRange, codec: str) -> dict[str, _ItemRecord]:
         """The records of an item that make up its value."""
         path, offset, length = dcp_items.unpacked(self._files, item, codec)
 
@@ -286,7 +286,7 @@ class _Items:
 
         archive = torch_zip.read_archive(read, offset=offset, length=length, where=path)
         return {
-            name: _Found(ByteRange(path, record.offset, record.length), record.crc)
+            name: _ItemRecord(ByteRange(path, record.offset, record.length), record.crc)
             for name in archive.names
             if name == "data.pkl" or name.startswith("data/")
             for record in [archive.record(name)]

@@ -18,7 +18,6 @@ from ckpt_tools.core.index import (
     FileEntry,
     ObjectEntry,
     Path,
-    Section,
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import of_paths
@@ -86,27 +85,7 @@ def _read_index(path: str) -> CheckpointIndex:
     metadata = union.metadata
     _refuse_flat_parameters(path, metadata.tensors)
     path_of = _paths(metadata)
-    stored = StoredItems(path, metadata.storage)
-    sections = _sections(metadata, path_of)
-    tensors = tuple(
-        TensorEntry(
-            fqn=fqn,
-            path=path_of[fqn],
-            section=sections[fqn],
-            dtype=dtype_named(meta.dtype),
-            shape=tuple(meta.shape),
-            chunks=stored.chunks(fqn, meta.boxes),
-        )
-        for fqn, meta in sorted(metadata.tensors.items())
-        if meta.dtype in BY_NAME
-    )
-    unread = {fqn for fqn, meta in metadata.tensors.items() if meta.dtype not in BY_NAME}
-    objects = tuple(
-        stored.object(fqn, path_of[fqn], sections[fqn])
-        if fqn in metadata.objects
-        else stored.unread(fqn, path_of[fqn], sections[fqn], dtype=metadata.tensors[fqn].dtype)
-        for fqn in sorted({*metadata.objects, *unread})
-    )
+    tensors, objects = _entries(metadata, path_of, StoredItems(path, metadata.storage))
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
     index = CheckpointIndex(
         root=path,
@@ -134,15 +113,43 @@ def _read_index(path: str) -> CheckpointIndex:
     return _classified(index) if index.packed else index
 
 
+def _entries(
+    metadata: Metadata, path_of: Mapping[str, Path], stored: StoredItems
+) -> tuple[tuple[TensorEntry, ...], tuple[ObjectEntry | None, ...]]:
+    """Tensors and objects by name; None for an object without a place in any file."""
+    opaque = {path_of[fqn] for fqn in metadata.objects}
+    by_path = names.sections_of(list(path_of.values()), objects=opaque)
+    sections = {fqn: by_path[path] for fqn, path in path_of.items()}
+    tensors = tuple(
+        TensorEntry(
+            fqn=fqn,
+            path=path_of[fqn],
+            section=sections[fqn],
+            dtype=dtype_named(meta.dtype),
+            shape=tuple(meta.shape),
+            chunks=stored.chunks(fqn, meta.boxes),
+        )
+        for fqn, meta in sorted(metadata.tensors.items())
+        if meta.dtype in BY_NAME
+    )
+    unread = {fqn for fqn, meta in metadata.tensors.items() if meta.dtype not in BY_NAME}
+    objects = tuple(
+        stored.object(fqn, path_of[fqn], sections[fqn])
+        if fqn in metadata.objects
+        else stored.unread(fqn, path_of[fqn], sections[fqn], dtype=metadata.tensors[fqn].dtype)
+        for fqn in sorted({*metadata.objects, *unread})
+    )
+    return tensors, objects
+
+
 def _classified(index: CheckpointIndex) -> CheckpointIndex:
     """The same entries in the sections that they have beside what containers held."""
     objects = {entry.path for entry in index.objects}
-    found = names.classify([entry.path for entry in index.entries], objects=objects)
-    sections = {e.fqn: section for e, (section, _) in zip(index.entries, found, strict=True)}
+    sections = names.sections_of([entry.path for entry in index.entries], objects=objects)
     return replace(
         index,
-        tensors=tuple(replace(entry, section=sections[entry.fqn]) for entry in index.tensors),
-        objects=tuple(replace(entry, section=sections[entry.fqn]) for entry in index.objects),
+        tensors=tuple(replace(entry, section=sections[entry.path]) for entry in index.tensors),
+        objects=tuple(replace(entry, section=sections[entry.path]) for entry in index.objects),
     )
 
 
@@ -173,8 +180,8 @@ def _read_metadata(path: str, sizes: Mapping[str, int]) -> Union:
         parts = {int(match[1]): name for name in sizes if (match := RANK_METADATA.fullmatch(name))}
         if not parts:
             raise _no_metadata(path, sizes)
-        found = {rank: load(name) for rank, name in sorted(parts.items())}
-        return per_rank.union(found, sizes, path)
+        by_rank = {rank: load(name) for rank, name in sorted(parts.items())}
+        return per_rank.union(by_rank, sizes, path)
 
 
 def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
@@ -229,12 +236,6 @@ def _misplaced(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
             hint="Take .metadata from another copy; which of the two is right cannot be known.",
             about=wrong & entries,
         )
-
-
-def _sections(metadata: Metadata, path_of: Mapping[str, Path]) -> dict[str, Section]:
-    objects = {path_of[fqn] for fqn in metadata.objects}
-    found = names.classify(list(path_of.values()), objects=objects)
-    return {fqn: section for fqn, (section, _) in zip(path_of, found, strict=True)}
 
 
 def _world_size(file_names: Iterable[str]) -> int | None:

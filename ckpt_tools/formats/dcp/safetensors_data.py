@@ -8,19 +8,20 @@ the byte ranges come from the header found there, which names the first element 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.dcp import SAFETENSORS
 from ckpt_tools.formats.dcp.items import TORCH_SAVE
-from ckpt_tools.formats.safetensors.header import Stored, read_header
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
+
+if TYPE_CHECKING:
+    from ckpt_tools.formats.safetensors.header import Stored
 
 
 class _Shard(NamedTuple):
@@ -50,7 +51,7 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
         for place in (chunk.data, *chunk.replicas)
         if place.offset + 9 <= lengths.get(place.path, 0)
     }
-    found = {
+    by_shard = {
         shard: stored
         for path, start in starts.items()
         for shard, stored in _shards(files, path, start)
@@ -59,7 +60,7 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     tensors = []
     for entry in index.tensors:
         try:
-            tensors.append(_from_headers(entry, found))
+            tensors.append(_from_headers(entry, by_shard))
         except CheckpointError as error:
             problems.append(error)
             tensors.append(entry)
@@ -91,6 +92,9 @@ def _first_place(index: CheckpointIndex, lengths: Mapping[str, int]) -> tuple[st
 
 def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Stored]]:
     """The shards of one data file, with the offsets in its header."""
+    # Late, as json below: every directory of DCP comes by here, and few hold safetensors.
+    from ckpt_tools.formats.safetensors.header import read_header
+
     header = read_header(files, path, offset=start)
     offsets = _saved_offsets(header.metadata, path)
     for fqn, stored in header.tensors.items():
@@ -98,6 +102,8 @@ def _shards(files: Files, path: str, start: int) -> Iterator[tuple[_Shard, Store
 
 
 def _saved_offsets(metadata: Mapping[str, str], path: str) -> dict[str, tuple[int, ...]]:
+    import json
+
     try:
         info = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
         return {fqn: tuple(map(int, shard["saved_offsets"])) for fqn, shard in info.items()}
@@ -105,13 +111,13 @@ def _saved_offsets(metadata: Mapping[str, str], path: str) -> dict[str, tuple[in
         raise UnreadableError(f"{path}: its DCP_SHARDING_INFO cannot be read: {error}.") from error
 
 
-def _from_headers(entry: TensorEntry, found: Mapping[_Shard, Stored]) -> TensorEntry:
+def _from_headers(entry: TensorEntry, by_shard: Mapping[_Shard, Stored]) -> TensorEntry:
     """The tensor with its chunks' bytes from the headers; a shard that no header has is left out,
     which the coverage check then names as a hole.
     """
     chunks: list[Chunk] = []
     for chunk in entry.chunks:
-        stored = found.get(_Shard(entry.fqn, chunk.box.offsets, chunk.data.path))
+        stored = by_shard.get(_Shard(entry.fqn, chunk.box.offsets, chunk.data.path))
         if stored is None:
             continue
         if (stored.dtype, stored.shape) != (entry.dtype, chunk.box.sizes):
@@ -121,7 +127,9 @@ def _from_headers(entry: TensorEntry, found: Mapping[_Shard, Stored]) -> TensorE
                 f"{list(chunk.box.sizes)}.",
                 about=(entry.fqn,),
             )
-        others = (found.get(_Shard(entry.fqn, chunk.box.offsets, r.path)) for r in chunk.replicas)
+        others = (
+            by_shard.get(_Shard(entry.fqn, chunk.box.offsets, r.path)) for r in chunk.replicas
+        )
         replicas = tuple(other.data for other in others if other is not None)
         chunks.append(chunk._replace(data=stored.data, codec=None, replicas=replicas))
     return replace(entry, chunks=chunks)

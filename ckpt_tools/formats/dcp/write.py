@@ -14,17 +14,20 @@ This room plans; it opens no file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from functools import partial
+from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.core import names
-from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import NO_TREE, ObjectEntry
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
+    LazyPlans,
+    PlannedFile,
     Target,
     WriteItem,
     object_entry_as_tensor,
@@ -42,7 +45,7 @@ from ckpt_tools.formats.dcp.metadata_write import (
 )
 from ckpt_tools.formats.pickle.dump import dumps, object_node, tensor_node
 from ckpt_tools.formats.torch_file.write import pack
-from ckpt_tools.formats.zip.layout import ArchiveLayout, lay_out
+from ckpt_tools.formats.zip.layout import ArchiveLayout, Slot, lay_out
 
 
 class _Copies(NamedTuple):
@@ -52,14 +55,6 @@ class _Copies(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class _Piece(NamedTuple):
-    """One box of one tensor, to be written by one rank; ``number`` counts the tensor's boxes."""
-
-    target: Target
-    box: Box
-    number: int
-
-
 class _Container(NamedTuple):
     """A tuple with tensors, or a list of such: torch pickles it whole, as one item."""
 
@@ -67,14 +62,26 @@ class _Container(NamedTuple):
     tree: Branch[Target | ObjectEntry]
 
 
-class _Share(NamedTuple):
-    """What one rank writes, in the order of the state dict."""
-
-    objects: list[ObjectEntry | _Container]
-    pieces: list[_Piece]
-
-
 _Item: TypeAlias = Target | ObjectEntry | _Container
+
+
+class _Part(NamedTuple):
+    """What is one item of a file: a box of a tensor, of this number, or all of something else."""
+
+    entry: _Item
+    box: Box
+    number: int | None
+
+
+class _Packed(NamedTuple):
+    """The archive that an item is, and the whole tensors that fill its slots.
+
+    ``digest`` is one of what is known of it. A box of a tensor fills the one slot itself.
+    """
+
+    archive: ArchiveLayout
+    digest: bytes
+    targets: tuple[Target, ...] = ()
 
 
 def plan_files(
@@ -83,7 +90,7 @@ def plan_files(
     *,
     world_size: int,
     tree: Branch[str] = NO_TREE,
-) -> list[FilePlan]:
+) -> LazyPlans:
     """The files of a DCP directory for ``world_size`` ranks, `.metadata` last.
 
     A target without a layout is a plain tensor, which each rank holds whole. ``tree`` has the names
@@ -100,23 +107,19 @@ def plan_files(
         entry = _Container(names.join(path), item) if isinstance(item, Branch) else item
         paths[entry.fqn] = path
         entries.append(entry)
-    chosen = _share_out(entries, world_size=world_size)
+    planner = _Planner()
     records: dict[str, TensorRecord | None] = {}
-    shares = [_share(entries, places, records) for places in chosen]
-    sources = _Sources()
-    files = [_File(f"__{rank}_0.distcp") for rank in range(world_size)]
-    for file, share in zip(files, shares, strict=True):
-        for one in share.objects:
-            if isinstance(one, _Container):
-                file.add_container(one)
-            else:
-                file.add_object(one)
-        for piece in share.pieces:
-            file.add_tensor(piece, sources)
-    stored = [item for file in files for item in file.stored]
+    stored: list[StoredItem] = []
+    files: list[PlannedFile] = []
+    for rank, places in enumerate(_share_out(entries, world_size=world_size)):
+        parts = [_part(entries[place], box, records) for place, box in places]
+        parts.sort(key=lambda part: part.number is not None)  # objects before tensors
+        file, items = planner.planned(f"__{rank}_0.distcp", parts)
+        files.append(file)
+        stored += items
     metadata = encode_metadata(records, stored, planner_data=paths)
-    plans = [file.plan() for file in files]
-    return [*plans, FilePlan(".metadata", len(metadata), ((0, metadata),), ())]
+    known = FilePlan(".metadata", len(metadata), ((0, metadata),), ())
+    return LazyPlans(files) + LazyPlans.of([known])
 
 
 def _share_out(entries: Sequence[_Item], *, world_size: int) -> list[list[tuple[int, Box]]]:
@@ -146,25 +149,16 @@ def _weight(entry: _Item) -> int:
     return entry.entry.numel * entry.dtype.itemsize or 1
 
 
-def _share(
-    entries: Sequence[_Item],
-    chosen: Sequence[tuple[int, Box]],
-    records: dict[str, TensorRecord | None],
-) -> _Share:
-    """What a rank writes; its boxes are added to the records, which number them."""
-    share = _Share([], [])
-    for place, box in chosen:
-        entry = entries[place]
-        if not isinstance(entry, Target):
-            records[entry.fqn] = None
-            share.objects.append(entry)
-            continue
-        record = records.get(entry.fqn)
-        if record is None:
-            record = records[entry.fqn] = TensorRecord(entry.dtype, entry.entry.shape, [])
-        share.pieces.append(_Piece(entry, box, len(record.chunks)))
-        record.chunks.append(box)
-    return share
+def _part(entry: _Item, box: Box, records: dict[str, TensorRecord | None]) -> _Part:
+    """A box of an entry, which is added to the records and numbered by them."""
+    if not isinstance(entry, Target):
+        records[entry.fqn] = None
+        return _Part(entry, box, None)
+    record = records.get(entry.fqn)
+    if record is None:
+        record = records[entry.fqn] = TensorRecord(entry.dtype, entry.entry.shape, [])
+    record.chunks.append(box)
+    return _Part(entry, box, len(record.chunks) - 1)
 
 
 class _CopiesOf:
@@ -214,28 +208,88 @@ def _as_torch_places(box: Box, shape: tuple[int, ...]) -> Box:
     return Box(tuple(a if size else n for a, size, n in places), box.sizes)
 
 
-class _Sources:
-    """What pieces share: the finder of a tensor's chunks, the archive of one type and size."""
+class _Planner:
+    """Plans the items of files; tensors of one type and size have the same archive."""
 
     def __init__(self) -> None:
-        self._archives: dict[tuple[DType, tuple[int, ...]], ArchiveLayout] = {}
+        self._boxes: dict[tuple[DType, tuple[int, ...]], _Packed] = {}
+        self._others: dict[str, _Packed] = {}
         self._finders: dict[str, Finder] = {}
 
-    def finder(self, target: Target) -> Finder:
-        """The finder of a target's source chunks."""
-        known = self._finders.get(target.fqn)
-        if known is None:
-            known = self._finders[target.fqn] = Finder(target.entry).require_whole()
-        return known
+    def planned(self, path: str, parts: Sequence[_Part]) -> tuple[PlannedFile, list[StoredItem]]:
+        """A file of items one behind the other, to be planned later, and where they are in it.
 
-    def archive(self, dtype: DType, sizes: tuple[int, ...]) -> ArchiveLayout:
-        """The torch.save archive of a tensor of this type and size."""
-        known = self._archives.get((dtype, sizes))
-        if known is None:
-            pickle = dumps(tensor_node(dtype, sizes, key=0))
-            known = lay_out(pickle, [prod(sizes) * dtype.itemsize])
-            self._archives[dtype, sizes] = known
-        return known
+        Now, and not when files are half written, it is seen that the chunks are all there.
+        """
+        start, digest = 0, blake2b()
+        stored: list[StoredItem] = []
+        for part in parts:
+            archive, known, targets = self._packed(part)
+            digest.update(known)
+            for target in (part.entry,) if isinstance(part.entry, Target) else targets:
+                if target.fqn not in self._finders:
+                    self._finders[target.fqn] = Finder(target.entry).require_whole()
+            stored.append(StoredItem(part.entry.fqn, part.number, path, start, archive.length))
+            start += archive.length
+        return PlannedFile(path, start, digest.digest(), partial(self._plan, path, parts)), stored
+
+    def _packed(self, part: _Part) -> _Packed:
+        entry = part.entry
+        if not isinstance(entry, Target):
+            known = self._others.get(entry.fqn)
+            if known is None:
+                known = self._others[entry.fqn] = _packed(entry)
+            return known
+        key = entry.dtype, part.box.sizes
+        packed = self._boxes.get(key)
+        if packed is None:
+            pickle = dumps(tensor_node(entry.dtype, part.box.sizes, key=0))
+            packed = _laid_out(pickle, [part.box.numel * entry.dtype.itemsize])
+            self._boxes[key] = packed
+        return packed
+
+    def _plan(self, path: str, parts: Sequence[_Part]) -> FilePlan:
+        start = 0
+        literals: list[tuple[int, bytes]] = []
+        items: list[WriteItem] = []
+        for part in parts:
+            archive, _, targets = self._packed(part)
+            literals += archive.literals_at(start)
+            boxes = [(target, Box.whole(target.entry.shape)) for target in targets]
+            if isinstance(part.entry, Target):
+                boxes = [(part.entry, part.box)]
+            for (target, box), slot in zip(boxes, archive.slots_at(start), strict=True):
+                if slot.length:
+                    item = WriteItem(
+                        target.fqn,
+                        path,
+                        slot.offset,
+                        box,
+                        target.entry.dtype,
+                        target.dtype,
+                        self._finders[target.fqn],
+                        slot.crc_at,
+                    )
+                    items.append(item)
+            start += archive.length
+        return FilePlan(path, start, tuple(literals), tuple(items))
+
+
+def _packed(entry: ObjectEntry | _Container) -> _Packed:
+    """An object's archive byte for byte, or its value pickled; a container with whole tensors."""
+    if isinstance(entry, _Container):
+        packed = pack(entry.tree)
+        return _laid_out(packed.pickle, packed.sizes, packed.targets)
+    if entry.codec != TORCH_SAVE:
+        return _laid_out(dumps(object_node(entry)), ())
+    length, byte = entry.data.length, BY_NAME["uint8"]
+    source = Target(entry.fqn, entry.path, object_entry_as_tensor(entry), byte)
+    return _Packed(ArchiveLayout(length, (), (Slot(0, length, ()),)), b"%d" % length, (source,))
+
+
+def _laid_out(pickle: bytes, sizes: Sequence[int], targets: tuple[Target, ...] = ()) -> _Packed:
+    digest = blake2b(repr(sizes).encode() + pickle, digest_size=16).digest()
+    return _Packed(lay_out(pickle, sizes), digest, targets)
 
 
 def archive_of(entry: ObjectEntry) -> bytes:
@@ -245,65 +299,3 @@ def archive_of(entry: ObjectEntry) -> bytes:
     for offset, literal in archive.literals_at(0):
         data[offset : offset + len(literal)] = literal
     return bytes(data)
-
-
-class _File:
-    """One `.distcp` file: items one behind the other, each a whole torch.save archive."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.stored: list[StoredItem] = []
-        self._length = 0
-        self._literals: list[tuple[int, bytes]] = []
-        self._items: list[WriteItem] = []
-
-    def add_object(self, entry: ObjectEntry) -> None:
-        """Put an object behind what is there: its archive byte for byte, or its value pickled."""
-        if entry.codec == TORCH_SAVE:
-            self._copy(entry)
-            self._store(entry.fqn, None, entry.data.length)
-            return
-        archive = lay_out(dumps(object_node(entry)), ())
-        self._literals.extend(archive.literals_at(self._length))
-        self._store(entry.fqn, None, archive.length)
-
-    def add_container(self, container: _Container) -> None:
-        """Put a container with whole tensors behind what is there, as one archive."""
-        packed = pack(container.tree)
-        archive = lay_out(packed.pickle, packed.sizes)
-        self._literals.extend(archive.literals_at(self._length))
-        self._items.extend(packed.items(archive.slots_at(self._length), self.path))
-        self._store(container.fqn, None, archive.length)
-
-    def _copy(self, entry: ObjectEntry) -> None:
-        source = object_entry_as_tensor(entry)
-        box = Box.whole(source.shape)
-        dtype, finder = source.dtype, Finder(source)
-        self._items.append(WriteItem(entry.fqn, self.path, self._length, box, dtype, dtype, finder))
-
-    def add_tensor(self, piece: _Piece, sources: _Sources) -> None:
-        """Put one box of a tensor behind what is there."""
-        target, box, number = piece
-        archive = sources.archive(target.dtype, box.sizes)
-        self._literals.extend(archive.literals_at(self._length))
-        for slot in archive.slots_at(self._length) if box.numel else ():
-            item = WriteItem(
-                target.fqn,
-                self.path,
-                slot.offset,
-                box,
-                target.entry.dtype,
-                target.dtype,
-                sources.finder(target),
-                slot.crc_at,
-            )
-            self._items.append(item)
-        self._store(target.fqn, number, archive.length)
-
-    def _store(self, fqn: str, number: int | None, length: int) -> None:
-        self.stored.append(StoredItem(fqn, number, self.path, self._length, length))
-        self._length += length
-
-    def plan(self) -> FilePlan:
-        """The file as it is to be written."""
-        return FilePlan(self.path, self._length, tuple(self._literals), tuple(self._items))

@@ -102,8 +102,8 @@ class _EndlessError(Exception):
 
 
 def _key(key: object) -> str | int:
-    found = _leaf(key)
-    return found if type(found) in {str, int} else str(found)  # type: ignore[return-value]  # seen
+    leaf = _leaf(key)
+    return leaf if type(leaf) in {str, int} else str(leaf)  # type: ignore[return-value]  # seen
 
 
 def _leaf(value: object) -> PlainValue:

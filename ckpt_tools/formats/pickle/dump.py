@@ -154,7 +154,7 @@ def dumps(node: Node) -> bytes:
 
 def draft(node: Node) -> Draft:
     """The pickle of a node, protocol 2, to be filled with what its blanks stand for."""
-    writer = _Writer()
+    writer = _PickleWriter()
     writer.parts.append(b"\x80\x02")
     writer.save(node)
     writer.parts.append(b".")
@@ -164,7 +164,7 @@ def draft(node: Node) -> Draft:
     return Draft(parts, tuple(number for _, number in writer.blanks))
 
 
-class _Writer:
+class _PickleWriter:
     """Emits opcodes; ``_memo`` maps what was written before to its number."""
 
     __slots__ = ("_alive", "_memo", "blanks", "parts")

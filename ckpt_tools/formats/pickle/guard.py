@@ -1,4 +1,4 @@
-"""A walk over the opcodes of a pickle before it is loaded: refuses what would hurt by its cost.
+"""A walk over the opcodes of a pickle before it is loaded: refuses what would cost too much.
 
 A few bytes of a pickle can make the unpickler take gigabytes (a memo index of 2**32) or never end
 (a dict key of tuples that hold one another, hashed again and again). The walk follows the stack
@@ -15,8 +15,10 @@ The pickle of ``((1,), (1,))``, and the stack of weights after each opcode:
     86      TUPLE2      [7]      twice that, and 3: six such steps more are too heavy for a key
     2e      STOP        []
 
-Large pickles of many entries of one shape, as DCP metadata is, would take long here. So what comes
-after an entry is compared with a regular expression made of it: see `guard_shapes`.
+A step takes about 0.3 µs: the effects of opcodes that stand before every chunk in DCP metadata are
+written out flat, a call of a method costs as much as they do. Large pickles of many entries of one
+shape would still take long. So what comes after an entry is compared with a regular expression
+made of it: see `guard_shapes`.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ _MAX_TUPLE_KEYS = 5000
 # Empty containers cost one byte each, and 60 to 220 in memory.
 _FREE_OBJECTS = 200_000
 _BYTES_PER_OBJECT = 4
-# Compiling a shape takes as long as walking about 20 KB without it.
-_SHAPES_FROM = 1 << 20
+# Compiling a shape takes as long as walking about 60 KB without it.
+_SHAPES_FROM = 2 << 20
 
 
 class CutPickleError(UnreadableError):
@@ -54,18 +56,19 @@ def end_of_pickle(data: bytes, start: int = 0) -> int:
     Raises CutPickleError when the data ends first, UnreadableError for a pickle that is damaged or
     hostile, and UnsafePickleError for opcodes that call a class by its name.
     """
-    walk = _Walk(data)
-    at = start
+    walk, steps = _Walk(data), _STEPS
+    at, size = start, 0
     try:
-        while True:
-            op = data[at]
-            at = _STEPS[op](walk, at + 1)
-            if op == _STOP:
-                return at
+        while data[at] != _STOP:
+            effect, size = steps[data[at]]
+            at = effect(walk, at + 1, at + 1 + size)
+        size = 0
+        walk.take(1)
+        return at + 1
     except IndexError as error:
-        if at >= len(data):
+        if at + size >= len(data):
             raise CutPickleError("is truncated: it ends inside of its pickle.") from error
-        raise UnreadableError(f"is damaged: its pickle is not one, at byte {at:,}.") from error
+        raise UnreadableError(f"is damaged: it holds no pickle, at byte {at:,}.") from error
 
 
 class _Boundary(NamedTuple):
@@ -86,9 +89,11 @@ class _Walk:
         "_known",
         "_shapes",
         "_tuple_keys",
+        "by_shape",
         "data",
         "marks",
         "memo",
+        "most_objects",
         "objects",
         "stack",
     )
@@ -99,6 +104,8 @@ class _Walk:
         self.marks: list[int] = []
         self.memo = bytearray()
         self.objects = 0
+        self.most_objects = _FREE_OBJECTS + len(data) // _BYTES_PER_OBJECT
+        self.by_shape = len(data) >= _SHAPES_FROM
         self._known = 0
         self._tuple_keys = 0
         self._boundaries: list[_Boundary] = []
@@ -109,11 +116,13 @@ class _Walk:
     def mark(self, at: int) -> None:
         """Begin a batch."""
         self.marks.append(len(self.stack))
-        self._boundaries.append(_Boundary(len(self.stack), at, len(self.memo), self.objects))
+        if self.by_shape:
+            self._boundaries.append(_Boundary(len(self.stack), at, len(self.memo), self.objects))
 
     def above_mark(self) -> list[int]:
         """The items since the last mark, which are taken off the stack."""
-        self._boundaries.pop()
+        if self.by_shape:
+            self._boundaries.pop()
         height = self.marks.pop()
         items = self.stack[height:]
         del self.stack[height:]
@@ -125,13 +134,9 @@ class _Walk:
             raise IndexError
         del self.stack[len(self.stack) - count :]
 
-    def count_object(self) -> None:
-        """One more container or object; a pickle can have so many for its length."""
-        self.objects += 1
-        if self.objects > _FREE_OBJECTS + len(self.data) // _BYTES_PER_OBJECT:
-            raise UnreadableError(
-                f"is hostile: {self.objects:,} objects in {len(self.data):,} bytes."
-            )
+    def refuse_objects(self) -> None:
+        """Raise that there are more containers and objects than a pickle of this length has."""
+        raise UnreadableError(f"is hostile: {self.objects:,} objects in {len(self.data):,} bytes.")
 
     def push_tuple(self, items: Sequence[int]) -> None:
         """Push a tuple of items of these weights."""
@@ -147,7 +152,11 @@ class _Walk:
 
     def memoize(self) -> None:
         """Remember the top of the stack under the next free number."""
-        self._put(self._known, self.stack[-1])
+        if self._known == len(self.memo):
+            self.memo.append(self.stack[-1])
+            self._known += 1
+        else:
+            self._put(self._known, self.stack[-1])
 
     def put(self, index: int) -> None:
         """Remember the top of the stack under a number."""
@@ -175,7 +184,7 @@ class _Walk:
 
         These are two chunks of a list, or a key and its value.
         """
-        if len(self.data) < _SHAPES_FROM or not self._boundaries or self._credit <= 0:
+        if not self._boundaries or self._credit <= 0:
             return at
         last = self._boundaries[-1]
         if len(self.stack) != last.height + 2:
@@ -198,15 +207,17 @@ class _Walk:
 
 
 # An opcode's effect on the walk: its argument lies from the first place to the second; gives where
-# to go on. A step finds out where the argument ends, and has the effect.
+# to go on. A step is an effect and how many bytes its argument has, 0 where it finds that out.
 _Effect = Callable[[_Walk, int, int], int]
-_Step = Callable[[_Walk, int], int]
+_Step = tuple[_Effect, int]
 
 
 def _plain(opcode: pickletools.OpcodeInfo) -> _Effect:
     """Take and push as `pickletools` says: for opcodes that make values of no weight."""
     taken, pushed = len(opcode.stack_before), len(opcode.stack_after)
     to_mark = pickletools.markobject in opcode.stack_before
+    if pushed and not taken:
+        return _value
 
     def effect(walk: _Walk, _at: int, end: int) -> int:
         if to_mark:
@@ -218,6 +229,11 @@ def _plain(opcode: pickletools.OpcodeInfo) -> _Effect:
         return end
 
     return effect
+
+
+def _value(walk: _Walk, _at: int, end: int) -> int:
+    walk.stack.append(0)
+    return end
 
 
 def _refused(_walk: _Walk, at: int, _end: int) -> int:
@@ -241,9 +257,15 @@ def _making(taken: int, weight: int) -> _Effect:
     """Take a callable and its arguments, or nothing, and push an object."""
 
     def effect(walk: _Walk, _at: int, end: int) -> int:
-        walk.take(taken)
-        walk.stack.append(weight)
-        walk.count_object()
+        if taken == 2:
+            walk.stack.pop()
+            walk.stack[-1] = weight
+        else:
+            walk.take(taken)
+            walk.stack.append(weight)
+        walk.objects += 1
+        if walk.objects > walk.most_objects:
+            walk.refuse_objects()
         return end
 
     return effect
@@ -251,17 +273,20 @@ def _making(taken: int, weight: int) -> _Effect:
 
 def _collecting(*, every: int, makes: bool) -> _Effect:
     """Take all above the mark into a container, each ``every``-th a key, none when it is 0."""
+    make = _making(0, 0)
 
-    def effect(walk: _Walk, _at: int, end: int) -> int:
+    def effect(walk: _Walk, at: int, end: int) -> int:
         items = walk.above_mark()
-        if every:
+        if every and any(items):
             walk.check_keys(items[::every])
-        if makes:
-            walk.stack.append(0)
-            walk.count_object()
-        return end
+        return make(walk, at, end) if makes else end
 
     return effect
+
+
+def _empty_tuple(walk: _Walk, _at: int, end: int) -> int:
+    walk.stack.append(1)
+    return end
 
 
 def _tuple_of(count: int) -> _Effect:
@@ -301,8 +326,8 @@ def _setitem(walk: _Walk, _at: int, end: int) -> int:
 
 
 def _build(walk: _Walk, _at: int, end: int) -> int:
-    walk.take(1)
-    return walk.skip_entries(end)
+    walk.stack.pop()
+    return walk.skip_entries(end) if walk.by_shape else end
 
 
 def _memoize(walk: _Walk, _at: int, end: int) -> int:
@@ -316,7 +341,18 @@ def _put(walk: _Walk, at: int, end: int) -> int:
 
 
 def _get(walk: _Walk, at: int, end: int) -> int:
-    walk.get(int.from_bytes(walk.data[at:end], "little"))
+    weight = walk.memo[int.from_bytes(walk.data[at:end], "little")]
+    if weight == _UNSET:
+        raise IndexError
+    walk.stack.append(weight)
+    return end
+
+
+def _get_short(walk: _Walk, at: int, end: int) -> int:
+    weight = walk.memo[walk.data[at]]
+    if weight == _UNSET:
+        raise IndexError
+    walk.stack.append(weight)
     return end
 
 
@@ -333,7 +369,9 @@ def _get_line(walk: _Walk, at: int, end: int) -> int:
 def _line_number(walk: _Walk, at: int, end: int) -> int:
     digits = walk.data[at : end - 1]
     if not digits.isdigit() or len(digits) > 10:
-        raise UnreadableError(f"is damaged: a memo number in its pickle is none, at byte {at:,}.")
+        raise UnreadableError(
+            f"is damaged: a memo number in its pickle is not a number, at byte {at:,}."
+        )
     return int(digits)
 
 
@@ -356,9 +394,8 @@ _EFFECTS: dict[str, _Effect] = {
     **dict.fromkeys("]}\x8f", _making(0, 0)),
     **dict.fromkeys("\x8a\x8b", _long),
     **dict.fromkeys("qr", _put),
-    **dict.fromkeys("hj", _get),
     "(": _mark,
-    ")": _tuple_of(0),
+    ")": _empty_tuple,
     "0": _pop,
     "2": _dup,
     "Q": _storage,
@@ -368,7 +405,9 @@ _EFFECTS: dict[str, _Effect] = {
     "d": _collecting(every=2, makes=True),
     "e": _collecting(every=0, makes=False),
     "g": _get_line,
+    "h": _get_short,
     "i": _instance,
+    "j": _get,
     "l": _collecting(every=0, makes=True),
     "p": _put_line,
     "s": _setitem,
@@ -396,16 +435,16 @@ def _step_of(opcode: pickletools.OpcodeInfo) -> _Step:
     effect = _EFFECTS.get(opcode.code) or _plain(opcode)
     size = opcode.arg.n if opcode.arg else 0
     if size >= 0:
-        return lambda walk, at: effect(walk, at, at + size)
+        return effect, size
     if size in _COUNTS:
-        return _counted(effect, _COUNTS[size])
-    return _lined(effect, 2 if opcode.arg is pickletools.stringnl_noescape_pair else 1)
+        return _counted(effect, _COUNTS[size]), 0
+    return _lined(effect, 2 if opcode.arg is pickletools.stringnl_noescape_pair else 1), 0
 
 
-def _counted(effect: _Effect, width: int) -> _Step:
+def _counted(effect: _Effect, width: int) -> _Effect:
     """An argument whose length comes first, in ``width`` bytes."""
 
-    def step(walk: _Walk, at: int) -> int:
+    def step(walk: _Walk, at: int, _end: int) -> int:
         data = walk.data
         end = at + width + int.from_bytes(data[at : at + width], "little")
         if end > len(data):
@@ -415,10 +454,10 @@ def _counted(effect: _Effect, width: int) -> _Step:
     return step
 
 
-def _lined(effect: _Effect, lines: int) -> _Step:
+def _lined(effect: _Effect, lines: int) -> _Effect:
     """An argument of one or two lines of text."""
 
-    def step(walk: _Walk, at: int) -> int:
+    def step(walk: _Walk, at: int, _end: int) -> int:
         end = at
         for _ in range(lines):
             end = walk.data.find(b"\n", end) + 1
@@ -429,11 +468,11 @@ def _lined(effect: _Effect, lines: int) -> _Step:
     return step
 
 
-def _unknown(_walk: _Walk, at: int) -> int:
+def _unknown(_walk: _Walk, at: int, _end: int) -> int:
     raise UnreadableError(f"is damaged: its pickle has no opcode at byte {at - 1:,}.")
 
 
 _STOP = ord(".")
-_STEPS: list[_Step] = [_unknown] * 256
+_STEPS: list[_Step] = [(_unknown, 0)] * 256
 for _opcode in pickletools.opcodes:
     _STEPS[ord(_opcode.code)] = _step_of(_opcode)

@@ -26,11 +26,11 @@ class Shape(NamedTuple):
         """End and number of the entries of this shape that follow one another from ``at`` on."""
         count = 0
         for pattern, entries in ((self.many, _AT_ONCE), (self.one, 1)):
-            found = pattern.match(data, at)
-            while found:
-                at = found.end()
+            match = pattern.match(data, at)
+            while match:
+                at = match.end()
                 count += entries
-                found = pattern.match(data, at)
+                match = pattern.match(data, at)
         return at, count
 
 

@@ -83,9 +83,9 @@ def _tensors(data: bytes, allow: Collection[str], storages: dict[str, StoredStor
         kind = module_class(pid)
         if kind is not None:
             return kind
-        found = storage_from_id(pid)
-        storages[found.key] = found
-        return found
+        stored = storage_from_id(pid)
+        storages[stored.key] = stored
+        return stored
 
     try:
         value = unpickle(data, resolve=_Tensors(allow), storage=storage)
@@ -134,9 +134,9 @@ class _Tensors:
 
     def __call__(self, name: str) -> object:
         """The stand-in for a global."""
-        found = TENSOR_GLOBALS.get(name) or self._containers.get(name)
-        if found is not None:
-            return found
+        stub = TENSOR_GLOBALS.get(name) or self._containers.get(name)
+        if stub is not None:
+            return stub
         if name.startswith(SHARDED_TENSOR_MODULES):
             raise _sharded_tensor_error()
         if name.startswith(("torch._utils._rebuild", "torch._tensor._rebuild")):
@@ -157,7 +157,7 @@ class _Tensors:
 
 
 class _Names:
-    """The globals of a pickle of which only plain values are wanted."""
+    """The globals of a pickle from which only plain values are wanted."""
 
     def __init__(self) -> None:
         self._opaque: dict[str, type[OpaqueObject]] = {}
@@ -170,9 +170,9 @@ class _Names:
 
     def __call__(self, name: str) -> object:
         """The stand-in for a global."""
-        found = self._containers.get(name)
-        if found is not None:
-            return found
+        stub = self._containers.get(name)
+        if stub is not None:
+            return stub
         if name.startswith(SHARDED_TENSOR_MODULES):
             raise _sharded_tensor_error()
         if is_runner(name) and name not in TENSOR_GLOBALS:

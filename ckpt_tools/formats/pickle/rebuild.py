@@ -57,7 +57,7 @@ def module_class(pid: object) -> type[OpaqueObject] | None:
 
 
 def storage_from_id(pid: object) -> StoredStorage:
-    """The storage that a persistent id names, in torch.save's zip and older formats alike.
+    """The storage that a persistent id names, in torch.save's zip and in older formats.
 
     The id is ("storage", class, key, location, numel), and in the older format one item more: None,
     or the part of the storage that is meant, which only files of torch 0.3 and before have.

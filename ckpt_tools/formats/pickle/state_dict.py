@@ -88,26 +88,26 @@ def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDic
     if isinstance(value, dict):
         is_container = all(map(is_key, value))
     else:
-        is_container = isinstance(value, list | tuple) and _Walk(where).holds(value)
+        is_container = isinstance(value, list | tuple) and _Flattening(where).holds(value)
     top = value if is_container else {"value": value}
     for part in reversed(under):
         top = {part: top}
-    found = flatten_at(top, where=where, fqn="", path=())
-    if not isinstance(found.tree, Branch):
+    flat = flatten_at(top, where=where, fqn="", path=())
+    if not isinstance(flat.tree, Branch):
         raise TypeError("the outermost value is a container")  # made so above
-    _refuse_flat_parameters([leaf.path for leaf in found.tensors], where)
-    _check_names([*found.tensors, *found.objects], where)
-    return StateDict(tuple(found.tensors), tuple(found.objects), found.tree)
+    _refuse_flat_parameters([leaf.path for leaf in flat.tensors], where)
+    _check_names([*flat.tensors, *flat.objects], where)
+    return StateDict(tuple(flat.tensors), tuple(flat.objects), flat.tree)
 
 
 def flatten_at(value: object, *, where: str, fqn: str, path: Path) -> Flattened:
     """The leaves of a value that stands at ``path`` of a state dict; ``fqn`` is its name there."""
-    walk = _Walk(where)
+    walk = _Flattening(where)
     tree = walk.tree(value, fqn, path)
     return Flattened(walk.tensors, walk.objects, tree)
 
 
-class _Walk:
+class _Flattening:
     """One walk through a nesting: what it found, and what it has seen of each container."""
 
     def __init__(self, where: str) -> None:
@@ -176,12 +176,12 @@ class _Walk:
 
     def _has_parts(self, value: dict[object, object]) -> TypeGuard[dict[Key, object]]:
         """Whether the keys of a dict can be parts of a path; one that cannot is one value."""
-        odd = next((key for key in value if type(key) is not str and not is_key(key)), None)
-        if odd is None:
+        unusable = next((key for key in value if type(key) is not str and not is_key(key)), None)
+        if unusable is None:
             return True
         if any(self._holds(item, 0, tensors_only=True) for item in value.values()):
             raise UnsupportedError(
-                f"{self._where}: a dict of tensors has a key of type {_type_name(odd)}.",
+                f"{self._where}: a dict of tensors has a key of type {_type_name(unusable)}.",
                 hint="Save it again with names for keys.",
             )
         return False
@@ -265,12 +265,12 @@ class _Look:
         if not isinstance(value, _PLAIN_CONTAINERS) or len(value) > self.left:
             return _type_name(value)
         if not isinstance(value, dict):
-            return self._first_odd(value, depth)
+            return self._first_unusable(value, depth)
         if not all(map(is_key, value)):
             return _type_name(value)
-        return self._first_odd(value.values(), depth)
+        return self._first_unusable(value.values(), depth)
 
-    def _first_odd(self, values: Iterable[object], depth: int) -> str | None:
+    def _first_unusable(self, values: Iterable[object], depth: int) -> str | None:
         return next(filter(None, (self.odd_type(item, depth + 1) for item in values)), None)
 
 
@@ -299,10 +299,10 @@ def _refuse_flat_parameters(paths: Sequence[Path], where: str) -> None:
             )
 
 
-def _check_names(found: Iterable[TensorLeaf | ObjectLeaf], where: str) -> None:
+def _check_names(leaves: Iterable[TensorLeaf | ObjectLeaf], where: str) -> None:
     """Refuse two leaves of one name, and names that are no text."""
     seen: dict[str, Path] = {}
-    for leaf in found:
+    for leaf in leaves:
         fqn, path = leaf.fqn, leaf.path
         if not _is_text(fqn):
             raise UnreadableError(f"{where} is damaged: {fqn!a:.80} is not a name.")

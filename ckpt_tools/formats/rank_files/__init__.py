@@ -9,17 +9,17 @@ from glob import escape
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Format, Part, PlanOptions
+from ckpt_tools.formats.protocol import ChecksumPart, PackageFormat, PlanOptions, Reader
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.torch_file.dtensor_write import TorchVersion
 
 
-class RankFiles(Format):
+class RankFiles(PackageFormat):
     """A folder with one torch.save file of DTensors for each rank."""
 
     name = "ranks"
@@ -28,17 +28,10 @@ class RankFiles(Format):
     writes = "shards"
     nested = True
 
-    def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
+    def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.rank_files import read
 
-        return read.matches(path)
-
-    def read_index(  # noqa: D102
-        self, path: str, *, options: ReadOptions = ReadOptions()
-    ) -> CheckpointIndex:
-        from ckpt_tools.formats.rank_files import read
-
-        return read.read_index(path, options=options)
+        return read
 
     def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
         from ckpt_tools.formats.torch_file import locate
@@ -53,7 +46,7 @@ class RankFiles(Format):
 
     def checksummed(  # noqa: D102
         self, index: CheckpointIndex, files: Files
-    ) -> Iterable[Part]:
+    ) -> Iterable[ChecksumPart]:
         from ckpt_tools.formats.zip import checksums
 
         return checksums.parts_of_files(index, files)
@@ -70,7 +63,7 @@ class RankFiles(Format):
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         from ckpt_tools.formats.rank_files import write
         from ckpt_tools.formats.torch_file.dtensor_write import NEWEST
 
@@ -87,16 +80,16 @@ class RankFiles(Format):
         )
 
 
-def globs_of(folder: str, found: Sequence[str]) -> list[str]:
+def globs_of(folder: str, paths: Sequence[str]) -> list[str]:
     """Globs of rank files that lie in a folder of their own each (``rank0/model.pt`` …); none where
     these are no rank files.
     """
     from ckpt_tools.formats.rank_files import file_names, numbered
 
-    if not all(path.endswith(file_names.SUFFIXES) for path in found):
+    if not all(path.endswith(file_names.SUFFIXES) for path in paths):
         return []
     try:
-        families = numbered.families(found, ReadOptions())
+        families = numbered.families(paths, ReadOptions())
     except CheckpointError:
         return []
     return [os.path.join(escape(folder), family.pattern) for family in families]

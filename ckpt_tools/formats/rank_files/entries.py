@@ -24,10 +24,10 @@ from ckpt_tools.core.state_tree import Branch, dict_of, merge
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnsupportedError
 from ckpt_tools.formats.rank_files.parts import (
-    Comparison,
-    Joined,
-    ObjectPart,
-    Part,
+    JoinedTensor,
+    RankObject,
+    RankTensor,
+    ReplicaComparison,
     join,
 )
 from ckpt_tools.storage.reader import Files
@@ -43,11 +43,11 @@ _FLAT_SHARDS = (
 @dataclass(slots=True)
 class Gathered:
     """What the ranks hold, by the path of the entry, in the order of the ranks, and their trees
-    in one; ``clashes`` are problems of trees that do not go into one.
+    in one; ``clashes`` are problems of trees that do not fit together.
     """
 
-    tensors: dict[Path, list[Part]] = field(default_factory=dict)
-    objects: dict[Path, list[ObjectPart]] = field(default_factory=dict)
+    tensors: dict[Path, list[RankTensor]] = field(default_factory=dict)
+    objects: dict[Path, list[RankObject]] = field(default_factory=dict)
     tree: Branch[str] = NO_TREE
     clashes: list[CheckpointError] = field(default_factory=list)
     _last: Branch[str] = NO_TREE
@@ -62,12 +62,14 @@ class Gathered:
         except UnsupportedError as error:
             known = set(self.tree.leaves())
             about = [fqn for fqn in tree.leaves() if fqn not in known]
-            message = f"{where} is nested otherwise than the files of lower ranks: {error.message}"
+            message = (
+                f"{where} is nested differently from the files of lower ranks: {error.message}"
+            )
             clash = UnsupportedError(message, hint=error.hint, about=about)
             self.clashes.append(clash)
 
 
-class Entries(NamedTuple):
+class RankEntries(NamedTuple):
     """Entries sorted by name, and what is to be said of them."""
 
     tensors: tuple[TensorEntry, ...]
@@ -77,15 +79,15 @@ class Entries(NamedTuple):
     tree: Branch[str]
 
 
-def entries_of(gathered: Gathered, files: Files) -> Entries:
+def entries_of(gathered: Gathered, files: Files) -> RankEntries:
     """The entries of all ranks' files; ``files`` is read only to compare small replicas.
 
     What each rank has its own value of becomes a dict of them, ``rank_0``, ``rank_1``…
     """
     apart: dict[str, Branch[str]] = {}
     sections = _sections(gathered)
-    comparison = Comparison(files)
-    report = _Report()
+    comparison = ReplicaComparison(files)
+    report = _JoinFindings()
     tensors: list[TensorEntry] = []
     for path, parts in gathered.tensors.items():
         joined = _beside_unread(join(parts, comparison), parts, gathered.objects.get(path))
@@ -109,7 +111,7 @@ def entries_of(gathered: Gathered, files: Files) -> Entries:
         else:
             objects.append(_object(path, held[0], sections[path]))
     report.per_rank.extend(apart)
-    return Entries(
+    return RankEntries(
         tuple(sorted(tensors, key=lambda entry: entry.fqn)),
         tuple(sorted(objects, key=lambda entry: entry.fqn)),
         (*gathered.clashes, *report.problems()),
@@ -119,8 +121,8 @@ def entries_of(gathered: Gathered, files: Files) -> Entries:
 
 
 def _beside_unread(
-    joined: Joined, parts: Sequence[Part], others: Sequence[ObjectPart] | None
-) -> Joined:
+    joined: JoinedTensor, parts: Sequence[RankTensor], others: Sequence[RankObject] | None
+) -> JoinedTensor:
     """The tensor, with a complaint when it cannot be read on some ranks."""
     other = others[0] if others else None
     if other is None or not other.is_tensor or joined.complaint is not None:
@@ -131,7 +133,7 @@ def _beside_unread(
 
 
 def _of_ranks(
-    entries: Sequence[TensorEntry | ObjectEntry], parts: Sequence[Part | ObjectPart]
+    entries: Sequence[TensorEntry | ObjectEntry], parts: Sequence[RankTensor | RankObject]
 ) -> Branch[str]:
     """The values of one place, as a dict with a key for each rank."""
     pairs = zip(parts, entries, strict=True)
@@ -141,11 +143,10 @@ def _of_ranks(
 def _sections(gathered: Gathered) -> dict[Path, Section]:
     paths = list(gathered.tensors | gathered.objects)
     objects = {path for path, held in gathered.objects.items() if not held[0].is_tensor}
-    classified = names.classify(paths, objects=objects)
-    return {path: section for path, (section, _) in zip(paths, classified, strict=True)}
+    return names.sections_of(paths, objects=objects)
 
 
-def _tensor(path: Path, first: Part, joined: Joined, section: Section) -> TensorEntry:
+def _tensor(path: Path, first: RankTensor, joined: JoinedTensor, section: Section) -> TensorEntry:
     return TensorEntry(
         fqn=names.join(path),
         path=path,
@@ -158,14 +159,14 @@ def _tensor(path: Path, first: Part, joined: Joined, section: Section) -> Tensor
     )
 
 
-def _own_tensor(path: Path, part: Part, section: Section) -> TensorEntry:
+def _own_tensor(path: Path, part: RankTensor, section: Section) -> TensorEntry:
     """The entry of one rank's own tensor, such as the state of its random numbers."""
     own = (*path, f"rank_{part.rank}")
     chunk = Chunk(part.box, part.data, strides=part.strides, codec=part.codec, rank=part.rank)
     return TensorEntry(names.join(own), own, section, part.dtype, part.shape, (chunk,))
 
 
-def _object(path: Path, part: ObjectPart, section: Section) -> ObjectEntry:
+def _object(path: Path, part: RankObject, section: Section) -> ObjectEntry:
     return ObjectEntry(
         fqn=names.join(path),
         path=path,
@@ -178,7 +179,7 @@ def _object(path: Path, part: ObjectPart, section: Section) -> ObjectEntry:
     )
 
 
-def _all_equal(held: Sequence[ObjectPart]) -> bool:
+def _all_equal(held: Sequence[RankObject]) -> bool:
     """Whether all ranks hold the same value; what is not opened is never known to be the same."""
     first = held[0]
     if first.type_name is not None:
@@ -191,7 +192,7 @@ def _all_equal(held: Sequence[ObjectPart]) -> bool:
 
 
 @dataclass(slots=True)
-class _Report:
+class _JoinFindings:
     """What was seen of all tensors, said once for many of them."""
 
     complaints: dict[str, list[str]] = field(default_factory=dict)
@@ -201,7 +202,7 @@ class _Report:
     per_rank: list[str] = field(default_factory=list)
     optim_differs: bool = False
 
-    def see(self, entry: TensorEntry, joined: Joined) -> None:
+    def see(self, entry: TensorEntry, joined: JoinedTensor) -> None:
         """Take in what was found when a tensor was joined."""
         if joined.complaint is not None:
             self.complaints.setdefault(joined.complaint, []).append(entry.fqn)

@@ -24,8 +24,8 @@ from ckpt_tools.formats.rank_files import (
 )
 from ckpt_tools.formats.rank_files.entries import Gathered
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
-from ckpt_tools.formats.rank_files.parts import MAX_COMPARED, Part, elements
-from ckpt_tools.formats.rank_files.read import Reading
+from ckpt_tools.formats.rank_files.parts import MAX_COMPARED, RankTensor, elements
+from ckpt_tools.formats.rank_files.read import IndexBuilder
 from ckpt_tools.storage.reader import Files
 
 
@@ -40,7 +40,7 @@ class RankHeaders:
     held: dict[str, set[str]]
     notes: list[str]
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, RankTensor]:
         """The rank's part of each tensor, by name."""
         return {names.join(path): parts[0] for path, parts in self.gathered.tensors.items()}
 
@@ -59,20 +59,20 @@ def families_of(listings: Sequence[Sequence[RankFile]], *, where: str) -> tuple[
 
     Raises IncompleteError when no rank found any, and what `file_names.joined` raises.
     """
-    found: dict[tuple[str, int], RankFile] = {}
+    by_rank: dict[tuple[str, int], RankFile] = {}
     for rank, files in enumerate(listings):
         for file in files:
             if file.rank == rank:
-                found[file.pattern, rank] = file
+                by_rank[file.pattern, rank] = file
             else:
-                found.setdefault((file.pattern, file.rank), file)
-    if not found:
+                by_rank.setdefault((file.pattern, file.rank), file)
+    if not by_rank:
         raise IncompleteError(
             f"{where} holds no file of any rank.",
             hint="--engine gather reads a folder of per-rank files, or a quoted glob of them; "
             "--engine copy reads every format.",
         )
-    paths = [file.path for file in found.values()]
+    paths = [file.path for file in by_rank.values()]
     return rank_names.joined(rank_names.families(paths), where=escape(where))
 
 
@@ -89,7 +89,7 @@ def read_headers(
     Raises IncompleteError when there are none, and what reading a file raises.
     """
     with Files() as files:
-        reading = Reading(files, options)
+        reading = IndexBuilder(files, options)
         for family in families:
             own = tuple(file for file in family.files if file.rank == rank)
             reading.read(family._replace(files=own), contained=len(families) > 1)
@@ -107,7 +107,7 @@ def read_headers(
     )
 
 
-def _with_digest(part: Part, files: Files) -> Part:
+def _with_digest(part: RankTensor, files: Files) -> RankTensor:
     """The part with the CRC of its own elements, where others would read them to compare."""
     known = part.crc is not None and part.fills_record
     if known or part.data.length > MAX_COMPARED:
@@ -123,7 +123,7 @@ def joined_index(
     Raises UnsupportedError when a name is in the files of two families. Ties are not looked for.
     """
     with Files() as files:
-        reading = Reading(files, ReadOptions())
+        reading = IndexBuilder(files, ReadOptions())
         for one in headers:
             _add(reading, one)
         try:
@@ -135,7 +135,7 @@ def joined_index(
             ) from error
 
 
-def _add(reading: Reading, one: RankHeaders) -> None:
+def _add(reading: IndexBuilder, one: RankHeaders) -> None:
     for path, parts in one.gathered.tensors.items():
         reading.gathered.tensors.setdefault(path, []).extend(parts)
     for path, objects in one.gathered.objects.items():

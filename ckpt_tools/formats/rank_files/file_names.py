@@ -92,9 +92,9 @@ def families(paths: Iterable[str]) -> list[Family]:
 
     Raises UnsupportedError when two files of one pattern claim the same rank.
     """
-    found: dict[str, dict[int, RankFile]] = {}
+    by_pattern: dict[str, dict[int, RankFile]] = {}
     for file in filter(None, map(parse, paths)):
-        ranks = found.setdefault(file.pattern, {})
+        ranks = by_pattern.setdefault(file.pattern, {})
         other = ranks.setdefault(file.rank, file)
         if other is not file:
             raise UnsupportedError(
@@ -102,29 +102,31 @@ def families(paths: Iterable[str]) -> list[Family]:
                 hint="Name the files of one checkpoint by a quoted glob.",
             )
     made = []
-    for pattern, ranks in sorted(found.items()):
+    for pattern, ranks in sorted(by_pattern.items()):
         files = tuple(ranks[rank] for rank in sorted(ranks))
         made.append(Family(files[0].family, pattern, files[0].world_size, files))
     return made
 
 
-def joined(found: Sequence[Family], *, where: str) -> tuple[Family, ...]:
+def joined(families: Sequence[Family], *, where: str) -> tuple[Family, ...]:
     """The families that are one checkpoint together, the model first.
 
     Raises UsageError when they are not, and UnsupportedError when they are of two world sizes.
     """
-    if not found:
+    if not families:
         raise UsageError(
             f"{where}: none of these files has a rank in its name.",
             hint="Names such as model_world_size_8_rank_3.pt or rank3.pt tell the rank.",
         )
-    sizes = sorted({family.world_size for family in found if family.world_size is not None})
-    parts = [_part(family.name) for family in found]
-    if len(found) == 1 or (None not in parts and len(set(parts)) == len(found) and len(sizes) < 2):
-        order = sorted(zip(parts, found, strict=True), key=lambda pair: pair[0] or "")
+    sizes = sorted({family.world_size for family in families if family.world_size is not None})
+    parts = [_part(family.name) for family in families]
+    if len(families) == 1 or (
+        None not in parts and len(set(parts)) == len(families) and len(sizes) < 2
+    ):
+        order = sorted(zip(parts, families, strict=True), key=lambda pair: pair[0] or "")
         return tuple(family for _, family in order)
-    listing = "\n  ".join(f"{f.pattern}  ({counted(len(f.files), 'file')})" for f in found)
-    instead = paths_instead(where, [os.path.join(escape(where), f.pattern) for f in found])
+    listing = "\n  ".join(f"{f.pattern}  ({counted(len(f.files), 'file')})" for f in families)
+    instead = paths_instead(where, [os.path.join(escape(where), f.pattern) for f in families])
     hint = "Choose one with a quoted glob."
     if len(sizes) > 1:
         shown = " and ".join(map(str, sizes))

@@ -71,7 +71,7 @@ def _groups(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Files whose names, or those of their folders, differ in one number alone, in its order; two
     or more of each pattern.
     """
-    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for path in paths:
         stem, suffix = os.path.splitext(path)
         if suffix.lower() not in SUFFIXES:
@@ -81,10 +81,10 @@ def _groups(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
         for parent, text in ((folder, name), (above, os.path.join(inner, name))):
             for number in _NUMBER.finditer(text, 0, len(text) if parent == folder else len(inner)):
                 pattern = f"{text[: number.start()]}*{text[number.end() :]}{suffix}"
-                found.setdefault((parent, pattern), []).append((int(number[0]), path))
+                groups.setdefault((parent, pattern), []).append((int(number[0]), path))
     return [
         (pattern, [path for _, path in sorted(held)])
-        for (_, pattern), held in sorted(found.items())
+        for (_, pattern), held in sorted(groups.items())
         if len(held) > 1
     ]
 

@@ -32,7 +32,7 @@ MAX_COMPARED = 1 << 20
 _MAX_COMPARED_IN_ALL = 512 << 20
 
 
-class Part(NamedTuple):
+class RankTensor(NamedTuple):
     """What one rank holds of a tensor.
 
     ``shape`` is the whole tensor's, ``layout`` None for a plain tensor. ``crc`` is that of the
@@ -52,7 +52,7 @@ class Part(NamedTuple):
     codec: str | None = None
 
 
-class ObjectPart(NamedTuple):
+class RankObject(NamedTuple):
     """What one rank holds that is not a tensor, or one that cannot be read, as ``flaw`` says."""
 
     rank: int
@@ -67,14 +67,14 @@ class ObjectPart(NamedTuple):
         return isinstance(self.flaw, UnsupportedError)
 
 
-class Parts:
+class RankTensors:
     """Makes parts out of stored tensors; layouts and boxes are shared between equal ones."""
 
     def __init__(self) -> None:
         self._layouts: dict[object, Layout] = {}
         self._boxes: dict[object, Box] = {}
 
-    def part(self, stored: Stored, saved: SavedFile, rank: int) -> Part:
+    def part(self, stored: Stored, saved: SavedFile, rank: int) -> RankTensor:
         """The part of a tensor that this file holds."""
         local = stored if isinstance(stored, StoredTensor) else stored.local
         record = saved.record_of(local.storage)
@@ -86,7 +86,7 @@ class Parts:
                 box = self._box(stored, layout)
             except UnsupportedError as error:
                 flaw = error.message
-        return Part(
+        return RankTensor(
             rank=rank,
             dtype=dtype_named(stored.dtype),
             shape=stored.shape,
@@ -114,7 +114,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedTensor:
     """A tensor put together from its parts; ``complaint`` says why it must not be used as it is.
 
     ``differing`` are the ranks whose plain values are not those of the first, ``unlike`` the boxes
@@ -131,7 +131,7 @@ class Joined:
     unseen: bool = False
 
 
-def join(parts: Sequence[Part], comparison: Comparison) -> Joined:
+def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> JoinedTensor:
     """One tensor from the parts of its ranks, which come in the order of the ranks."""
     first = parts[0]
     complaint = next((part.flaw for part in parts if part.flaw is not None), None)
@@ -141,7 +141,7 @@ def join(parts: Sequence[Part], comparison: Comparison) -> Joined:
         return _join_plain(parts, comparison, complaint)
     layout = first.layout
     same = [part for part in parts if part.flaw is None and part.shape == first.shape]
-    groups: dict[Box, list[Part]] = {}
+    groups: dict[Box, list[RankTensor]] = {}
     for part in same:
         groups.setdefault(part.box, []).append(part)
     unlike, unseen = [], False
@@ -151,7 +151,7 @@ def join(parts: Sequence[Part], comparison: Comparison) -> Joined:
         if False in verdicts:
             other = group[1 + verdicts.index(False)]
             unlike.append(f"{box} (ranks {group[0].rank} and {other.rank})")
-    return Joined(
+    return JoinedTensor(
         shape=first.shape,
         chunks=tuple(_chunk(group) for group in groups.values()),
         layout=layout,
@@ -161,7 +161,9 @@ def join(parts: Sequence[Part], comparison: Comparison) -> Joined:
     )
 
 
-def _join_plain(parts: Sequence[Part], comparison: Comparison, complaint: str | None) -> Joined:
+def _join_plain(
+    parts: Sequence[RankTensor], comparison: ReplicaComparison, complaint: str | None
+) -> JoinedTensor:
     """A plain tensor: the first rank's, when that of every other rank is the same."""
     first = parts[0]
     equal, differing, unseen = [first], [], False
@@ -172,7 +174,7 @@ def _join_plain(parts: Sequence[Part], comparison: Comparison, complaint: str | 
             differing.append(part.rank)
         else:
             equal.append(part)
-    return Joined(
+    return JoinedTensor(
         shape=first.shape,
         chunks=(_chunk(equal),),
         layout=None,
@@ -182,7 +184,7 @@ def _join_plain(parts: Sequence[Part], comparison: Comparison, complaint: str | 
     )
 
 
-def _chunk(group: Sequence[Part]) -> Chunk:
+def _chunk(group: Sequence[RankTensor]) -> Chunk:
     """One chunk of the parts that hold the same box; the lowest rank's bytes come first."""
     first = group[0]
     return Chunk(
@@ -201,7 +203,7 @@ def _chunk(group: Sequence[Part]) -> Chunk:
     )
 
 
-def _disagreement(first: Part, parts: Sequence[Part]) -> str | None:
+def _disagreement(first: RankTensor, parts: Sequence[RankTensor]) -> str | None:
     """What two ranks say differently of one tensor, or None."""
     for part in parts:
         if (part.layout is None) != (first.layout is None):
@@ -227,14 +229,14 @@ def _disagreement(first: Part, parts: Sequence[Part]) -> str | None:
 
 
 @dataclass(slots=True)
-class Comparison:
+class ReplicaComparison:
     """Compares parts that should be equal, by the CRCs of their records or by their bytes."""
 
     files: Files
     left: int = field(default=_MAX_COMPARED_IN_ALL)
-    _kept: tuple[Part, bytes] | None = None
+    _kept: tuple[RankTensor, bytes] | None = None
 
-    def equal(self, one: Part, other: Part) -> bool | None:
+    def equal(self, one: RankTensor, other: RankTensor) -> bool | None:
         """Whether two parts hold the same elements; None when they are too large to be read."""
         if one.shape != other.shape or one.box != other.box or one.dtype != other.dtype:
             return False
@@ -250,7 +252,7 @@ class Comparison:
         self.left -= one.data.length
         return self._elements(one) == self._elements(other, keep=False)
 
-    def _elements(self, part: Part, *, keep: bool = True) -> bytes:
+    def _elements(self, part: RankTensor, *, keep: bool = True) -> bytes:
         if self._kept is not None and self._kept[0] is part:  # two views may lie in one range
             return self._kept[1]
         data = elements(part, self.files)
@@ -259,13 +261,13 @@ class Comparison:
         return data
 
 
-def elements(part: Part, files: Files) -> bytes:
+def elements(part: RankTensor, files: Files) -> bytes:
     """The elements of a small part, row-major, as they are stored."""
     data = files.read(*part.data)
     return data if part.strides is None else b"".join(_gathered(data, part))
 
 
-def _gathered(data: bytes, part: Part) -> Iterator[bytes]:
+def _gathered(data: bytes, part: RankTensor) -> Iterator[bytes]:
     """The elements of a strided part, row-major."""
     size = part.dtype.itemsize
     strides = part.strides or ()

@@ -13,10 +13,11 @@ value is compared.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry, uncovered
+from ckpt_tools.core.coverage import uncovered
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
@@ -40,7 +41,7 @@ from ckpt_tools.formats.rank_files import (
 )
 from ckpt_tools.formats.rank_files.entries import Gathered, entries_of
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
-from ckpt_tools.formats.rank_files.parts import ObjectPart, Parts
+from ckpt_tools.formats.rank_files.parts import RankObject, RankTensors
 from ckpt_tools.formats.torch_file.open import open_saved
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -57,13 +58,13 @@ def matches(path: str) -> bool:
     if not paths.is_dir(path):
         return False
     try:
-        found = paths.listdir(path)
+        names = paths.listdir(path)
     except OSError:
         return False
-    named = list(filter(None, map(rank_names.parse, found)))
+    named = list(filter(None, map(rank_names.parse, names)))
     if named:
         return any(file.rank > 0 or file.world_size is not None for file in named)
-    return numbered.are_rank_files(os.path.join(path, name) for name in found)
+    return numbered.are_rank_files(os.path.join(path, name) for name in names)
 
 
 def read_index(
@@ -77,12 +78,13 @@ def read_index(
     """
     file_paths = _files_in(path) if isinstance(path, str) else list(path)
     folders = {os.path.dirname(file) for file in file_paths}
-    root = path if isinstance(path, str) else (_around(folders) or ".")
+    around = next(iter(folders)) if len(folders) == 1 else os.path.commonpath(folders)
+    root = path if isinstance(path, str) else around or "."
     named = rank_names.families(file_paths)
-    found = named or numbered.families(file_paths, options)
-    families = rank_names.joined(found, where=root)
+    candidates = named or numbered.families(file_paths, options)
+    families = rank_names.joined(candidates, where=root)
     with Files(max_open=_MAX_OPEN) as files, collector_paused():
-        reading = Reading(files, options)
+        reading = IndexBuilder(files, options)
         for family in families:
             reading.read(family, contained=len(families) > 1)
         if not named:
@@ -95,24 +97,19 @@ def read_index(
         return reading.index(root, families)
 
 
-def _around(folders: Collection[str]) -> str:
-    """The folder that all of these are in, or are."""
-    return next(iter(folders)) if len(folders) == 1 else os.path.commonpath(folders)
-
-
 def _files_in(folder: str) -> list[str]:
-    found = [os.path.join(folder, name) for name in sorted(paths.listdir(folder))]
-    return [path for path in found if paths.is_file(path) or paths.special(path)]
+    inside = [os.path.join(folder, name) for name in sorted(paths.listdir(folder))]
+    return [path for path in inside if paths.is_file(path) or paths.special(path)]
 
 
 @dataclass(slots=True)
-class Reading:
+class IndexBuilder:
     """What the files read so far hold."""
 
     files: Files
     options: ReadOptions
     gathered: Gathered = field(default_factory=Gathered)
-    parts: Parts = field(default_factory=Parts)
+    parts: RankTensors = field(default_factory=RankTensors)
     ranks: rank_checks.Ranks = field(default_factory=rank_checks.Ranks)
     sizes: dict[str, int] = field(default_factory=dict)
     ties: ties.Ties = ()
@@ -162,24 +159,24 @@ class Reading:
     def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange) -> None:
         self.gathered.add_tree(state.tree, file.path)
         for leaf in state.objects:
-            part = ObjectPart(file.rank, pickle, leaf.value, leaf.type_name, leaf.flaw)
+            part = RankObject(file.rank, pickle, leaf.value, leaf.type_name, leaf.flaw)
             self.gathered.objects.setdefault(leaf.path, []).append(part)
         self.ranks.see(file, [leaf.stored for leaf in state.tensors])
         held = self.held.setdefault(file.pattern, set())
-        found = {leaf.fqn for leaf in state.tensors} | {leaf.fqn for leaf in state.objects}
+        names = {leaf.fqn for leaf in state.tensors} | {leaf.fqn for leaf in state.objects}
         for pattern, others in self.held.items():
-            twins = found & others if pattern != file.pattern else ()
+            twins = names & others if pattern != file.pattern else ()
             if twins:
                 raise UnsupportedError(
                     f"{min(twins)} is in the files {pattern} and in {file.pattern}.",
                     hint="Choose one of them with a quoted glob.",
                 )
-        held |= found
+        held |= names
 
     def _keep_closed(self, file: RankFile, error: CheckpointError) -> None:
         """Keep a file of other state that cannot be opened as one opaque object."""
         data = ByteRange(file.path, 0, self.sizes[file.path])
-        part = ObjectPart(file.rank, data, None, "torch.save file")
+        part = RankObject(file.rank, data, None, "torch.save file")
         path = (file.family, f"rank_{file.rank}")
         self.gathered.objects[path] = [part]
         self.notes.append(f"Kept closed: {error.message}")
@@ -192,7 +189,8 @@ class Reading:
         entries = entries_of(self.gathered, self.files)
         spared = [f for f in families if replica_groups.are_whole(f, world, entries.tensors)]
         needed = [family for family in families if family not in spared]
-        missing = list(_missing(needed, world))
+        absent = {f: set(range(world)) - {file.rank for file in f.files} for f in needed}
+        missing = [family.path_of(rank) for family in needed for rank in sorted(absent[family])]
         problems = [
             *(error.concerning(self._names(family, families)) for family, error in self.broken),
             *self.ranks.problems(families, world),
@@ -224,12 +222,5 @@ class Reading:
         )
 
     def _names(self, family: Family, families: Sequence[Family]) -> Collection[str]:
-        """The entries that a fault of one family hurts; none are named when that is all."""
+        """The entries that a fault of one family damages; none are named when that is all."""
         return self.held.get(family.pattern, ()) if len(families) > 1 else ()
-
-
-def _missing(families: Sequence[Family], world: int) -> Iterator[str]:
-    """Where the files of missing ranks should be."""
-    for family in families:
-        have = {file.rank for file in family.files}
-        yield from (family.path_of(rank) for rank in range(world) if rank not in have)

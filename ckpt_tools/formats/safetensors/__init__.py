@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
-from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Format, PlanOptions
+from ckpt_tools.core.index import ObjectEntry
+from ckpt_tools.core.plan import LazyPlans, Target
+from ckpt_tools.formats.protocol import PackageFormat, PlanOptions, Reader
 
 
-class Safetensors(Format):
+class Safetensors(PackageFormat):
     """One file, or a folder of shards with an index JSON; it has no containers and no checksums."""
 
     name = "safetensors"
@@ -20,32 +19,23 @@ class Safetensors(Format):
     index_files = (".index.json",)
     writes = "whole"
 
-    def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
+    def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.safetensors import read
 
-        return read.matches(path)
-
-    def read_index(  # noqa: D102
-        self, path: str, *, options: ReadOptions = ReadOptions()
-    ) -> CheckpointIndex:
-        from ckpt_tools.formats.safetensors import read
-
-        return read.read_index(path, options=options)
+        return read
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         from ckpt_tools.formats.safetensors import write
 
-        whole = sum(t.entry.numel * t.dtype.itemsize for t in targets) + 1
-        plans = write.plan_files(
+        return write.plan_files(
             targets,
-            max_shard_size=whole if options.single_file else options.max_shard_size,
+            max_shard_size=options.max_shard_size,
             metadata=options.metadata,
             basename=options.basename,
+            single_file=options.single_file,
         )
-        name = options.single_file
-        return [plan._replace(path=name) for plan in plans] if name else plans
 
 
 FORMAT = Safetensors()

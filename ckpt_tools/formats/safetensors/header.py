@@ -104,16 +104,16 @@ def length_problem(header: Header, path: str, *, end: int) -> UnreadableError | 
             f"{end:,} bytes, expected {header.end:,}.",
             hint="Something wrote past its end, or it is not the file that was saved.",
         )
-    hurt = [
+    damaged = [
         fqn
         for fqn, stored in header.tensors.items()
         if stored.data.offset + stored.data.length > end
     ]
     return UnreadableError(
         f"{path} is truncated: {end:,} bytes, its header needs {header.end:,}; "
-        f"{len(hurt):,} of {len(header.tensors):,} tensors {are(len(hurt))} damaged.",
+        f"{len(damaged):,} of {len(header.tensors):,} tensors {are(len(damaged))} damaged.",
         hint="It may still be copying, or the disk was full; compare its size with the original.",
-        about=hurt,
+        about=damaged,
     )
 
 
@@ -164,9 +164,9 @@ def _header_text(files: Files, path: str, *, offset: int, length: int) -> bytes:
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object, whose names must differ: which of two would win is anyone's guess."""
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
+    unique = dict(pairs)
+    if len(unique) == len(pairs):
+        return unique
     counts = Counter(name for name, _ in pairs)
     raise ValueError(f"the name {counts.most_common(1)[0][0]!r} is there twice")
 
@@ -222,13 +222,13 @@ def _stored(name: str, entry: dict[str, object], *, dtype: DType, path: str, sta
             f"{entry.get('data_offsets')!r:.60} are not valid."
         )
     shape = _in_packs(name, shape, dtype=dtype, path=path)
-    found, needed = span[1] - span[0], prod(shape) * dtype.itemsize
-    if found != needed:
+    length, needed = span[1] - span[0], prod(shape) * dtype.itemsize
+    if length != needed:
         raise UnreadableError(
             f"{path}: {name}: shape {list(shape)} of {dtype.name} takes {needed:,} bytes, "
-            f"its range has {found:,}."
+            f"its range has {length:,}."
         )
-    return Stored(dtype, shape, ByteRange(path, start + span[0], found))
+    return Stored(dtype, shape, ByteRange(path, start + span[0], length))
 
 
 def _in_packs(name: str, shape: tuple[int, ...], *, dtype: DType, path: str) -> tuple[int, ...]:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.core import names
+from ckpt_tools.core.coverage import check_coverage
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import Chunk, TensorEntry, check_coverage
+from ckpt_tools.core.index import Chunk, TensorEntry
 from ckpt_tools.core.text import rank_spans, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.numbered import Gaps, absent, two_saves
@@ -29,7 +30,7 @@ _SHARDING_INFO = "DCP_SHARDING_INFO"
 _MOST_RANKS = 100_000
 
 
-class Part(NamedTuple):
+class TensorFile(NamedTuple):
     """One file of a checkpoint.
 
     ``offsets`` say where each tensor's box begins, in elements; None when the file holds whole
@@ -44,7 +45,7 @@ class Part(NamedTuple):
     homes: Homes | None = None
 
 
-class Joined(NamedTuple):
+class JoinedTensors(NamedTuple):
     """The tensors of several files, sorted by name, and what keeps them from being whole."""
 
     tensors: list[TensorEntry]
@@ -52,15 +53,15 @@ class Joined(NamedTuple):
 
 
 class _Held(NamedTuple):
-    part: Part
+    part: TensorFile
     stored: Stored
 
 
-def make_part(path: str, header: Header) -> Part:
+def make_part(path: str, header: Header) -> TensorFile:
     """The file with what its header says of boxes. Raises UnreadableError when that is unsound."""
     match = SHARD.fullmatch(Path(path).name)
     rank = int(match[1]) - 1 if match else None
-    return Part(path, header, _offsets(path, header), rank, decoded(header.metadata, path))
+    return TensorFile(path, header, _offsets(path, header), rank, decoded(header.metadata, path))
 
 
 def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
@@ -85,15 +86,17 @@ def _offsets(path: str, header: Header) -> dict[str, tuple[int, ...]] | None:
 
 
 def _offsets_of(raw: object, fqn: str, *, path: str, ndim: int) -> tuple[int, ...]:
-    found = natural_numbers(raw.get("saved_offsets")) if isinstance(raw, dict) else None
-    if found is None or len(found) != ndim:
+    offsets = natural_numbers(raw.get("saved_offsets")) if isinstance(raw, dict) else None
+    if offsets is None or len(offsets) != ndim:
         raise UnreadableError(
             f"{path}: {fqn}: {_SHARDING_INFO} should give {ndim} offsets, found {raw!r:.60}."
         )
-    return found
+    return offsets
 
 
-def join(parts: Sequence[Part], *, weight_map: Mapping[str, str] | None = None) -> Joined:
+def join(
+    parts: Sequence[TensorFile], *, weight_map: Mapping[str, str] | None = None
+) -> JoinedTensors:
     """The tensors of all files together; a name in two files is a problem unless boxes differ.
 
     ``weight_map`` gives the full path of the file that counts for a name.
@@ -105,7 +108,7 @@ def join(parts: Sequence[Part], *, weight_map: Mapping[str, str] | None = None) 
     order = sorted(held)
     homes = _homes(held)
     doubles: dict[tuple[str, str], list[str]] = defaultdict(list)
-    joined = Joined([], [])
+    joined = JoinedTensors([], [])
     for fqn in order:
         group = held[fqn]
         if len(group) > 1 and any(part.offsets is None for part, _ in group):
@@ -121,8 +124,8 @@ def _homes(held: Mapping[str, Sequence[_Held]]) -> dict[str, Home]:
     stated = {fqn: group[0].part.homes for fqn, group in held.items()}
     bare = [fqn for fqn, homes in stated.items() if homes is None]
     sections = names.classify([(fqn,) for fqn in bare])
-    found = {fqn: Home((), section) for fqn, (section, _) in zip(bare, sections, strict=True)}
-    return found | {fqn: homes.of(fqn) for fqn, homes in stated.items() if homes is not None}
+    bare_homes = {fqn: Home((), section) for fqn, (section, _) in zip(bare, sections, strict=True)}
+    return bare_homes | {fqn: homes.of(fqn) for fqn, homes in stated.items() if homes is not None}
 
 
 def _choose(
@@ -195,17 +198,17 @@ def _entry(
 
 def _chunks(group: Sequence[_Held], fqn: str) -> tuple[Chunk, ...]:
     """The boxes in the order of their offsets; equal ones are replicas of the first."""
-    found: dict[Box, Chunk] = {}
+    by_box: dict[Box, Chunk] = {}
     for part, stored in group:
         offsets = part.offsets[fqn] if part.offsets is not None else (0,) * len(stored.shape)
         box = Box(offsets, stored.shape)
-        first = found.get(box)
-        found[box] = (
+        first = by_box.get(box)
+        by_box[box] = (
             Chunk(box, stored.data, rank=part.rank)
             if first is None
             else first._replace(replicas=(*first.replicas, stored.data))
         )
-    return tuple(found[box] for box in sorted(found))
+    return tuple(by_box[box] for box in sorted(by_box))
 
 
 def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorEntry]) -> Gaps:
@@ -285,7 +288,8 @@ def _shortened(
     numbers = {number for _, number in have}
     for number in sorted(number for number in numbers if (top, number) not in have):
         tail = f"-model-{number:05}-of-{count:05}.safetensors"
-        cut = next((t for t in tensors if _held_by(t, tail) and not _even(t, widths)), None)
+        ended = (t for t in tensors if any(c.data.path.endswith(tail) for c in t.chunks))
+        cut = next((tensor for tensor in ended if not _even(tensor, widths)), None)
         if cut is not None:
             gaps.paths.append(f"{folder}/{_shard_name(top, number, count)}")
             gaps.problems.append(
@@ -294,10 +298,6 @@ def _shortened(
                     f"{list(cut.chunks[0].box.sizes)} is not an even piece of {list(cut.shape)}."
                 )
             )
-
-
-def _held_by(entry: TensorEntry, tail: str) -> bool:
-    return any(chunk.data.path.endswith(tail) for chunk in entry.chunks)
 
 
 def _even(entry: TensorEntry, widths: Sequence[int]) -> bool:

@@ -33,7 +33,7 @@ from ckpt_tools.formats.safetensors.header import (
 )
 from ckpt_tools.formats.safetensors.join import (
     SHARD,
-    Part,
+    TensorFile,
     make_part,
 )
 from ckpt_tools.storage import paths
@@ -51,12 +51,12 @@ _DEFAULT = ReadOptions()
 
 
 @dataclass(slots=True)
-class _Reading:
+class _IndexBuilder:
     """What has been found so far; becomes a CheckpointIndex at the end."""
 
     root: str
     files: list[FileEntry] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorFile] = field(default_factory=list)
     tensors: list[TensorEntry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[CheckpointError] = field(default_factory=list)
@@ -108,7 +108,7 @@ def read_index(
     Raises CheckpointError when nothing in it can be read; anything less is in ``problems``.
     """
     place = StoragePath(path)
-    reading = _Reading(path)
+    reading = _IndexBuilder(path)
     with Files() as files:
         if place.is_dir():
             return _read_folder(reading, place, files)
@@ -123,8 +123,8 @@ def read_index(
 # ------------------------------------------------------------------------------------- single files
 
 
-def _read_single(reading: _Reading, place: StoragePath, files: Files) -> CheckpointIndex:
-    """One file by itself, whatever else lies beside it."""
+def _read_single(reading: _IndexBuilder, place: StoragePath, files: Files) -> CheckpointIndex:
+    """One file by itself, whatever else is in its folder."""
     _read_parts(reading, [str(place)], files)
     if not reading.parts:
         raise reading.problems[0]
@@ -144,7 +144,7 @@ def _read_single(reading: _Reading, place: StoragePath, files: Files) -> Checkpo
     return reading.result()
 
 
-def _read_parts(reading: _Reading, file_paths: Iterable[str], files: Files) -> None:
+def _read_parts(reading: _IndexBuilder, file_paths: Iterable[str], files: Files) -> None:
     """Read each file's header; what cannot be read is a problem, and the others go on."""
     for path in file_paths:
         size = None
@@ -160,7 +160,7 @@ def _read_parts(reading: _Reading, file_paths: Iterable[str], files: Files) -> N
         reading.files.append(FileEntry(path, size))
 
 
-def _join(reading: _Reading, weight_map: Mapping[str, str] | None = None) -> None:
+def _join(reading: _IndexBuilder, weight_map: Mapping[str, str] | None = None) -> None:
     joined = parts_of.join(reading.parts, weight_map=weight_map)
     reading.tensors.extend(joined.tensors)
     reading.problems.extend(joined.problems)
@@ -169,7 +169,7 @@ def _join(reading: _Reading, weight_map: Mapping[str, str] | None = None) -> Non
 # ------------------------------------------------------------------------------------------ folders
 
 
-def _read_folder(reading: _Reading, folder: StoragePath, files: Files) -> CheckpointIndex:
+def _read_folder(reading: _IndexBuilder, folder: StoragePath, files: Files) -> CheckpointIndex:
     """A folder: by its index JSON when it has one, else all of its files as one checkpoint."""
     present = _names_in(folder)
     index_path = _find_index(folder, present)
@@ -191,19 +191,19 @@ def _read_folder(reading: _Reading, folder: StoragePath, files: Files) -> Checkp
 
 def _find_index(folder: StoragePath, present: Sequence[str]) -> StoragePath | None:
     """The index JSON to go by, None when there is none."""
-    found = [name for name in present if name.endswith(INDEX_SUFFIX)]
-    if _USUAL_INDEX in found:
+    index_files = [name for name in present if name.endswith(INDEX_SUFFIX)]
+    if _USUAL_INDEX in index_files:
         return folder / _USUAL_INDEX
-    if len(found) > 1:
+    if len(index_files) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(found)} checkpoints: {some(found, 3)}.",
-            hint=f"Name one of them: {folder / found[0]}",
+            f"{folder} holds {len(index_files)} checkpoints: {some(index_files, 3)}.",
+            hint=f"Name one of them: {folder / index_files[0]}",
         )
-    return folder / found[0] if found else None
+    return folder / index_files[0] if index_files else None
 
 
 def _conclude_unlisted(
-    reading: _Reading, folder: StoragePath, names: Sequence[str]
+    reading: _IndexBuilder, folder: StoragePath, names: Sequence[str]
 ) -> CheckpointIndex:
     """Without an index: what the numbers in the names say, and what nothing says."""
     ranks = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
@@ -211,20 +211,20 @@ def _conclude_unlisted(
     _add_gaps(reading, gaps_in_numbers(str(folder), [n for n in names if not SHARD.fullmatch(n)]))
     if ranks:
         reading.notes.append(
-            f"Shapes are proven by the boxes of {max(ranks)} ranks' files. The format states no "
-            f"shape, so if more than {max(ranks)} ranks saved it, tensors would end early unseen."
+            f"Shapes come from the boxes in the files of {max(ranks)} ranks, since the format has "
+            f"none: if more than {max(ranks)} ranks saved it, the last rows are missing unnoticed."
         )
     stems = {match[1] if (match := NUMBERED.fullmatch(name)) else name for name in names}
     if not ranks and len(stems) > 1:
         reading.notes.append(
-            f"No index says what belongs together; {len(names)} files are read as one checkpoint."
+            f"There is no index file; {len(names)} files are read as one checkpoint."
         )
     if not ranks and _is_consolidated(folder):
         reading.problems.append(_unfinished(folder))
     return reading.result(world_size=max(ranks, default=None))
 
 
-def _add_gaps(reading: _Reading, gaps: Gaps) -> None:
+def _add_gaps(reading: _IndexBuilder, gaps: Gaps) -> None:
     """Missing files come first: they explain the holes that follow from them."""
     reading.files.extend(FileEntry(path, None) for path in gaps.paths)
     reading.problems[:0] = gaps.problems
@@ -243,14 +243,17 @@ def _parse_index(path: StoragePath, files: Files) -> Index:
     return parse_index(path, files)
 
 
-def _read_listed(reading: _Reading, index: Index, files: Files) -> None:
+def _read_listed(reading: _IndexBuilder, index: Index, files: Files) -> None:
     """The files of an index, and both held against each other."""
     by_file = index.by_file()
     there = [path for path in by_file if StoragePath(path).is_file() or paths.special(path)]
     for path in there:
         known = len(reading.problems)
         _read_parts(reading, [path], files)
-        reading.problems[known:] = [_about(p, by_file[path]) for p in reading.problems[known:]]
+        reading.problems[known:] = [
+            problem if problem.about else problem.concerning(by_file[path])
+            for problem in reading.problems[known:]
+        ]
     for path in sorted(by_file.keys() - there):
         reading.files.append(FileEntry(path, None))
         reading.problems.append(index.missing(path, by_file[path]))
@@ -260,22 +263,17 @@ def _read_listed(reading: _Reading, index: Index, files: Files) -> None:
     _check_total(reading, index)
 
 
-def _about(problem: CheckpointError, fqns: Sequence[str]) -> CheckpointError:
-    """The same problem, about what a file should hold when it does not say itself."""
-    return type(problem)(problem.message, hint=problem.hint, about=sorted(problem.about or fqns))
-
-
-def _check_total(reading: _Reading, index: Index) -> None:
-    found = sum(entry.nbytes for entry in reading.tensors)
-    if index.total_size is not None and index.total_size != found and not reading.problems:
+def _check_total(reading: _IndexBuilder, index: Index) -> None:
+    total = sum(entry.nbytes for entry in reading.tensors)
+    if index.total_size is not None and index.total_size != total and not reading.problems:
         reading.notes.append(
             f"{index.path.name} gives a total_size of {index.total_size:,} bytes; "
-            f"the tensors have {found:,}."
+            f"the tensors have {total:,}."
         )
 
 
 def _look_beside(
-    reading: _Reading, folder: StoragePath, names: Sequence[str], files: Files
+    reading: _IndexBuilder, folder: StoragePath, names: Sequence[str], files: Files
 ) -> None:
     """Files that the index leaves out: harmless, unless they hold the same names otherwise."""
     listed = {file.path for file in reading.files}
@@ -283,7 +281,7 @@ def _look_beside(
     for name in names:
         if str(folder / name) in listed:
             continue
-        beside = _Reading(str(folder))
+        beside = _IndexBuilder(str(folder))
         _read_parts(beside, [str(folder / name)], files)
         same = [fqn for part in beside.parts for fqn in part.header.tensors if fqn in known]
         if same and not SHARD.fullmatch(name):
@@ -317,7 +315,7 @@ def _unfinished(folder: StoragePath) -> IncompleteError:
     )
 
 
-def _check_consolidated(reading: _Reading, folder: StoragePath, files: Files) -> None:
+def _check_consolidated(reading: _IndexBuilder, folder: StoragePath, files: Files) -> None:
     """Scalars of a consolidated folder: torch 2.13 leaves zeros in their place (a fault of its)."""
     if not _is_consolidated(folder):
         return

@@ -45,8 +45,8 @@ class Homes:
         listed = self._listed.get(fqn)
         if listed is not None:
             return listed
-        found = [prefix for prefix in self._by_prefix if fqn.startswith(prefix)]
-        return self._by_prefix[max(found, key=len)]
+        prefixes = [prefix for prefix in self._by_prefix if fqn.startswith(prefix)]
+        return self._by_prefix[max(prefixes, key=len)]
 
 
 def encoded(homes: Mapping[str, Home]) -> dict[str, str]:
@@ -57,13 +57,13 @@ def encoded(homes: Mapping[str, Home]) -> dict[str, str]:
     for home, _ in sorted(Counter(homes.values()).items(), key=lambda item: (-item[1], item[0])):
         usual.setdefault(home.container, home)
     containers = sorted(usual.values())
-    found = Homes(containers, {})
+    stated = Homes(containers, {})
     value = {
         "containers": [[list(home.container), home.section] for home in containers],
         "names": {
             fqn: [list(home.container), home.section]
             for fqn, home in sorted(homes.items())
-            if found.of(fqn) != home
+            if stated.of(fqn) != home
         },
     }
     return {KEY: json.dumps(value, ensure_ascii=False, separators=(",", ":"))}

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
 from itertools import pairwise
 
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.plan import FilePlan, Finder, Target, WriteItem
+from ckpt_tools.core.plan import FilePlan, Finder, LazyPlans, PlannedFile, Target, WriteItem
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.numbered import is_text
@@ -29,10 +31,12 @@ def plan_files(
     max_shard_size: int,
     metadata: Mapping[str, str],
     basename: str = "model",
-) -> list[FilePlan]:
+    single_file: str | None = None,
+) -> LazyPlans:
     """The files that hold these tensors whole: one, or numbered shards with an index JSON.
 
-    A shard holds at most ``max_shard_size`` bytes of tensors, or one tensor that is larger.
+    A shard holds at most ``max_shard_size`` bytes of tensors, or one tensor that is larger; the
+    ``single_file`` of this name, where there is one, holds them all.
     ``metadata`` goes into the header of each file, beside ``format: pt`` and the sections; a
     target's path is the container that it stands in, and its name there. Paths are relative to the
     output folder.
@@ -46,13 +50,14 @@ def plan_files(
         raise UsageError(f"Shards {basename!r} of at most {max_shard_size} bytes are not possible.")
     homes = {t.fqn: Home(t.path[:-1], t.entry.section) for t in ordered}
     metadata = {**metadata, **encoded(homes)}
-    shards = _split(ordered, max_shard_size)
+    shards = [ordered] if single_file else _split(ordered, max_shard_size)
     count = len(shards)
     if count == 1:
-        return [_plan_file(f"{basename}.safetensors", shards[0], metadata)]
+        return LazyPlans([_planned(single_file or f"{basename}.safetensors", shards[0], metadata)])
     names = [f"{basename}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-    plans = [_plan_file(*named, metadata) for named in zip(names, shards, strict=True)]
-    return [*plans, _plan_index(f"{basename}.safetensors.index.json", names, shards)]
+    files = [_planned(*named, metadata) for named in zip(names, shards, strict=True)]
+    index = _plan_index(f"{basename}.safetensors.index.json", names, shards)
+    return LazyPlans(files) + LazyPlans.of([index])
 
 
 def _nbytes(target: Target) -> int:
@@ -96,28 +101,36 @@ def _split(ordered: Sequence[Target], max_shard_size: int) -> list[list[Target]]
     return shards
 
 
-def _plan_file(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) -> FilePlan:
+def _planned(path: str, shard: Sequence[Target], metadata: Mapping[str, str]) -> PlannedFile:
     """One file: its header as bytes that are known, and a box to fill for each tensor."""
     # By falling bits of the format's own elements, then by name.
     placed = sorted(shard, key=lambda one: (-one.dtype.bits // one.dtype.packed, one.fqn))
     described: dict[str, object] = {_RESERVED: {"format": "pt", **dict(sorted(metadata.items()))}}
-    starts: list[int] = []
     end = 0
     for target in placed:
-        starts.append(end)
-        end += _nbytes(target)
+        start, end = end, end + _nbytes(target)
         described[target.fqn] = {
             "dtype": target.dtype.safetensors,
             "shape": _header_shape(target),
-            "data_offsets": [starts[-1], end],
+            "data_offsets": [start, end],
         }
     head = _head(path, described)
-    items = tuple(
-        _item(path, target, len(head) + start)
-        for target, start in zip(placed, starts, strict=True)
-        if target.entry.numel
-    )
-    return FilePlan(path, len(head) + end, ((0, head),), items)
+    # Now, and not when files are half written, it is seen that the chunks are all there.
+    filled = [(one, Finder(one.entry).require_whole()) for one in placed if one.entry.numel]
+    make = partial(_plan_file, path, head, filled)
+    return PlannedFile(path, len(head) + end, blake2b(head).digest(), make)
+
+
+def _plan_file(path: str, head: bytes, filled: Sequence[tuple[Target, Finder]]) -> FilePlan:
+    """The file with this header, behind which the tensors lie without a gap."""
+    items: list[WriteItem] = []
+    end = len(head)
+    for target, finder in filled:
+        box = Box.whole(target.entry.shape)
+        source, dtype = target.entry.dtype, target.dtype
+        items.append(WriteItem(target.fqn, path, end, box, source, dtype, finder))
+        end += _nbytes(target)
+    return FilePlan(path, end, ((0, head),), tuple(items))
 
 
 def _header_shape(target: Target) -> list[int]:
@@ -136,19 +149,6 @@ def _head(path: str, described: Mapping[str, object]) -> bytes:
             hint="Spread the tensors over more files with a smaller --max-shard-size.",
         )
     return len(text).to_bytes(PREFIX, "little") + text
-
-
-def _item(path: str, target: Target, offset: int) -> WriteItem:
-    box = Box.whole(target.entry.shape)
-    return WriteItem(
-        fqn=target.fqn,
-        path=path,
-        offset=offset,
-        box=box,
-        source=target.entry.dtype,
-        target=target.dtype,
-        finder=Finder(target.entry).require_whole(),
-    )
 
 
 def _plan_index(path: str, names: Sequence[str], shards: Sequence[Sequence[Target]]) -> FilePlan:

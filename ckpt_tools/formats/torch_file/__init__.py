@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plan import FilePlan, Target
-from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import Format, Part, PlanOptions, Writes
+from ckpt_tools.core.plan import LazyPlans, Target
+from ckpt_tools.formats.protocol import ChecksumPart, PackageFormat, PlanOptions, Reader, Writes
 from ckpt_tools.storage.reader import Files
 
 
-class TorchFile(Format):
+class TorchFile(PackageFormat):
     """A state dict of whole tensors in one file."""
 
     name = "torch"
@@ -23,17 +22,10 @@ class TorchFile(Format):
     writes: ClassVar[Writes | None] = "whole"
     nested = True
 
-    def matches(self, path: str) -> bool:  # noqa: D102 (all are described in Format)
+    def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.torch_file import read
 
-        return read.matches(path)
-
-    def read_index(  # noqa: D102
-        self, path: str, *, options: ReadOptions = ReadOptions()
-    ) -> CheckpointIndex:
-        from ckpt_tools.formats.torch_file import read
-
-        return read.read_index(path, options=options)
+        return read
 
     def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
         from ckpt_tools.formats.torch_file import locate
@@ -42,14 +34,14 @@ class TorchFile(Format):
 
     def checksummed(  # noqa: D102
         self, index: CheckpointIndex, files: Files
-    ) -> Iterable[Part]:
+    ) -> Iterable[ChecksumPart]:
         from ckpt_tools.formats.zip import checksums
 
         return checksums.parts_of_files(index, files)
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
-    ) -> Sequence[FilePlan]:
+    ) -> LazyPlans:
         from ckpt_tools.formats.torch_file import write
 
         name = options.single_file or "model.pt"
@@ -62,17 +54,10 @@ class TorchFolder(TorchFile):
     files = ()
     writes = None
 
-    def matches(self, path: str) -> bool:  # noqa: D102
+    def reader(self) -> Reader:  # noqa: D102
         from ckpt_tools.formats.torch_file import folder
 
-        return folder.matches(path)
-
-    def read_index(  # noqa: D102
-        self, path: str, *, options: ReadOptions = ReadOptions()
-    ) -> CheckpointIndex:
-        from ckpt_tools.formats.torch_file import folder
-
-        return folder.read_index(path, options=options)
+        return folder
 
 
 FORMAT = TorchFile()

@@ -51,17 +51,17 @@ def parse_version(text: str) -> TorchVersion:
 
     Raises UsageError for a text that does not start so.
     """
-    found = re.match(r"(\d+)\.(\d+)", text)
-    if found is None:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
         raise UsageError(f"{text!r} is not a version of torch, which looks like 2.13.")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def check_version(version: TorchVersion) -> None:
     """Raises UsageError for a torch whose DTensors cannot be written."""
     if version < _OLDEST:
-        found = ".".join(map(str, version))
-        raise UsageError(f"Rank files can be written for torch 2.5 and newer, not for {found}.")
+        text = ".".join(map(str, version))
+        raise UsageError(f"Rank files can be written for torch 2.5 and newer, not for {text}.")
 
 
 class RankMesh(NamedTuple):

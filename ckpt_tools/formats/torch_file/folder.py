@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.index import CheckpointIndex, FileEntry, ObjectEntry, TensorEntry
+from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.numbered import (
     NUMBERED,
     Index,
     gaps_in_numbers,
-    listing,
     parse_index,
 )
 from ckpt_tools.formats.options import ReadOptions
@@ -57,7 +57,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     folder = path if is_folder else str(StoragePath(path).parent)
     names = _names(folder)
     listed = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    reading = _Reading(path, options)
+    reading = _IndexBuilder(path, options)
     if is_folder and not listed:
         numbered = [name for name in names if _number_of(name)]
         reading.read(f"{folder}/{name}" for name in numbered)
@@ -67,7 +67,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         return reading.index(None)
     if len(listed) > 1 and is_folder:
         raise CheckpointError(
-            f"{folder} holds {len(listed)} checkpoints: {listing(listed)}.",
+            f"{folder} holds {len(listed)} checkpoints: {some(listed, 3)}.",
             hint=f"Name one of them: {folder}/{listed[0]}",
         )
     with Files() as files:
@@ -82,7 +82,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
 
 
 @dataclass(slots=True)
-class _Reading:
+class _IndexBuilder:
     """What the files read so far hold."""
 
     root: str
@@ -99,7 +99,7 @@ class _Reading:
             except CheckpointError as error:
                 self.files.append(FileEntry(file, paths.size(file)))
                 held = (about or {}).get(file, ())
-                self.problems.append(type(error)(error.message, hint=error.hint, about=held))
+                self.problems.append(error.concerning(held))
 
     def index(self, listed: Index | None) -> CheckpointIndex:
         """The index of all files; of a name in two of them, the file that is listed counts."""
@@ -118,7 +118,7 @@ class _Reading:
                 held -= set(doubles)
                 self.problems.append(
                     CheckpointError(
-                        f"{where[doubles[0]]} and {part.root} both hold {listing(doubles)}.",
+                        f"{where[doubles[0]]} and {part.root} both hold {some(doubles, 3)}.",
                         hint="They are files of two saves: move those of the other away.",
                         about=doubles,
                     )

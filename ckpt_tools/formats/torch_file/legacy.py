@@ -71,11 +71,6 @@ def _check_head(file: BinaryIO, path: str) -> None:
         )
 
 
-def _itemsize(dtype: str) -> int:
-    """Bytes of an element, those of quantized tensors included, which are only passed over."""
-    return _QUANTIZED.get(dtype) or dtype_named(dtype).itemsize
-
-
 _QUANTIZED = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
 
 
@@ -96,7 +91,9 @@ def _records(
             raise UnreadableError(f"{path} is damaged: no tensor has its storage {key!r:.40}.")
         file.seek(offset)
         count = int.from_bytes(file.read(_COUNT), "little")
-        itemsize = 1 if storage.dtype is None else _itemsize(storage.dtype)
+        itemsize = 1
+        if storage.dtype is not None:  # quantized ones are only passed over
+            itemsize = _QUANTIZED.get(storage.dtype) or dtype_named(storage.dtype).itemsize
         offset += _COUNT
         if offset + storage.numel * itemsize > length:
             raise UnreadableError(

@@ -48,9 +48,9 @@ def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
         return data.offset + data.length <= lengths.get(data.path, 0)
 
     tensors, problems = [], list(index.problems)
-    hurt = {fqn for problem in problems for fqn in problem.about}
+    damaged = {fqn for problem in problems for fqn in problem.about}
     for entry in index.tensors:
-        if entry.fqn in hurt or all(chunk.codec is None for chunk in entry.chunks):
+        if entry.fqn in damaged or all(chunk.codec is None for chunk in entry.chunks):
             tensors.append(entry)
             continue
         try:

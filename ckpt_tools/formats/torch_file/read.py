@@ -79,7 +79,7 @@ def matches(path: str) -> bool:
 
 
 def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
-    """The index of one torch.save file that a person named; see `read_file`.
+    """The index of one torch.save file by itself; see `read_file`.
 
     A file that says that it is one of several is not whole by itself.
     """
@@ -123,11 +123,10 @@ def _sections(state: StateDict) -> dict[Path, Section]:
     """The section of each entry, by its path."""
     objects = frozenset(leaf.path for leaf in state.objects if not leaf.is_tensor)
     leaf_paths = [*(leaf.path for leaf in state.tensors), *(leaf.path for leaf in state.objects)]
-    classified = names.classify(leaf_paths, objects=objects)
-    return {path: section for path, (section, _) in zip(leaf_paths, classified, strict=True)}
+    return names.sections_of(leaf_paths, objects=objects)
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """Where a tensor's elements belong; ``flaw`` says why that cannot be known."""
 
     box: Box
@@ -135,21 +134,21 @@ class _Place(NamedTuple):
     flaw: UnsupportedError | None = None
 
 
-def _placed(leaf: TensorLeaf, saved: SavedFile) -> _Place:
+def _placed(leaf: TensorLeaf, saved: SavedFile) -> _Position:
     """The box of a tensor: all of it, unless it is one rank's part of a DTensor."""
     stored = leaf.stored
     if isinstance(stored, StoredTensor):
-        return _Place(Box.whole(stored.shape))
+        return _Position(Box.whole(stored.shape))
     try:
         layout = dtensors.layout_of(stored)
-        return _Place(dtensors.held_box(stored, layout), layout)
+        return _Position(dtensors.held_box(stored, layout), layout)
     except UnsupportedError as error:
         message = f"{saved.path}: {leaf.fqn}: {error.message}."
         flaw = error.reworded(message).concerning((leaf.fqn,))
-        return _Place(Box.whole(stored.local.shape), flaw=flaw)
+        return _Position(Box.whole(stored.local.shape), flaw=flaw)
 
 
-def _tensor(leaf: TensorLeaf, place: _Place, saved: SavedFile, section: Section) -> TensorEntry:
+def _tensor(leaf: TensorLeaf, place: _Position, saved: SavedFile, section: Section) -> TensorEntry:
     stored = leaf.stored
     local = stored if isinstance(stored, StoredTensor) else stored.local
     chunk = Chunk(
@@ -190,7 +189,7 @@ def _objects(
 
 
 def _problems(
-    leaves: Sequence[TensorLeaf], places: Sequence[_Place], path: str
+    leaves: Sequence[TensorLeaf], places: Sequence[_Position], path: str
 ) -> Iterator[CheckpointError]:
     """What keeps the tensors of the file from being whole: shards of one rank, Partial."""
     yield from (place.flaw for place in places if place.flaw is not None)

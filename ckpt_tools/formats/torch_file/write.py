@@ -17,6 +17,7 @@ from ckpt_tools.core.index import NO_TREE, ObjectEntry
 from ckpt_tools.core.plan import (
     FilePlan,
     Finder,
+    LazyPlans,
     Target,
     WriteItem,
     placed_tree,
@@ -33,7 +34,7 @@ def plan_files(
     *,
     filename: str,
     tree: Branch[str] = NO_TREE,
-) -> list[FilePlan]:
+) -> LazyPlans:
     """The one file, with tensors and objects where ``tree`` has their names, else at their paths.
 
     Raises IncompleteError when the source's chunks do not cover a tensor, UnsupportedError for an
@@ -43,7 +44,7 @@ def plan_files(
     packed = pack(placed_tree(targets, objects, tree))
     archive = lay_out(packed.pickle, packed.sizes, archive=archive_name(filename))
     items = packed.items(archive.slots, filename)
-    return [FilePlan(filename, archive.length, archive.literals, tuple(items))]
+    return LazyPlans.of([FilePlan(filename, archive.length, archive.literals, tuple(items))])
 
 
 class Packed(NamedTuple):

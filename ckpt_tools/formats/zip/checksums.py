@@ -4,113 +4,151 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import partial
+from zlib import crc32
 
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.protocol import (
     PART_BYTES,
     Checksummed,
-    Part,
+    ChecksumPart,
     cut,
     lengths_of,
     plain_parts,
+    ready,
 )
+from ckpt_tools.formats.zip.frames import Frame, frame_of
 from ckpt_tools.formats.zip.read import Archive, read_archive, sniff
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.reader import Files, Window
 
-# An archive this small is read in one go, and its records are checked in memory.
-_SMALL = 2 << 20
-# Of a larger one this much at each end: read_archive wants the last 64 KiB.
-_EDGE = 64 << 10
 _PART_BYTES = PART_BYTES
+# Small items of DCP follow one another in a file.
+_AHEAD = 64 << 10
+_MAX_FRAMES_OF_ONE_LENGTH = 16
 
 
-def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[Part]:
+def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     """The archives of a checkpoint; a file of torch.save's old format has no checksums."""
     for path, length in lengths_of(index).items():
         if sniff(files.read(path, 0, min(512, length))) == "zip":
-            yield from parts_of_archive(ByteRange(path, 0, length), files)
+            yield from Archives(files).parts(ByteRange(path, 0, length))
         else:
             yield from plain_parts(path, length)
 
 
-def parts_of_archive(data: ByteRange, files: Files) -> Iterator[Part]:
-    """An archive as one part; a large one in parts of about 64 MiB, when it can be opened."""
-    if data.length <= _PART_BYTES:
-        yield Part(data, data.length, partial(records, files, data))
-        return
-    groups: list[list[str]] = [[]]
-    left = _PART_BYTES
-    try:
-        archive = _Edges(files, data).archive()
-        found = [(name, archive.record(name)) for name in archive.names]
-    except CheckpointError:
-        yield Part(data, data.length, partial(records, files, data))
-        return
-    for name, (offset, length, crc) in found:
-        record = ByteRange(data.path, offset, length)
-        if crc is not None and length > _PART_BYTES:
-            for part in cut(record, _PART_BYTES):
-                one = Checksummed(part, crc, f"record {name!r}", record=record)
-                yield Part(part, part.length, partial(iter, (one,)))
-            continue
-        if left <= 0:
-            groups.append([])
-            left = _PART_BYTES
-        groups[-1].append(name)
-        left -= length
-    for group in groups:
-        if group:
-            yield Part(data, _PART_BYTES, partial(records, files, data, only=group))
+# What stands around the elements of an archive, and the lengths of the other records in it.
+_Good = tuple[Frame, tuple[int, ...]]
 
 
-def records(
-    files: Files,
-    data: ByteRange,
-    *,
-    stored: ByteRange | None = None,
-    only: Collection[str] | None = None,
-) -> Iterator[Checksummed]:
-    """The records of the archive that fills ``data``, all or ``only`` some.
+class Archives:
+    """Archives to be checked from several threads: one like a good one need not be opened.
 
-    Raises UnreadableError where the archive, or the header of a record, is damaged.
-    """
-    edges = _Edges(files, data)
-    archive = edges.archive()
-    for name in only or archive.names:
-        offset, length, crc = archive.record(name)
-        record = ByteRange(data.path, offset, length)
-        yield Checksummed(record, crc, f"record {name!r}", edges.kept(offset, length), stored)
-
-
-class _Edges:
-    """The first and the last bytes of an archive, or all of a small one, each in one read.
-
-    The headers and the small records lie there. Read one by one they are ten reads an item of
-    DCP, and with 16 threads the turns at the interpreter's lock take longer than the bytes.
+    To open one takes longer than a MiB of it, and the interpreter's lock all the while.
     """
 
-    def __init__(self, files: Files, data: ByteRange) -> None:
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._good: dict[int, list[_Good]] = {}
+
+    def parts(self, data: ByteRange) -> Iterator[ChecksumPart]:
+        """An archive as one part; a large one in parts of about 64 MiB, when it can be opened."""
+        if data.length <= _PART_BYTES:
+            yield ChecksumPart(data, data.length, partial(self.records, data))
+            return
+        groups: list[list[str]] = [[]]
+        left = _PART_BYTES
+        path = data.path
+        try:
+            archive = read_archive(
+                partial(self._files.read, path), offset=data.offset, length=data.length, where=path
+            )
+            found = [(name, archive.record(name)) for name in archive.names]
+        except CheckpointError:
+            yield ChecksumPart(data, data.length, partial(self.records, data))
+            return
+        for name, (offset, length, crc) in found:
+            record = ByteRange(path, offset, length)
+            if crc is not None and length > _PART_BYTES:
+                for part in cut(record, _PART_BYTES):
+                    one = Checksummed(part, crc, f"record {name!r}", record=record)
+                    yield ChecksumPart(part, part.length, partial(ready, one))
+                continue
+            if left <= 0:
+                groups.append([])
+                left = _PART_BYTES
+            groups[-1].append(name)
+            left -= length
+        for group in groups:
+            if group:
+                yield ChecksumPart(data, _PART_BYTES, partial(self.records, data, only=group))
+
+    def records(
+        self, data: ByteRange, window: Window, *, only: Collection[str] = ()
+    ) -> Iterator[Checksummed]:
+        """The records of the archive that fills ``data``, all or ``only`` some.
+
+        Raises UnreadableError where the archive, or the header of a record, is damaged.
+        """
+        path, start, size = data
+        if size <= window.nbytes:
+            window.block(path, start, size, until=start + max(size, _AHEAD))
+        known = None if only else self._known(data, window)
+        if known is not None:
+            yield known
+            return
+
+        def read(offset: int, length: int) -> bytes:
+            return window.read(path, offset, length, until=start + size)
+
+        archive = read_archive(read, offset=start, length=size, where=path)
+        if not only:
+            self._learn(archive)
+        for name in only or archive.names:
+            offset, length, crc = archive.record(name)
+            yield Checksummed(ByteRange(path, offset, length), crc, f"record {name!r}")
+
+    def _known(self, data: ByteRange, window: Window) -> Checksummed | None:
+        """The elements of an archive whose other records are those of a good one."""
         path, offset, length = data
-        edge = length if length <= _SMALL else _EDGE
-        self._files, self._data = files, data
-        self._parts = [(offset, memoryview(files.read(path, offset, edge)))]
-        if edge < length:
-            tail = offset + length - edge
-            self._parts.append((tail, memoryview(files.read(path, tail, edge))))
-
-    def archive(self) -> Archive:
-        """The archive. Raises UnreadableError when it is cut or damaged."""
-        path, offset, length = self._data
-        return read_archive(self._read, offset=offset, length=length, where=path)
-
-    def kept(self, offset: int, length: int) -> memoryview | None:
-        """These bytes of the file, if they were read already."""
-        for start, part in self._parts:
-            if start <= offset and offset + length <= start + len(part):
-                return part[offset - start : offset - start + length]
+        for frame, others in self._good.get(length, ()):
+            tail = offset + frame.tail_at
+            block, at = window.block(path, tail, offset + length - tail, until=offset + length)
+            crc = _crc_of_elements(frame, block, at) if frame.ends(block, at) else None
+            if crc is None:
+                continue
+            block, at = window.block(path, offset, len(frame.head), until=offset + length)
+            if frame.begins(block, at):
+                name, start, end, _ = frame.loose[0]
+                elements = ByteRange(path, offset + start, end - start)
+                return Checksummed(elements, crc, f"record {name!r}", alike=others)
         return None
 
-    def _read(self, offset: int, length: int) -> bytes:
-        kept = self.kept(offset, length)
-        return self._files.read(self._data.path, offset, length) if kept is None else bytes(kept)
+    def _learn(self, archive: Archive) -> None:
+        """Remember an archive of one record of elements, when all others are as their CRCs say."""
+        elements = [name for name in archive.names if name.startswith("data/")]
+        good = self._good.setdefault(archive.length, [])
+        if len(elements) != 1 or len(good) >= _MAX_FRAMES_OF_ONE_LENGTH:
+            return
+        try:
+            frame = frame_of(archive, elements[0])
+            others = [name for name in archive.names if name not in elements]
+            lengths = tuple(len(archive.read(name)) for name in others)
+            checked = all(archive.record(name).crc is not None for name in others)
+        except CheckpointError:
+            return
+        if frame is not None and checked:
+            good.append((frame, lengths))
+
+
+def _crc_of_elements(frame: Frame, tail: bytearray, at: int) -> int | None:
+    """The CRC-32 of an archive's elements; None when it has none, or another loose one is wrong."""
+    zero = at - frame.tail_at
+    elements, *others = frame.loose
+    for _, start, end, sums in others:
+        if crc32(tail[zero + start : zero + end]) != _uint32(tail, zero + sums[0]):
+            return None
+    return _uint32(tail, zero + elements.sums[0]) or None
+
+
+def _uint32(block: bytearray, at: int) -> int:
+    return int.from_bytes(block[at : at + 4], "little")

@@ -68,7 +68,7 @@ class ArchiveLayout(NamedTuple):
         )
 
 
-class _Record(NamedTuple):
+class _ZipRecord(NamedTuple):
     """One record; ``data`` is None when the bytes come later."""
 
     name: str
@@ -143,7 +143,7 @@ def lay_out(
     return ArchiveLayout(canvas.at, tuple(canvas.literals), slots)
 
 
-def _records(pickle: bytes, storages: Sequence[int | bytes]) -> list[_Record]:
+def _records(pickle: bytes, storages: Sequence[int | bytes]) -> list[_ZipRecord]:
     """All records in the order in which torch writes them."""
     known = [
         ("data.pkl", pickle),
@@ -151,19 +151,19 @@ def _records(pickle: bytes, storages: Sequence[int | bytes]) -> list[_Record]:
         (".storage_alignment", str(_ALIGNMENT).encode()),
         ("byteorder", b"little"),
     ]
-    head = [_Record(name, len(data), data) for name, data in known]
+    head = [_ZipRecord(name, len(data), data) for name, data in known]
     slots = [
-        _Record(f"data/{key}", len(storage), storage)
+        _ZipRecord(f"data/{key}", len(storage), storage)
         if isinstance(storage, bytes)
-        else _Record(f"data/{key}", storage, None)
+        else _ZipRecord(f"data/{key}", storage, None)
         for key, storage in enumerate(storages)
     ]
     identity = _serialization_id(pickle, storages)
     return [
         *head,
         *slots,
-        _Record("version", 2, b"3\n"),
-        _Record(".data/serialization_id", len(identity), identity),
+        _ZipRecord("version", 2, b"3\n"),
+        _ZipRecord(".data/serialization_id", len(identity), identity),
     ]
 
 
@@ -174,7 +174,7 @@ def _serialization_id(pickle: bytes, storages: Sequence[int | bytes]) -> bytes:
     return b"%040d" % (int.from_bytes(digest.digest(), "big") % 10**40)
 
 
-def _put_record(canvas: _Canvas, record: _Record, *, archive: str) -> _Placed:
+def _put_record(canvas: _Canvas, record: _ZipRecord, *, archive: str) -> _Placed:
     name = f"{archive}/{record.name}".encode()
     header = canvas.at
     # The sizes are those of the data descriptor; torch leaves the compressed one 0 up here.

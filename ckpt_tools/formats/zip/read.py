@@ -13,7 +13,7 @@ all. An item of DCP (7 records) took 31 µs, here 15; a directory of 20,000 reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from hashlib import sha256
 from struct import Struct
 from typing import Literal, NamedTuple
@@ -63,7 +63,18 @@ class Record(NamedTuple):
     crc: int | None
 
 
-class _Entry(NamedTuple):
+class Loose(NamedTuple):
+    """A record's content from ``start`` to ``end``, and where its CRC-32 stands: first in the
+    directory, then, in archives of torch, behind the content. All are relative to the archive.
+    """
+
+    name: str
+    start: int
+    end: int
+    sums: tuple[int, ...]
+
+
+class _DirectoryEntry(NamedTuple):
     """What the central directory says of a record; ``header`` and ``crc_at``, where its CRC
     stands, are relative to the archive.
     """
@@ -109,7 +120,7 @@ class Archive:
 
     __slots__ = ("_bytes", "_end", "_entries", "where")
 
-    def __init__(self, source: _Source, entries: dict[str, _Entry], *, end: int) -> None:
+    def __init__(self, source: _Source, entries: dict[str, _DirectoryEntry], *, end: int) -> None:
         self._bytes = source
         self._entries = entries
         self._end = end
@@ -128,7 +139,7 @@ class Archive:
         entry = self._entries.get(name)
         if entry is None:
             raise UnreadableError(
-                f"{self.where} has no record {name!r}; it is cut or no torch.save archive."
+                f"{self.where} has no record {name!r}; it is truncated, or not of torch.save."
             )
         header = self._bytes.take(entry.header, _LOCAL.size + len(entry.name))
         magic, name_length, extra_length = _LOCAL.unpack_from(header)
@@ -144,17 +155,27 @@ class Archive:
         absent = entry.crc == 0 and entry.length > 0
         return Record(self._bytes.offset + start, entry.length, None if absent else entry.crc)
 
-    def loose_ranges(self, names: Collection[str]) -> list[tuple[int, int]]:
-        """Where archives differ that are equal but for the contents of these records: start and
-        end, relative to the archive, of each content and of its CRCs.
+    @property
+    def length(self) -> int:
+        """Length of the archive in bytes."""
+        return self._bytes.length
+
+    def taken(self, start: int, end: int) -> bytes:
+        """The bytes from ``start`` to ``end`` of the archive."""
+        return self._bytes.take(start, end - start)
+
+    def loose(self, names: Iterable[str]) -> list[Loose]:
+        """Where archives differ that are equal but for the contents of these records, as far as
+        they are there. Raises UnreadableError as `record` does.
         """
         found = []
-        for name in self._entries.keys() & set(names):
+        for name in filter(self._entries.__contains__, names):
             record, entry = self.record(name), self._entries[name]
             end = record.offset - self._bytes.offset + record.length
-            found += [(end - record.length, end), (entry.crc_at, entry.crc_at + 4)]
+            sums = [entry.crc_at]
             if end + 8 <= self._end and self._bytes.take(end, 4) == b"PK\x07\x08":
-                found.append((end + 4, end + 8))
+                sums.append(end + 4)
+            found.append(Loose(name, end - record.length, end, tuple(sums)))
         return found
 
     def read(self, name: str) -> bytes:
@@ -206,7 +227,7 @@ def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Ar
     start, size, count = _directory_place(source)
     if size > _MAX_DIRECTORY:
         raise UnreadableError(f"{where}: its central directory of {size:,} bytes is too large.")
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _DirectoryEntry] = {}
     folders: set[bytes] = set()
     directory = source.take(start, size)
     _refuse_program(directory, where)
@@ -223,7 +244,7 @@ def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Ar
         )
     if len(folders) > 1:
         raise UnreadableError(
-            f"{where} is a zip archive, but none of torch.save: it has more than one top folder."
+            f"{where} is a zip archive, but not one of torch.save: it has more than one top folder."
         )
     return Archive(source, entries, end=start)
 
@@ -328,9 +349,9 @@ class _Source:
             )
         raise UnreadableError(f"{self.where} is not a torch.save archive: {_FOREIGN[kind]}.")
 
-    def _raise_cut(self, found: int, expected: int) -> None:
+    def _raise_cut(self, length: int, expected: int) -> None:
         raise UnreadableError(
-            f"{self.where} is truncated: {found:,} bytes, the archive needs {expected:,}."
+            f"{self.where} is truncated: {length:,} bytes, the archive needs {expected:,}."
         )
 
 
@@ -358,7 +379,7 @@ def _directory_place(source: _Source) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _directory(data: bytes, where: str, *, start: int) -> Iterator[_Entry]:
+def _directory(data: bytes, where: str, *, start: int) -> Iterator[_DirectoryEntry]:
     """The entries of a central directory, which begins at byte ``start`` of the archive."""
     at = 0
     while at < len(data):
@@ -377,7 +398,7 @@ def _directory(data: bytes, where: str, *, start: int) -> Iterator[_Entry]:
             length, packed, header = _wide_fields(extra, (length, packed, header), where)
         if method or packed != length or flags & _ENCRYPTED:
             _refuse_packed(name, where)
-        yield _Entry(name, header, length, crc, crc_at)
+        yield _DirectoryEntry(name, header, length, crc, crc_at)
 
 
 def _refuse_packed(name: bytes, where: str) -> None:

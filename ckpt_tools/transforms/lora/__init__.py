@@ -6,8 +6,8 @@ makes the folder, `merge` the merged weights.
 
 from __future__ import annotations
 
-from ckpt_tools.transforms.lora.adapter import AdapterStep
+from ckpt_tools.transforms.lora.adapter import AdapterTransform
 from ckpt_tools.transforms.lora.config import LoraConfig, check_beside, read_config
-from ckpt_tools.transforms.lora.merge import MergeStep
+from ckpt_tools.transforms.lora.merge import MergeTransform
 
-__all__ = ["AdapterStep", "LoraConfig", "MergeStep", "check_beside", "read_config"]
+__all__ = ["AdapterTransform", "LoraConfig", "MergeTransform", "check_beside", "read_config"]

@@ -10,13 +10,13 @@ from ckpt_tools.core.text import counted
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks, content_of
-from ckpt_tools.transforms.lora.parts import PREFIX, Parts, parts_of
+from ckpt_tools.transforms.lora.parts import PREFIX, AdapterParts, parts_of
 
 _CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterStep:
+class AdapterTransform:
     """Keeps the tensors of one adapter, under the names that PEFT's own folders have."""
 
     config: LoraConfig
@@ -39,7 +39,7 @@ class AdapterStep:
         return TransformResult(out, tuple(notes), (FilePlan(_CONFIG, len(data), ((0, data),), ()),))
 
 
-def _renamed(parts: Parts) -> Iterator[TransformedTensor]:
+def _renamed(parts: AdapterParts) -> Iterator[TransformedTensor]:
     for one in parts.factors:
         for side, made in (("A", one.a), ("B", one.b)):
             kind = f"lora_embedding_{side}" if one.embedding else f"lora_{side}.weight"

@@ -17,7 +17,7 @@ from math import sqrt
 
 from ckpt_tools.errors import UnsupportedError, UsageError, reason_of
 from ckpt_tools.transforms.lora import orientation
-from ckpt_tools.transforms.lora.parts import Parts
+from ckpt_tools.transforms.lora.parts import AdapterParts
 
 # Where PEFT, and verl, keep it.
 _BESIDE = ("adapter_config.json", "lora_train_meta.json")
@@ -51,8 +51,8 @@ class LoraConfig:
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of B·A for this module: alpha / r, or alpha / sqrt(r) for rsLoRA."""
-        found = _matching(module, list(self.alphas))
-        alpha = self.alpha if found is None else self.alphas[found]
+        pattern = _matching(module, list(self.alphas))
+        alpha = self.alpha if pattern is None else self.alphas[pattern]
         return alpha / (sqrt(rank) if self.rslora else rank)
 
 
@@ -91,10 +91,10 @@ def check_beside(config: LoraConfig, ckpt: str) -> None:
     for path in (os.path.join(folder, name) for name in _BESIDE):
         if not os.path.isfile(path):
             continue
-        found = read_config(path)
-        patterns = f"alpha_pattern = {dict(found.alphas)}" if found.alphas else ""
-        alpha = f"lora_alpha = {found.alpha:g}" if found.alpha != config.alpha else ""
-        others = [alpha, "use_rslora = True" if found.rslora else "", patterns]
+        beside = read_config(path)
+        patterns = f"alpha_pattern = {dict(beside.alphas)}" if beside.alphas else ""
+        alpha = f"lora_alpha = {beside.alpha:g}" if beside.alpha != config.alpha else ""
+        others = [alpha, "use_rslora = True" if beside.rslora else "", patterns]
         if any(others):
             said = ", ".join(filter(None, others))
             raise UsageError(
@@ -106,19 +106,21 @@ def check_beside(config: LoraConfig, ckpt: str) -> None:
 
 def _refuse_others(said: Mapping[str, object], path: str) -> None:
     """Raise UnsupportedError, with their names, for settings that are not understood here."""
-    odd = [f"{key} = {value!r}" for key, value in said.items() if _is_odd(key, value)]
+    refused = [f"{key} = {value!r}" for key, value in said.items() if _is_unsupported(key, value)]
     if said.get("peft_type", "LORA") != "LORA":
-        odd = [f"peft_type = {said['peft_type']!r}"]
+        refused = [f"peft_type = {said['peft_type']!r}"]
     if "peft_type" not in said:  # another program's file, with settings of its own
-        odd = [one for one in odd if one.startswith(("use_", "lora_", "trainable_", "target_"))]
-    if odd:
+        refused = [
+            one for one in refused if one.startswith(("use_", "lora_", "trainable_", "target_"))
+        ]
+    if refused:
         raise UnsupportedError(
-            f"{path} is not for plain LoRA, or is not supported here: {', '.join(odd)}.",
+            f"{path} is not plain LoRA, or is not supported here: {', '.join(refused)}.",
             hint="PEFT itself can merge or save it.",
         )
 
 
-def _is_odd(key: str, value: object) -> bool:
+def _is_unsupported(key: str, value: object) -> bool:
     """Whether a setting may change what the tensors mean: not known, and not off."""
     return key not in _UNDERSTOOD and bool(value) and (key, value) != ("bias", "none")
 
@@ -138,7 +140,7 @@ def _matching(module: str, patterns: Sequence[str]) -> str | None:
     return None
 
 
-def check_ranks(config: LoraConfig, parts: Parts) -> None:
+def check_ranks(config: LoraConfig, parts: AdapterParts) -> None:
     """Raise UsageError when the configuration says other ranks than the tensors have.
 
     Also for alpha alone where modules have different ranks: no tensor says what alphas they have
@@ -152,8 +154,8 @@ def check_ranks(config: LoraConfig, parts: Parts) -> None:
     if usual is None or not isinstance(patterns, dict):
         return
     for one in parts.factors:
-        found = _matching(one.module, list(patterns))
-        wanted = usual if found is None else patterns[found]
+        pattern = _matching(one.module, list(patterns))
+        wanted = usual if pattern is None else patterns[pattern]
         if wanted != one.rank:
             raise UsageError(
                 f"{one.module}: the configuration says rank {wanted}, its tensors have {one.rank}.",
@@ -172,7 +174,7 @@ def _refuse_ranks(ranks: set[int]) -> None:
         )
 
 
-def content_of(config: LoraConfig, parts: Parts) -> bytes:
+def content_of(config: LoraConfig, parts: AdapterParts) -> bytes:
     """The adapter_config.json to write: the given one, or one with only what is known."""
     said = dict(config.said or {})
     if "peft_type" not in said:
@@ -180,7 +182,7 @@ def content_of(config: LoraConfig, parts: Parts) -> bytes:
     return json.dumps(said, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def _made(config: LoraConfig, parts: Parts) -> dict[str, object]:
+def _made(config: LoraConfig, parts: AdapterParts) -> dict[str, object]:
     ranks = {one.module: one.rank for one in parts.factors}
     usual = Counter(ranks.values()).most_common(1)[0][0]
     said = config.said or {}
@@ -206,7 +208,7 @@ def _made(config: LoraConfig, parts: Parts) -> dict[str, object]:
     }
 
 
-def _targets(parts: Parts) -> list[str]:
+def _targets(parts: AdapterParts) -> list[str]:
     """The last parts of the adapted modules' names, where they mean these modules and no other."""
     adapted = {one.module for one in parts.factors}
     last = {module.rpartition(".")[2] for module in adapted}

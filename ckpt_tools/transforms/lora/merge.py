@@ -7,11 +7,12 @@ and the smaller factor are in memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
+from ckpt_tools import formats
 from ckpt_tools.copying.read import read_array
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.geometry import Box
@@ -24,7 +25,7 @@ from ckpt_tools.transforms import quantized
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks
 from ckpt_tools.transforms.lora.orientation import transposed
-from ckpt_tools.transforms.lora.parts import Factors, Parts, parts_of
+from ckpt_tools.transforms.lora.parts import AdapterParts, Factors, parts_of
 from ckpt_tools.transforms.maps import views
 
 if TYPE_CHECKING:
@@ -50,30 +51,31 @@ class Merge:
     dtype: DType
     path: str
 
-    def __call__(self, files: Files) -> None:
+    def __call__(self, files: Files, source: CheckpointIndex) -> None:
         """Write all rows. Raises WriteError, and what reading raises."""
+        operands = formats.located_in(source, (self.base, self.left, self.right), files)
         rows, columns = self.base.shape
         step = max(1, _SLAB_NUMEL // max(1, columns))
         try:
             with open(self.path, "wb") as out:
                 out.writelines(
-                    self._rows(files, start=start, count=min(step, rows - start))
+                    self._rows(operands, files, start=start, count=min(step, rows - start))
                     for start in range(0, rows, step)
                 )
         except OSError as error:
             hint = "Merged weights go to temporary files first; TMPDIR says where those are."
             raise unwritable(self.path, error, hint=hint) from error
 
-    def _rows(self, files: Files, *, start: int, count: int) -> bytes:
+    def _rows(
+        self, operands: Sequence[TensorEntry], files: Files, *, start: int, count: int
+    ) -> bytes:
         """These rows of the merged weight, as raw bytes of its type."""
         import numpy as np  # late, as torch: a dry run needs none of it
 
         from ckpt_tools.copying.cast import Caster
 
-        base, left = (
-            _floats(one, files, start=start, count=count) for one in (self.base, self.left)
-        )
-        right = _floats(self.right, files, start=0, count=self.right.shape[0])
+        base, left = (_floats(one, files, start=start, count=count) for one in operands[:2])
+        right = _floats(operands[2], files, start=0, count=self.right.shape[0])
         merged = base + np.float32(self.scale) * (left @ right)
         if self.dtype.name == "float32":
             return bytes(merged.tobytes())
@@ -100,7 +102,7 @@ def _floats(entry: TensorEntry, files: Files, *, start: int, count: int) -> Floa
 
 
 @dataclass(frozen=True, slots=True)
-class MergeStep:
+class MergeTransform:
     """Gives the base model's weights, with one adapter in them, under the base model's names.
 
     ``dtype`` and ``dtypes`` are those of the output: a sum is rounded once.
@@ -134,10 +136,14 @@ class MergeStep:
             works.append(work)
             origins = (*parts.base[name].origins, *factors.a.origins, *factors.b.origins)
             merged[name] = TransformedTensor(_entry_of(work), origins)
-        out = tuple(_merged_names(parts, merged))
+        every = parts.base | parts.saved | merged
+        out = tuple(
+            made._replace(entry=replace(made.entry, fqn=name, path=(name,)))
+            for name, made in sorted(every.items())
+        )
         return TransformResult(out, tuple(self._notes(parts)), works=tuple(works))
 
-    def _merge(self, parts: Parts, factors: Factors, *, path: str, turned: bool) -> Merge:
+    def _merge(self, parts: AdapterParts, factors: Factors, *, path: str, turned: bool) -> Merge:
         name = f"{factors.module}.weight"
         if name not in parts.base:
             raise IncompleteError(
@@ -163,7 +169,7 @@ class MergeStep:
         scale = self.config.scale(factors.module, factors.rank)
         return Merge(base, left, right, scale, chosen[name], path)
 
-    def _notes(self, parts: Parts) -> Iterator[str]:
+    def _notes(self, parts: AdapterParts) -> Iterator[str]:
         ranks = sorted({one.rank for one in parts.factors})
         yield (
             f"Merges {counted(len(parts.factors), 'module')} of rank "
@@ -192,12 +198,3 @@ def _entry_of(work: Merge) -> TensorEntry:
 def _transposed(entry: TensorEntry) -> TensorEntry:
     view = views.transpose(views.view_of(entry))
     return replace(entry, shape=view.shape, chunks=view.chunks, layout=None)
-
-
-def _merged_names(
-    parts: Parts, merged: dict[str, TransformedTensor]
-) -> Iterator[TransformedTensor]:
-    """Every tensor of the base model: merged, trained whole, or as it was."""
-    for name in sorted(parts.base.keys() | parts.saved.keys()):
-        made = merged.get(name) or parts.saved.get(name) or parts.base[name]
-        yield made._replace(entry=replace(made.entry, fqn=name, path=(name,)))

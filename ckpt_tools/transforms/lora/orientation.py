@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transforms.lora.parts import Factors, Parts
+from ckpt_tools.transforms.lora.parts import AdapterParts, Factors
 
 # What Conv1D layers are called: in transformers 5 no other names, but other models have linear
 # layers under these.
@@ -22,14 +22,14 @@ _LINEAR = re.compile(
 )
 
 
-def transposed(parts: Parts, *, said: bool | None, asked: bool) -> frozenset[str]:
+def transposed(parts: AdapterParts, *, said: bool | None, asked: bool) -> frozenset[str]:
     """The modules whose base weight is (in, out).
 
     ``said`` is what the configuration, or a person who was ``asked``, says of square weights.
-    Raises UsageError for square weights of which nothing tells, or of which the configuration says
+    Raises UsageError for square weights that may be either, or of which the configuration says
     other than the weights beside them.
     """
-    found, open_ones = set(), []
+    modules, open_ones = set(), []
     elsewhere = {
         True: set(_ways_elsewhere(parts, conv1d=True)),
         False: set(_ways_elsewhere(parts, conv1d=False)),
@@ -43,19 +43,19 @@ def transposed(parts: Parts, *, said: bool | None, asked: bool) -> frozenset[str
         if len(ways) > 1:
             open_ones.append(factors.module)
         elif ways == {True}:
-            found.add(factors.module)
+            modules.add(factors.module)
     if open_ones:
         raise UsageError(
-            f"Square weights with LoRA ({len(open_ones)}): nothing tells (out, in) from "
-            f"(in, out): {', '.join(sorted(open_ones)[:5])}.",
+            f"Square weights with LoRA ({len(open_ones)}): neither shape nor config says whether "
+            f"they are (out, in) or (in, out): {', '.join(sorted(open_ones)[:5])}.",
             hint="--lora-fan-in-fan-out no for linear layers, yes for transformers' Conv1D (GPT-2)."
             " PEFT's adapter_config.json says it too; where the other weights say otherwise, ask "
             "the model.",
         )
-    return frozenset(found)
+    return frozenset(modules)
 
 
-def is_transposed(parts: Parts, *, said: bool | None) -> bool:
+def is_transposed(parts: AdapterParts, *, said: bool | None) -> bool:
     """The value for a new configuration; PEFT itself corrects it by the module's class."""
     seen = {way for conv1d in (True, False) for way in _ways_elsewhere(parts, conv1d=conv1d)}
     return seen == {True} if said is None else said
@@ -70,7 +70,7 @@ def _by_others(module: str, *, said: bool | None, beside: set[bool]) -> set[bool
     return {False} if not beside and _LINEAR.fullmatch(module) else {True, False}
 
 
-def _ways(factors: Factors, parts: Parts) -> set[bool]:
+def _ways(factors: Factors, parts: AdapterParts) -> set[bool]:
     """Whether a module's base weight may be (in, out), by its shape: both when it is square."""
     made = parts.base.get(f"{factors.module}.weight")
     if factors.embedding or made is None:
@@ -79,7 +79,7 @@ def _ways(factors: Factors, parts: Parts) -> set[bool]:
     return {way for way in (False, True) if made.entry.shape == (fits[::-1] if way else fits)}
 
 
-def _ways_elsewhere(parts: Parts, *, conv1d: bool) -> Iterator[bool]:
+def _ways_elsewhere(parts: AdapterParts, *, conv1d: bool) -> Iterator[bool]:
     """The orientations of other weights, by factors or biases; ``conv1d`` for names of Conv1D."""
     for factors in parts.factors:
         ways = _ways(factors, parts)
@@ -92,7 +92,7 @@ def _ways_elsewhere(parts: Parts, *, conv1d: bool) -> Iterator[bool]:
             yield bias == shape[1]
 
 
-def _with_biases(parts: Parts) -> Iterator[tuple[str, tuple[int, ...], int]]:
+def _with_biases(parts: AdapterParts) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Matrices with a bias: the module, the shape, the bias's length."""
     shapes: Mapping[str, tuple[int, ...]] = {n: one.entry.shape for n, one in parts.base.items()}
     for name, shape in shapes.items():

@@ -53,7 +53,7 @@ class Factors:
 
 
 @dataclass(slots=True)
-class Parts:
+class AdapterParts:
     """The entries of one adapter and of the base model, under the base model's own names.
 
     ``saved`` are modules that were trained whole, ``base`` all weights of the base model,
@@ -67,7 +67,7 @@ class Parts:
     replaced: dict[str, TransformedTensor] = field(default_factory=dict)
 
 
-def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> Parts:
+def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> AdapterParts:
     """Sort the entries; ``adapter`` names one of several adapters.
 
     Raises AnswerNo when there is no LoRA, UsageError when several adapters leave a choice, and
@@ -75,11 +75,11 @@ def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> Parts:
     """
     factors, rest = _factors(made)
     name = _chosen({adapter for _, adapter in factors} | set(_saved_adapters(rest)), adapter)
-    parts = Parts(name)
+    parts = AdapterParts(name)
     sides: dict[tuple[str, bool], dict[str, TransformedTensor]] = {}
-    for (found, of), one in factors.items():
+    for (factor, of), one in factors.items():
         if of == name:
-            sides.setdefault((found.module, found.embedding), {})[found.side] = one
+            sides.setdefault((factor.module, factor.embedding), {})[factor.side] = one
     for (module, embedding), both in sorted(sides.items()):
         if both.keys() != {"A", "B"}:
             raise UnsupportedError(f"{module}: of the factors A and B only {min(both)} is there.")
@@ -108,10 +108,10 @@ def _factors(
     rest: list[TransformedTensor] = []
     for one in made:
         name = one.entry.fqn
-        found = _FACTOR.fullmatch(name)
-        if found is not None:
-            factor = _Factor(_bare(found["module"]), found["side"], bool(found["kind"]))
-            factors[factor, found["adapter"]] = one
+        match = _FACTOR.fullmatch(name)
+        if match is not None:
+            factor = _Factor(_bare(match["module"]), match["side"], bool(match["kind"]))
+            factors[factor, match["adapter"]] = one
         elif _OTHER.fullmatch(name):
             raise _not_understood(name)
         else:
@@ -131,9 +131,9 @@ def _refuse_others(
     """
     layers: dict[str, list[TensorEntry]] = defaultdict(list)
     for one in rest:
-        found = _BASE.fullmatch(one.entry.fqn)
-        if found is not None:
-            layers[found["module"]].append(one.entry)
+        match = _BASE.fullmatch(one.entry.fqn)
+        if match is not None:
+            layers[match["module"]].append(one.entry)
     inside = any(one.entry.fqn.startswith(PREFIX) for one in factors.values())
     for one in rest:
         name = one.entry.fqn
@@ -153,17 +153,17 @@ def _refuse_others(
 
 def _not_understood(name: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{name} is no plain LoRA: of PEFT only lora_A and lora_B of linear layers and embeddings, "
-        "and modules_to_save, are understood.",
-        hint="PEFT itself can merge or save it. --exclude leaves out what is none of the model's.",
+        f"{name} is not plain LoRA: of PEFT only lora_A and lora_B of linear layers and "
+        "embeddings, and modules_to_save, are understood.",
+        hint="PEFT itself can merge or save it. --exclude leaves out what is not the model's.",
     )
 
 
 def _saved_adapters(rest: Sequence[TransformedTensor]) -> Iterator[str]:
     for one in rest:
-        found = _SAVED.fullmatch(one.entry.fqn)
-        if found is not None:
-            yield found["adapter"]
+        match = _SAVED.fullmatch(one.entry.fqn)
+        if match is not None:
+            yield match["adapter"]
 
 
 def _chosen(names: set[str | None], asked: str | None) -> str | None:
@@ -180,17 +180,17 @@ def _chosen(names: set[str | None], asked: str | None) -> str | None:
     raise UsageError(f"There is no adapter {asked!r}; there are: {shown}.")
 
 
-def _put(parts: Parts, one: TransformedTensor) -> None:
+def _put(parts: AdapterParts, one: TransformedTensor) -> None:
     """Put an entry that is no factor where it belongs."""
     name = one.entry.fqn
     for pattern, place in ((_SAVED, parts.saved), (_ORIGINAL, parts.replaced)):
-        found = pattern.fullmatch(name)
-        if found is not None:
-            if place is parts.replaced or found["adapter"] == parts.adapter:
-                place[_bare(f"{found['module']}.{found['rest']}")] = one
+        match = pattern.fullmatch(name)
+        if match is not None:
+            if place is parts.replaced or match["adapter"] == parts.adapter:
+                place[_bare(f"{match['module']}.{match['rest']}")] = one
             return
-    found = _BASE.fullmatch(name)
-    parts.base[_bare(f"{found['module']}.{found['rest']}" if found else name)] = one
+    match = _BASE.fullmatch(name)
+    parts.base[_bare(f"{match['module']}.{match['rest']}" if match else name)] = one
 
 
 def _bare(name: str) -> str:

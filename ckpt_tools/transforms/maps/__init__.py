@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-from ckpt_tools.transforms.maps.apply import MapStep, apply, knows_all
-from ckpt_tools.transforms.maps.auto import AutoMapStep
+from ckpt_tools.transforms.maps.apply import MapTransform, apply, knows_all
+from ckpt_tools.transforms.maps.auto import AutoMapTransform
 from ckpt_tools.transforms.maps.model import TensorMap
 from ckpt_tools.transforms.maps.renaming import (
-    RenameStep,
-    UnderStep,
-    UntieStep,
-    VocabularyStep,
+    RenameTransform,
+    UnderTransform,
+    UntieTransform,
+    VocabularyTransform,
     parse_rename,
     parse_values,
 )
@@ -25,13 +25,13 @@ from ckpt_tools.transforms.maps.toml import (
 )
 
 __all__ = [
-    "AutoMapStep",
-    "MapStep",
-    "RenameStep",
+    "AutoMapTransform",
+    "MapTransform",
+    "RenameTransform",
     "TensorMap",
-    "UnderStep",
-    "UntieStep",
-    "VocabularyStep",
+    "UnderTransform",
+    "UntieTransform",
+    "VocabularyTransform",
     "apply",
     "builtin_names",
     "builtins_to_hf",

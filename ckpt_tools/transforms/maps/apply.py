@@ -28,7 +28,7 @@ from ckpt_tools.transforms.maps.views import View
 
 
 @dataclass(frozen=True, slots=True)
-class MapStep:
+class MapTransform:
     """The step that applies a map; ``values`` are what it may ask for, e.g. ``head_dim``.
 
     ``model_type`` is that of the model's config.json, None where nothing says it.
@@ -61,7 +61,7 @@ def apply(
     out = [one for group in sorted_out.groups for one in _carried_out(group)]
     if not out:
         raise UsageError(f"The map {tensor_map.name} has a rule for none of these names.")
-    before = sum(len(group.found) for group in sorted_out.groups)
+    before = sum(len(group.tensors) for group in sorted_out.groups)
     notes = [f"Map {tensor_map.name}: {counted(before, 'tensor')} became {len(out)}."]
     turned = [group for group in sorted_out.groups if any(group.rule.rotary)]
     if turned:
@@ -89,12 +89,14 @@ def knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:
 
 def _misfits(tensor_map: TensorMap, names: Sequence[str]) -> list[str]:
     """What of these names keeps them from being those that the map is for, a phrase for each."""
-    found = {
+    first_match = {
         text: next((name for name in names if pattern(text).fullmatch(name)), None)
         for text in (*tensor_map.requires, *tensor_map.forbids)
     }
-    missing = [f"there is no {text}" for text in tensor_map.requires if found[text] is None]
-    return missing + [f"there is {found[text]}" for text in tensor_map.forbids if found[text]]
+    missing = [f"there is no {text}" for text in tensor_map.requires if first_match[text] is None]
+    return missing + [
+        f"there is {first_match[text]}" for text in tensor_map.forbids if first_match[text]
+    ]
 
 
 def _refuse_others(tensor_map: TensorMap, names: Sequence[str], model_type: str | None) -> None:
@@ -112,13 +114,13 @@ def _refuse_others(tensor_map: TensorMap, names: Sequence[str], model_type: str 
 
 
 @dataclass(slots=True)
-class _Group:
+class _RuleMatch:
     """The sources of one rule that belong together, by part and by place in the stack."""
 
     rule: Rule
     bound: Mapping[str, str]
     values: Mapping[str, int]
-    found: dict[tuple[int, int], TransformedTensor] = field(default_factory=dict)
+    tensors: dict[tuple[int, int], TransformedTensor] = field(default_factory=dict)
 
     @property
     def groups(self) -> int:
@@ -139,7 +141,7 @@ class _Group:
 class _SortedOut(NamedTuple):
     """Entries by what the map says of them."""
 
-    groups: list[_Group]
+    groups: list[_RuleMatch]
     kept: list[TransformedTensor]
     dropped: list[str]
 
@@ -148,7 +150,7 @@ def _sorted_out(
     tensor_map: TensorMap, made: Sequence[TransformedTensor], *, values: Mapping[str, int]
 ) -> _SortedOut:
     """Each entry in the group of its rule. Raises UsageError for names without one."""
-    groups: dict[tuple[int, tuple[tuple[str, str], ...]], _Group] = {}
+    groups: dict[tuple[int, tuple[tuple[str, str], ...]], _RuleMatch] = {}
     dropped: list[str] = []
     others: list[TransformedTensor] = []
     for one in made:
@@ -161,8 +163,8 @@ def _sorted_out(
             rule = tensor_map.rules[number]
             layer = int(bound.pop(rule.stack)) if rule.stack in bound else 0
             key = number, tuple(sorted(bound.items()))
-            group = groups.setdefault(key, _Group(rule, bound, values))
-            group.found[part, layer] = one
+            group = groups.setdefault(key, _RuleMatch(rule, bound, values))
+            group.tensors[part, layer] = one
         elif any(pattern(text).fullmatch(name) for text in tensor_map.drop):
             dropped.append(name)
         else:
@@ -181,12 +183,12 @@ def _claims(tensor_map: TensorMap, name: str) -> Iterator[tuple[int, int, dict[s
     """The rules that a name matches: number, which of its sources, what its placeholders are."""
     for number, rule in enumerate(tensor_map.rules):
         for part, text in enumerate(rule.sources):
-            found = pattern(text).fullmatch(name)
-            if found is not None:
-                yield number, part, found.groupdict()
+            match = pattern(text).fullmatch(name)
+            if match is not None:
+                yield number, part, match.groupdict()
 
 
-def _carried_out(group: _Group) -> Iterator[TransformedTensor]:
+def _carried_out(group: _RuleMatch) -> Iterator[TransformedTensor]:
     try:
         if group.rule.gathers:
             yield _gathered(group)
@@ -197,32 +199,32 @@ def _carried_out(group: _Group) -> Iterator[TransformedTensor]:
         raise error.at(f"The rule for {about}") from error
 
 
-def _gathered(group: _Group) -> TransformedTensor:
+def _gathered(group: _RuleMatch) -> TransformedTensor:
     """The one tensor that the parts of a group make."""
     rule = group.rule
-    layers = 1 + max(layer for _, layer in group.found)
+    layers = 1 + max(layer for _, layer in group.tensors)
     stacked = [_joined(_layer_of(group, layer), group) for layer in range(layers)]
     view = stacked[0] if rule.stack is None else views.stack(stacked)
-    sources = [group.found[key] for key in sorted(group.found, key=lambda key: key[::-1])]
+    sources = [group.tensors[key] for key in sorted(group.tensors, key=lambda key: key[::-1])]
     origins = tuple(origin for one in sources for origin in one.origins)
     _check_shape(view, rule.target_shape, values=group.values)
     return _made(filled(rule.targets[0], group.bound), view, like=sources[0], origins=origins)
 
 
-def _layer_of(group: _Group, layer: int) -> list[View]:
+def _layer_of(group: _RuleMatch, layer: int) -> list[View]:
     """The parts of one layer of the stack. Raises UsageError for one that does not exist."""
     sources = group.rule.sources
     absent = [
         group.name(text, layer)
         for part, text in enumerate(sources)
-        if (part, layer) not in group.found
+        if (part, layer) not in group.tensors
     ]
     if absent:
         raise UsageError(f"parts are missing: {some(sorted(absent), 10)}.")
-    return [views.view_of(group.found[part, layer].entry) for part in range(len(sources))]
+    return [views.view_of(group.tensors[part, layer].entry) for part in range(len(sources))]
 
 
-def _joined(parts: list[View], group: _Group) -> View:
+def _joined(parts: list[View], group: _RuleMatch) -> View:
     """Parts side by side: in each group the first of every part, in the next the second…"""
     dim, count = group.rule.dim, group.groups
     ready = []
@@ -235,20 +237,20 @@ def _joined(parts: list[View], group: _Group) -> View:
     if any(dim >= len(part.shape) or part.shape[dim] % count for part in ready):
         shapes = ", ".join(str(list(part.shape)) for part in ready)
         raise UsageError(f"{shapes} do not divide into {count} groups along {dim}.")
-    found = [part.shape[dim] for part in ready]
-    if group.sizes and group.sizes != found:
-        raise UsageError(f"parts of {found} along {dim}, the map says {group.sizes}.")
+    sizes = [part.shape[dim] for part in ready]
+    if group.sizes and group.sizes != sizes:
+        raise UsageError(f"parts of {sizes} along {dim}, the map says {group.sizes}.")
     pieces = [
         views.narrow(part, dim, start=index * size // count, size=size // count)
         for index in range(count)
-        for part, size in zip(ready, found, strict=True)
+        for part, size in zip(ready, sizes, strict=True)
     ]
     return views.concat(pieces, dim)
 
 
-def _scattered(group: _Group) -> Iterator[TransformedTensor]:
+def _scattered(group: _RuleMatch) -> Iterator[TransformedTensor]:
     """The parts that the one tensor of a group falls into."""
-    rule, source = group.rule, group.found[0, 0]
+    rule, source = group.rule, group.tensors[0, 0]
     whole = views.view_of(source.entry)
     _check_shape(whole, rule.source_shape, values=group.values)
     unstacks = rule.stack is not None and rule.stack in placeholders(rule.targets[0])
@@ -264,7 +266,7 @@ def _scattered(group: _Group) -> Iterator[TransformedTensor]:
             yield _made(name, view, like=source, origins=source.origins)
 
 
-def _split(whole: View, group: _Group) -> list[View]:
+def _split(whole: View, group: _RuleMatch) -> list[View]:
     """The parts that lie side by side in a tensor."""
     parts, dim, count = len(group.rule.targets), group.rule.dim, group.groups
     if parts == 1:
@@ -290,7 +292,7 @@ def _split(whole: View, group: _Group) -> list[View]:
     ]
 
 
-def _rotated(view: View, group: _Group, *, number: int) -> View:
+def _rotated(view: View, group: _RuleMatch, *, number: int) -> View:
     """A part with its rows reordered as the rule says for it."""
     rotary = group.rule.rotary
     if number >= len(rotary) or not rotary[number]:

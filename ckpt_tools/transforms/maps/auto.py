@@ -15,7 +15,7 @@ _ON_HUB = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class AutoMapStep:
+class AutoMapTransform:
     """Applies the one built-in map to Hugging Face's names that knows every name."""
 
     values: Mapping[str, int]
@@ -34,8 +34,8 @@ class AutoMapStep:
             return outcome._replace(notes=(chosen, *outcome.notes))
         if _ON_HUB in names and not known:
             return TransformResult(made, ("--map auto: the names are Hugging Face's already.",))
-        found = ", ".join(one.name for one in known) or "no built-in map"
+        fitting = ", ".join(one.name for one in known) or "no built-in map"
         raise UsageError(
-            f"--map auto is not certain: {found} would fit all {len(names)} names.",
+            f"--map auto is not certain: {fitting} would fit all {len(names)} names.",
             hint=f"Name the map: {', '.join(builtin_names())}, or a file of your own.",
         )

@@ -146,13 +146,13 @@ def pattern(text: str) -> re.Pattern[str]:
     seen: set[str] = set()
     parts: list[str] = []
     place = 0
-    for found in _PLACEHOLDER.finditer(text):
-        parts.append(re.escape(text[place : found.start()]))
-        name, any_text = found.groups()
+    for placeholder in _PLACEHOLDER.finditer(text):
+        parts.append(re.escape(text[place : placeholder.start()]))
+        name, any_text = placeholder.groups()
         number_or_text = ".+" if any_text else r"\d+"
         parts.append(f"(?P={name})" if name in seen else f"(?P<{name}>{number_or_text})")
         seen.add(name)
-        place = found.end()
+        place = placeholder.end()
     parts.append(re.escape(text[place:]))
     return re.compile("".join(parts))
 
@@ -165,7 +165,7 @@ def placeholders(text: str) -> frozenset[str]:
 
 def filled(text: str, bound: Mapping[str, str]) -> str:
     """The name with its placeholders filled in."""
-    return _PLACEHOLDER.sub(lambda found: bound[found.group(1)], text)
+    return _PLACEHOLDER.sub(lambda placeholder: bound[placeholder.group(1)], text)
 
 
 def evaluate(text: str, values: Mapping[str, int]) -> int:

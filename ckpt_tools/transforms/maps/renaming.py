@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
@@ -24,7 +23,7 @@ _VOCABULARY = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class RenameStep:
+class RenameTransform:
     """Renames by regular expressions, each applied to every name in turn: ``(RE, REPL)``."""
 
     rules: tuple[tuple[str, str], ...]
@@ -54,8 +53,8 @@ def parse_rename(text: str) -> tuple[str, str]:
 
     Raises UsageError when there is none, or when the left side is no regular expression.
     """
-    pattern, found, by = text.rpartition("=")
-    if not found or not pattern:
+    pattern, equals, by = text.rpartition("=")
+    if not equals or not pattern:
         raise UsageError(f"A renaming is written RE=REPL, not {text!r}.")
     try:
         re.compile(pattern)
@@ -77,7 +76,7 @@ def _renamed(one: TransformedTensor, text: str, *, by: str) -> TransformedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyStep:
+class VocabularyTransform:
     """Takes rows off the end of embeddings and output layers until ``size`` are left."""
 
     size: int
@@ -90,7 +89,7 @@ class VocabularyStep:
         trimmed = {one.entry.fqn: self._trimmed(one) for one in made if _is_vocabulary(one)}
         if not trimmed:
             raise UsageError(
-                "--vocab-size: no embedding and no output layer is known by its name.",
+                "--vocab-size: no embedding or output layer was recognized by its name.",
                 hint="It knows embed_tokens, tok_embeddings, word_embeddings, wte, lm_head…",
             )
         notes = [
@@ -122,7 +121,7 @@ def _is_vocabulary(one: TransformedTensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class UntieStep:
+class UntieTransform:
     """Gives a tensor its own entry that the source holds only as the one it is tied to."""
 
     name: str = "lm_head.weight"
@@ -133,38 +132,39 @@ class UntieStep:
 
         Raises UsageError when there is nothing that it could be a copy of.
         """
-        found = {one.entry.fqn: one for one in made}
-        if self.name in found:
+        by_fqn = {one.entry.fqn: one for one in made}
+        if self.name in by_fqn:
             return TransformResult(made, (f"--untie: {self.name} already exists.",))
-        if self.source not in found:
+        if self.source not in by_fqn:
             raise UsageError(f"--untie: there is no {self.source} that {self.name} could equal.")
-        entry = replace(found[self.source].entry, fqn=self.name, path=(self.name,))
+        entry = replace(by_fqn[self.source].entry, fqn=self.name, path=(self.name,))
         note = f"--untie: {self.name} is written too, with the values of {self.source}."
         return TransformResult(
-            (*made, TransformedTensor(entry, found[self.source].origins)), (note,)
+            (*made, TransformedTensor(entry, by_fqn[self.source].origins)), (note,)
         )
 
 
 @dataclass(frozen=True, slots=True)
-class UnderStep:
+class UnderTransform:
     """Puts all names into a container, as a job has them that saves ``{"model": …}``."""
 
     container: str
 
     def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Put the container before every name and path."""
-        return TransformResult(tuple(one._replace(entry=self._inside(one.entry)) for one in made))
-
-    def _inside(self, entry: TensorEntry) -> TensorEntry:
-        container = tuple(self.container.split("."))
-        fqn = f"{self.container}.{entry.fqn}"
-        return replace(entry, fqn=fqn, path=(*container, *entry.path))
+        above = tuple(self.container.split("."))
+        entries = (
+            replace(one.entry, fqn=f"{self.container}.{one.entry.fqn}", path=above + one.entry.path)
+            for one in made
+        )
+        moved = zip(made, entries, strict=True)
+        return TransformResult(tuple(one._replace(entry=entry) for one, entry in moved))
 
 
 def parse_value(text: str) -> tuple[str, int]:
     """The name and the number of ``NAME=N``. Raises UsageError."""
-    name, found, number = text.partition("=")
-    if not found or not number.isdecimal() or not name:
+    name, equals, number = text.partition("=")
+    if not equals or not number.isdecimal() or not name:
         raise UsageError(f"A value is written NAME=N, not {text!r}.")
     return name, int(number)
 

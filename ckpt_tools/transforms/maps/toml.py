@@ -90,8 +90,8 @@ def find(text: str) -> TensorMap:
             f"There is no map {text!r}, neither a built-in one nor a file.",
             hint=f"Built in are: {', '.join(builtin_names())}.",
         ) from error
-    found = parse(content, name=os.path.basename(path))
-    return found.back if text.startswith(_BACK) else found
+    tensor_map = parse(content, name=os.path.basename(path))
+    return tensor_map.back if text.startswith(_BACK) else tensor_map
 
 
 def _files() -> list[str]:
@@ -101,10 +101,10 @@ def _files() -> list[str]:
 
 def _builtin(side: str, *, back: bool) -> TensorMap:
     text = resources.files("ckpt_tools.transforms.maps").joinpath(f"{side}.toml").read_text("utf-8")
-    found = parse(text, name=side)
+    tensor_map = parse(text, name=side)
     if back:
-        return replace(found.back, name=f"{_OTHER_SIDE}-to-{side}")
-    return replace(found, name=f"{side}-to-{_OTHER_SIDE}")
+        return replace(tensor_map.back, name=f"{_OTHER_SIDE}-to-{side}")
+    return replace(tensor_map, name=f"{side}-to-{_OTHER_SIDE}")
 
 
 def parse(text: str, *, name: str) -> TensorMap:
@@ -149,7 +149,7 @@ class _Table:
             )
 
     def text(self, key: str, default: str) -> str:
-        """A string, or what stands for one that does not exist; a whole number is taken for one."""
+        """A string, or the default for one that does not exist; an integer counts as one."""
         value = self._content.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (str, int)):
             raise self._wrong(key, "a string")

@@ -7,17 +7,16 @@ no element exists twice. This room knows nothing of names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box, row_major_strides
-from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
+from ckpt_tools.core.index import Chunk, TensorEntry
 from ckpt_tools.errors import UsageError
 
 
 class View(NamedTuple):
-    """A tensor without a name: its type, its shape, and the located chunks that hold it."""
+    """A tensor without a name: its type, its shape, and the chunks that hold it."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -25,8 +24,8 @@ class View(NamedTuple):
 
 
 def view_of(entry: TensorEntry) -> View:
-    """The tensor of an entry whose chunks are located."""
-    return View(entry.dtype, entry.shape, tuple(entry.chunks))
+    """The tensor of an entry, whose chunks need not be located."""
+    return View(entry.dtype, entry.shape, tuple(chunk.to_view() for chunk in entry.chunks))
 
 
 def narrow(view: View, dim: int, *, start: int, size: int) -> View:
@@ -97,8 +96,8 @@ def transpose(view: View) -> View:
     chunks = []
     for chunk in view.chunks:
         box = Box(chunk.box.offsets[::-1], chunk.box.sizes[::-1])
-        strides = _strides(chunk)[::-1]
-        chunks.append(chunk._replace(box=box, strides=_packed(strides, box), replicas=()))
+        start, strides = chunk.data.offset, _strides(chunk)[::-1]
+        chunks.append(chunk.placed(box, start, strides, itemsize=view.dtype.itemsize))
     return View(view.dtype, view.shape[::-1], tuple(chunks))
 
 
@@ -175,7 +174,7 @@ def _rows_of(chunk: Chunk, rows: _Rows, *, itemsize: int) -> Chunk:
         (rows.many, *chunk.box.sizes[1:]),
     )
     strides = (rows.step * strides[0], *strides[1:])
-    return _at(chunk, box, strides=strides, skipped=skipped, itemsize=itemsize)
+    return chunk.placed(box, chunk.data.offset + skipped * itemsize, strides, itemsize=itemsize)
 
 
 def _cut(chunk: Chunk, box: Box, *, itemsize: int) -> Chunk:
@@ -185,15 +184,7 @@ def _cut(chunk: Chunk, box: Box, *, itemsize: int) -> Chunk:
     strides = _strides(chunk)
     places = zip(box.offsets, chunk.box.offsets, strides, strict=True)
     skipped = sum((a - b) * stride for a, b, stride in places)
-    return _at(chunk, box, strides=strides, skipped=skipped, itemsize=itemsize)
-
-
-def _at(chunk: Chunk, box: Box, *, strides: tuple[int, ...], skipped: int, itemsize: int) -> Chunk:
-    """The elements of a chunk from the ``skipped``-th on, as this box with these strides."""
-    last = sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
-    length = (last + 1) * itemsize if box.numel else 0
-    data = ByteRange(chunk.data.path, chunk.data.offset + skipped * itemsize, length)
-    return chunk._replace(box=box, data=data, strides=_packed(strides, box), replicas=())
+    return chunk.placed(box, chunk.data.offset + skipped * itemsize, strides, itemsize=itemsize)
 
 
 def _moved(chunk: Chunk, dim: int, *, by: int) -> Chunk:
@@ -203,13 +194,6 @@ def _moved(chunk: Chunk, dim: int, *, by: int) -> Chunk:
 
 def _strides(chunk: Chunk) -> tuple[int, ...]:
     return row_major_strides(chunk.box.sizes) if chunk.strides is None else chunk.strides
-
-
-def _packed(strides: tuple[int, ...], box: Box) -> tuple[int, ...] | None:
-    """None when these strides are those of a packed row-major box."""
-    packed = row_major_strides(box.sizes)
-    same = all(a == b or size == 1 for a, b, size in zip(strides, packed, box.sizes, strict=True))
-    return None if same or not prod(box.sizes) else strides
 
 
 def _same_type(one: View, other: View) -> None:

@@ -1,0 +1,148 @@
+"""Whether the chunks of a tensor tile its shape: integers only, by a sweep.
+
+The one rule of all formats; what it finds is raised, or becomes a problem of an index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
+from operator import add, attrgetter
+from typing import NamedTuple
+
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.errors import CheckpointError, IncompleteError
+
+_offsets = attrgetter("offsets")
+_sizes = attrgetter("sizes")
+
+
+def uncovered(
+    tensors: Iterable[TensorEntry], *, known: Collection[str]
+) -> Iterator[CheckpointError]:
+    """What `check_coverage` raises for each tensor; those with ``known`` problems are skipped."""
+    for entry in tensors:
+        if entry.fqn not in known:
+            try:
+                check_coverage(entry)
+            except CheckpointError as error:
+                yield error
+
+
+def check_coverage(entry: TensorEntry) -> None:
+    """Check that the chunks of a tensor tile its shape: no gap, no overlap, none outside.
+
+    Equal boxes count as replicas of one another, empty ones as nothing. Works by a sweep, in
+    O(n log n) for n chunks that form a grid.
+
+    Raises IncompleteError for a gap and CheckpointError for an overlap, with the box where it is.
+    """
+    shape = entry.shape
+    boxes = list(set(entry.boxes))
+    _check_inside(entry, boxes)
+    solid = [box for box in boxes if 0 not in box.sizes]
+    flaw = _first_flaw(solid, shape)
+    if flaw is None:
+        return
+    where = Box(flaw.offsets, flaw.sizes)
+    if flaw.times == 0:
+        covered = sum(box.numel for box in solid)
+        raise IncompleteError(
+            f"{entry.fqn}: chunks cover {covered:,} of {entry.numel:,} elements; "
+            f"the first hole is {where}.",
+            hint="Some shards are missing. Look for the missing files, or use an older save.",
+            about=(entry.fqn,),
+        )
+    raise CheckpointError(
+        f"{entry.fqn}: {flaw.times} chunks overlap in {where}.", about=(entry.fqn,)
+    )
+
+
+def _check_inside(entry: TensorEntry, boxes: Sequence[Box]) -> None:
+    """Check that no box leaves the shape, column by column: a million boxes take part."""
+    ndim = len(entry.shape)
+    if set(map(len, map(_sizes, boxes))) <= {ndim}:
+        offsets = list(zip(*map(_offsets, boxes), strict=True))
+        sizes = list(zip(*map(_sizes, boxes), strict=True))
+        columns = zip(offsets, sizes, entry.shape, strict=False)
+        if all(
+            min(starts) >= 0 <= min(extents) and max(map(add, starts, extents)) <= size
+            for starts, extents, size in columns
+        ):
+            return
+    whole = Box.whole(entry.shape)
+    for box in boxes:
+        if len(box.sizes) != ndim or not whole.contains(box) or min(box.sizes, default=0) < 0:
+            raise CheckpointError(
+                f"{entry.fqn}: a chunk {box} lies outside of shape {list(entry.shape)}.",
+                about=(entry.fqn,),
+            )
+
+
+class _Flaw(NamedTuple):
+    """A region that is covered by ``times`` boxes, where one was expected."""
+
+    times: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def _first_flaw(boxes: Sequence[Box], shape: Sequence[int]) -> _Flaw | None:
+    """The first region, in row-major order, that is not covered exactly once."""
+    if 0 in shape:
+        return None
+    whole = Box.whole(shape)
+    if not boxes:
+        return _Flaw(0, whole.offsets, whole.sizes)
+    cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
+    if not cut:
+        return None if len(boxes) == 1 else _Flaw(len(boxes), whole.offsets, whole.sizes)
+    if len(cut) == 1:
+        return _flaw_of_line(boxes, shape, dim=cut[0])
+    return _flaw_of_slices(boxes, shape, dim=cut[0])
+
+
+def _within(shape: Sequence[int], dim: int, start: int, end: int) -> tuple[list[int], list[int]]:
+    """Offsets and sizes of a slice of the whole shape."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[dim], sizes[dim] = start, end - start
+    return offsets, sizes
+
+
+def _flaw_of_line(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _Flaw | None:
+    """The first flaw of boxes that differ along one dimension only: a sort and one pass."""
+    end = 0
+    spans = sorted((box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box in boxes)
+    for start, stop in [*spans, (shape[dim], shape[dim])]:
+        if start != end:
+            count, low, high = (0, end, start) if start > end else (2, start, min(end, stop))
+            offsets, sizes = _within(shape, dim, low, max(high, low + 1))
+            return _Flaw(count, tuple(offsets), tuple(sizes))
+        end = stop
+    return None
+
+
+def _flaw_of_slices(boxes: Sequence[Box], shape: Sequence[int], *, dim: int) -> _Flaw | None:
+    """The first flaw, slice by slice between the edges along ``dim``, each a smaller problem."""
+    starts = {box.offsets[dim] for box in boxes}
+    edges = sorted({0, shape[dim]} | starts | {b.offsets[dim] + b.sizes[dim] for b in boxes})
+    waiting = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
+    active: list[Box] = []
+    for start, end in pairwise(edges):
+        active = [box for box in active if box.offsets[dim] + box.sizes[dim] > start]
+        while waiting and waiting[-1].offsets[dim] <= start:
+            active.append(waiting.pop())
+        faces = [Box(_without(box.offsets, dim), _without(box.sizes, dim)) for box in active]
+        flaw = _first_flaw(faces, _without(shape, dim))
+        if flaw is not None:
+            return _Flaw(
+                flaw.times,
+                (*flaw.offsets[:dim], start, *flaw.offsets[dim:]),
+                (*flaw.sizes[:dim], end - start, *flaw.sizes[dim:]),
+            )
+    return None
+
+
+def _without(values: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*values[:dim], *values[dim + 1 :])

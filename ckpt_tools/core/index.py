@@ -52,9 +52,10 @@ class Size(tuple[int, ...]):
 
 
 class TorchValue(str):
-    """A dtype, a layout or a device of torch's among plain values, by the text that makes it.
+    """A small value of torch's or of a trainer's among plain ones, by the text that makes it.
 
-    ``torch.float32``, ``torch.strided``, ``torch.device('cuda:0')``.
+    ``torch.float32``, ``torch.strided``, ``torch.device('cuda:0')``, and what Composer saves with
+    its progress: ``datetime.timedelta(0, 5, 250)``, ``torch.torch_version.TorchVersion('2.7.0')``.
     """
 
     __slots__ = ()

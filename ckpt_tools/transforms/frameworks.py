@@ -42,6 +42,9 @@ VERL_MESH = ("ddp", "fsdp")
 _STEP = re.compile(r"(?:global_step_|step[-_=]?|checkpoint-|ep\d+-ba)(\d+)(?:\D.*)?")
 # What entries of a joined folder are called whose files are copied, or named when they are not.
 _COPIED = ("scheduler", "trainer_state", "random_states", "rng_state")
+# verl's folder of config and tokenizer may hold a copy of the model, too.
+_HUB = "huggingface"
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?)(\.index\.json)?")
 _RANK_FILES = r"random_states_\d+\.pkl|rng_state_\d+\.pth"
 
 
@@ -314,15 +317,33 @@ def _verl(job: _Job) -> Arranged:
         _in(("extra_state", "lr_scheduler"), scheduler),
     )
     rest = parts._replace(other=parts.other.filter(lambda entry: entry.fqn not in own))
-    notes = ["Copy the folder huggingface (config and tokenizer) yourself.", *job.about_step()]
+    copied = _of_hub(job.source, folder)
+    notes = list(job.about_step())
+    if not copied:
+        notes.append(
+            f"There is no folder {_HUB} (config and tokenizer), which verl's merger wants."
+        )
     if not own:
         notes.append("There is no lr_scheduler, so leave `extra` out of checkpoint.load_contents.")
     config = f'{{\n    "FSDP_version": 2,\n    "world_size": {target.world_size}\n}}'
     return Arranged(
         {folder: tree},
         texts={f"{folder}/fsdp_config.json": config},
+        copied=copied,
         notes=(*notes, *job._replace(parts=rest).left_out()),
     )
+
+
+def _of_hub(index: CheckpointIndex, folder: str) -> dict[str, str]:
+    """The files of verl's folder of config and tokenizer, by their places in the output."""
+    home = os.path.join(index.root, _HUB)
+    found = (
+        os.path.relpath(os.path.join(parent, name), home)
+        for parent, _, files in os.walk(home)
+        for name in files
+        if not _WEIGHTS.fullmatch(name)
+    )
+    return {f"{folder}/{_HUB}/{name}": os.path.join(home, name) for name in sorted(found)}
 
 
 def _lightning(job: _Job, trainers: str = "") -> Arranged:

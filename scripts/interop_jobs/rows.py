@@ -28,15 +28,13 @@ _SHARDS = f"{_RESHARD} --layout accelerate"
 _WHOLE = "export {saved} -o {out} --layout accelerate"
 _LIGHTNING = f"{_RESHARD} --layout lightning-"
 _COMPOSER = f"{_RESHARD} --layout composer".replace("{saved}", "{saved}/ep0-ba3")
+_MONOLITH = _COMPOSER.replace("ep0-ba3", "ep0-ba3-rank0.pt")
 _EMPTY = "Accelerate's FSDP1 loads no optimizer from shards: it fills a new one by what that has"
 
 _TORCH = ("torch", "torchdata")
 _TRAINER = ("transformers", "accelerate")
 _TITAN = ("torchtitan",)
 _VERL = ("verl", "transformers", "accelerate", "ray", "tensordict")
-_VERL_ORDER = (
-    "reshard {saved} -o {out} --to-mesh {ranks} --layout verl --param-names {folder}/names.txt"
-)
 _ACTOR = "{out}/global_step_3/actor"
 
 
@@ -69,5 +67,9 @@ ROWS = (
     Row("titan-1", "titan", "fsdp2", _of_titan("titan"), "fsdp2", _TITAN, "{out}/step-3"),
     Row("composer-1", "composers", "fsdp1", _COMPOSER, "fsdp2", ("mosaicml",), "{out}/ep0-ba3"),
     Row("composer-2", "composers", "fsdp2", _COMPOSER, "fsdp1", ("mosaicml",), "{out}/ep0-ba3"),
-    Row("verl-1", "verl_manager", "fsdp2", _VERL_ORDER, "fsdp2", _VERL, _ACTOR),
+    Row(
+        *("composer-3", "composers", "fsdp1-full", _MONOLITH, "fsdp2", ("mosaicml",)),
+        loads="{out}/ep0-ba3",
+    ),
+    Row("verl-1", "verl_manager", "fsdp2", f"{_RESHARD} --layout verl", "fsdp2", _VERL, _ACTOR),
 )

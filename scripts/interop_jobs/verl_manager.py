@@ -56,12 +56,6 @@ def main() -> None:
         processing_class=None,
         checkpoint_config=OmegaConf.create({"save": contents, "load": contents}),
     )
-    if dist.get_rank() == 0 and want.is_new:
-        clean = "_fsdp_wrapped_module."
-        known = {id(p): name.replace(clean, "") for name, p in model.named_parameters()}
-        with open(os.path.join(want.folder, "names.txt"), "w") as file:
-            for group in optimizer.param_groups:
-                file.writelines(f"{known[id(p)]}\n" for p in group["params"])
     first = 0
     if not want.is_new:
         manager.load_checkpoint(want.ckpt)

@@ -13,6 +13,7 @@ import pickle
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -598,6 +599,20 @@ def test_an_item_that_is_not_opened_and_has_other_bytes_is_refused(
     with pytest.raises(WriteError, match="extra: not opened; the pickled bytes differ"):
         carried((T, Unknown(T)), tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+def test_times_and_versions_of_a_trainers_progress_are_kept(tmp_path: Path) -> None:
+    progress = {"wct": timedelta(-1, 5, 7), "all": [timedelta(3)], "torch": torch.__version__}
+    torch.save({"w": T, "progress": progress}, tmp_path / "a.pt")
+    options, write = ReshardOptions(Mesh((2,))), WriteOptions(check=True)
+    index = open_checkpoint(str(tmp_path / "a.pt"))
+    api.reshard(index, str(tmp_path / "out"), options=options, write=write)
+    found = {"w": T.clone(), "progress": {"wct": None, "all": [None], "torch": None}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=tmp_path / "out", **ALONE)
+    assert found["progress"] == progress
+    assert type(found["progress"]["torch"]) is type(torch.__version__)
 
 
 def test_a_tensor_of_a_tuple_in_a_dcp_item_is_shown_and_fingerprinted(tmp_path: Path) -> None:

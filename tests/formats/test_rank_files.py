@@ -419,8 +419,10 @@ def test_families_together_are_containers_and_sections() -> None:
 def test_flat_optimizer_shards_do_not_hide_the_model() -> None:
     index = read(REAL / "verl_fsdp1_4r/ckpt/global_step_1/actor")
     index.select({e.fqn for e in index.tensors if e.section == "model"}).require_whole()
-    with pytest.raises(UnsupportedError, match=r"optim\.state\.0\.exp_avg, .* differ"):
+    with pytest.raises(UnsupportedError, match=r"optim\.state\.0\.exp_avg, .* differ") as error:
         index.require_whole()
+    assert "only a job with as many ranks" in str(error.value.hint)
+    assert "--only model takes the model alone" in str(error.value.hint)
 
 
 def test_a_missing_optimizer_file_does_not_hide_the_model(tmp_path: Path) -> None:

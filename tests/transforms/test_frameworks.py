@@ -68,6 +68,9 @@ def test_verl_gets_rank_files_with_its_own_keys(tmp_path: Path) -> None:
         "FSDP_version": 2,
         "world_size": 2,
     }
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        there, here = VERL / "huggingface" / name, folder / "huggingface" / name
+        assert here.read_bytes() == there.read_bytes()
 
 
 @pytest.mark.parametrize(

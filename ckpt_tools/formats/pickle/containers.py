@@ -22,6 +22,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     StoredDTensor,
     StoredTensor,
     TorchDType,
+    VersionObject,
     as_counts,
     opaque_class,
     shown,
@@ -64,7 +65,7 @@ class Containers:
 
     def __init__(self) -> None:
         self._copied = 0
-        self._table: dict[str, Function] = {
+        self._table: dict[str, Function | type[VersionObject]] = {
             "_codecs.encode": Function(self._encode),
             "builtins.bytes": Function(self._bytes, "builtins.bytes"),
             "builtins.complex": Function(self._complex, "builtins.complex"),
@@ -75,12 +76,14 @@ class Containers:
             "collections.OrderedDict": Function(self._dict, "collections.OrderedDict"),
             "collections.defaultdict": Function(self._empty, "collections.defaultdict"),
             "copyreg._reconstructor": Function(self._reconstructed, "copyreg._reconstructor"),
+            "datetime.timedelta": Function(_timedelta, "datetime.timedelta"),
             "torch.Size": Function(self._size, "torch.Size"),
             "torch.device": Function(_device, "torch.device"),
             "torch.serialization._get_layout": Function(_layout, "torch.layout"),
+            VersionObject.qualname: VersionObject,
         }
 
-    def get(self, name: str) -> Function | None:
+    def get(self, name: str) -> Function | type[VersionObject] | None:
         """The stand-in for a global, or None."""
         return self._table.get(name)
 
@@ -162,6 +165,16 @@ def _device(args: tuple[object, ...]) -> object:
     return TorchValue(
         f"torch.device({kind!r})" if index is None else f"torch.device('{kind}:{index}')"
     )
+
+
+def _timedelta(args: tuple[object, ...]) -> object:
+    """``(days, seconds, microseconds)``, as Python keeps them."""
+    days, seconds, micros = args if len(args) == 3 else (None, None, None)
+    if type(days) is not int or type(seconds) is not int or type(micros) is not int:
+        return Opaque("datetime.timedelta")
+    if abs(days) >= 10**9 or not 0 <= seconds < 86_400 or not 0 <= micros < 10**6:
+        return Opaque("datetime.timedelta")
+    return TorchValue(f"datetime.timedelta({days}, {seconds}, {micros})")
 
 
 def _layout(args: tuple[object, ...]) -> object:
@@ -274,8 +287,12 @@ def _leaf(value: object) -> object:
     return Opaque(kind.__name__)
 
 
-def _opaque(value: OpaqueObject | type[OpaqueObject]) -> Opaque:
-    """The object or class as a value that is not opened, and why it cannot be used."""
+def _opaque(value: OpaqueObject | type[OpaqueObject]) -> Opaque | TorchValue:
+    """The object or class as a value that is not opened, and why it cannot be used; or a version
+    of torch, which can.
+    """
+    if isinstance(value, VersionObject) and value.text:
+        return TorchValue(f"{value.qualname}({value.text!r})")
     if isinstance(value, OpaqueObject) and value.is_module:
         return Opaque(value.qualname, flaw=module_error(value.qualname))
     if value.unknown is None:

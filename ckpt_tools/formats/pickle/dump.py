@@ -90,6 +90,7 @@ _Special: TypeAlias = "Call | Instance | Persistent | bytes | complex | Size | A
 
 _BATCH = 1000  # how many items pickle puts between a MARK and a SETITEMS or APPENDS
 _DEVICE = "torch.device"
+_VERSION = "torch.torch_version.TorchVersion"
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 ORDERED_DICT = Global("collections", "OrderedDict")
@@ -279,10 +280,15 @@ class _PickleWriter:
         self.parts.append(b"q%c" % place if place < 256 else b"r" + struct.pack("<I", place))
 
 
-def _of_torch(value: TorchValue) -> Global | Call:
-    """How torch says its own values: a dtype by its name, a layout and a device by a call."""
+def _of_torch(value: TorchValue) -> Global | Call | Instance:
+    """How pickle says these values: a dtype by its name, others by a call of their class."""
     if value in LAYOUTS:
         return Call(Global("torch.serialization", "_get_layout"), (str(value),))
+    made, _, inner = value.partition("(")
+    if made == "datetime.timedelta":
+        return Call(Global("datetime", "timedelta"), tuple(map(int, inner[:-1].split(", "))))
+    if made == _VERSION:
+        return Instance(Global(*made.rsplit(".", 1)), (inner.strip("')"),))
     if not value.startswith(_DEVICE):
         return Global("torch", value.removeprefix("torch."))
     kind, _, index = value.removeprefix(_DEVICE).strip("'()").partition(":")

@@ -9,6 +9,7 @@ reach refuse to be changed (`__setstate__`), and everything is checked when a te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -35,6 +36,9 @@ class StandIn:
     def __setstate__(self, state: object) -> None:
         """Refuse: without this, pickle would write into the object or its class."""
         raise TypeError(f"{type(self).__name__} takes no state")
+
+
+_VERSION = re.compile(r"[0-9A-Za-z.+-]{1,80}")
 
 
 class Function(StandIn):
@@ -144,6 +148,21 @@ class OpaqueObject(StandIn):
 
     def add(self, item: object) -> None:
         """Drop the item."""
+
+
+class VersionObject(OpaqueObject):
+    """A TorchVersion, which is a str: ``text``, or "" when it is made of something else."""
+
+    __slots__ = ("text",)
+    text: str
+    qualname = "torch.torch_version.TorchVersion"
+
+    def __new__(cls, *args: object, **_kwargs: object) -> Self:
+        """The version of one text of letters, digits, dots, plus and minus signs."""
+        made = super().__new__(cls)
+        known = len(args) == 1 and type(args[0]) is str and _VERSION.fullmatch(args[0])
+        made.text = str(args[0]) if known else ""
+        return made
 
 
 def opaque_class(

@@ -34,8 +34,9 @@ from ckpt_tools.storage.reader import Files
 
 _LEAVE_OUT = "Leave them out with -x, or save again from a job in which all ranks agree."
 _FLAT_SHARDS = (
-    "Leave them out with -x, or save again: FSDP1's optimizer.state_dict() has flat pieces without "
-    "a layout, FSDP.optim_state_dict() has whole tensors or DTensors."
+    "FSDP1's optimizer.state_dict() has flat pieces without names or shapes: only a job with as "
+    "many ranks, wrapped alike, loads them. --only model takes the model alone. An optimizer that "
+    "converts is saved by FSDP.optim_state_dict(), or with FSDP2 (verl: strategy=fsdp2)."
 )
 
 

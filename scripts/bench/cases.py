@@ -71,7 +71,8 @@ class Case(NamedTuple):
     def with_before(self, checkout: Path) -> Case:
         """The same with our command of another commit in second place."""
         ours, *others = self.contestants
-        args = ("env", f"PYTHONPATH={data.compiled(checkout)}", *ours.args)
+        path = data.compiled(checkout)  # -m looks in the current folder first
+        args = ("env", "-C", path, f"PYTHONPATH={path}", *ours.args)
         return self._replace(contestants=[ours, Contestant("before", args), *others])
 
 

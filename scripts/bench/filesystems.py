@@ -32,24 +32,24 @@ _BLOCK = 8 << 20
 def copy(source: Path, out: Path, *, threads: int, direct: bool, allocate: bool) -> None:
     """Copy with so many threads, each of which takes every so-manieth block."""
     length = source.stat().st_size
-    read = os.open(source, os.O_RDONLY)
-    write = os.open(out, os.O_WRONLY | os.O_CREAT | (os.O_DIRECT if direct else 0))
-    if allocate:
-        os.posix_fallocate(write, 0, length)
-    else:
-        os.ftruncate(write, length)
+    with open(source, "rb") as read, open(out, "wb") as plain:
+        if allocate:
+            os.posix_fallocate(plain.fileno(), 0, length)
+        else:
+            plain.truncate(length)
+        past = os.open(out, os.O_WRONLY | os.O_DIRECT) if direct else plain.fileno()
 
-    def blocks(first: int) -> None:
-        buffer = memoryview(mmap.mmap(-1, _BLOCK))  # aligned, as O_DIRECT wants it
-        for at in range(first * _BLOCK, length, threads * _BLOCK):
-            nbytes = os.preadv(read, [buffer], at)
-            os.pwrite(write, buffer[:nbytes], at)
+        def blocks(first: int) -> None:
+            buffer = memoryview(mmap.mmap(-1, _BLOCK))  # aligned, as O_DIRECT wants it
+            for at in range(first * _BLOCK, length, threads * _BLOCK):
+                nbytes = os.preadv(read.fileno(), [buffer], at)
+                os.pwrite(past if nbytes == _BLOCK else plain.fileno(), buffer[:nbytes], at)
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(blocks, range(threads)))
-    os.fsync(write)
-    os.close(write)
-    os.close(read)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(blocks, range(threads)))
+        os.fsync(plain.fileno())
+        if direct:
+            os.close(past)
 
 
 def run(*words: str | Path) -> None:

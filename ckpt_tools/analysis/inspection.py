@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
 from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis import summary
@@ -123,6 +122,8 @@ def inspect(
 
 def html_of(index: CheckpointIndex, facts: str) -> str:
     """For a notebook: the lines of ``facts``, the first as a heading, and the first tensors."""
+    from html import escape  # late: only notebooks ask for it
+
     first, *rest = map(escape, facts.splitlines())
     rows = [
         f"<tr><td>{escape(entry.fqn)}</td><td>{entry.dtype.name}</td>"

@@ -14,7 +14,6 @@ all. An item of DCP (7 records) took 31 µs, here 15; a directory of 20,000 reco
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from hashlib import sha256
 from struct import Struct
 from typing import Literal, NamedTuple
 from zlib import crc32
@@ -195,6 +194,8 @@ class Archive:
 
         Raises UnreadableError as `read` does.
         """
+        from hashlib import sha256  # late: it loads OpenSSL
+
         record = self.record(name)
         start, end = (
             at - self._bytes.offset for at in (record.offset, record.offset + record.length)

@@ -28,6 +28,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.safetensors.header import read_header
 from ckpt_tools.proof import Naming
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.base import TransformResult
 
 REAL = DATA / "checkpoints"
 CASES = DATA / "cases"
@@ -248,3 +249,19 @@ def test_an_export_of_the_optimizer_is_still_an_optimizer(tmp_path: Path) -> Non
     copy = formats.read_index(str(tmp_path / "out"))
     sections = api.fingerprint(copy).sections
     assert sections == {"optim": api.fingerprint(source).sections["optim"]}
+
+
+def test_an_unfinished_export_by_another_function_is_another_order(tmp_path: Path) -> None:
+    index = formats.read_index(str(DATA / "checkpoints" / "fsdp2_dcp_1d_4r" / "ckpt"))
+
+    def settings(rows: int) -> dict[str, str]:
+        functions = {
+            2: lambda made, _files: (TransformResult(made), 2)[0],
+            3: lambda made, _files: (TransformResult(made), 3)[0],
+        }
+        options = ExportOptions(only="model", steps=(functions[rows],))
+        order = convert.Export(index, str(tmp_path / "out"), WriteOptions(), options)
+        return order.settings(order.plan(formats.locate))
+
+    assert settings(2) == settings(2)
+    assert settings(2) != settings(3)

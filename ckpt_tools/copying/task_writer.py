@@ -182,10 +182,17 @@ class TaskWriter:
     """Writes tasks through buffers of at most ``memory`` bytes in all; one for each thread.
 
     ``moved`` is called with the number of bytes written, ``stop`` is checked between two slabs.
+    ``in_kernel`` lets the system copy what need not be looked at.
     """
 
     def __init__(
-        self, files: Files, *, memory: int, moved: Callable[[int], None], stop: threading.Event
+        self,
+        files: Files,
+        *,
+        memory: int,
+        moved: Callable[[int], None],
+        stop: threading.Event,
+        in_kernel: bool = True,
     ) -> None:
         slab = max(_WIDEST, min(SLAB_BYTES, memory // 4) // _WIDEST * _WIDEST)
         self._memory = memoryview(mmap.mmap(-1, slab + BLOCK))  # which begins with a page
@@ -196,7 +203,7 @@ class TaskWriter:
         self._gatherer = ChunkReader(files, stage_bytes=slab)
         self._casters: dict[tuple[str, str], Caster] = {}
         self._sieve: tuple[WriteItem, ReadsNearby] | None = None
-        self._moved, self._stop = moved, stop
+        self._moved, self._stop, self._in_kernel = moved, stop, in_kernel
 
     def write(self, task: Task, output: Output) -> int:
         """Write everything of one task, and give the CRC-32 of its bytes when it is ``checked``.
@@ -262,11 +269,11 @@ class TaskWriter:
         for run in runs:
             try:
                 with self._files.descriptor(run.path) as fd:
-                    if piece.item.crc_at:
-                        for view in self._through_buffer(fd, run, output, offset=offset):
-                            crc = zlib.crc32(view, crc)
-                    else:
+                    if self._in_kernel and not piece.item.crc_at:
                         self._copy(fd, run, output, offset=offset)
+                    else:
+                        for view in self._through_buffer(fd, run, output, offset=offset):
+                            crc = zlib.crc32(view, crc) if piece.item.crc_at else 0
             except OSError as error:
                 raise unreadable(run.path, error) from error
             offset += run.unit

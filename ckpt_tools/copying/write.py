@@ -203,6 +203,7 @@ class _Work:
         outputs.expect(tasks)
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._in_kernel = True
 
     @property
     def left(self) -> int:
@@ -223,6 +224,9 @@ class _Work:
         # Threads begin far apart: two that write one file wait for each other's writes.
         parts = [share_of(self._left[0], Share(number, threads)) for number in range(threads)]
         self._left = [part[::-1] for part in parts]
+        # The system reads the source under the lock of the file that it copies to: of two threads
+        # on one file, one could read while the other writes. More would only fight for that lock.
+        self._in_kernel = threads != 2 or len({task.file.path for task in parts[0]}) > 1
         pool = ThreadPoolExecutor(threads, thread_name_prefix="copy")
         try:
             with _interrupts_held():
@@ -237,7 +241,13 @@ class _Work:
 
     def _work(self, files: Files, memory: int, part: list[Task]) -> None:
         """One thread's work: its own part of the tasks, then what other threads have left."""
-        writer = TaskWriter(files, memory=memory, moved=self._moved, stop=self._stop)
+        writer = TaskWriter(
+            files,
+            memory=memory,
+            moved=self._moved,
+            stop=self._stop,
+            in_kernel=self._in_kernel,
+        )
         try:
             while (task := self._next(part)) is not None:
                 with self._lock:

@@ -26,13 +26,13 @@ def choose_threads(nbytes: int, *, lanes: int, processes: int = 1, far: bool = F
     A store that is ``far`` is waited for: then cores count for nothing, open requests do.
 
     ``lanes`` is the number of things that can be worked on without waiting for one another: output
-    files to write, tensors or ranges to read. Writers of one file wait for each other, so a lane
-    keeps few threads busy. ``processes`` share the cores.
+    files to write, tensors or ranges to read. A lane keeps two threads busy: one writes its file
+    while the other reads. ``processes`` share the cores.
     """
     cores = max(_LEAST_THREADS, min(MOST_THREADS, usable_cores() // processes))
     if far:
         cores, lanes = MOST_THREADS, MOST_THREADS
-    useful = min(lanes + 2, -(-nbytes // _BYTES_PER_THREAD))
+    useful = min(2 * lanes, -(-nbytes // _BYTES_PER_THREAD))
     return max(1, min(cores, useful))
 
 

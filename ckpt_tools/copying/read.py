@@ -7,7 +7,6 @@ bytes go afterwards is not known here.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 from ckpt_tools.copying.strided import (
@@ -21,6 +20,7 @@ from ckpt_tools.copying.strided import (
     span_of,
     steps,
 )
+from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import Box, BoxIndex, slabs
 from ckpt_tools.core.index import ByteRange, TensorEntry
 from ckpt_tools.core.plan import Finder, ReadItem
@@ -235,7 +235,7 @@ def stream_box(
                 if os.preadv(fd, [view], run.source + done) != len(view):
                     files.read_into(run.path, run.source + done, view)
                 if on_run is not None:
-                    crc = zlib.crc32(view, crc)
+                    crc = crc32(view, crc)
                 done, filled = done + len(view), filled + len(view)
                 if filled == len(buffer):
                     yield buffer

@@ -10,7 +10,6 @@ import mmap
 import os
 import struct
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ckpt_tools.copying.tasks import (
     contents_of,
     nbytes_of,
 )
+from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import slabs
 from ckpt_tools.core.plan import WriteItem
 from ckpt_tools.errors import unreadable, unwritable
@@ -256,7 +256,7 @@ class TaskWriter:
             if is_cast:
                 self._caster(item).cast(into[: slab.numel * itemsize], view)
             if item.crc_at:
-                crc = zlib.crc32(view, crc)
+                crc = crc32(view, crc)
             output.put(offset, view)
             offset += len(view)
             self._moved(len(view))
@@ -273,7 +273,7 @@ class TaskWriter:
                         self._copy(fd, run, output, offset=offset)
                     else:
                         for view in self._through_buffer(fd, run, output, offset=offset):
-                            crc = zlib.crc32(view, crc) if piece.item.crc_at else 0
+                            crc = crc32(view, crc) if piece.item.crc_at else 0
             except OSError as error:
                 raise unreadable(run.path, error) from error
             offset += run.unit
@@ -344,7 +344,7 @@ class TaskWriter:
 
     def _put_crcs(self, group: _Batch, late: list[tuple[int, int]]) -> None:
         for place, piece in group.checked:
-            crc = zlib.crc32(self._out[place : place + piece.nbytes])
+            crc = crc32(self._out[place : place + piece.nbytes])
             for slot in piece.item.crc_at:
                 if group.start <= slot <= group.start + group.size - SLOT_BYTES:
                     SLOT.pack_into(self._out, slot - group.start, crc)

@@ -15,7 +15,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import groupby
 
-from ckpt_tools.copying import crc
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.copying.read import read_array, read_box
 from ckpt_tools.copying.resume import TaskRange
@@ -27,6 +26,7 @@ from ckpt_tools.copying.task_writer import (
     TaskWriter,
 )
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
+from ckpt_tools.core.crc import combine
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.paths import is_address
@@ -178,7 +178,7 @@ class _Checksums:
         for nbytes, part in parts.values():
             if part is None:
                 return None
-            whole = crc.combine(whole, part, length=nbytes)
+            whole = combine(whole, part, length=nbytes)
         return whole
 
 
@@ -224,9 +224,9 @@ class _Work:
         # Threads begin far apart: two that write one file wait for each other's writes.
         parts = [share_of(self._left[0], Share(number, threads)) for number in range(threads)]
         self._left = [part[::-1] for part in parts]
-        # The system reads the source under the lock of the file that it copies to: of two threads
-        # on one file, one could read while the other writes. More would only fight for that lock.
-        self._in_kernel = threads != 2 or len({task.file.path for task in parts[0]}) > 1
+        # The system reads the source under the lock of the file that it copies to: that is best
+        # where each thread has its own file. On one file, one thread can write and another read.
+        self._in_kernel = threads <= len({task.file.path for part in parts for task in part})
         pool = ThreadPoolExecutor(threads, thread_name_prefix="copy")
         try:
             with _interrupts_held():

@@ -6,7 +6,6 @@ works, bit for bit. torch's result is compared with the rank's own shard before 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import numpy as np  # noqa: TID253 - only the engine `gather` comes here
 
 from ckpt_tools import formats
 from ckpt_tools.copying.read import read_array
+from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import Box, row_major_strides
 from ckpt_tools.core.index import (
     ByteRange,
@@ -135,7 +135,7 @@ class Gathering:
             whole = self._whole(entry, layout, box, shard)
         except UnsupportedError as failure:  # every rank has it: it lies in shape and layout
             return error or failure
-        mine = None if error is not None else (box, zlib.crc32(shard))
+        mine = None if error is not None else (box, crc32(shard))
         differing = None if entry.compared else self._differing(entry.fqn, mine)
         if error is not None or differing is not None:
             return error or differing

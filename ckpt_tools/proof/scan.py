@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools.copying.cast import exact_extremes, has_numbers, numbers
 from ckpt_tools.copying.write import read_box
+from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import Chunk, TensorEntry
 from ckpt_tools.storage.reader import Files

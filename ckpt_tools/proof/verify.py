@@ -76,7 +76,7 @@ def verify(
 ) -> VerifyReport:
     """Check a checkpoint by reading every byte range of it once, and replicas against one another.
 
-    Several ranges are read at a time, with about 1 MiB of memory for each of ``threads``.
+    Several ranges are read at a time, with about 4 MiB of memory for each of ``threads``.
     ``on_bytes`` gets the number of bytes read since its last call; `bytes_to_read` estimates their
     sum.
     """

@@ -105,6 +105,20 @@ def export_rows(lab: Lab) -> Case:
     )
 
 
+def export_files(lab: Lab) -> Case:
+    """The same to files of 1 GB at most, which are written side by side; the peers write one."""
+    data.dcp_rows(lab.full(), lab.source)
+    files = ("-o", lab.out, "--max-shard-size", "1GB")
+    return Case(
+        [
+            _ours("ckpt-tools export", "export", lab.source, *files),
+            _peer("dcp_to_torch_save", lab.source, lab.out, peer="dcp_to_torch"),
+            _peer("accelerate merge_fsdp_weights", lab.source, lab.out, peer="accelerate"),
+        ],
+        None,
+    )
+
+
 def export_hf_shards(lab: Lab) -> Case:
     """The safetensors shards of torch's HuggingFace writer to one safetensors file."""
     data.write_hf_shards(lab.source, data.llama(lab.nbytes, 2))
@@ -290,6 +304,7 @@ CASES: dict[str, Callable[[Lab], Case]] = {
     case.__name__.replace("_", "-"): case
     for case in (
         export_rows,
+        export_files,
         export_hf_shards,
         export_grid,
         export_ranks,

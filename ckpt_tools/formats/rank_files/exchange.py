@@ -7,12 +7,12 @@ gives the index that a reader of all files would give. Who sends the values is n
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import escape, glob
 
 from ckpt_tools.core import names
+from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
@@ -112,7 +112,7 @@ def _with_digest(part: RankTensor, files: Files) -> RankTensor:
     known = part.crc is not None and part.fills_record
     if known or part.data.length > MAX_COMPARED:
         return part
-    return part._replace(crc=zlib.crc32(elements(part, files)), fills_record=True)
+    return part._replace(crc=crc32(elements(part, files)), fills_record=True)
 
 
 def joined_index(

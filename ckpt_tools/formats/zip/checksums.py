@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import partial
-from zlib import crc32
 
+from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.protocol import (

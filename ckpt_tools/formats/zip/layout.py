@@ -14,7 +14,8 @@ import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-from zlib import crc32
+
+from ckpt_tools.core.crc import crc32
 
 _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from struct import Struct
 from typing import Literal, NamedTuple
-from zlib import crc32
 
+from ckpt_tools.core.crc import crc32
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 
 ReadBytes = Callable[[int, int], bytes]

@@ -1,8 +1,15 @@
-"""CRC-32 of bytes that several threads see in parts."""
+"""CRC-32 as zip archives have it, and of bytes that several threads see in parts."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+
+try:  # up to ten times as fast as zlib's
+    from isal.isal_zlib import crc32
+except ImportError:  # a processor that it is not made for
+    from zlib import crc32
+
+__all__ = ["combine", "crc32"]
 
 # The polynomial of zip's CRC-32 (ISO 3309), bit-reversed: bit 31 is the coefficient of x^0.
 _POLYNOMIAL = 0xEDB88320

@@ -225,7 +225,7 @@ class _Watch(threading.Thread):
         self.peak = 0
 
     def run(self) -> None:
-        while not self._stop_now.wait(0.03):
+        while not self._stop_now.wait(0.1):
             held = sum(_held(pid) for pid in _family(self._pids))
             self.peak = max(self.peak, held)
 

@@ -99,6 +99,7 @@ def main() -> None:
         save_interval=f"{shared.STEPS}ba",
         load_path=want.ckpt or None,
         parallelism_config={"fsdp": config},
+        precision="fp32",  # on a GPU it would take fp16
         progress_bar=False,
     )
     trainer.fit()

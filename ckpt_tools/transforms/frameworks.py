@@ -42,6 +42,8 @@ VERL_MESH = ("ddp", "fsdp")
 _STEP = re.compile(r"(?:global_step_|step[-_=]?|checkpoint-|ep\d+-ba)(\d+)(?:\D.*)?")
 # What entries of a joined folder are called whose files are copied, or named when they are not.
 _COPIED = ("scheduler", "trainer_state", "random_states", "rng_state")
+# What Composer's Trainer may call its gradient scaler: FSDP1 has the last, FSDP2 one of the others.
+_SCALERS = ("GradScaler", "ClosureGradScaler", "ShardedGradScaler")
 # verl's folder of config and tokenizer may hold a copy of the model, too.
 _HUB = "huggingface"
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?)(\.index\.json)?")
@@ -385,12 +387,21 @@ def _composer(job: _Job) -> Arranged:
     tree = _together(
         _in(("state", "model"), job.parts.model),
         _in(("state", "optimizers", kind), job.nested()),
-        taken,
+        merge(taken, _scalers(taken)),
     )
     notes = job.left_out("state", "rng")
     if taken.get("state") is None:
         notes.append("Composer's own state (timestamp, …) is missing: use load_weights_only=True.")
     return Arranged({folder: tree}, notes=tuple(notes))
+
+
+def _scalers(taken: Branch[Entry]) -> Branch[Entry]:
+    """The gradient scaler under all names that a Trainer may ask for: it saves it on GPUs alone,
+    and asks for that of its own class.
+    """
+    saved = taken.get("state", "scaler")
+    known = next(iter(saved.items), None) if isinstance(saved, Branch) else None
+    return _in(("state", "scaler"), dict_of(dict.fromkeys(_SCALERS, known)))
 
 
 def _optimizer_class(job: _Job) -> str:

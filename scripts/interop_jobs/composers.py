@@ -12,6 +12,8 @@ import shared
 import torch
 import torch.distributed as dist
 from cpu_stub import NO_OFFLOAD, stub_offload
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 NAMES = {
     "": (),
@@ -34,11 +36,19 @@ def stub_torchvision() -> None:
         sys.modules[stub.__name__] = stub
 
 
+def stub_scaler() -> None:
+    """Let gradient scalers be for the CPU, so that they are saved: those for CUDA are off there."""
+    for kind in (GradScaler, ShardedGradScaler):
+        kind.__init__.__defaults__ = ("cpu", *kind.__init__.__defaults__[1:])
+
+
 DEVICE = shared.device()
 STUBS = []
 if DEVICE.type == "cpu":
     STUBS += ["torch.cuda.current_device() is the CPU (FSDP wraps models for it)", NO_OFFLOAD]
+    STUBS += ["gradient scalers are those of the CPU"]
     stub_offload()
+    stub_scaler()
     torch.cuda.current_device = lambda: DEVICE
 if find_spec("torchvision") is None:
     STUBS += ["torchvision is an empty module (its wheel on PyPI is for CUDA)"]
@@ -99,6 +109,7 @@ def main() -> None:
         save_interval=f"{shared.STEPS}ba",
         load_path=want.ckpt or None,
         parallelism_config={"fsdp": config},
+        precision="fp32",  # on a GPU it would take fp16
         progress_bar=False,
     )
     trainer.fit()

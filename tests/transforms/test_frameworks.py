@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from alone import ALONE
 from click.testing import CliRunner, Result
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -86,6 +88,22 @@ def test_verl_gets_the_mesh_that_its_own_loader_has(
     found = read_index(str(tmp_path / "out" / "global_step_1" / "actor")).mesh
     assert found is not None
     assert found.dim_names == names
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("saved", ["ShardedGradScaler", "GradScaler", "ClosureGradScaler"])
+def test_composers_gradient_scaler_is_found_by_fsdp1_and_by_fsdp2(
+    tmp_path: Path, saved: str
+) -> None:
+    """On GPUs its Trainer saves it by its class, and that of FSDP2 is another one than FSDP1's."""
+    model, scaler = {"weight": torch.ones(4)}, {"scale": 1024.0, "_growth_tracker": 7}
+    state = {"model": model, "scaler": {saved: scaler}, "run_name": "run"}
+    dcp.save({"state": state}, checkpoint_id=tmp_path / "ep0-ba7", **ALONE)
+    lay_out(tmp_path / "ep0-ba7", tmp_path / "out", "composer")
+    for asked in ("ShardedGradScaler", "GradScaler", "ClosureGradScaler"):
+        found = {"state": {"scaler": {asked: dict.fromkeys(scaler, 0)}}}
+        dcp.load(found, checkpoint_id=tmp_path / "out" / "ep0-ba7", **ALONE)
+        assert found["state"]["scaler"][asked] == scaler
 
 
 def test_states_of_the_old_ranks_are_left_out_and_named(tmp_path: Path) -> None:

@@ -134,3 +134,14 @@ def test_half_a_replica_group_is_missed(gone: list[int], tmp_path: Path) -> None
     index = formats.read_index(str(_without(tmp_path, gone)))
     with pytest.raises(CheckpointError, match="missing: rank"):
         index.require_whole()
+
+
+def test_of_a_lost_file_it_is_said_which_ranks_hold_all_of_it(tmp_path: Path) -> None:
+    index = formats.read_index(str(_without(tmp_path, [5])))
+    with pytest.raises(CheckpointError) as raised:
+        index.require_whole()
+    assert "only those of ranks 0-3" in str(raised.value.hint)
+    index = formats.read_index(str(_without(tmp_path / "other", [1, 5])))
+    with pytest.raises(CheckpointError) as raised:
+        index.require_whole()
+    assert "keep only" not in str(raised.value.hint)

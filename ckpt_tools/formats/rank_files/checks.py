@@ -17,6 +17,7 @@ from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 from ckpt_tools.formats.pickle.state_dict import Stored
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredMesh
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
+from ckpt_tools.formats.rank_files.replica_groups import whole_groups
 from ckpt_tools.formats.torch_file.dtensor_read import mesh_of
 
 _LISTED = 32
@@ -139,10 +140,15 @@ def missing(
         return
     rows = _rows_of(absent[0], world, tensors)
     held = f" Rank {absent[0]} held {'; '.join(rows)}." if rows else ""
+    hint = f"Bring them from the other nodes or an older save, e.g. {family.path_of(absent[0])}."
+    for group in whole_groups(family, world, tensors)[:1]:
+        hint += (
+            f"\nOr keep only those of ranks {rank_spans(group)}: they hold a replica of every row."
+        )
     yield IncompleteError(
         f"{len(absent):,} of {world:,} files {family.pattern} {are(len(absent))} missing: "
         f"{'ranks' if len(absent) > 1 else 'rank'} {listed(absent)}.{held}",
-        hint=f"Bring them from the other nodes or an older save, e.g. {family.path_of(absent[0])}.",
+        hint=hint,
     )
 
 

@@ -6,7 +6,6 @@ known from the layouts: the same rows.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 
@@ -17,24 +16,32 @@ from ckpt_tools.formats.rank_files.file_names import Family, holds_other_state
 
 
 def are_whole(family: Family, world: int, tensors: Sequence[TensorEntry]) -> bool:
-    """Whether ranks are absent, and those that are there are one or more whole replica groups.
+    """Whether ranks are absent, and those that are there are one or more whole replica groups."""
+    there = len(family.files)
+    return there < world and sum(map(len, whole_groups(family, world, tensors))) == there
+
+
+def whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> list[list[int]]:
+    """The ranks of each replica group of which every file is there.
 
     Every DTensor must be on one mesh of all ranks, of which some dimensions replicate all of them:
-    only then is it known that the absent ranks held nothing else.
+    only then is it known that the ranks of other groups held nothing else.
     """
     have = [file.rank for file in family.files]
     layouts = {entry.layout for entry in tensors if entry.layout is not None}
     meshes = {layout.mesh for layout in layouts}
-    if len(have) >= world or max(have) >= world or len(meshes) != 1:
-        return False
+    if max(have) >= world or len(meshes) != 1:
+        return []
     (mesh,) = meshes
     dims = _replicated(layouts, len(mesh.shape))
     if mesh.size != world or not dims:
-        return False
+        return []
     in_group = mesh.size // prod(mesh.shape[dim] for dim in dims)
-    places = map(mesh.coordinate, have)
-    groups = Counter(tuple(place[dim] for dim in dims) for place in places)
-    return set(groups.values()) == {in_group}
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in have:
+        place = mesh.coordinate(rank)
+        groups.setdefault(tuple(place[dim] for dim in dims), []).append(rank)
+    return [ranks for ranks in groups.values() if len(ranks) == in_group]
 
 
 def _replicated(layouts: set[Layout], ndim: int) -> list[int]:

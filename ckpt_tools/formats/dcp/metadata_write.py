@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
@@ -72,9 +71,11 @@ def encode_metadata(
         _dict(writer.item(item, records[item.fqn]) for item in items),
     ]
     digest = hashlib.sha256(b"".join(body)).digest()
+    # Written as a UUID is; the module uuid would load subprocess on Python 3.10.
+    save_id = "-".join(part.hex() for part in struct.unpack("4s2s2s2s6s", digest[:16]))
     body += [
         writer.text("storage_meta"),
-        writer.storage_meta(save_id=str(uuid.UUID(bytes=digest[:16]))),
+        writer.storage_meta(save_id=save_id),
         writer.text("version"),
         writer.text(_VERSION),
         b"ub.",

@@ -121,6 +121,8 @@ class LazyTensor:
         """What `numpy.asarray` gives."""
         import numpy as np  # late: an index is had without it
 
+        if copy is None:  # which numpy 1.26 does not take
+            return np.asarray(self.numpy(), dtype=dtype)  # type: ignore[call-overload,no-any-return]
         return np.array(self.numpy(), dtype=dtype, copy=copy)  # type: ignore[call-overload,no-any-return]
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -208,7 +209,7 @@ def outcome(data: bytes, *, shapes_from: int) -> object:
         try:
             return plain(load_metadata(data, where="x"))
         except CheckpointError as error:
-            return type(error), str(error)
+            return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: str(path.relative_to(DATA)))
@@ -219,4 +220,16 @@ def test_skipping_entries_of_one_shape_changes_nothing(path: Path) -> None:
 
 @given(data=damaged())
 def test_damaged_metadata_ends_the_same_with_entries_skipped(data: bytes) -> None:
-    assert outcome(data, shapes_from=0) == outcome(data, shapes_from=1 << 40)
+    skipped, walked = outcome(data, shapes_from=0), outcome(data, shapes_from=1 << 40)
+    if ends_at_a_reference(walked, data):
+        # A shape looks no reference up: the unpickler refuses one to nothing, or what is before it.
+        assert isinstance(skipped, str)
+    else:
+        assert skipped == walked
+
+
+def ends_at_a_reference(outcome: object, data: bytes) -> bool:
+    """Whether the walk ended where a value is named that is not there."""
+    error = outcome if isinstance(outcome, str) else ""
+    found = re.search("holds no pickle, at byte ([0-9,]+)", error)
+    return found is not None and data[int(found[1].replace(",", ""))] in b"hj"

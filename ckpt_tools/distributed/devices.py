@@ -53,7 +53,23 @@ def process_group(group: Group) -> Iterator[str]:
         raise
     finally:
         if not is_broken:
-            dist.destroy_process_group()
+            _destroy_groups()
+
+
+def _destroy_groups() -> None:
+    """Destroy all of torch's process groups, each gloo backend after its group.
+
+    With torch 2.6 a group that ends waits for gloo's threads and keeps Python's lock (GIL), which a
+    thread needs to drop its last tensor: both hang. A backend that ends releases the lock.
+    """
+    import torch
+    from torch.distributed import destroy_process_group, distributed_c10d
+
+    cpu = torch.device("cpu")
+    groups = distributed_c10d._world.pg_map  # noqa: SLF001 (torch lists its groups nowhere else)
+    backends = [group._get_backend(cpu) for group in groups if cpu in group._device_types]  # noqa: SLF001
+    destroy_process_group()
+    backends.clear()
 
 
 def require_world(world_size: int, mesh: Mesh, *, engine: str, whose: str) -> None:

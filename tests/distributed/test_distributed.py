@@ -365,6 +365,32 @@ def test_a_store_that_is_gone_is_told_as_such() -> None:
 # ----------------------------------------------------------------------------------- agreement
 
 
+_MANY_GROUPS = """
+import os
+import torch
+from torch import distributed as dist
+from ckpt_tools.distributed.devices import process_group
+from ckpt_tools.distributed.environment import RankPlace
+from ckpt_tools.distributed.group import Group
+from ckpt_tools.distributed.heartbeat import Heartbeat
+
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+store, place = dist.HashStore(), RankPlace(0, 1, 0, 1)
+heartbeat = Heartbeat(store, place)
+with heartbeat.running():
+    group = Group(store, place, heartbeat=heartbeat)
+    for _ in range(300):
+        with process_group(group):
+            dist.all_gather([torch.empty(1)], torch.ones(1))
+"""
+
+
+@pytest.mark.slow
+def test_torchs_groups_end_while_gloos_threads_drop_tensors() -> None:
+    """On torch 2.6 and one core a plain destroy_process_group hangs within some fifty rounds."""
+    subprocess.run([sys.executable, "-c", _MANY_GROUPS], check=True, timeout=100)
+
+
 @pytest.mark.parametrize("leftover", [True, False])
 def test_an_output_folder_on_a_nodes_own_disk_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, leftover: bool

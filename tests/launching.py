@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Seconds after which a job counts as hanging: on a twentieth of a core the largest takes 245.
+PATIENCE = 300
 BIN = Path(sys.executable).parent
 JOBS = Path(__file__).parent / "jobs"
 ENVIRONMENT = {
@@ -25,7 +27,7 @@ def torchrun(
         env={**ENVIRONMENT, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -69,7 +71,7 @@ def nodes(
     return agents
 
 
-def ends(agents: list[subprocess.Popen[str]], *, within: float) -> list[str]:
+def ends(agents: list[subprocess.Popen[str]], *, within: float = PATIENCE) -> list[str]:
     """What the agents said; they must end within so many seconds."""
     try:
         return [agent.communicate(timeout=within)[0] for agent in agents]
@@ -94,7 +96,7 @@ def ckpt_tools(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -37,7 +37,7 @@ def test_two_nodes_write_what_one_process_writes_by_every_engine(
     ]
     (tmp_path / "tasks.json").write_text(json.dumps(tasks, default=str))
     agents = nodes(JOBS / "engines.py", tmp_path / "tasks.json", rendezvous=rendezvous)
-    said = ends(agents, within=120)
+    said = ends(agents)
     assert [agent.returncode for agent in agents] == [0, 0], said
     for engine, source in sources.items():
         alone = tmp_path / f"{engine}-alone"
@@ -54,7 +54,7 @@ def test_two_nodes_write_what_one_process_writes_by_every_engine(
 def test_two_nodes_export_what_one_process_exports(tmp_path: Path, rendezvous: str) -> None:
     command = ("export", DCP, "--max-shard-size", "50KB", "--check")
     agents = nodes("-m", "ckpt_tools", *command, "-o", tmp_path / "out", rendezvous=rendezvous)
-    said = ends(agents, within=120)
+    said = ends(agents)
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert "".join(said).count("Proven by ") == 1
     ckpt_tools(*command, "-o", tmp_path / "alone")
@@ -75,7 +75,7 @@ def test_a_source_that_one_node_sees_in_part_is_refused(tmp_path: Path, command:
     (tmp_path / "source1" / "__2_0.distcp").unlink()
     asked = command.format(f"{tmp_path}/source$RANK", tmp_path / "out")
     agents = nodes("--no-python", "sh", "-c", f"exec ckpt-tools {asked}")
-    said = ends(agents, within=120)
+    said = ends(agents)
     errors = re.findall(r"^Error: .*", "".join(said), re.MULTILINE)
     assert len(errors) == 1, said
     assert errors[0].startswith("Error: Rank 1: ")
@@ -87,7 +87,7 @@ def test_a_source_that_one_node_sees_in_part_is_refused(tmp_path: Path, command:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a node its own disk")
 def test_dcp_into_a_nodes_own_disk_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     arguments = ("reshard", DCP, "-o", tmp_path / "out", "--to-mesh", "2", "--engine", "dcp")
-    said = ends(nodes("-m", "ckpt_tools", *arguments, own_disk=tmp_path), within=120)
+    said = ends(nodes("-m", "ckpt_tools", *arguments, own_disk=tmp_path))
     assert f"Error: Rank 1: {tmp_path}/out.partial on " in said[0]
     assert "exitcode  : 2" in said[0]
     assert not list(tmp_path.iterdir())

@@ -246,7 +246,7 @@ def _resolved(name: str) -> object:
         return TorchDType(name)
     if stub is None:
         raise UnsafePickleError(
-            f"asks for {name}, which DCP metadata of torch 2.1 to 2.13 does not have; "
+            f"asks for {name}, which DCP metadata of torch 2.1 to 2.14 does not have; "
             "it was not run.",
             hint="The directory was written by another library, or is hostile.",
         )

@@ -331,6 +331,14 @@ def test_state_for_another_model_is_a_problem() -> None:
     assert problems == 1
 
 
+@pytest.mark.parametrize("optim", ["optim", "optim_a"])
+def test_a_model_and_an_optimizer_of_any_names_belong_together(optim: str) -> None:
+    names = ("policy/w", f"{optim}/state/w/exp_avg", f"{optim}/param_groups/0/lr")
+    assert halves(*names) == (0, ())
+    problems, _ = halves("policy/w", f"{optim}/state/x/exp_avg", f"{optim}/state/y/exp_avg")
+    assert problems == 1
+
+
 def test_state_for_a_fused_parameter_is_a_note() -> None:
     names = [
         f"{half}{i}{end}"

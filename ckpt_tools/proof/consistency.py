@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from ckpt_tools.core import names
-from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.canonical_names import Inside, owner_of
 
+_MAX_CONTAINERS = 2
 _BY_NUMBER = "Optimizer state is kept by number, so its parameters are not known."
 
 
@@ -34,7 +34,7 @@ def compare_model_and_optimizer(
     Nothing is compared when either is absent, or when the state is numbered (a plain
     ``optimizer.state_dict()``).
     """
-    model = {e.fqn: _own_names(e, inside) for e in index.tensors if e.section == "model"}
+    model = {e.fqn: _own_names(inside[e.fqn].name) for e in index.tensors if e.section == "model"}
     state = _states(index, inside)
     if not model or not state:
         return Consistency()
@@ -60,13 +60,13 @@ def compare_model_and_optimizer(
     return Consistency((error,), tuple(notes))
 
 
-def _own_names(entry: TensorEntry, inside: Mapping[str, Inside]) -> set[str]:
-    """What an optimizer may call a weight: its name without any of the containers above it.
+def _own_names(name: str) -> set[str]:
+    """What an optimizer may call a weight: its name without one or two containers above it.
 
     ``{"policy": model.state_dict(), "optim": …}`` has a ``policy`` that no optimizer knows.
     """
-    below = (entry.path[depth:] for depth in range(len(entry.path)))
-    return {inside[entry.fqn].name, *(names.clean(names.join(path)) for path in below)}
+    parts = name.split(".")
+    return {".".join(parts[depth:]) for depth in range(min(len(parts), _MAX_CONTAINERS + 1))}
 
 
 def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -335,6 +335,7 @@ def test_state_for_another_model_is_a_problem() -> None:
 def test_a_model_and_an_optimizer_of_any_names_belong_together(optim: str) -> None:
     names = ("policy/w", f"{optim}/state/w/exp_avg", f"{optim}/param_groups/0/lr")
     assert halves(*names) == (0, ())
+    assert halves("policy.w", *names[1:]) == (0, ())  # as safetensors has it
     problems, _ = halves("policy/w", f"{optim}/state/x/exp_avg", f"{optim}/state/y/exp_avg")
     assert problems == 1
 

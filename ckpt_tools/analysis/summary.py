@@ -6,6 +6,7 @@ boxes tell is inferred, and says so.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ckpt_tools.core.index import (
     ObjectEntry,
     Section,
     TensorEntry,
+    TorchValue,
 )
 from ckpt_tools.core.layout import Layout, Mesh, Shard
 from ckpt_tools.core.names import is_in_param_groups
@@ -36,6 +38,7 @@ _STEP_NAMES = (
     *("batch", "iteration", "iteration_count"),
 )
 _MAX_NAMED = 5
+_NUMPY_INT = re.compile(r"numpy\.u?int\d+\((-?\d+)\)")
 
 
 class FoundMesh(NamedTuple):
@@ -245,6 +248,9 @@ def step_of(index: CheckpointIndex, read: Callable[[Entry], object]) -> Step | N
             value = read(entry)
         except CheckpointError:
             continue
+        count = _NUMPY_INT.fullmatch(value) if isinstance(value, TorchValue) else None
+        if count is not None:
+            return Step(int(count[1]), entry.fqn)
         if type(value) is int or (isinstance(value, float) and value.is_integer()):
             return Step(int(value), entry.fqn)
     return None

@@ -263,7 +263,12 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     held = {entry.section for entry in index.tensors}
     if "model" not in held:
         return Verdict(yes=False, reason="the model weights are missing")
-    if "optim" not in held:
+    groups = [
+        entry
+        for entry in index.entries
+        if entry.section == "optim" and is_in_param_groups(entry.path)
+    ]
+    if "optim" not in held and not groups:
         reason = "the optimizer state is missing; the weights can start a new run"
         return Verdict(yes=False, reason=reason)
     flawed = [entry for entry in index.objects if entry.flaw is not None]
@@ -271,12 +276,13 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     if unread:
         shown, flaw = some([entry.fqn for entry in unread]), unread[0].flaw
         return Verdict(yes=False, reason=f"{shown} cannot be read: {flaw}".partition("\n")[0])
-    optim = (entry for entry in index.entries if entry.section == "optim")
-    if not any(is_in_param_groups(entry.path) for entry in optim):
+    if not groups:
         reason = (
             "the optimizer's param_groups are missing, and an optimizer cannot load without them"
         )
         return Verdict(yes=False, reason=reason)
+    if "optim" not in held:  # SGD without momentum, or nothing was trained yet
+        return Verdict(yes=True, reason="the model is complete, and the optimizer keeps no tensors")
     return Verdict(yes=True, reason="model and optimizer state are complete")
 
 

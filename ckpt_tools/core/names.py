@@ -20,7 +20,9 @@ from ckpt_tools.errors import AnswerNo, Instead, UsageError, Way
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 # What frameworks call the container of the model's weights and that of the optimizer's state.
-_MODEL = frozenset({"model", "module", "state_dict", "model_state_dict", "models", "net"})
+_MODEL = frozenset(
+    {"model", "module", "state_dict", "model_state_dict", "model_state", "models", "net"}
+)
 _OPTIM = frozenset(
     {"optim", "optimizer", "optimizers", "optimizer_state_dict", "optimizer_states"}
     | {"optim_state_dict", "optimizer_0"}
@@ -39,6 +41,7 @@ _OTHER = frozenset(
         "extra_state",
     }
     | {"timestamp", "train_dataloader", "algorithms", "integrations", "metadata", "meta"}
+    | {"scaler", "grad_scaler", "random_state", "random_states"}
 )
 
 _MAX_NEAR = 5
@@ -98,12 +101,12 @@ def classify(
 
     ``objects`` are those of the paths that are not tensors. Beside a model container, names outside
     of any container are other state. Without one, the tensors that no container of other state
-    holds are the model (TorchTitan saves it so), unless the whole is a bare optimizer state dict:
-    ``state`` and ``param_groups`` at the top, or flattened names that begin so.
+    holds are the model (TorchTitan saves it so), unless ``state`` and ``param_groups`` of an
+    optimizer are at the top, or flattened names that begin so.
     """
     containers = container_of(paths)
     has_model = "model" in containers.values()
-    bare_optim = not has_model and any(_first_word(path[0]) == "param_groups" for path in paths)
+    bare_optim = any(_first_word(path[0]) == "param_groups" for path in paths)
     return [
         _section_of(
             path,
@@ -137,7 +140,7 @@ def _may_be_weight(path: Path, objects: Collection[Path]) -> bool:
     """Whether a name outside of any container can be a model's."""
     if path in objects:
         return str(path[-1]).endswith("_extra_state")
-    return str(path[0]) not in _OTHER
+    return str(path[0]) not in _OTHER and "rng_state" not in str(path[0])
 
 
 def _section_of(

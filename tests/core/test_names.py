@@ -33,3 +33,12 @@ def test_optimizers_of_any_name_are_no_part_of_models_of_any_name() -> None:
 
 def test_weights_below_a_model_are_its_own_whatever_their_names() -> None:
     assert sections(("model", "state", "w"), ("model", *GROUP)) == ["model", "model"]
+
+
+def test_an_optimizer_at_the_top_is_one_beside_a_model_too() -> None:
+    assert sections(("net", "w"), STATE, GROUP) == ["model", "optim", "optim"]
+
+
+def test_states_of_a_trainer_are_no_weights_beside_a_model_of_any_name() -> None:
+    paths = ("policy", "w"), ("scaler", "scale"), ("cuda_rng_state",), ("torch_rng_states", 0)
+    assert sections(*paths) == ["model", "other", "other", "other"]

@@ -135,7 +135,12 @@ class AnswerNo(CkptError):
 
 
 class CheckpointError(CkptError):
-    """The checkpoint itself is at fault; ``about`` names the entries concerned, if only some."""
+    """The checkpoint itself is at fault; ``about`` names the entries concerned, if only some.
+
+    ``file`` is the path of a file of which nothing can be read, None where that is not the fault.
+    """
+
+    file: str | None = None
 
     def __init__(
         self,
@@ -152,6 +157,12 @@ class CheckpointError(CkptError):
         """The same error, about these entries."""
         other = self.reworded(self.message)
         other.about = frozenset(fqns)
+        return other
+
+    def losing(self, file: str) -> Self:
+        """The same error, for which nothing of this file can be read."""
+        other = self.reworded(self.message)
+        other.file = file
         return other
 
 

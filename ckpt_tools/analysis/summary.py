@@ -6,6 +6,7 @@ boxes tell is inferred, and says so.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ckpt_tools.core.index import (
     ObjectEntry,
     Section,
     TensorEntry,
+    TorchValue,
 )
 from ckpt_tools.core.layout import Layout, Mesh, Shard
 from ckpt_tools.core.names import is_in_param_groups
@@ -36,6 +38,7 @@ _STEP_NAMES = (
     *("batch", "iteration", "iteration_count"),
 )
 _MAX_NAMED = 5
+_NUMPY_INT = re.compile(r"numpy\.u?int\d+\((-?\d+)\)")
 
 
 class FoundMesh(NamedTuple):
@@ -245,6 +248,9 @@ def step_of(index: CheckpointIndex, read: Callable[[Entry], object]) -> Step | N
             value = read(entry)
         except CheckpointError:
             continue
+        count = _NUMPY_INT.fullmatch(value) if isinstance(value, TorchValue) else None
+        if count is not None:
+            return Step(int(count[1]), entry.fqn)
         if type(value) is int or (isinstance(value, float) and value.is_integer()):
             return Step(int(value), entry.fqn)
     return None
@@ -257,7 +263,12 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     held = {entry.section for entry in index.tensors}
     if "model" not in held:
         return Verdict(yes=False, reason="the model weights are missing")
-    if "optim" not in held:
+    groups = [
+        entry
+        for entry in index.entries
+        if entry.section == "optim" and is_in_param_groups(entry.path)
+    ]
+    if "optim" not in held and not groups:
         reason = "the optimizer state is missing; the weights can start a new run"
         return Verdict(yes=False, reason=reason)
     flawed = [entry for entry in index.objects if entry.flaw is not None]
@@ -265,12 +276,13 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     if unread:
         shown, flaw = some([entry.fqn for entry in unread]), unread[0].flaw
         return Verdict(yes=False, reason=f"{shown} cannot be read: {flaw}".partition("\n")[0])
-    optim = (entry for entry in index.entries if entry.section == "optim")
-    if not any(is_in_param_groups(entry.path) for entry in optim):
+    if not groups:
         reason = (
             "the optimizer's param_groups are missing, and an optimizer cannot load without them"
         )
         return Verdict(yes=False, reason=reason)
+    if "optim" not in held:  # SGD without momentum, or nothing was trained yet
+        return Verdict(yes=True, reason="the model is complete, and the optimizer keeps no tensors")
     return Verdict(yes=True, reason="model and optimizer state are complete")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 
@@ -48,7 +49,11 @@ def without_unopened(index: Index, copied: str | None) -> tuple[Index, list[str]
     ]
     if not lost:
         return index, []
-    shown = some([f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost])
-    note = f"Left out {counted(len(lost), 'object')} without a plain value: {shown}."
     kept = tuple(entry for entry in index.objects if entry not in lost)
-    return replace(index, objects=kept), [note]
+    return replace(index, objects=kept), [note_on_unopened(lost)]
+
+
+def note_on_unopened(lost: Sequence[ObjectEntry]) -> str:
+    """A note that names objects which are left out, and what each is."""
+    shown = some([f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost])
+    return f"Left out {counted(len(lost), 'object')} without a plain value: {shown}."

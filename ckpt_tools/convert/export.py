@@ -11,7 +11,7 @@ from types import CodeType
 
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
-from ckpt_tools.convert.arranging import digest_in, without_unopened
+from ckpt_tools.convert.arranging import digest_in, note_on_unopened, without_unopened
 from ckpt_tools.convert.write import Conversion, Locate, Plan
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
@@ -173,7 +173,14 @@ def plan_export(
         targets=targets,
         chosen=read,
         origins={one.entry.fqn: one.origins for one in outcome.made},
-        notes=(*index.notes, *notes, *outcome.notes, *kept, *of_ranks, *_left_out(index, chosen)),
+        notes=(
+            *index.notes,
+            *notes,
+            *outcome.notes,
+            *kept,
+            *of_ranks,
+            *_left_out(index, chosen, nested=keeps_nesting),
+        ),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
         source=formats.to_locate_in(index),
         single_file=single_file,
@@ -356,8 +363,8 @@ def _refuse_collisions(renamed: Mapping[str, str]) -> None:
             )
 
 
-def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
-    """Notes on what of the checkpoint is left out."""
+def _left_out(index: CheckpointIndex, chosen: CheckpointIndex, *, nested: bool) -> list[str]:
+    """Notes on what of the checkpoint is left out, all objects of ``chosen`` among it."""
     notes = []
     kept = {entry.fqn for entry in chosen.tensors}
     rest = Counter(entry.section for entry in index.tensors if entry.fqn not in kept)
@@ -365,7 +372,9 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex) -> list[str]:
         counts = ", ".join(f"{count} of {section}" for section, count in sorted(rest.items()))
         notes.append(f"Left out tensors: {counts}; choose with --only, --include and --exclude.")
     notes += casts.master_weights_note(index, chosen.tensors)
-    if chosen.objects:
+    if chosen.objects and nested:
+        notes.append(note_on_unopened(chosen.objects))
+    elif chosen.objects:
         shown = some([entry.fqn for entry in chosen.objects])
         skipped = counted(len(chosen.objects), "object")
         notes.append(f"Left out {skipped}, because only tensors are written: {shown}.")

@@ -56,6 +56,7 @@ class TorchValue(str):
 
     ``torch.float32``, ``torch.strided``, ``torch.device('cuda:0')``, and what Composer saves with
     its progress: ``datetime.timedelta(0, 5, 250)``, ``torch.torch_version.TorchVersion('2.7.0')``.
+    A scalar of NumPy, too: ``numpy.float64(0.1)``.
     """
 
     __slots__ = ()

@@ -20,7 +20,9 @@ from ckpt_tools.errors import AnswerNo, Instead, UsageError, Way
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 # What frameworks call the container of the model's weights and that of the optimizer's state.
-_MODEL = frozenset({"model", "module", "state_dict", "model_state_dict", "models", "net"})
+_MODEL = frozenset(
+    {"model", "module", "state_dict", "model_state_dict", "model_state", "models", "net"}
+)
 _OPTIM = frozenset(
     {"optim", "optimizer", "optimizers", "optimizer_state_dict", "optimizer_states"}
     | {"optim_state_dict", "optimizer_0"}
@@ -39,6 +41,7 @@ _OTHER = frozenset(
         "extra_state",
     }
     | {"timestamp", "train_dataloader", "algorithms", "integrations", "metadata", "meta"}
+    | {"scaler", "grad_scaler", "random_state", "random_states"}
 )
 
 _MAX_NEAR = 5
@@ -54,20 +57,41 @@ def join(path: Path) -> str:
 def container_of(paths: Iterable[Path]) -> dict[Path, Section]:
     """Which container prefixes of these paths hold the model, and which the optimizer.
 
-    Returns prefixes (without the entry's own last part) with their section. A prefix counts only
-    when its last component is one of the names that frameworks use, and all components before it
-    are outer containers.
+    Returns prefixes (without the entry's own last part) with their section. A prefix counts when
+    its last component is one of the names that frameworks use, and all components before it are
+    outer containers. Under any other name, what holds ``param_groups`` is an optimizer's.
     """
     containers: dict[Path, Section] = {}
     for path in paths:
-        for depth, part in enumerate(path[:-1]):
-            name = str(part)
-            if name in _MODEL or name in _OPTIM:
-                containers[path[: depth + 1]] = "model" if name in _MODEL else "optim"
-                break
-            if name not in _OUTER:
-                break
+        depth = _named_depth(path)
+        if depth:
+            containers[path[:depth]] = "model" if str(path[depth - 1]) in _MODEL else "optim"
+            continue
+        above = _above_param_groups(path)
+        if above:
+            containers[above] = "optim"
     return containers
+
+
+def _named_depth(path: Path) -> int:
+    """How many components of a path are a container that frameworks name so; 0 for none."""
+    for depth, part in enumerate(path[:-1], 1):
+        if is_container_name(part):
+            return depth
+        if str(part) not in _OUTER:
+            break
+    return 0
+
+
+def is_container_name(part: str | int) -> bool:
+    """Whether frameworks call a container of weights or of an optimizer's state so."""
+    return str(part) in _MODEL or str(part) in _OPTIM
+
+
+def _above_param_groups(path: Path) -> Path:
+    """The optimizer that a path of its ``param_groups`` is in; () for any other path."""
+    groups = (depth for depth, part in enumerate(path) if _first_word(part) == "param_groups")
+    return path[: next(groups, 0)]
 
 
 def classify(
@@ -77,12 +101,12 @@ def classify(
 
     ``objects`` are those of the paths that are not tensors. Beside a model container, names outside
     of any container are other state. Without one, the tensors that no container of other state
-    holds are the model (TorchTitan saves it so), unless the whole is a bare optimizer state dict:
-    ``state`` and ``param_groups`` at the top, or flattened names that begin so.
+    holds are the model (TorchTitan saves it so), unless ``state`` and ``param_groups`` of an
+    optimizer are at the top, or flattened names that begin so.
     """
     containers = container_of(paths)
     has_model = "model" in containers.values()
-    bare_optim = not has_model and any(_optim_top(path) == "param_groups" for path in paths)
+    bare_optim = any(_first_word(path[0]) == "param_groups" for path in paths)
     return [
         _section_of(
             path,
@@ -107,27 +131,25 @@ def containers_of(index: CheckpointIndex) -> dict[str, Path]:
     return {e.fqn: prefix for e, (_, prefix) in zip(index.entries, classified, strict=True)}
 
 
-def _optim_top(path: Path) -> str:
-    """The first component of a path; flattened, ``param_groups.w.lr`` is one part of it."""
-    return str(path[0]).partition(".")[0]
+def _first_word(part: str | int) -> str:
+    """A component up to its first dot; flattened, ``param_groups.w.lr`` is one component."""
+    return str(part).partition(".")[0]
 
 
 def _may_be_weight(path: Path, objects: Collection[Path]) -> bool:
     """Whether a name outside of any container can be a model's."""
     if path in objects:
         return str(path[-1]).endswith("_extra_state")
-    return str(path[0]) not in _OTHER
+    return str(path[0]) not in _OTHER and "rng_state" not in str(path[0])
 
 
 def _section_of(
     path: Path, containers: Mapping[Path, Section], *, bare_optim: bool, is_model: bool
 ) -> tuple[Section, Path]:
-    for depth in range(1, len(path)):
+    for depth in range(len(path) - 1, 0, -1):
         if path[:depth] in containers:
             return containers[path[:depth]], path[:depth]
-        if str(path[depth - 1]) not in _OUTER:
-            break
-    if bare_optim and _optim_top(path) in ("state", "param_groups"):
+    if bare_optim and _first_word(path[0]) in ("state", "param_groups"):
         return "optim", ()
     return ("model" if is_model else "other"), ()
 
@@ -213,7 +235,7 @@ def _may_hold(lost: str, section: Section) -> bool:
 
 def is_in_param_groups(path: Path) -> bool:
     """Whether a path is of an optimizer's param_groups, which may be flattened into names."""
-    return any(str(part).partition(".")[0] == "param_groups" for part in path)
+    return any(_first_word(part) == "param_groups" for part in path)
 
 
 def near_names(index: CheckpointIndex, fqn: str) -> list[str]:

@@ -18,8 +18,9 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.errors import UnsupportedError
 
-# What an optimizer's state dict puts above the parameters' names; Composer puts its class above.
-_STATE = re.compile(r"((?:[^.]+\.)?state\.)(.+)")
+# What an optimizer's state dict puts above the parameters' names; Composer puts its class above,
+# and a container that is not taken off is above, too.
+_STATE = re.compile(r"((?:[^.]+\.)*?state\.)(.+)")
 
 
 class Inside(NamedTuple):
@@ -54,7 +55,10 @@ def _inside(index: CheckpointIndex) -> dict[str, Inside]:
     containers = names.containers_of(index)
     inside: dict[str, Inside] = {}
     for entry in index.entries:
-        name = names.join(entry.path[len(containers[entry.fqn]) :])
+        container = containers[entry.fqn]
+        # One of another name tells the optimizers of a job apart (``opt_g``, ``opt_d``): it stays.
+        known = bool(container) and names.is_container_name(container[-1])
+        name = names.join(entry.path[len(container) if known else 0 :])
         inside[entry.fqn] = Inside(entry.section, clean_name(name, entry.section))
     return inside
 

@@ -15,6 +15,7 @@ from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.canonical_names import Inside, owner_of
 
+_MAX_CONTAINERS = 2
 _BY_NUMBER = "Optimizer state is kept by number, so its parameters are not known."
 
 
@@ -33,15 +34,16 @@ def compare_model_and_optimizer(
     Nothing is compared when either is absent, or when the state is numbered (a plain
     ``optimizer.state_dict()``).
     """
-    model = {inside[e.fqn].name: e.fqn for e in index.tensors if e.section == "model"}
+    model = {e.fqn: _own_names(inside[e.fqn].name) for e in index.tensors if e.section == "model"}
     state = _states(index, inside)
     if not model or not state:
         return Consistency()
     if all(name.isdecimal() for name in state):
         return Consistency(notes=(_BY_NUMBER,))
-    tied = {inside[fqn].name for group in index.ties for fqn in group if fqn in inside}
-    unknown = state.keys() - model.keys()
-    notes = _notes(model.keys() - state.keys() - tied, state)
+    tied = {fqn for group in index.ties for fqn in group}
+    unknown = state.keys() - set().union(*model.values())
+    bare = [fqn for fqn in model.keys() - tied if model[fqn].isdisjoint(state)]
+    notes = _notes([inside[fqn].name for fqn in bare], state)
     if not unknown:
         return Consistency(notes=tuple(notes))
     fault = (
@@ -56,6 +58,15 @@ def compare_model_and_optimizer(
         about=sorted(fqn for owner in unknown for fqn in state[owner].values()),
     )
     return Consistency((error,), tuple(notes))
+
+
+def _own_names(name: str) -> set[str]:
+    """What an optimizer may call a weight: its name without one or two containers above it.
+
+    ``{"policy": model.state_dict(), "optim": …}`` has a ``policy`` that no optimizer knows.
+    """
+    parts = name.split(".")
+    return {".".join(parts[depth:]) for depth in range(min(len(parts), _MAX_CONTAINERS + 1))}
 
 
 def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> list[str]:

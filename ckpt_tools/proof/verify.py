@@ -117,13 +117,14 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
     ranges = [damage.data for damage in (*bad_items, *damages)]
     condition = DamageMap(located, ranges)
     halves = _halves(located)
+    lost_files = {problem.file for problem in index.problems if problem.file is not None}
     known = {fqn for problem in located.problems for fqn in problem.about}
     problems = [
         *index.problems,
         *_not_in_damages(index, located, bad_items, damages),
-        # The problem of missing files names the rows that are lost with them.
-        *([] if located.missing else uncovered(located.tensors, known=known)),
-        *_about(damages, located),
+        # The problem of files that are missing or lost says why rows are.
+        *([] if located.missing or lost_files else uncovered(located.tensors, known=known)),
+        *_about([one for one in damages if one.data.path not in lost_files], located),
         *findings.differing,
         *halves.problems,
     ]
@@ -140,7 +141,7 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
         damaged_objects=condition.damaged_objects(problems),
         lost=lost,
         rescued=condition.rescued(),
-        ranks=_ranks(index, condition),
+        ranks=_ranks(index, lambda path: path in lost_files or condition.is_damaged_file(path)),
         reading=findings.reading,
     )
 
@@ -239,7 +240,7 @@ def _held_by_replicas(index: CheckpointIndex) -> list[str]:
     return [note]
 
 
-def _ranks(index: CheckpointIndex, condition: DamageMap) -> tuple[RankState, ...]:
+def _ranks(index: CheckpointIndex, is_damaged: Callable[[str], bool]) -> tuple[RankState, ...]:
     """The ranks that saved something, and whether their files are good."""
     paths: dict[int, set[str]] = {}
     for entry in index.tensors:
@@ -251,7 +252,7 @@ def _ranks(index: CheckpointIndex, condition: DamageMap) -> tuple[RankState, ...
         if rank is not None:
             paths.setdefault(rank, set()).add(file.path)
     return tuple(
-        RankState(rank, not any(map(condition.is_damaged_file, held)), tuple(sorted(held)))
+        RankState(rank, not any(map(is_damaged, held)), tuple(sorted(held)))
         for rank, held in sorted(paths.items())
     )
 

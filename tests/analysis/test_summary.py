@@ -85,6 +85,12 @@ def test_model_and_optimizer_can_be_resumed_from(path: tuple[str, ...]) -> None:
     assert resume_verdict(index(*HALVES, replace(GROUPS, path=path))).yes
 
 
+def test_an_optimizer_that_keeps_no_tensors_can_be_resumed_from() -> None:
+    verdict = resume_verdict(index(tensor("model.a", (2,)), GROUPS))
+    assert verdict.yes
+    assert "keeps no tensors" in verdict.reason
+
+
 def test_an_optimizer_without_groups_cannot_be_resumed_from() -> None:
     verdict = resume_verdict(index(*HALVES))
     assert not verdict.yes

@@ -615,6 +615,48 @@ def test_times_and_versions_of_a_trainers_progress_are_kept(tmp_path: Path) -> N
     assert type(found["progress"]["torch"]) is type(torch.__version__)
 
 
+SCALARS = [
+    *(np.dtype(code).type(1) for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")),
+    *(np.dtype(code).type(value) for code in ("f2", "f4", "f8") for value in (0.1, -0.0, -np.inf)),
+    *(np.int64(-(2**63)), np.uint64(2**64 - 1), np.float64(5e-324), np.float64("nan")),
+]
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_scalars_of_numpy_are_kept_bit_for_bit(tmp_path: Path, protocol: int) -> None:
+    """A ``lr`` that a schedule made is a numpy.float64: no optimizer loads without it."""
+    state = {"w": T, "lr": SCALARS, "step": np.int64(7)}
+    torch.save(state, tmp_path / "a.pt", pickle_protocol=protocol)
+    index = open_checkpoint(str(tmp_path / "a.pt"))
+    assert api.inspect(index).step.value == 7
+    write = WriteOptions(check=True)
+    api.reshard(index, str(tmp_path / "out"), options=ReshardOptions(Mesh((2,))), write=write)
+    options = ExportOptions(format="torch", keep_names=True, only=None)
+    copy = open_checkpoint(str(tmp_path / "out"))
+    api.export(copy, str(tmp_path / "b.pt"), options=options, write=write)
+    found = torch.load(tmp_path / "b.pt", weights_only=False)
+    kinds = [(type(value), value.tobytes()) for value in [*found["lr"], found["step"]]]
+    assert kinds == [(type(value), value.tobytes()) for value in [*SCALARS, np.int64(7)]]
+
+
+@pytest.mark.parametrize(
+    "value", [np.complex64(1j), np.str_("a"), np.array([1]), np.dtype("f8"), np.datetime64(1, "s")]
+)
+def test_what_else_numpy_pickles_is_left_out_by_name(tmp_path: Path, value: object) -> None:
+    torch.save({"w": T, "odd": value, "step": 1}, tmp_path / "a.pt")
+    index = open_checkpoint(str(tmp_path / "a.pt"))
+    options = ExportOptions(format="torch", keep_names=True, only=None)
+    plan = api.export(index, str(tmp_path / "b.pt"), options=options, write=WriteOptions())
+    assert any("1 object without a plain value: odd (numpy." in note for note in plan.notes)
+    assert torch.load(tmp_path / "b.pt").keys() == {"w", "step"}
+
+
+def test_equal_scalars_of_numpy_are_one_value_of_all_ranks(tmp_path: Path) -> None:
+    states = ({"w": T, "loss": np.float64(0.5)}, {"w": T, "loss": np.float64(0.5)})
+    index = open_checkpoint(str(rank_files(tmp_path / "ranks", *states)))
+    assert [entry.fqn for entry in index.objects] == ["loss"]
+
+
 def test_a_tensor_of_a_tuple_in_a_dcp_item_is_shown_and_fingerprinted(tmp_path: Path) -> None:
     state = {"w": T, "pair": (T, 2)}
     torch.save(state, tmp_path / "a.pt")

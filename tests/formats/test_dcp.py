@@ -2,6 +2,7 @@ import os
 import pickle
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -252,28 +253,39 @@ def test_an_object_that_would_run_code_runs_none(save: Path) -> None:
     assert not (save / "PWNED").exists()
 
 
-def test_a_save_without_flattening_is_refused_as_incomplete(tmp_path: Path) -> None:
+def _save_a_shard(folder: Path, nest: Callable[[object], object], *, flatten: bool) -> None:
+    """Save what ``nest`` puts around the shard that rank 0 of 2 has, as rank 0 would."""
     import torch
     import torch.distributed.checkpoint as torch_dcp
     from alone import ALONE
-    from dtensor_files import device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from dtensor_files import device_mesh, dtensor
+    from torch.distributed.tensor import Shard
 
     mesh = device_mesh((2,), rank=0, names=None)
-    meta = TensorMeta(torch.Size((4, 2)), (2, 1), torch.float32)
-    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
-    shard = DTensor(torch.ones(2, 2), spec, requires_grad=False)
+    shard = dtensor(torch.ones(2, 2), (4, 2), [Shard(0)], mesh)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it saves from a single process
         torch_dcp.save(
-            {"model": {"w": shard}},
-            storage_writer=torch_dcp.FileSystemWriter(tmp_path / "out"),
-            planner=torch_dcp.DefaultSavePlanner(flatten_state_dict=False),
+            {"model": nest(shard), "whole": torch.ones(3)},
+            storage_writer=torch_dcp.FileSystemWriter(folder),
+            planner=torch_dcp.DefaultSavePlanner(flatten_state_dict=flatten),
             **ALONE,
         )
+
+
+def test_a_save_without_flattening_is_refused_as_incomplete(tmp_path: Path) -> None:
+    _save_a_shard(tmp_path / "out", lambda shard: {"w": shard}, flatten=False)
     with pytest.raises(IncompleteError, match="flatten_state_dict=False"):
         dcp.read_index(str(tmp_path / "out"))
+
+
+def test_a_shard_in_a_tuple_is_refused_as_incomplete(tmp_path: Path) -> None:
+    _save_a_shard(tmp_path / "out", lambda shard: (shard, {"step": 1}), flatten=True)
+    index = dcp.read_index(str(tmp_path / "out"))
+    flaw = index.object("model").flaw
+    assert isinstance(flaw, IncompleteError)
+    assert "one rank's shards" in flaw.message
+    assert [entry.fqn for entry in index.tensors] == ["whole"]
 
 
 def test_per_rank_metadata_is_joined(save: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dtensor_files import HYBRID, ROWS, dtensor, mesh_of, save_ranks, shard
 from reader_contract import DATA, ReaderContract, RealCheckpoint, whole
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial
 
 from ckpt_tools.core import layout
@@ -315,6 +315,18 @@ def test_missing_ranks_are_listed_with_what_they_held(tmp_path: Path) -> None:
     index = read(tmp_path)
     assert index.missing == (str(paths[1]), str(paths[3]))
     with pytest.raises(IncompleteError, match=r"ranks 1, 3\. Rank 1 held w \[3:6, 0:4\]"):
+        index.require_whole()
+
+
+@pytest.mark.parametrize("lost", ["missing", "empty"])
+def test_what_is_complete_without_a_rank_can_be_chosen(tmp_path: Path, lost: str) -> None:
+    paths = save_ranks(tmp_path, {"w": (W, ROWS), "norm": (W, [Replicate()])}, (2,))
+    Path(paths[1]).write_bytes(b"")
+    if lost == "missing":
+        Path(paths[1]).unlink()
+    index = read(tmp_path)
+    index.select({"norm"}).require_whole()
+    with pytest.raises((IncompleteError, UnreadableError), match=lost):
         index.require_whole()
 
 

@@ -237,6 +237,19 @@ def test_a_missing_rank_file_costs_its_rows() -> None:
     assert hurt["w"] == ((Box((0, 0), (8, 2)),), (0, 1, 2, 3))
 
 
+@pytest.mark.parametrize("length", [0, 2_000])
+@pytest.mark.parametrize("name", ["fsdp2_torchsave_1d_4r", "fsdp2_torchsave_legacy_4r"])
+def test_a_rank_file_of_which_nothing_can_be_read_is_one_problem_of_its_rank(
+    tmp_path: Path, name: str, length: int
+) -> None:
+    path = copied(f"{name}/ckpt", tmp_path)
+    os.truncate(path / "model_rank2.pt", length)
+    report = full(path)
+    (problem,) = report.problems
+    assert "model_rank2.pt is " in problem.message
+    assert [state.rank for state in report.ranks if not state.whole] == [2]
+
+
 def test_a_cut_file_costs_what_lies_behind_the_cut(tmp_path: Path) -> None:
     path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
     index = formats.read_index(str(path))
@@ -328,6 +341,15 @@ def test_a_frozen_parameter_is_a_note() -> None:
 
 def test_state_for_another_model_is_a_problem() -> None:
     problems, _ = halves("model/w", "optim/state/x/exp_avg", "optim/state/y/exp_avg")
+    assert problems == 1
+
+
+@pytest.mark.parametrize("optim", ["optim", "optim_a"])
+def test_a_model_and_an_optimizer_of_any_names_belong_together(optim: str) -> None:
+    names = ("policy/w", f"{optim}/state/w/exp_avg", f"{optim}/param_groups/0/lr")
+    assert halves(*names) == (0, ())
+    assert halves("policy.w", *names[1:]) == (0, ())  # as safetensors has it
+    problems, _ = halves("policy/w", f"{optim}/state/x/exp_avg", f"{optim}/state/y/exp_avg")
     assert problems == 1
 
 

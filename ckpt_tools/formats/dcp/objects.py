@@ -6,7 +6,7 @@ torch pickles a tuple as one item whatever it holds, and so do other tools with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,10 +22,10 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.errors import CheckpointError, UnsafePickleError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, IncompleteError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of, unpacked
 from ckpt_tools.formats.pickle import load as pickles
-from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredTensor
+from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor
 from ckpt_tools.formats.protocol import Index, lengths_of
 from ckpt_tools.formats.torch_file.locate import resolved
 from ckpt_tools.formats.zip import read as torch_zip
@@ -234,7 +234,8 @@ def opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
 def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     """What is in an item with tensors.
 
-    None where it is no container, has one rank's shards, or what cannot be read.
+    None where it is no container, or has what cannot be read. Raises IncompleteError where it has
+    one rank's shards of tensors.
     """
     from ckpt_tools.formats.pickle.state_dict import flatten_at  # late: few directories have such
     from ckpt_tools.formats.torch_file.open import byte_range_of, strides_of
@@ -259,6 +260,7 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
         )
         for leaf in state.objects
     ]
+    _refuse_shards(leaf.stored for leaf in state.tensors)
     tensors = []
     for leaf in state.tensors:
         if not isinstance(leaf.stored, StoredTensor):
@@ -273,6 +275,16 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
         tensors.append(TensorEntry(leaf.fqn, leaf.path, entry.section, dtype, shape, (chunk,)))
     torch_zip.require_little_endian(archive)
     return _OpenedItem(tensors, objects, state.tree)
+
+
+def _refuse_shards(tensors: Iterable[StoredTensor | StoredDTensor]) -> None:
+    """Raise IncompleteError for DTensors that one rank pickled: torch writes no other's shard."""
+    if any(isinstance(one, StoredDTensor) and one.local.shape != one.shape for one in tensors):
+        raise IncompleteError(
+            "torch wrote it as one pickle with one rank's shards, and those of the other ranks "
+            "were never written.",
+            hint="Save again with a list or a dict in place of the tuple.",
+        )
 
 
 def copyable_objects(index: Index, files: Files) -> Index:

@@ -292,7 +292,9 @@ _NUMPY_RUNNERS = ("numpy.testing", "numpy.load", "numpy.f2py", "numpy.distutils"
 _MADE_BY = {
     "numpy._core.multiarray._reconstruct": "numpy.ndarray",
     "numpy._core.multiarray.scalar": "numpy.generic",
+    "numpy._core.numeric._frombuffer": "numpy.ndarray",
     "numpy.core.multiarray._reconstruct": "numpy.ndarray",
+    "numpy.core.numeric._frombuffer": "numpy.ndarray",
     "numpy.core.multiarray.scalar": "numpy.generic",
     "numpy.random._pickle.__bit_generator_ctor": "numpy.random.BitGenerator",
     "numpy.random._pickle.__generator_ctor": "numpy.random.Generator",

@@ -12,11 +12,13 @@ from typing import TypeGuard
 from ckpt_tools.core.index import PlainValue, Size, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Key
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
 from ckpt_tools.formats.pickle.configs import ConfigObject, Configs
 from ckpt_tools.formats.pickle.torch_stubs import (
     Function,
     Marker,
+    NumpyDType,
     Opaque,
     OpaqueObject,
     StoredDTensor,
@@ -65,7 +67,7 @@ class Containers:
 
     def __init__(self) -> None:
         self._copied = 0
-        self._table: dict[str, Function | type[VersionObject]] = {
+        self._table: dict[str, Function | type[OpaqueObject]] = {
             "_codecs.encode": Function(self._encode),
             "builtins.bytes": Function(self._bytes, "builtins.bytes"),
             "builtins.complex": Function(self._complex, "builtins.complex"),
@@ -77,13 +79,16 @@ class Containers:
             "collections.defaultdict": Function(self._empty, "collections.defaultdict"),
             "copyreg._reconstructor": Function(self._reconstructed, "copyreg._reconstructor"),
             "datetime.timedelta": Function(_timedelta, "datetime.timedelta"),
+            "numpy._core.multiarray.scalar": Function(_scalar, "numpy.generic"),
+            "numpy.core.multiarray.scalar": Function(_scalar, "numpy.generic"),
+            NumpyDType.qualname: NumpyDType,
             "torch.Size": Function(self._size, "torch.Size"),
             "torch.device": Function(_device, "torch.device"),
             "torch.serialization._get_layout": Function(_layout, "torch.layout"),
             VersionObject.qualname: VersionObject,
         }
 
-    def get(self, name: str) -> Function | type[VersionObject] | None:
+    def get(self, name: str) -> Function | type[OpaqueObject] | None:
         """The stand-in for a global, or None."""
         return self._table.get(name)
 
@@ -175,6 +180,14 @@ def _timedelta(args: tuple[object, ...]) -> object:
     if abs(days) >= 10**9 or not 0 <= seconds < 86_400 or not 0 <= micros < 10**6:
         return Opaque("datetime.timedelta")
     return TorchValue(f"datetime.timedelta({days}, {seconds}, {micros})")
+
+
+def _scalar(args: tuple[object, ...]) -> object:
+    """``(dtype, bytes)``: a scalar of NumPy, such as a float64 among hyper-parameters."""
+    dtype, data = args if len(args) == 2 else (None, None)
+    code = dtype.code if isinstance(dtype, NumpyDType) else ""
+    made = numpy_scalars.text_of(code, data) if isinstance(data, bytes) else None
+    return Opaque("numpy.generic") if made is None else TorchValue(made)
 
 
 def _layout(args: tuple[object, ...]) -> object:

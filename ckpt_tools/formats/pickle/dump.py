@@ -27,6 +27,7 @@ from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import ObjectEntry, Size, TorchValue
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.containers import LAYOUTS
 
 Node: TypeAlias = (
@@ -287,6 +288,10 @@ def _of_torch(value: TorchValue) -> Global | Call | Instance:
     made, _, inner = value.partition("(")
     if made == "datetime.timedelta":
         return Call(Global("datetime", "timedelta"), tuple(map(int, inner[:-1].split(", "))))
+    if value.startswith(numpy_scalars.PREFIX):
+        code, data = numpy_scalars.code_and_bytes(value)
+        dtype = Call(Global("numpy", "dtype"), (f"<{code}", False, True))
+        return Call(Global("numpy.core.multiarray", "scalar"), (dtype, data))
     if made == _VERSION:
         return Instance(Global(*made.rsplit(".", 1)), (inner.strip("')"),))
     if not value.startswith(_DEVICE):

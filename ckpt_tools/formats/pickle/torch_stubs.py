@@ -165,6 +165,31 @@ class VersionObject(OpaqueObject):
         return made
 
 
+_LITTLE_ENDIAN: tuple[object, ...] = (
+    (3, "<", None, None, None, -1, -1, 0),
+    (3, "|", None, None, None, -1, -1, 0),
+)
+
+
+class NumpyDType(OpaqueObject):
+    """A numpy.dtype: ``code`` is ``f8`` or the like, "" for all but the simple ones."""
+
+    __slots__ = ("code",)
+    code: str
+    qualname = "numpy.dtype"
+
+    def __new__(cls, *args: object, **_kwargs: object) -> Self:
+        """The type of ``("<f8", False, True)``; that of ``("f8", …)`` has no byte order yet."""
+        made = super().__new__(cls)
+        text = args[0] if args and type(args[0]) is str else ""
+        made.code = text[1:] if text[:1] in ("<", "|") else f"?{text}"
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        """Take the byte order; a state with fields is not of a simple type."""
+        self.code = self.code.lstrip("?") if state in _LITTLE_ENDIAN else ""
+
+
 def opaque_class(
     qualname: str, unknown: Collection[str] | None = None, base: type[OpaqueObject] = OpaqueObject
 ) -> type[OpaqueObject]:

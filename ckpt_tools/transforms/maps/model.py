@@ -182,8 +182,8 @@ def evaluate(text: str, values: Mapping[str, int]) -> int:
         else:
             raise UsageError(
                 f"The map needs the value of {factor!r}, which is not known.",
-                hint=f"Give it with --map-value {factor}=N, or name a folder that has the model's "
-                "config.json with --hf-assets.",
+                hint=f"Give it with --map-value {factor}=N, or put the model's config.json into "
+                "the folder of the checkpoint (export also takes it from --hf-assets).",
             )
     return product
 

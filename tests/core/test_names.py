@@ -1,0 +1,44 @@
+"""Sections: which part of a state dict is the model, and which an optimizer's."""
+
+import pytest
+
+from ckpt_tools.core.index import Path
+from ckpt_tools.core.names import classify
+
+GROUP = ("param_groups", 0, "lr")
+STATE = ("state", "w", "exp_avg")
+
+
+def sections(*paths: Path) -> list[str]:
+    """The section of each path; those that end in ``lr`` or ``step`` are objects."""
+    objects = {path for path in paths if path[-1] in ("lr", "step")}
+    return [section for section, _ in classify(paths, objects=objects)]
+
+
+@pytest.mark.parametrize("above", [("opt_g",), ("opts", 0), ("app", "adam"), ("state",), ("app",)])
+def test_what_holds_param_groups_is_an_optimizer_under_any_name(above: Path) -> None:
+    assert sections((*above, *STATE), (*above, *GROUP)) == ["optim", "optim"]
+    paths = ("app", "model", "w"), ("state", "model", "w"), (*above, *STATE), (*above, *GROUP)
+    assert sections(*paths) == ["model", "model", "optim", "optim"]
+
+
+def test_a_flattened_optimizer_is_one_under_any_name() -> None:
+    assert sections(("adam", "state.w.exp_avg"), ("adam", "param_groups.w.lr")) == ["optim"] * 2
+
+
+def test_optimizers_of_any_name_are_no_part_of_models_of_any_name() -> None:
+    paths = ("generator", "w"), ("opt_g", *STATE), ("opt_g", *GROUP), ("opt_d", *GROUP), ("step",)
+    assert sections(*paths) == ["model", "optim", "optim", "optim", "other"]
+
+
+def test_weights_below_a_model_are_its_own_whatever_their_names() -> None:
+    assert sections(("model", "state", "w"), ("model", *GROUP)) == ["model", "model"]
+
+
+def test_an_optimizer_at_the_top_is_one_beside_a_model_too() -> None:
+    assert sections(("net", "w"), STATE, GROUP) == ["model", "optim", "optim"]
+
+
+def test_states_of_a_trainer_are_no_weights_beside_a_model_of_any_name() -> None:
+    paths = ("policy", "w"), ("scaler", "scale"), ("cuda_rng_state",), ("torch_rng_states", 0)
+    assert sections(*paths) == ["model", "other", "other", "other"]

@@ -256,6 +256,15 @@ def step_of(index: CheckpointIndex, read: Callable[[Entry], object]) -> Step | N
     return None
 
 
+def _is_of_stateful_kind(group: Entry) -> bool:
+    """Whether a hyper-parameter is one that only optimizers with state of each weight have.
+
+    Adam and its like have betas, Adadelta rho, RMSprop alpha, Adagrad lr_decay, Rprop etas.
+    """
+    words = {str(part).rpartition(".")[2] for part in group.path}
+    return not words.isdisjoint({"betas", "rho", "alpha", "lr_decay", "etas"})
+
+
 def resume_verdict(index: CheckpointIndex) -> Verdict:
     """Whether training can resume from this checkpoint, as far as its entries show."""
     if index.problems:
@@ -281,7 +290,12 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
             "the optimizer's param_groups are missing, and an optimizer cannot load without them"
         )
         return Verdict(yes=False, reason=reason)
-    if "optim" not in held:  # SGD without momentum, or nothing was trained yet
+    if "optim" not in held and any(map(_is_of_stateful_kind, groups)):
+        reason = (
+            "the optimizer has param_groups and none of its tensors, as before its very first step"
+        )
+        return Verdict(yes=False, reason=reason)
+    if "optim" not in held:
         return Verdict(yes=True, reason="the model is complete, and the optimizer keeps no tensors")
     return Verdict(yes=True, reason="model and optimizer state are complete")
 

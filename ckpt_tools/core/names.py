@@ -41,7 +41,7 @@ _OTHER = frozenset(
         "extra_state",
     }
     | {"timestamp", "train_dataloader", "algorithms", "integrations", "metadata", "meta"}
-    | {"scaler", "grad_scaler", "random_state", "random_states"}
+    | {"grad_scaler", "random_state", "random_states"}
 )
 
 _MAX_NEAR = 5

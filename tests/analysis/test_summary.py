@@ -91,6 +91,15 @@ def test_an_optimizer_that_keeps_no_tensors_can_be_resumed_from() -> None:
     assert "keeps no tensors" in verdict.reason
 
 
+@pytest.mark.parametrize(
+    "path", [("optim", "param_groups", 0, "betas", 1), ("param_groups.a.rho",)]
+)
+def test_an_optimizer_that_lost_its_tensors_cannot_be_resumed_from(path: tuple[str, ...]) -> None:
+    verdict = resume_verdict(index(tensor("model.a", (2,)), replace(GROUPS, path=path)))
+    assert not verdict.yes
+    assert "none of its tensors" in verdict.reason
+
+
 def test_an_optimizer_without_groups_cannot_be_resumed_from() -> None:
     verdict = resume_verdict(index(*HALVES))
     assert not verdict.yes

@@ -40,5 +40,9 @@ def test_an_optimizer_at_the_top_is_one_beside_a_model_too() -> None:
 
 
 def test_states_of_a_trainer_are_no_weights_beside_a_model_of_any_name() -> None:
-    paths = ("policy", "w"), ("scaler", "scale"), ("cuda_rng_state",), ("torch_rng_states", 0)
-    assert sections(*paths) == ["model", "other", "other", "other"]
+    paths = ("policy", "w"), ("cuda_rng_state",), ("torch_rng_states", 0)
+    assert sections(*paths) == ["model", "other", "other"]
+
+
+def test_a_part_of_a_bare_model_may_be_called_scaler() -> None:
+    assert sections(("scaler", "scale"), ("encoder", "w")) == ["model", "model"]

@@ -291,7 +291,7 @@ def _of_torch(value: TorchValue) -> Global | Call | Instance:
     if value.startswith(numpy_scalars.PREFIX):
         code, data = numpy_scalars.code_and_bytes(value)
         dtype = Call(Global("numpy", "dtype"), (f"<{code}", False, True))
-        return Call(Global("numpy.core.multiarray", "scalar"), (dtype, data))
+        return Call(Global("numpy._core.multiarray", "scalar"), (dtype, data))
     if made == _VERSION:
         return Instance(Global(*made.rsplit(".", 1)), (inner.strip("')"),))
     if not value.startswith(_DEVICE):

@@ -9,6 +9,7 @@ from hashlib import sha256
 from ckpt_tools import formats
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry
 from ckpt_tools.core.text import counted, some
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.protocol import Index
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.optimizer import Digest
@@ -40,7 +41,8 @@ def without_unopened(index: Index, copied: str | None) -> tuple[Index, list[str]
     """The index without objects that the target cannot take, and a note that names them.
 
     Objects of the codec ``copied`` it takes byte for byte. Everything else is written from its
-    value, and what is not plain (random states of NumPy, say) has none that was read.
+    value, and what is not plain (random states of NumPy, say) has none that was read. Raises
+    UnsupportedError where nothing else is there.
     """
     lost = [
         entry
@@ -50,6 +52,10 @@ def without_unopened(index: Index, copied: str | None) -> tuple[Index, list[str]
     if not lost:
         return index, []
     kept = tuple(entry for entry in index.objects if entry not in lost)
+    if not kept and not index.tensors:
+        raise UnsupportedError(
+            f"{index.root}: nothing of it can be written. {note_on_unopened(lost)}",
+        )
     return replace(index, objects=kept), [note_on_unopened(lost)]
 
 

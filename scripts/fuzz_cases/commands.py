@@ -29,7 +29,7 @@ REASONS = {
     "a strided cut that torch computes wrong": r"torch itself loads such shards wrong",
     "a type that safetensors lacks": r"safetensors cannot hold",
     "a cast of what may be a quantized weight's": r"may belong to quantized weights|4-bit codes",
-    "no tensor is chosen": r"choose (no entry|objects only)|no entry is chosen|that is chosen",
+    "no tensor is chosen": r"choose (no entry|only objects)|no entry is chosen|that is chosen",
     "damage": r".",
 }
 

@@ -653,6 +653,15 @@ def test_what_else_numpy_pickles_is_left_out_by_name(tmp_path: Path, value: obje
     assert torch.load(tmp_path / "b.pt").keys() == {"w", "step"}
 
 
+def test_where_nothing_has_a_plain_value_nothing_is_written(tmp_path: Path) -> None:
+    torch.save({"odd": np.array([1])}, tmp_path / "a.pt")
+    words = ["reshard", str(tmp_path / "a.pt"), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    told = CliRunner().invoke(cli, words)
+    assert told.exit_code == 3
+    assert "nothing of it can be written. Left out 1 object" in told.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_equal_scalars_of_numpy_are_one_value_of_all_ranks(tmp_path: Path) -> None:
     states = ({"w": T, "loss": np.float64(0.5)}, {"w": T, "loss": np.float64(0.5)})
     index = open_checkpoint(str(rank_files(tmp_path / "ranks", *states)))

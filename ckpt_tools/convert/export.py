@@ -160,6 +160,7 @@ def plan_export(
     if keeps_nesting:
         objects = tuple(entry for entry in located.objects if entry.opened)
         chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.opened))
+    left_out = _left_out(index, chosen, nested=keeps_nesting)
     wanted = formats.PlanOptions(
         tree=located.nesting if keeps_nesting else NO_TREE,
         single_file=single_file,
@@ -173,14 +174,7 @@ def plan_export(
         targets=targets,
         chosen=read,
         origins={one.entry.fqn: one.origins for one in outcome.made},
-        notes=(
-            *index.notes,
-            *notes,
-            *outcome.notes,
-            *kept,
-            *of_ranks,
-            *_left_out(index, chosen, nested=keeps_nesting),
-        ),
+        notes=(*index.notes, *notes, *outcome.notes, *kept, *of_ranks, *left_out),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
         source=formats.to_locate_in(index),
         single_file=single_file,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import compileall
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -81,9 +80,9 @@ def main() -> None:
             names = list(chosen)
             first = number % len(names)
             for one in [*names[first:], *names[:first]]:
-                _clear(folder / "out")
+                data.remove(*folder.glob("out*"))
                 costs[one].append(chosen[one]())
-                _clear(folder / "out")
+                data.remove(*folder.glob("out*"))
     _print_costs(costs)
     for target in _targets(cores):
         _print_target(target, costs)
@@ -284,14 +283,6 @@ def _print_peak(costs: Mapping[str, Sequence[Cost]]) -> None:
     if worst:
         found = peaks[worst] / 2**20
         print(f"| peak MiB ({worst}) | {found:,.0f} | ≤ 256 | {'yes' if found <= 256 else 'no'} |")
-
-
-def _clear(out: Path) -> None:
-    for path in out.parent.glob("out*"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import compileall
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -160,3 +161,12 @@ def files_of(path: Path) -> Sequence[str]:
     if path.is_file():
         return [str(path)]
     return sorted(str(file) for file in path.rglob("*") if file.is_file())
+
+
+def remove(*paths: Path) -> None:
+    """Remove files and folders, as far as they are there."""
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

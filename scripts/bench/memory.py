@@ -72,7 +72,7 @@ def _peaks(kind: str, folder: Path, models: tuple[data.Shapes, ...], limit: str)
         full.unlink()
         (source,) = folder.glob("source*")
         peaks.append([_peak(words, source, folder / "out") for words in commands])
-        _remove(source)
+        data.remove(source)
     return [f"{(high - low) / 2**20:.0f}" for high, low in zip(*peaks, strict=True)]
 
 
@@ -84,15 +84,7 @@ def _peak(words: list[str], source: Path, out: Path) -> int:
     except FailedError as error:
         raise SystemExit(f"{command} {source} {' '.join(rest)}: {error}") from error
     finally:
-        for path in out.parent.glob("out*"):
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+        data.remove(*out.parent.glob("out*"))
 
 
 if __name__ == "__main__":

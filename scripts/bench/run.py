@@ -16,7 +16,6 @@ import argparse
 import importlib.util
 import os
 import platform
-import shutil
 import signal
 import sys
 import tempfile
@@ -118,7 +117,7 @@ def _measure(name: str, lab: Lab, asked: argparse.Namespace) -> list[str]:
     ours = case.contestants[0].name
     for row in table.rows(name, costs, ours=ours, base=case.base):
         print(row, flush=True)
-    _clear(lab.source, lab.folder / "model-F32.safetensors")
+    data.remove(lab.source, lab.folder / "model-F32.safetensors")
     return notes
 
 
@@ -129,7 +128,7 @@ def _round(
     notes = []
     turn = [one for one in case.contestants if first == 0 or one.name in costs]
     for one in [*turn[first % len(turn) :], *turn[: first % len(turn)]]:
-        _clear(*lab.folder.glob("out*"), *lab.disk.iterdir())
+        data.remove(*lab.folder.glob("out*"), *lab.disk.iterdir())
         if touched:
             touch(touched)
         try:
@@ -138,16 +137,8 @@ def _round(
             costs.pop(one.name)
             notes.append(f"{one.name} failed: {error}")
         finally:
-            _clear(*lab.folder.glob("out*"), *lab.disk.iterdir())
+            data.remove(*lab.folder.glob("out*"), *lab.disk.iterdir())
     return notes
-
-
-def _clear(*paths: Path) -> None:
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from ckpt_tools.core.index import (
     CheckpointIndex,
     Entry,
     ObjectEntry,
+    PickledValue,
     PlainValue,
     Section,
     TensorEntry,
@@ -307,8 +308,9 @@ class Checkpoint:
         with Files() as files:
             self.index.select({fqn}).require_whole()
             opened = formats.open_object(self.index, entry, files)
-        if not opened.opened:
-            what = opened.type_name or "too large"
+        closed = opened.value if isinstance(opened.value, PickledValue) else None
+        if not opened.opened or closed is not None:
+            what = opened.type_name or "too large" if closed is None else closed.qualname
             raise UnsupportedError(f"{fqn} is not a plain value and was not opened: {what}.")
         return opened.value
 

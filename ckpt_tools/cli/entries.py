@@ -17,6 +17,7 @@ from ckpt_tools.cli.render import Json, columns, cut_to, printable, terminal_wid
 from ckpt_tools.core.index import (
     CheckpointIndex,
     ObjectEntry,
+    PickledValue,
     PlainValue,
     TensorEntry,
 )
@@ -62,6 +63,8 @@ def value_text(entry: ObjectEntry) -> str:
     """The value of a plain object as one line of JSON, or what it is when it was not opened."""
     if not entry.opened:
         return f"({entry.type_name or 'not opened'})"
+    if isinstance(entry.value, PickledValue):
+        return str(entry.value)
     return json.dumps(_spelled(entry.value))
 
 
@@ -150,7 +153,9 @@ def plain_json(value: PlainValue) -> Json:
 
 
 def _spelled(value: PlainValue) -> Json:
-    """A plain value in JSON's own types; a set is a sorted list."""
+    """A plain value in JSON's own types; a set is a sorted list, a config what it holds."""
+    if isinstance(value, PickledValue) and value.fields is not None:
+        return _spelled(value.fields)
     if isinstance(value, dict):
         return {str(key): _spelled(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -20,7 +20,7 @@ from ckpt_tools.analysis.summary import (
 from ckpt_tools.cli import asked, completion, entries, options, render
 from ckpt_tools.cli.render import Json
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, PickledValue, TensorEntry
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats import locate, open_object
@@ -110,10 +110,10 @@ def _print_bare(values: Corner) -> None:
 
 
 def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
-    if (raw or json) and not entry.opened and entry.value is None:
-        raise UnsupportedError(
-            f"{entry.fqn} is not a plain value, not opened: {entry.type_name or 'too large'}."
-        )
+    closed = entry.value if isinstance(entry.value, PickledValue) else None
+    if (raw or json) and (not entry.opened or (closed is not None and closed.fields is None)):
+        what = entry.type_name or "too large" if closed is None else closed.qualname
+        raise UnsupportedError(f"{entry.fqn} is not a plain value, not opened: {what}.")
     if raw:
         click.echo(render.bare(entries.plain_json(entry.value)))
     elif json:
@@ -137,9 +137,9 @@ def object_facts(entry: ObjectEntry) -> Sequence[tuple[str, str]]:
 
 def _value_text(entry: ObjectEntry) -> str:
     """The value on one line; that of a config, which stays closed for all else, with its class."""
-    if entry.opened or entry.value is None:
+    if not isinstance(entry.value, PickledValue) or entry.value.fields is None:
         return entries.value_text(entry)
-    return f"{entry.type_name} {jsonlib.dumps(entries.plain_json(entry.value))}"
+    return f"{entry.value.qualname} {jsonlib.dumps(entries.plain_json(entry.value))}"
 
 
 def _show_tensor(

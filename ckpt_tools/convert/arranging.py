@@ -1,4 +1,4 @@
-"""For --layout: comparing hyper-parameters, and leaving out objects without a plain value."""
+"""For --layout: comparing hyper-parameters, and leaving out objects that cannot be written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from hashlib import sha256
 
 from ckpt_tools import formats
-from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, unlisted_in
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.protocol import Index
@@ -41,13 +41,13 @@ def without_unopened(index: Index, copied: str | None) -> tuple[Index, list[str]
     """The index without objects that the target cannot take, and a note that names them.
 
     Objects of the codec ``copied`` it takes byte for byte. Everything else is written from its
-    value, and what is not plain (random states of NumPy, say) has none that was read. Raises
+    value, of which what is closed may hold tensors or ask for classes that are not known. Raises
     UnsupportedError where nothing else is there.
     """
     lost = [
         entry
         for entry in index.objects
-        if not entry.opened and (entry.codec is None or entry.codec != copied)
+        if not entry.is_writable and (entry.codec is None or entry.codec != copied)
     ]
     if not lost:
         return index, []
@@ -61,5 +61,10 @@ def without_unopened(index: Index, copied: str | None) -> tuple[Index, list[str]
 
 def note_on_unopened(lost: Sequence[ObjectEntry]) -> str:
     """A note that names objects which are left out, and what each is."""
-    shown = some([f"{entry.fqn} ({entry.type_name or 'not opened'})" for entry in lost])
-    return f"Left out {counted(len(lost), 'object')} without a plain value: {shown}."
+    shown = some([f"{entry.fqn} ({_type_of(entry)})" for entry in lost])
+    return f"Left out {counted(len(lost), 'object')} that cannot be written: {shown}."
+
+
+def _type_of(entry: ObjectEntry) -> str:
+    closed = next(unlisted_in(entry.value), None)
+    return entry.type_name or ("not opened" if closed is None else closed.qualname)

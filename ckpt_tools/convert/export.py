@@ -158,8 +158,8 @@ def plan_export(
     targets = _in_containers(targets, outcome, index, options)
     objects: tuple[ObjectEntry, ...] = ()
     if keeps_nesting:
-        objects = tuple(entry for entry in located.objects if entry.opened)
-        chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.opened))
+        objects = tuple(entry for entry in located.objects if entry.is_writable)
+        chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.is_writable))
     left_out = _left_out(index, chosen, nested=keeps_nesting)
     wanted = formats.PlanOptions(
         tree=located.nesting if keeps_nesting else NO_TREE,

@@ -184,7 +184,7 @@ def _whole(chosen: CheckpointIndex, options: ReshardOptions, locate: Locate) -> 
         located = locate(chosen, files)
         located.require_chosen()
         foreign = any(
-            not e.opened and e.codec not in (None, form.object_codec) for e in located.objects
+            not e.is_writable and e.codec not in (None, form.object_codec) for e in located.objects
         )
         if options.layout is not None or foreign:
             located = formats.open_objects(located, files)

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from glob import escape
-from itertools import pairwise
+from hashlib import blake2b
+from itertools import chain, pairwise
 from math import prod
-from typing import Literal, NamedTuple, NewType, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, NewType, TypeAlias, TypeVar, Union
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
@@ -31,18 +32,19 @@ from ckpt_tools.errors import (
 
 Section = Literal["model", "optim", "other"]
 SECTIONS: tuple[Section, ...] = ("model", "optim", "other")
-PlainValue = (
-    None
-    | bool
-    | int
-    | float
-    | complex
-    | str
-    | bytes
-    | AbstractSet["PlainValue"]
-    | Sequence["PlainValue"]
-    | Mapping[Key, "PlainValue"]
-)
+PlainValue = Union[
+    None,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    "PickledValue",
+    AbstractSet["PlainValue"],
+    Sequence["PlainValue"],
+    Mapping[Key, "PlainValue"],
+]
 
 
 class Size(tuple[int, ...]):
@@ -64,6 +66,40 @@ class TorchValue(str):
     def __repr__(self) -> str:
         """The text itself, which tells it from a str."""
         return str(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PickledValue:
+    """A value among plain ones that is not opened, as the pickle that makes it: a date, an array.
+
+    ``qualname`` is its class. ``unlisted`` are the globals of the pickle that nothing is known of:
+    a value with such is not written into other pickles. ``fields`` is what a config holds, to be
+    shown.
+    """
+
+    qualname: str
+    pickle: bytes
+    unlisted: tuple[str, ...] = field(default=(), compare=False)
+    fields: PlainValue = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        """Its class in parentheses, which no plain value looks like."""
+        return f"({self.qualname})"
+
+    def __repr__(self) -> str:
+        """Class, and length and digest of the pickle: equal for equal values only."""
+        digest = blake2b(self.pickle, digest_size=8).hexdigest()
+        return f"({self.qualname}, {len(self.pickle):,} bytes pickled, {digest})"
+
+
+def unlisted_in(value: PlainValue) -> Iterator[PickledValue]:
+    """The values in a plain one that are not written into other pickles."""
+    if isinstance(value, PickledValue):
+        yield from (value,) if value.unlisted else ()
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(unlisted_in, value.values()))
+    elif isinstance(value, list | tuple):
+        yield from chain.from_iterable(map(unlisted_in, value))
 
 
 class ByteRange(NamedTuple):
@@ -246,6 +282,11 @@ class ObjectEntry:
     type_name: str | None = None
     codec: str | None = None
     flaw: CheckpointError | None = None
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether its value can be written into another pickle; else its bytes can be copied."""
+        return self.opened and not any(unlisted_in(self.value))
 
 
 Entry: TypeAlias = TensorEntry | ObjectEntry

@@ -226,7 +226,7 @@ def copyable_objects(index: Index, files: Files) -> Index:
     """The same index with every object that has bytes of its own, and no value that was read, as
     bytes that a writer can copy.
     """
-    if all(entry.opened or entry.codec is None for entry in index.objects):
+    if all(entry.is_writable or entry.codec is None for entry in index.objects):
         return index
     for form in _formats_of(index):
         index = form.copyable_objects(index, files)

@@ -180,6 +180,8 @@ def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool 
         same = _same(a.value, b.value)
         return same, "" if same else f"{a.value!r} and {b.value!r}"
     if a.opened != b.opened:
+        if (b if a.opened else a).type_name is None:
+            return None, "too large to be opened"
         return False, "one is a plain value, the other is not"
     here, there = formats.object_digests(a, files), formats.object_digests(b, files)
     if here is None and there is None and _of_equal_pickles(a, b, files):

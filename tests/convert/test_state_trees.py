@@ -11,7 +11,7 @@ import json
 import os
 import pickle
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ckpt_tools import (
     ExportOptions,
     Naming,
-    ReadOptions,
     ReshardOptions,
     WriteOptions,
     api,
@@ -400,9 +399,8 @@ class _Runs:
 
 
 def test_a_list_item_that_is_left_out_does_not_move_the_others(tmp_path: Path) -> None:
-    torch.save({"w": T, "c": [T, _Mine(), 5], "t": (_Mine(), T)}, tmp_path / "a.pt")
-    mine = ReadOptions((f"{_Mine.__module__}.{_Mine.__qualname__}",))
-    index = open_checkpoint(str(tmp_path / "a.pt"), options=mine)
+    torch.save({"w": T, "c": [T, deque([T]), 5], "t": (deque([T]), T)}, tmp_path / "a.pt")
+    index = open_checkpoint(str(tmp_path / "a.pt"))
     options = ReshardOptions(Mesh((1,)))
     plan = api.reshard(index, str(tmp_path / "o"), options=options, write=WriteOptions())
     assert any("c.1" in note and "t.0" in note for note in plan.notes)
@@ -641,20 +639,8 @@ def test_scalars_of_numpy_are_kept_bit_for_bit(tmp_path: Path, protocol: int) ->
     assert b"cnumpy._core.multiarray\nscalar" in (tmp_path / "b.pt").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "value", [np.complex64(1j), np.str_("a"), np.array([1]), np.dtype("f8"), np.datetime64(1, "s")]
-)
-def test_what_else_numpy_pickles_is_left_out_by_name(tmp_path: Path, value: object) -> None:
-    torch.save({"w": T, "odd": value, "step": 1}, tmp_path / "a.pt")
-    index = open_checkpoint(str(tmp_path / "a.pt"))
-    options = ExportOptions(format="torch", keep_names=True, only=None)
-    plan = api.export(index, str(tmp_path / "b.pt"), options=options, write=WriteOptions())
-    assert any("1 object without a plain value: odd (numpy." in note for note in plan.notes)
-    assert torch.load(tmp_path / "b.pt").keys() == {"w", "step"}
-
-
-def test_where_nothing_has_a_plain_value_nothing_is_written(tmp_path: Path) -> None:
-    torch.save({"odd": np.array([1])}, tmp_path / "a.pt")
+def test_where_nothing_can_be_written_nothing_is(tmp_path: Path) -> None:
+    torch.save({"odd": deque([T])}, tmp_path / "a.pt")
     words = ["reshard", str(tmp_path / "a.pt"), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
     told = CliRunner().invoke(cli, words)
     assert told.exit_code == 3

@@ -173,7 +173,7 @@ def test_plain_python_closes_nothing(protocol: int, tmp_path: Path) -> None:
     }
     index = located(saved(tmp_path, state, pickle_protocol=protocol))
     index.require_whole()
-    assert index.object("where").type_name == "pathlib.PurePosixPath"
+    assert str(index.object("where").value) == "(pathlib.PurePosixPath)"
     assert index.object("counts.a").value == 1
 
 
@@ -181,21 +181,21 @@ def test_configs_stay_closed_and_can_be_shown(tmp_path: Path) -> None:
     inner = argparse.Namespace(x=(1, 2))
     index = located(saved(tmp_path, {"w": W, "args": argparse.Namespace(lr=0.1, sub=inner)}))
     entry = index.object("args")
-    assert (entry.opened, entry.type_name) == (False, "argparse.Namespace")
-    assert entry.value == {"lr": 0.1, "sub": {"x": [1, 2]}}
+    assert str(entry.value) == "(argparse.Namespace)"
+    assert entry.value.fields == {"lr": 0.1, "sub": {"x": [1, 2]}}
 
 
 def test_a_config_that_holds_itself_has_no_value_to_be_shown(tmp_path: Path) -> None:
     config = argparse.Namespace()
     config.own = config
     entry = located(saved(tmp_path, {"w": W, "args": config})).object("args")
-    assert (entry.value, entry.type_name) == (None, "argparse.Namespace")
+    assert (entry.value.fields, str(entry.value)) == (None, "(argparse.Namespace)")
 
 
 def test_omegaconf_is_shown_with_its_values() -> None:
     index = located(CASES / "D03_python2_names" / "omegaconf.ckpt")
     index.require_whole()
-    found = index.object("hyper_parameters.cfg").value
+    found = index.object("hyper_parameters.cfg").value.fields
     assert found == {"lr": 0.001, "l": [1, 2], "n": {"x": "y"}}
 
 

@@ -32,8 +32,8 @@ from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
-# A plain value is worth opening; a pickled tokenizer or dataloader is not.
-_MAX_PLAIN = 1 << 20
+# What is compressed is inflated in memory.
+_MAX_INFLATED = 1 << 20
 # The pickle of a hundred thousand tensors in one tuple.
 _MAX_TREE = 64 << 20
 # The directory of an archive is at its end. Objects lie one after another in a file, and are looked
@@ -218,17 +218,15 @@ def opened(entry: ObjectEntry, files: Files) -> ObjectEntry:
     """The same object with its value when that is plain, else with the name of its type."""
     if entry.opened or entry.codec is None or entry.flaw is not None:
         return entry
-    if entry.codec != TORCH_SAVE and entry.data.length > _MAX_PLAIN:
+    if entry.codec != TORCH_SAVE and entry.data.length > _MAX_INFLATED:
         return entry  # it would be inflated to be looked at
     item = unpacked(files, entry.data, entry.codec)
     where = f"{entry.data.path}, item of {entry.fqn}"
     archive = archive_of(files, item, where)
-    if archive.record("data.pkl").length > _MAX_PLAIN:
-        return entry
     value = pickles.load_plain(archive.read("data.pkl"), where=where)
     if not isinstance(value, Opaque):
         return replace(entry, value=value, opened=True)
-    return replace(entry, type_name=value.qualname, value=value.fields)
+    return replace(entry, type_name=value.qualname)
 
 
 def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
@@ -296,7 +294,7 @@ def copyable_objects(index: Index, files: Files) -> Index:
 
 
 def _copyable(entry: ObjectEntry, files: Files) -> ObjectEntry:
-    if entry.codec == ZSTD and not entry.opened:
+    if entry.codec == ZSTD and not entry.is_writable:
         entry = replace(entry, data=unpacked(files, entry.data, ZSTD), codec=TORCH_SAVE)
     if entry.codec == TORCH_SAVE:
         try:

@@ -1,17 +1,12 @@
 """Configs in pickles, opened to be shown: those of argparse, OmegaConf and Lightning.
 
-They stay opaque values: nothing else is made of them, and what is copied is the pickle.
+They stay closed values: what is copied is the pickle.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ckpt_tools.core.index import PlainValue
-from ckpt_tools.formats.pickle.torch_stubs import Opaque, OpaqueObject, shown
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from ckpt_tools.formats.pickle.torch_stubs import OpaqueObject, shown
 
 _MAX_DEPTH = 50
 _MAX_VALUES = 100_000  # of all configs of one pickle
@@ -35,66 +30,39 @@ def is_config(qualname: str) -> bool:
     return qualname in _CLASSES or qualname.startswith(_OMEGACONF)
 
 
-class ConfigObject(OpaqueObject):
-    """A config as a pickle makes it: its state and its items are kept."""
-
-    __slots__ = ("items", "opaque", "state")
-
-    items: dict[object, object]
-    state: object
-    opaque: Opaque
-
-    def __new__(cls, *_args: object, **_kwargs: object) -> Self:
-        """An empty config, whatever it is called with."""
-        made = super().__new__(cls)
-        made.items, made.state = {}, None
-        return made
-
-    def __setstate__(self, state: object) -> None:
-        """Keep the state."""
-        self.state = state
-
-    def __setitem__(self, key: object, value: object) -> None:
-        """Keep the item."""
-        self.items[key] = value
-
-    @property
-    def inside(self) -> object:
-        """What it holds: OmegaConf's containers and nodes keep that in an attribute."""
-        state = self.state if type(self.state) is dict else {}
-        for name in ("_content", "_val"):
-            if name in state:
-                return state[name]
-        return self.items or state
-
-
 class Configs:
-    """Opens the configs of one pickle, each once, up to a number of values in all."""
+    """Opens the configs of one pickle, up to a number of values in all."""
 
     def __init__(self) -> None:
         self._left = _MAX_VALUES
 
-    def opaque(self, config: ConfigObject) -> Opaque:
-        """The config as an opaque value, with its fields unless they are too many or endless."""
-        if not hasattr(config, "opaque"):
-            try:
-                fields = self._plain(config, 0)
-            except _EndlessError:
-                fields = None
-            config.opaque = Opaque(config.qualname, fields=fields)
-        return config.opaque
+    def fields(self, config: OpaqueObject) -> PlainValue:
+        """What a config holds; None where it is too much or endless."""
+        try:
+            return self._plain(config, 0)
+        except _EndlessError:
+            return None
 
     def _plain(self, value: object, depth: int) -> PlainValue:
         self._left -= 1
         if self._left < 0 or depth > _MAX_DEPTH:
             raise _EndlessError
-        if isinstance(value, ConfigObject):
-            return self._plain(value.inside, depth + 1)
+        if isinstance(value, OpaqueObject) and is_config(value.name):
+            return self._plain(_inside(value), depth + 1)
         if isinstance(value, dict):
             return {_key(key): self._plain(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple | set | frozenset):
             return [self._plain(item, depth + 1) for item in value]
         return _leaf(value)
+
+
+def _inside(config: OpaqueObject) -> object:
+    """What it holds: OmegaConf's containers and nodes keep that in an attribute."""
+    state = config.state if type(config.state) is dict else {}
+    for name in ("_content", "_val"):
+        if name in state:
+            return state[name]
+    return {_key(key): item for key, item in config.pairs} or state
 
 
 class _EndlessError(Exception):

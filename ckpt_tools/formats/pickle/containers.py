@@ -7,25 +7,30 @@ Here it becomes nested plain dicts, lists and tuples that are safe to walk throu
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TypeGuard
 
-from ckpt_tools.core.index import PlainValue, Size, TorchValue
+from ckpt_tools.core.index import PickledValue, PlainValue, Size, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Key
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
-from ckpt_tools.formats.pickle.configs import ConfigObject, Configs
+from ckpt_tools.formats.pickle.carried import CannotCarryError, Carrier
 from ckpt_tools.formats.pickle.torch_stubs import (
+    LAYOUTS,
     Function,
     Marker,
     NumpyDType,
     Opaque,
     OpaqueObject,
+    PickledDict,
+    PickledOrderedDict,
     StoredDTensor,
     StoredTensor,
     TorchDType,
     VersionObject,
     as_counts,
+    is_key,
     opaque_class,
     shown,
 )
@@ -34,39 +39,21 @@ _MAX_DEPTH = 200
 _MAX_INT_BITS = 1024
 _MAX_COPIED = 64 * 1024 * 1024
 _BYTES_OF_ITEM = 32
-LAYOUTS = frozenset(
-    {"torch.strided", "torch.jagged", "torch.sparse_coo", "torch.sparse_csr", "torch.sparse_csc"}
-    | {"torch.sparse_bsr", "torch.sparse_bsc", "torch._mkldnn"}
-)
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-_KEYS = frozenset({str, float, bool, type(None)})
-_MAX_KEY_BITS = 512
+_PLAIN = (bool, int, float, complex, str, bytes, Size, PickledValue)
+_SCALAR = opaque_class("numpy._core.multiarray.scalar", "numpy.generic")
+_SET, _FROZENSET = opaque_class("builtins.set"), opaque_class("builtins.frozenset")
 _STORED = frozenset({StoredTensor, StoredDTensor, Opaque})
 
 
-class PickledDict(dict[object, object]):
-    """A defaultdict or a Counter: a dict that takes no attributes."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> None:
-        """Drop attributes, such as the ``_metadata`` of a module's state dict."""
-
-
-class PickledOrderedDict(PickledDict):
-    """An OrderedDict, while it is unpickled."""
-
-    __slots__ = ()
-
-
 class Containers:
-    """The globals that make containers and small values, for one pickle.
+    """The globals that make containers and small values, for one pickle of ``length`` bytes.
 
     A call costs three bytes of a pickle and can copy a long list, so what they copy is summed up.
     """
 
-    def __init__(self) -> None:
-        self._copied = 0
+    def __init__(self, length: int) -> None:
+        self._left = _MAX_COPIED + length
         self._table: dict[str, Function | type[OpaqueObject]] = {
             "_codecs.encode": Function(self._encode),
             "builtins.bytes": Function(self._bytes, "builtins.bytes"),
@@ -93,8 +80,8 @@ class Containers:
         return self._table.get(name)
 
     def _copy(self, size: int) -> None:
-        self._copied += size
-        if self._copied > _MAX_COPIED:
+        self._left -= size
+        if self._left < 0:
             raise UnreadableError("is hostile: it copies values again and again.")
 
     def _encode(self, args: tuple[object, ...]) -> bytes:
@@ -119,7 +106,7 @@ class Containers:
         if not isinstance(items, list | tuple):
             return Opaque("builtins.set")
         self._copy(_BYTES_OF_ITEM * len(items))
-        return set(items) if all(type(item) in _ATOMS for item in items) else Opaque("builtins.set")
+        return set(items) if all(type(item) in _ATOMS for item in items) else _SET(*args)
 
     def _type(self, args: tuple[object, ...]) -> object:
         """``(None,)``: how pickle writes the class of a constant. With more, it makes a class."""
@@ -131,12 +118,12 @@ class Containers:
         """``(class, base, state of the base)``: how protocol 0 and 1 make an object."""
         kind = args[0] if args else None
         if isinstance(kind, type) and issubclass(kind, OpaqueObject):
-            return kind()
-        return opaque_class(getattr(kind, "qualname", "builtins.object"))()
+            return kind.__new__(kind)
+        return Opaque(getattr(kind, "qualname", "builtins.object"))
 
     def _frozenset(self, args: tuple[object, ...]) -> object:
         made = self._set(args)
-        return frozenset(made) if isinstance(made, set) else Opaque("builtins.frozenset")
+        return frozenset(made) if isinstance(made, set) else _FROZENSET(*args)
 
     def _counter(self, args: tuple[object, ...]) -> object:
         return args[0] if args and type(args[0]) is dict else PickledDict()
@@ -187,7 +174,7 @@ def _scalar(args: tuple[object, ...]) -> object:
     dtype, data = args if len(args) == 2 else (None, None)
     code = dtype.code if isinstance(dtype, NumpyDType) else ""
     made = numpy_scalars.text_of(code, data) if isinstance(data, bytes) else None
-    return Opaque("numpy.generic") if made is None else TorchValue(made)
+    return _SCALAR(*args) if made is None else TorchValue(made)
 
 
 def _layout(args: tuple[object, ...]) -> object:
@@ -196,31 +183,42 @@ def _layout(args: tuple[object, ...]) -> object:
     return TorchValue(args[0]) if known else Opaque("torch.layout")
 
 
-def settled(value: object, *, max_nodes: int) -> object:
+def _never(_name: str) -> bool:
+    return False
+
+
+def settled(value: object, *, length: int, is_allowed: Callable[[str], bool] = _never) -> object:
     """The same value of dicts, OrderedDicts, lists, tuples and sets, with only known leaves.
 
-    What is shared stays shared. Raises UnreadableError for a value that contains itself, that is
-    nested more than 200 deep, or that has more than ``max_nodes`` nodes when each is counted as
-    often as it is met. A dict with an opaque object as a key is an opaque value with a flaw.
+    What is shared stays shared. A closed value that can be pickled again is a PickledValue;
+    ``is_allowed`` says which further globals it may ask for. A dict with an opaque object as a key
+    is an opaque value with a flaw.
+
+    Raises UnreadableError for a value that contains itself, that is nested more than 200 deep, or
+    that has too many nodes for a pickle of ``length`` bytes when each is counted as often as it is
+    met.
     """
-    return _Settler(max_nodes).settle(value, 0)
+    return _Settler(length, is_allowed).settle(value, 0)
 
 
 class _Settler:
     """One walk over a graph of values."""
 
-    def __init__(self, max_nodes: int) -> None:
+    def __init__(self, length: int, is_allowed: Callable[[str], bool]) -> None:
         # id → the settled container and its nodes; None while it is being walked through.
         self._done: dict[int, tuple[object, int] | None] = {}
         self._nodes = 0
-        self._max_nodes = max_nodes
-        self._configs = Configs()
+        self._max_nodes = 10_000 + 16 * length  # one per byte, were none shared
+        self._carrier = Carrier(_leaf, is_allowed, _MAX_COPIED + 2 * length)
+        self._closed: dict[int, Opaque | TorchValue | PickledValue] = {}
 
     def settle(self, value: object, depth: int) -> object:
         """The settled value."""
         self._count(1)
-        if isinstance(value, ConfigObject) and value.unknown is None:
-            return self._configs.opaque(value)
+        if isinstance(value, OpaqueObject) or _is_class(value):
+            if id(value) not in self._closed:
+                self._closed[id(value)] = self._of_closed(value)
+            return self._closed[id(value)]
         if type(value) not in _CONTAINERS:
             return _leaf(value)
         if depth > _MAX_DEPTH:
@@ -236,6 +234,18 @@ class _Settler:
             made = Opaque("builtins.dict", flaw=UnsupportedError(error.message, hint=hint))
         self._done[id(value)] = (made, self._nodes - before)
         return made
+
+    def _of_closed(
+        self, value: OpaqueObject | type[OpaqueObject]
+    ) -> Opaque | TorchValue | PickledValue:
+        made = _opaque(value)
+        if isinstance(made, TorchValue) or made.flaw is not None:
+            return made
+        try:
+            return self._carrier.value(value)
+        except CannotCarryError as error:
+            holds_tensor = error.holds_tensor and made.qualname != "torch.Tensor"
+            return Opaque(f"{made.qualname} with tensors") if holds_tensor else made
 
     def _container(self, value: object, depth: int) -> object:
         if isinstance(value, PickledOrderedDict):
@@ -291,13 +301,15 @@ def _leaf(value: object) -> object:
         return Opaque("builtins.str")
     if kind in _ATOMS:
         return value
-    if isinstance(value, OpaqueObject) or (
-        isinstance(value, type) and issubclass(value, OpaqueObject)
-    ):
+    if isinstance(value, OpaqueObject) or _is_class(value):
         return _opaque(value)
     if isinstance(value, Marker | Function):
         return Opaque(value.qualname)
     return Opaque(kind.__name__)
+
+
+def _is_class(value: object) -> TypeGuard[type[OpaqueObject]]:
+    return isinstance(value, type) and issubclass(value, OpaqueObject)
 
 
 def _opaque(value: OpaqueObject | type[OpaqueObject]) -> Opaque | TorchValue:
@@ -331,15 +343,12 @@ def as_name(value: object) -> str:
     return value
 
 
-def plain_value(value: object, *, asked: frozenset[str], max_nodes: int) -> PlainValue | Opaque:
+def plain_value(value: object, *, length: int) -> PlainValue | Opaque:
     """The value when it is plain, else Opaque with the name of what is not; see `settled`."""
     try:
-        made = settled(value, max_nodes=max_nodes)
-        if isinstance(made, Opaque):
-            return Opaque(made.qualname, asked, fields=made.fields)
-        return _plain(made)
+        return _plain(settled(value, length=length))
     except _NotPlainError as error:
-        return Opaque(error.qualname, asked)
+        return Opaque(error.qualname)
 
 
 class _NotPlainError(Exception):
@@ -351,7 +360,7 @@ class _NotPlainError(Exception):
 
 
 def _plain(value: object, depth: int = 0) -> PlainValue:
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | Size):
+    if value is None or isinstance(value, _PLAIN):
         return value
     if depth < MAX_DEPTH:
         if isinstance(value, list):
@@ -372,12 +381,3 @@ def _plain_key(key: object) -> Key:
     if not is_key(key):
         raise _NotPlainError("builtins.dict")
     return key
-
-
-def is_key(key: object) -> TypeGuard[Key]:
-    """Whether a settled key of a dict can be a part of a path, by its text."""
-    if type(key) is tuple:
-        return all(map(is_key, key))
-    if type(key) is int:
-        return key.bit_length() <= _MAX_KEY_BITS  # Python refuses to print thousands of digits
-    return type(key) in _KEYS

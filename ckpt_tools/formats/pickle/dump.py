@@ -20,19 +20,21 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pickle import encode_long
+from pickletools import genops
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import row_major_strides
-from ckpt_tools.core.index import ObjectEntry, Size, TorchValue
+from ckpt_tools.core.index import ObjectEntry, PickledValue, Size, TorchValue
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
-from ckpt_tools.formats.pickle.containers import LAYOUTS
+from ckpt_tools.formats.pickle.torch_stubs import LAYOUTS
 
 Node: TypeAlias = (
     "bool | int | float | complex | str | bytes | Global | Call | Instance | Persistent | Blank"
-    " | AbstractSet[Node] | Sequence[Node] | Mapping[str, Node] | Mapping[Key, Node] | None"
+    " | PickledValue | AbstractSet[Node] | Sequence[Node] | Mapping[str, Node]"
+    " | Mapping[Key, Node] | None"
 )
 
 
@@ -52,13 +54,19 @@ class Call:
     args: tuple[Node, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Instance:
-    """An object made by ``cls.__new__(cls, *args)`` and given this state (None: it has none)."""
+    """An object made by ``cls.__new__(cls, *args)``, or by ``cls(*args)`` where it is ``called``.
+
+    Then it is given items, items with keys, and a state (None: it has none), which may hold it.
+    """
 
     cls: Global
     args: tuple[Node, ...] = ()
     state: Node = None
+    called: bool = False
+    items: Sequence[Node] = ()
+    pairs: Sequence[tuple[Node, Node]] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,11 +95,15 @@ class Draft(NamedTuple):
         return b"".join(chain.from_iterable(zip_longest(self.parts, codes, fillvalue=b"")))
 
 
-_Special: TypeAlias = "Call | Instance | Persistent | bytes | complex | Size | AbstractSet[Node]"
+_Special: TypeAlias = (
+    "Call | Instance | Persistent | bytes | complex | Size | PickledValue | AbstractSet[Node]"
+)
 
+_SPECIAL = (Call, Instance, Persistent, bytes, complex, Size, PickledValue, AbstractSet)
 _BATCH = 1000  # how many items pickle puts between a MARK and a SETITEMS or APPENDS
 _DEVICE = "torch.device"
 _VERSION = "torch.torch_version.TorchVersion"
+_MEMO_CODES = frozenset({"BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"})
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 ORDERED_DICT = Global("collections", "OrderedDict")
@@ -168,12 +180,13 @@ def draft(node: Node) -> Draft:
 class _PickleWriter:
     """Emits opcodes; ``_memo`` maps what was written before to its number."""
 
-    __slots__ = ("_alive", "_memo", "blanks", "parts")
+    __slots__ = ("_alive", "_memo", "_memoized", "blanks", "parts")
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.blanks: list[tuple[int, int]] = []  # how many parts lie before it, and its number
         self._memo: dict[int | str | Global, int] = {}
+        self._memoized = 0
         self._alive: list[Node] = []  # an id stays taken for as long as its object lives
 
     def save(self, node: Node) -> None:
@@ -199,7 +212,7 @@ class _PickleWriter:
             self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
         elif isinstance(node, Global):
             self.parts.append(f"c{node.module}\n{node.name}\n".encode())
-        elif isinstance(node, (Call, Instance, Persistent, bytes, complex, Size, AbstractSet)):
+        elif isinstance(node, _SPECIAL):
             self._save_special(node, key)
             return
         elif isinstance(node, Mapping):
@@ -215,15 +228,38 @@ class _PickleWriter:
             self.save(node.value)
             self.parts.append(b"Q")
             return
+        if isinstance(node, PickledValue):
+            self._splice(node)
+            return
         if not isinstance(node, (Call, Instance)):
             node = _as_call(node)
         self.save(node.function if isinstance(node, Call) else node.cls)
         self.save(node.args)
-        self.parts.append(b"R" if isinstance(node, Call) else b"\x81")
+        self.parts.append(b"R" if isinstance(node, Call) or node.called else b"\x81")
         self._memoize(key, node)
-        if isinstance(node, Instance) and node.state is not None:
+        if isinstance(node, Instance):
+            self._fill(node)
+
+    def _fill(self, node: Instance) -> None:
+        self._save_batches(((item,) for item in node.items), count=len(node.items), end=b"e")
+        self._save_batches(node.pairs, count=len(node.pairs), end=b"u")
+        if node.state is not None:
             self.save(node.state)
             self.parts.append(b"b")
+
+    def _splice(self, value: PickledValue) -> None:
+        """The opcodes of another pickle, with its memo behind what was memoized here."""
+        if value.unlisted:
+            raise UnsupportedError(f"{value} asks for {value.unlisted[0]}, which is not written.")
+        first, start = self._memoized, len(b"\x80\x02")
+        for code, number, at in genops(value.pickle):
+            if code.name in _MEMO_CODES and isinstance(number, int) and at is not None:
+                put = code.name.endswith("PUT")
+                self._memoized += put
+                self.parts.append(value.pickle[start:at])
+                self.parts.append((b"r" if put else b"j") + struct.pack("<I", first + number))
+                start = at + (5 if code.name.startswith("LONG") else 2)
+        self.parts.append(value.pickle[start:-1])
 
     def _save_sequence(self, node: Sequence[Node], key: int | str | Global) -> None:
         if isinstance(node, tuple):
@@ -275,7 +311,8 @@ class _PickleWriter:
             self.save(node)
 
     def _memoize(self, key: int | str | Global, node: Node) -> None:
-        place = len(self._memo)
+        place = self._memoized
+        self._memoized += 1
         self._memo[key] = place
         self._alive.append(node)
         self.parts.append(b"q%c" % place if place < 256 else b"r" + struct.pack("<I", place))

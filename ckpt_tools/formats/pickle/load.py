@@ -21,7 +21,6 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     made_by,
     runner_error,
 )
-from ckpt_tools.formats.pickle.configs import ConfigObject, is_config
 from ckpt_tools.formats.pickle.containers import Containers, plain_value, settled
 from ckpt_tools.formats.pickle.rebuild import (
     REBUILD_FROM_TYPE_NAMES,
@@ -87,13 +86,14 @@ def _tensors(data: bytes, allow: Collection[str], storages: dict[str, StoredStor
         storages[stored.key] = stored
         return stored
 
+    vocabulary = _Tensors(allow, len(data))
     try:
-        value = unpickle(data, resolve=_Tensors(allow), storage=storage)
+        value = unpickle(data, resolve=vocabulary, storage=storage)
     except UnsafePickleError as error:
         _refuse_sharded_tensor(data)
         error.advice = _whole_model(data) or error.advice
         raise
-    made = settled(value, max_nodes=_max_nodes(len(data)))
+    made = settled(value, length=len(data), is_allowed=vocabulary.is_allowed)
     if isinstance(made, Opaque) and made.flaw is not None:
         raise made.flaw
     return made
@@ -102,35 +102,29 @@ def _tensors(data: bytes, allow: Collection[str], storages: dict[str, StoredStor
 def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     """The value of a pickled object when it is plain, else Opaque, which names its class.
 
-    Plain are None, bool, int, float, str, and lists, tuples and dicts of them.
+    Plain are None, bool, int, float, str, and lists, tuples and dicts of them; a PickledValue, too.
 
     Raises UnsafePickleError when the pickle asks for what can run code, and UnsupportedError for
     a ShardedTensor.
     """
-    vocabulary = _Names()
+    vocabulary = _Names(len(data))
     with placed(where), collector_paused():
         try:
             value = unpickle(data, resolve=vocabulary, storage=vocabulary.storage)
         except UnsafePickleError:
             _refuse_sharded_tensor(data)
             raise
-        names = frozenset(vocabulary.asked)
-        return plain_value(value, asked=names, max_nodes=_max_nodes(len(data)))
-
-
-def _max_nodes(length: int) -> int:
-    """How many values a pickle of this length may unfold to; one per byte, were none shared."""
-    return 10_000 + 16 * length
+        return plain_value(value, length=len(data))
 
 
 class _Tensors:
     """The globals of a pickle of tensors."""
 
-    def __init__(self, allow: Collection[str]) -> None:
+    def __init__(self, allow: Collection[str], length: int) -> None:
         self._allow = frozenset(allow)
         self._unknown: dict[str, None] = {}
         self._opaque: dict[str, type[OpaqueObject]] = {}
-        self._containers = Containers()
+        self._containers = Containers(length)
 
     def __call__(self, name: str) -> object:
         """The stand-in for a global."""
@@ -145,12 +139,13 @@ class _Tensors:
             return TorchDType(name)
         if is_runner(name):
             raise runner_error(name)
-        if is_harmless(name) or self._is_allowed(name):
+        if is_harmless(name) or self.is_allowed(name):
             return _opaque(name, self._opaque)
         self._unknown[name] = None
         return _opaque(name, self._opaque, self._unknown)
 
-    def _is_allowed(self, name: str) -> bool:
+    def is_allowed(self, name: str) -> bool:
+        """Whether the user allows a global."""
         parts = name.split(".")
         above = (".".join(parts[:end]) + ".*" for end in range(1, len(parts)))
         return name in self._allow or not self._allow.isdisjoint(above)
@@ -159,14 +154,9 @@ class _Tensors:
 class _Names:
     """The globals of a pickle from which only plain values are wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
         self._opaque: dict[str, type[OpaqueObject]] = {}
-        self._containers = Containers()
-
-    @property
-    def asked(self) -> Collection[str]:
-        """The globals that became opaque."""
-        return self._opaque
+        self._containers = Containers(length)
 
     def __call__(self, name: str) -> object:
         """The stand-in for a global."""
@@ -185,7 +175,7 @@ class _Names:
 
     def storage(self, _pid: object) -> object:
         """An opaque value for every storage."""
-        return _opaque("torch.Tensor", self._opaque)()
+        return Opaque("torch.Tensor")
 
 
 def _opaque(
@@ -197,8 +187,7 @@ def _opaque(
     if name not in made:
         if len(made) >= _MAX_OPAQUE_CLASSES:
             raise UnreadableError(f"asks for more than {_MAX_OPAQUE_CLASSES:,} classes.")
-        base = ConfigObject if is_config(name) else OpaqueObject
-        made[name] = opaque_class(made_by(name), unknown, base)
+        made[name] = opaque_class(name, made_by(name), unknown)
     return made[name]
 
 

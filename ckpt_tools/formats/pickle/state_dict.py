@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import PlainValue, TorchValue
+from ckpt_tools.core.index import PickledValue, PlainValue, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.containers import is_key
-from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor
+from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor, is_key
 
 Stored = StoredTensor | StoredDTensor
 
@@ -31,6 +30,7 @@ _MAX_PLAIN = 100_000
 _MAX_PLAIN_IN_ALL = 5_000_000
 # Python refuses to print numbers of thousands of digits.
 _MAX_INT = 1 << 512
+_SCALARS = frozenset({bool, float, complex, bytes, TorchValue, PickledValue})
 _PLAIN_CONTAINERS = (dict, list, tuple, set, frozenset)
 _FLAT = frozenset({"_flat_param", "flat_param"})
 
@@ -47,7 +47,7 @@ class ObjectLeaf(NamedTuple):
     """Something that is not a tensor: its value when it is plain, else the name of its type.
 
     ``flaw`` says why it cannot be used: it is a tensor of a kind that is not read, or of a class
-    that is not known. What is not plain may still have a value, to be shown.
+    that is not known.
     """
 
     fqn: str
@@ -192,9 +192,8 @@ class _Flattening:
             look = _Look(min(self._left, _MAX_PLAIN))
             name = look.odd_type(value, depth)
             self._left -= min(self._left, _MAX_PLAIN) - look.left
-            plain = value if name is None else getattr(value, "fields", None)
             self._flaws[id(value)] = look.flaw
-            self._opened[id(value)] = plain, name  # type: ignore[assignment]  # looked through
+            self._opened[id(value)] = (value if name is None else None), name  # type: ignore[assignment]  # looked through
         return self._opened[id(value)]
 
     def holds(self, value: list[object] | tuple[object, ...]) -> bool:
@@ -279,7 +278,7 @@ def _is_plain_scalar(value: object) -> bool:
         return abs(value) < _MAX_INT
     if type(value) is str:
         return _is_text(value)
-    return value is None or type(value) in {bool, float, complex, bytes, TorchValue}
+    return value is None or type(value) in _SCALARS
 
 
 def _type_name(value: object) -> str:

@@ -10,11 +10,11 @@ reach refuse to be changed (`__setstate__`), and everything is checked when a te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeGuard
 
-from ckpt_tools.core.index import PlainValue
+from ckpt_tools.core.state_tree import Key
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -38,6 +38,13 @@ class StandIn:
         raise TypeError(f"{type(self).__name__} takes no state")
 
 
+_KEYS = frozenset({str, float, bool, type(None)})
+_MAX_KEY_BITS = 512
+# The layouts of torch's tensors, which are no classes.
+LAYOUTS = frozenset(
+    {"torch.strided", "torch.jagged", "torch.sparse_coo", "torch.sparse_csr", "torch.sparse_csc"}
+    | {"torch.sparse_bsr", "torch.sparse_bsc", "torch._mkldnn"}
+)
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,80}")
 
 
@@ -53,6 +60,30 @@ class Function(StandIn):
     def __call__(self, *args: object) -> object:
         """What the function makes of these arguments."""
         return self._run(args)
+
+
+class PickledDict(dict[object, object]):
+    """A defaultdict or a Counter: a dict that takes no attributes."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        """Drop attributes, such as the ``_metadata`` of a module's state dict."""
+
+
+class PickledOrderedDict(PickledDict):
+    """An OrderedDict, while it is unpickled."""
+
+    __slots__ = ()
+
+
+def is_key(key: object) -> TypeGuard[Key]:
+    """Whether a settled key of a dict can be a part of a path, by its text."""
+    if type(key) is tuple:
+        return all(map(is_key, key))
+    if type(key) is int:
+        return key.bit_length() <= _MAX_KEY_BITS  # Python refuses to print thousands of digits
+    return type(key) in _KEYS
 
 
 class Marker(StandIn):
@@ -88,25 +119,15 @@ class StorageClass(Marker):
 class Opaque(StandIn):
     """A value that is not opened: ``qualname`` names its class or what would have made it.
 
-    ``asked`` are all globals that the pickle asked for, where the loader collects them. ``fields``
-    is what a config holds, to be shown. ``flaw`` says why the value cannot be used: an
-    UnsupportedError when tensors are in it, else an UnsafePickleError.
+    ``flaw`` says why the value cannot be used: an UnsupportedError when tensors are in it, else an
+    UnsafePickleError.
     """
 
-    __slots__ = ("asked", "fields", "flaw", "qualname")
+    __slots__ = ("flaw", "qualname")
 
-    def __init__(
-        self,
-        qualname: str,
-        asked: frozenset[str] = frozenset(),
-        *,
-        flaw: CheckpointError | None = None,
-        fields: PlainValue = None,
-    ) -> None:
+    def __init__(self, qualname: str, *, flaw: CheckpointError | None = None) -> None:
         self.qualname = qualname
-        self.asked = asked
         self.flaw = flaw
-        self.fields = fields
 
     @property
     def is_tensor(self) -> bool:
@@ -118,51 +139,73 @@ class Opaque(StandIn):
 
 
 class OpaqueObject(StandIn):
-    """The base of the classes made for opaque globals: takes any arguments, state and items.
+    """The base of the classes made for opaque globals: keeps arguments, items and state as given.
 
-    ``unknown`` are all unknown globals of the pickle, where this is one of them.
+    ``name`` is the global, ``qualname`` what is made by it. ``unknown`` are all unknown globals of
+    the pickle, where this is one of them. ``called`` says that it was made by a call of the global,
+    and not by ``__new__``; ``pairs`` are items with keys.
     """
 
-    __slots__ = ("is_module",)
+    __slots__ = ("args", "called", "items", "kwargs", "pairs", "state")
+    name = ""
     qualname = ""
     unknown: Collection[str] | None = None
 
-    def __new__(cls, *_args: object, **_kwargs: object) -> Self:
-        """An empty object, whatever it is called with."""
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    called: bool
+    items: list[object]
+    pairs: list[tuple[object, object]]
+    state: object
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """An object without items or a state."""
         made = super().__new__(cls)
-        made.is_module = False
+        made.args, made.kwargs, made.called = args, kwargs, False
+        made.items, made.pairs, made.state = [], [], None
         return made
 
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        """Take note that the class itself was called."""
+        self.called = True
+
     def __setstate__(self, state: object) -> None:
-        """Drop the state; that of a torch.nn.Module has tensors in it."""
-        self.is_module = type(state) is dict and "_parameters" in state and "_modules" in state
+        """Keep the state."""
+        self.state = state
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Drop the item."""
+        """Keep the item and its key."""
+        self.pairs.append((key, value))
 
     def append(self, item: object) -> None:
-        """Drop the item."""
+        """Keep the item."""
+        self.items.append(item)
 
-    def extend(self, items: object) -> None:
-        """Drop the items."""
+    def extend(self, items: Iterable[object]) -> None:
+        """Keep the items."""
+        self.items.extend(items)
 
     def add(self, item: object) -> None:
-        """Drop the item."""
+        """Keep the item."""
+        self.items.append(item)
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is a torch.nn.Module, whose state has tensors in it."""
+        return type(self.state) is dict and {"_parameters", "_modules"} <= self.state.keys()
 
 
 class VersionObject(OpaqueObject):
-    """A TorchVersion, which is a str: ``text``, or "" when it is made of something else."""
+    """A TorchVersion, which is a str."""
 
-    __slots__ = ("text",)
-    text: str
-    qualname = "torch.torch_version.TorchVersion"
+    __slots__ = ()
+    name = qualname = "torch.torch_version.TorchVersion"
 
-    def __new__(cls, *args: object, **_kwargs: object) -> Self:
-        """The version of one text of letters, digits, dots, plus and minus signs."""
-        made = super().__new__(cls)
-        known = len(args) == 1 and type(args[0]) is str and _VERSION.fullmatch(args[0])
-        made.text = str(args[0]) if known else ""
-        return made
+    @property
+    def text(self) -> str:
+        """The version, of letters, digits, dots, plus and minus signs; "" for anything else."""
+        text = self.args[0] if len(self.args) == 1 else None
+        return text if type(text) is str and _VERSION.fullmatch(text) else ""
 
 
 _LITTLE_ENDIAN: tuple[object, ...] = (
@@ -172,30 +215,31 @@ _LITTLE_ENDIAN: tuple[object, ...] = (
 
 
 class NumpyDType(OpaqueObject):
-    """A numpy.dtype: ``code`` is ``f8`` or the like, "" for all but the simple ones."""
+    """A numpy.dtype."""
 
-    __slots__ = ("code",)
-    code: str
-    qualname = "numpy.dtype"
+    __slots__ = ()
+    name = qualname = "numpy.dtype"
 
-    def __new__(cls, *args: object, **_kwargs: object) -> Self:
-        """The type of ``("<f8", False, True)``; that of ``("f8", …)`` has no byte order yet."""
-        made = super().__new__(cls)
-        text = args[0] if args and type(args[0]) is str else ""
-        made.code = text[1:] if text[:1] in ("<", "|") else f"?{text}"
-        return made
+    @property
+    def code(self) -> str:
+        """``f8`` or the like, of ``("<f8", False, True)`` or of ``("f8", …)`` and a byte order.
 
-    def __setstate__(self, state: object) -> None:
-        """Take the byte order; a state with fields is not of a simple type."""
-        self.code = self.code.lstrip("?") if state in _LITTLE_ENDIAN else ""
+        "" for all but the simple types: their states have fields.
+        """
+        text = self.args[0] if self.args else None
+        if type(text) is not str or (self.state is not None and self.state not in _LITTLE_ENDIAN):
+            return ""
+        if text[:1] in ("<", "|"):
+            return text[1:]
+        return "" if self.state is None else text
 
 
 def opaque_class(
-    qualname: str, unknown: Collection[str] | None = None, base: type[OpaqueObject] = OpaqueObject
+    name: str, qualname: str = "", unknown: Collection[str] | None = None
 ) -> type[OpaqueObject]:
-    """A new class that stands for one opaque global."""
-    facts = {"__slots__": (), "qualname": qualname, "unknown": unknown}
-    return type("OpaqueObject", (base,), facts)
+    """A new class that stands for one opaque global, which makes objects of class ``qualname``."""
+    facts = {"__slots__": (), "name": name, "qualname": qualname or name, "unknown": unknown}
+    return type("OpaqueObject", (OpaqueObject,), facts)
 
 
 Sign = Literal["negated", "conjugated"]

@@ -1,0 +1,173 @@
+"""Values of classes that are not opened here, as pickles that make them again.
+
+A date, an array of NumPy or a config is not looked into, but what its pickle said is known: it is
+written again, in one way for all protocols, so that equal pickles are equal values. Of classes and
+functions only those of a short list are written, which hold data and do nothing else, and those
+that the user allows by name: what would run code in a loader is not passed on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from ckpt_tools.core.index import PickledValue, PlainValue
+from ckpt_tools.core.state_tree import Key
+from ckpt_tools.formats.pickle.configs import Configs, is_config
+from ckpt_tools.formats.pickle.dump import Global, Instance, Node, dumps
+from ckpt_tools.formats.pickle.torch_stubs import (
+    Opaque,
+    OpaqueObject,
+    PickledOrderedDict,
+    StoredDTensor,
+    StoredTensor,
+    is_key,
+)
+
+_MAX_DEPTH = 100
+
+_SCALARS = "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
+_PATHS = "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"
+_DATA: dict[str, str] = {
+    "argparse": "Namespace",
+    "builtins": "NoneType bool bytearray bytes complex dict float frozenset int list object range "
+    "set slice str tuple",
+    "collections": "Counter OrderedDict defaultdict deque",
+    "copyreg": "__newobj__",
+    "datetime": "date datetime time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "numpy": f"{_SCALARS} dtype ndarray",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy._core.numeric": "_frombuffer",
+    "numpy.random._mt19937": "MT19937",
+    "numpy.random._pcg64": "PCG64 PCG64DXSM",
+    "numpy.random._philox": "Philox",
+    "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
+    "numpy.random._sfc64": "SFC64",
+    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
+    "omegaconf.base": "ContainerMetadata Metadata",
+    "pathlib": _PATHS,
+    "random": "Random",
+    "types": "SimpleNamespace",
+    "typing": "Any Dict List Optional Tuple Union",
+    "uuid": "SafeUUID UUID",
+}
+_NAMES = frozenset(f"{module}.{name}" for module in _DATA for name in _DATA[module].split())
+
+# By the names that the oldest NumPy and Python load, too.
+_RENAMED = {"numpy.core.": "numpy._core.", "pathlib._local.": "pathlib."}
+
+
+class CannotCarryError(Exception):
+    """A value that has no pickle of its own; ``holds_tensor`` says that a tensor is in it."""
+
+    def __init__(self, *, holds_tensor: bool = False) -> None:
+        super().__init__()
+        self.holds_tensor = holds_tensor
+
+
+class Carrier:
+    """Writes the closed values of one pickle, up to ``max_bytes`` in all.
+
+    ``leaf`` is what a value that is no container and no closed object is; ``is_allowed`` says of a
+    global that is not listed whether the user allows it.
+    """
+
+    def __init__(
+        self, leaf: Callable[[object], object], is_allowed: Callable[[str], bool], max_bytes: int
+    ) -> None:
+        self._leaf = leaf
+        self._is_allowed = is_allowed
+        self._left = max_bytes
+        self._configs = Configs()
+
+    def value(self, closed: OpaqueObject | type[OpaqueObject]) -> PickledValue:
+        """The closed value with its pickle. Raises CannotCarryError."""
+        if self._left <= 0:
+            raise CannotCarryError
+        walk = _Walk(self._leaf)
+        try:
+            data = dumps(walk.node(closed, 0))
+        finally:
+            self._left -= walk.count
+        self._left -= len(data)
+        unlisted = sorted(name for name in walk.names if not self._is_known(name))
+        fields: PlainValue = None
+        if isinstance(closed, OpaqueObject) and is_config(closed.name):
+            fields = self._configs.fields(closed)
+        return PickledValue(closed.qualname, data, tuple(unlisted), fields)
+
+    def _is_known(self, name: str) -> bool:
+        return name in _NAMES or is_config(name) or self._is_allowed(name)
+
+
+class _Walk:
+    """The nodes of one value; what is met again, also inside of itself, is the same node."""
+
+    def __init__(self, leaf: Callable[[object], object]) -> None:
+        self.names: set[str] = set()
+        self.count = 0
+        self._leaf = leaf
+        self._nodes: dict[int, Node] = {}
+
+    def node(self, value: object, depth: int) -> Node:
+        """What is written for a value. Raises CannotCarryError."""
+        self.count += 1
+        if depth > _MAX_DEPTH:
+            raise CannotCarryError
+        if id(value) not in self._nodes:
+            return self._new(value, depth + 1)
+        return self._nodes[id(value)]
+
+    def _new(self, value: object, depth: int) -> Node:
+        if isinstance(value, OpaqueObject):
+            return self._object(value, depth)
+        if isinstance(value, type) and issubclass(value, OpaqueObject):
+            return self._global(value.name)
+        if isinstance(value, dict):
+            mapping = OrderedDict[Key, Node]() if isinstance(value, PickledOrderedDict) else {}
+            self._nodes[id(value)] = mapping
+            for key, item in value.items():
+                if not is_key(key):
+                    raise CannotCarryError
+                mapping[key] = self.node(item, depth)
+            return mapping
+        if isinstance(value, list):
+            items: list[Node] = []
+            self._nodes[id(value)] = items
+            items += [self.node(item, depth) for item in value]
+            return items
+        if type(value) is tuple:
+            node = tuple(self.node(item, depth) for item in value)
+            self._nodes[id(value)] = node
+            return node
+        return self._plain(value)
+
+    def _object(self, value: OpaqueObject, depth: int) -> Instance:
+        if value.kwargs:
+            raise CannotCarryError
+        args = tuple(self.node(arg, depth) for arg in value.args)
+        made = Instance(self._global(value.name), args, called=value.called)
+        self._nodes[id(value)] = made
+        made.items = [self.node(item, depth) for item in value.items]
+        made.pairs = [(self.node(k, depth), self.node(i, depth)) for k, i in value.pairs]
+        made.state = self.node(value.state, depth)
+        return made
+
+    def _global(self, name: str) -> Global:
+        for old, new in _RENAMED.items():
+            name = name.replace(old, new)
+        self.names.add(name)
+        module, _, last = name.rpartition(".")
+        return Global(module, last)
+
+    def _plain(self, value: object) -> Node:
+        if isinstance(value, set | frozenset) and all(map(is_key, value)):
+            return value
+        made = self._leaf(value)
+        if isinstance(made, StoredTensor | StoredDTensor):
+            raise CannotCarryError(holds_tensor=True)
+        if isinstance(made, Opaque):
+            raise CannotCarryError(holds_tensor=made.is_tensor or made.qualname == "torch.Tensor")
+        return made  # type: ignore[return-value]  # plain, as `leaf` says

@@ -1,0 +1,239 @@
+"""Values of classes that are not opened: they go along into every format, as they were."""
+
+import argparse
+import collections
+import datetime as dt
+import decimal
+import enum
+import fractions
+import io
+import pathlib
+import pickle
+import random
+import types
+import uuid
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+
+from ckpt_tools import ExportOptions, ReadOptions, ReshardOptions, WriteOptions, api
+from ckpt_tools.cli import cli
+from ckpt_tools.core.index import PickledValue
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.pickle.dump import dumps
+from ckpt_tools.formats.pickle.load import load_plain, load_tensors
+
+T = torch.arange(6.0)
+CHECKED = WriteOptions(check=True)
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+Pair = collections.namedtuple("Pair", "a b")  # noqa: PYI024 - as users have them
+
+
+def looped() -> argparse.Namespace:
+    made = argparse.Namespace(lr=0.1)
+    made.parent, made.held = made, {"again": [made]}
+    return made
+
+
+CLOSED = {
+    "array": lambda: np.arange(6, dtype=">i4").reshape(2, 3),
+    "array of objects": lambda: np.array([1, "x", None], dtype=object),
+    "structured array": lambda: np.zeros(2, dtype=[("a", "f4"), ("b", "i8")]),
+    "random state": np.random.get_state,
+    "generator": lambda: np.random.default_rng(3).bit_generator.state,
+    "dtype": lambda: np.dtype("f8"),
+    "complex of numpy": lambda: np.complex64(1j),
+    "text of numpy": lambda: np.str_("a"),
+    "time of numpy": lambda: np.datetime64(1, "s"),
+    "date": lambda: dt.datetime(2026, 11, 29, 2, 3, tzinfo=dt.timezone(dt.timedelta(hours=1))),
+    "deque": lambda: collections.deque([1, [2.5]], maxlen=4),
+    "namespace": lambda: argparse.Namespace(lr=0.1, sub=types.SimpleNamespace(x={"a": (1, 2)})),
+    "path": lambda: pathlib.PosixPath("runs/7"),
+    "decimal": lambda: decimal.Decimal("1.10"),
+    "fraction": lambda: fractions.Fraction(1, 3),
+    "uuid": lambda: uuid.UUID(int=7),
+    "bytearray": lambda: bytearray(b"ab"),
+    "random of python": lambda: random.Random(3),  # noqa: S311 - its state is what is kept
+    "in a list": lambda: [1, np.arange(2), {"at": dt.date(2026, 1, 2)}],
+    "type": lambda: np.float32,
+    "many strings": lambda: argparse.Namespace(**{f"field_{n}": f"value {n}" for n in range(400)}),
+}
+
+
+def loads(data: bytes) -> object:
+    """What Python makes of a pickle of ours."""
+    return pickle.loads(data)  # noqa: S301 - made here
+
+
+def spelled(value: object) -> bytes:
+    """The value's pickle: equal for equal values of equal types."""
+    return pickle.dumps(loads(pickle.dumps(value, 2)), 2)
+
+
+def there_and_back(path: Path, folder: Path) -> dict[str, object]:
+    """What torch loads after a .pt became a DCP directory, rank files and a .pt again."""
+    for form in ("dcp", "ranks"):
+        index = api.open_checkpoint(str(path))
+        wanted = ReshardOptions(Mesh((2,)), format=form)
+        api.reshard(index, str(folder / form), options=wanted, write=CHECKED)
+        path = folder / form
+    return as_torch_file(path, folder / "b.pt")
+
+
+def as_torch_file(path: Path, out: Path, *, allow: tuple[str, ...] = ()) -> dict[str, object]:
+    """What torch loads of it, written as one torch file."""
+    index = api.open_checkpoint(str(path), options=ReadOptions(allow))
+    wanted = ExportOptions(format="torch", keep_names=True, only=None)
+    api.export(index, str(out), options=wanted, write=CHECKED)
+    return torch.load(out, weights_only=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("kind", CLOSED)
+def test_a_closed_value_goes_along(kind: str, protocol: int, tmp_path: Path) -> None:
+    value = CLOSED[kind]()
+    torch.save({"w": T, "odd": value, "more": value}, tmp_path / "a.pt", pickle_protocol=protocol)
+    found = there_and_back(tmp_path / "a.pt", tmp_path)
+    assert spelled(found["odd"]) == spelled(value)
+    assert spelled(found["more"]) == spelled(value)
+
+
+def test_a_set_of_tuples_goes_along(tmp_path: Path) -> None:
+    torch.save({"w": T, "odd": {(1, 2), (3, 4)}}, tmp_path / "a.pt")
+    assert there_and_back(tmp_path / "a.pt", tmp_path)["odd"] == {(1, 2), (3, 4)}
+
+
+def test_a_value_that_holds_itself_goes_along(tmp_path: Path) -> None:
+    torch.save({"w": T, "args": looped(), "list": [looped()]}, tmp_path / "a.pt")
+    found = there_and_back(tmp_path / "a.pt", tmp_path)
+    args = found["args"]
+    assert isinstance(args, argparse.Namespace)
+    assert args.parent is args
+    assert args.held["again"][0] is args
+
+
+def test_what_is_allowed_by_name_goes_along(tmp_path: Path) -> None:
+    state = {"w": T, "color": Color.RED, "pair": Pair(1, Color.RED)}
+    torch.save(state, tmp_path / "a.pt")
+    allow = (f"{__name__}.*",)
+    found = as_torch_file(tmp_path / "a.pt", tmp_path / "b.pt", allow=allow)
+    index = api.open_checkpoint(str(tmp_path / "a.pt"), options=ReadOptions(allow))
+    api.reshard(index, str(tmp_path / "o"), options=ReshardOptions(Mesh((2,))), write=CHECKED)
+    loaded: dict[str, object] = {"color": None, "pair": None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it runs in one process
+        dcp.load(loaded, checkpoint_id=tmp_path / "o", no_dist=True)
+    for one in (found, loaded):
+        assert one["color"] is Color.RED
+        assert one["pair"] == Pair(1, Color.RED)
+        assert type(one["pair"]) is Pair
+
+
+class _Writes:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return np.save, (str(self.path), np.arange(3))
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_function_that_does_more_than_hold_data_is_not_passed_on(
+    *, hidden: bool, tmp_path: Path
+) -> None:
+    writes: object = _Writes(tmp_path / "made.npy")
+    torch.save(
+        {"w": T, "odd": argparse.Namespace(x=writes) if hidden else writes}, tmp_path / "a.pt"
+    )
+    words = [str(tmp_path / "a.pt"), "-o", str(tmp_path / "o"), "--to-mesh", "2"]
+    done = CliRunner().invoke(cli, ["reshard", *words])
+    assert done.exit_code == 0, done.stderr
+    assert "Left out 1 object that cannot be written: odd" in done.stderr
+    assert not any(b"numpy\nsave" in path.read_bytes() for path in (tmp_path / "o").iterdir())
+    assert not (tmp_path / "made.npy").exists()
+
+
+def test_an_object_of_an_unknown_class_stays_what_it_is_from_dcp_to_dcp(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it runs in one process
+        dcp.save({"w": T, "color": Color.RED}, checkpoint_id=tmp_path / "a", no_dist=True)
+    index = api.open_checkpoint(str(tmp_path / "a"))
+    api.reshard(index, str(tmp_path / "b"), options=ReshardOptions(Mesh((2,))), write=CHECKED)
+    state: dict[str, object] = {"color": None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(state, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert state["color"] is Color.RED
+    wanted = ExportOptions(format="torch", keep_names=True, only=None)
+    plan = api.export(index, str(tmp_path / "b.pt"), options=wanted, write=WriteOptions())
+    assert any(f"cannot be written: color ({__name__}.Color)" in note for note in plan.notes)
+
+
+def test_tensors_in_a_closed_value_are_said_to_go(tmp_path: Path) -> None:
+    torch.save({"w": T, "odd": collections.deque([1, T])}, tmp_path / "a.pt")
+    words = [str(tmp_path / "a.pt"), "-o", str(tmp_path / "o"), "--to-mesh", "2"]
+    done = CliRunner().invoke(cli, ["reshard", *words])
+    assert done.exit_code == 0, done.stderr
+    assert "cannot be written: odd (collections.deque with tensors)" in done.stderr
+
+
+def test_values_that_differ_are_told_apart(tmp_path: Path) -> None:
+    torch.save({"w": T, "at": dt.date(2026, 1, 1)}, tmp_path / "a.pt")
+    torch.save({"w": T, "at": dt.date(2026, 1, 2)}, tmp_path / "b.pt")
+    done = CliRunner().invoke(cli, ["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")])
+    assert done.exit_code == 1
+    assert "(datetime.date, " in done.stdout
+
+
+def test_an_array_of_a_hundred_megabytes_goes_along(tmp_path: Path) -> None:
+    torch.save({"w": T, "order": np.arange(9_000_000)}, tmp_path / "a.pt")
+    index = api.open_checkpoint(str(tmp_path / "a.pt"))
+    api.reshard(index, str(tmp_path / "o"), options=ReshardOptions(Mesh((2,))), write=CHECKED)
+
+
+def test_equal_values_have_equal_pickles_whatever_the_protocol() -> None:
+    value = CLOSED["namespace"]()
+    made = {load_plain(pickle.dumps(value, protocol), where="x") for protocol in range(2, 6)}
+    assert len(made) == 1
+    (one,) = made
+    assert isinstance(one, PickledValue)
+    assert loads(one.pickle) == value
+
+
+def test_a_pickle_in_a_pickle_keeps_its_memo() -> None:
+    text = "x" * 300
+    inner = load_plain(pickle.dumps(argparse.Namespace(a=text, b=text, c=[text]), 2), where="x")
+    assert isinstance(inner, PickledValue)
+    outer = loads(dumps([{f"key {n}": f"value {n}" for n in range(300)}, inner, inner, text]))
+    assert isinstance(outer, list)
+    assert outer[1:] == [argparse.Namespace(a=text, b=text, c=[text])] * 2 + [text]
+
+
+def test_many_closed_values_that_share_one_do_not_cost_its_size_each() -> None:
+    shared = list(range(20_000))
+    data = io.BytesIO()
+    pickle.dump([argparse.Namespace(x=shared) for _ in range(20_000)], data, 2)
+    found = load_tensors(data.getvalue(), where="x.pt")
+    assert isinstance(found, list)
+    carried = [one for one in found if isinstance(one, PickledValue)]
+    assert 0 < sum(len(one.pickle) for one in carried) < 100 << 20
+
+
+def test_text_that_is_made_bytes_again_and_again_is_hostile() -> None:
+    text = b"X" + (1 << 20).to_bytes(4, "little") + b"a" * (1 << 20) + b"q\x00"
+    encode = b"c_codecs\nencode\nq\x01"
+    call = b"h\x01h\x00X\x06\x00\x00\x00latin1\x86R"
+    data = b"\x80\x02](" + text + encode + call * 100 + b"e."
+    with pytest.raises(UnreadableError, match="copies values again and again"):
+        load_plain(data, where="x")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hashlib import sha256
 
 from ckpt_tools import formats
-from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, unlisted_in
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, closed_in
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.protocol import Index
@@ -66,5 +66,5 @@ def note_on_unopened(lost: Sequence[ObjectEntry]) -> str:
 
 
 def _type_of(entry: ObjectEntry) -> str:
-    closed = next(unlisted_in(entry.value), None)
+    closed = next((one for one in closed_in(entry.value) if not one.is_allowed), None)
     return entry.type_name or ("not opened" if closed is None else closed.qualname)

@@ -72,14 +72,15 @@ class TorchValue(str):
 class PickledValue:
     """A value among plain ones that is not opened, as the pickle that makes it: a date, an array.
 
-    ``qualname`` is its class. ``unlisted`` are the globals of the pickle that nothing is known of:
-    a value with such is not written into other pickles. ``fields`` is what a config holds, to be
-    shown.
+    ``qualname`` is its class. ``unlisted`` are globals of the pickle that are not known to hold
+    data and do nothing else: only those that the user allows are written into other pickles.
+    ``fields`` is what a config holds, to be shown.
     """
 
     qualname: str
     pickle: bytes
     unlisted: tuple[str, ...] = field(default=(), compare=False)
+    is_allowed: bool = field(default=True, compare=False)
     fields: PlainValue = field(default=None, compare=False)
 
     def __str__(self) -> str:
@@ -92,14 +93,14 @@ class PickledValue:
         return f"({self.qualname}, {len(self.pickle):,} bytes pickled, {digest})"
 
 
-def unlisted_in(value: PlainValue) -> Iterator[PickledValue]:
-    """The values in a plain one that are not written into other pickles."""
+def closed_in(value: PlainValue) -> Iterator[PickledValue]:
+    """The values in a plain one that are not opened."""
     if isinstance(value, PickledValue):
-        yield from (value,) if value.unlisted else ()
+        yield value
     elif isinstance(value, Mapping):
-        yield from chain.from_iterable(map(unlisted_in, value.values()))
+        yield from chain.from_iterable(map(closed_in, value.values()))
     elif isinstance(value, list | tuple):
-        yield from chain.from_iterable(map(unlisted_in, value))
+        yield from chain.from_iterable(map(closed_in, value))
 
 
 class ByteRange(NamedTuple):
@@ -286,7 +287,7 @@ class ObjectEntry:
     @property
     def is_writable(self) -> bool:
         """Whether its value can be written into another pickle; else its bytes can be copied."""
-        return self.opened and not any(unlisted_in(self.value))
+        return self.opened and all(one.is_allowed for one in closed_in(self.value))
 
 
 Entry: TypeAlias = TensorEntry | ObjectEntry

@@ -275,7 +275,7 @@ def test_an_unknown_global_is_refused_with_its_name_and_the_way_to_allow_it() ->
 def test_an_allowed_global_is_a_closed_value(allowed: str) -> None:
     found = load(calls("mine.sub.Config", b"N"), allowed)
     assert isinstance(found, PickledValue)
-    assert (found.qualname, found.unlisted) == ("mine.sub.Config", ())
+    assert (found.qualname, found.is_allowed) == ("mine.sub.Config", True)
 
 
 @pytest.mark.parametrize(

@@ -92,14 +92,12 @@ class Carrier:
         finally:
             self._left -= walk.count
         self._left -= len(data)
-        unlisted = sorted(name for name in walk.names if not self._is_known(name))
+        unlisted = sorted(n for n in walk.names if n not in _NAMES and not is_config(n))
         fields: PlainValue = None
         if isinstance(closed, OpaqueObject) and is_config(closed.name):
             fields = self._configs.fields(closed)
-        return PickledValue(closed.qualname, data, tuple(unlisted), fields)
-
-    def _is_known(self, name: str) -> bool:
-        return name in _NAMES or is_config(name) or self._is_allowed(name)
+        is_allowed = all(map(self._is_allowed, unlisted))
+        return PickledValue(closed.qualname, data, tuple(unlisted), is_allowed, fields)
 
 
 class _Walk:

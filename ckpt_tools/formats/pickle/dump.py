@@ -249,7 +249,7 @@ class _PickleWriter:
 
     def _splice(self, value: PickledValue) -> None:
         """The opcodes of another pickle, with its memo behind what was memoized here."""
-        if value.unlisted:
+        if not value.is_allowed:
             raise UnsupportedError(f"{value} asks for {value.unlisted[0]}, which is not written.")
         first, start = self._memoized, len(b"\x80\x02")
         for code, number, at in genops(value.pickle):

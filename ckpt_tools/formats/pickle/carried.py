@@ -29,6 +29,7 @@ _MAX_DEPTH = 100
 _SCALARS = "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 _PATHS = "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"
 _DATA: dict[str, str] = {
+    "_io": "BytesIO",
     "argparse": "Namespace",
     "builtins": "NoneType bool bytearray bytes complex dict float frozenset int list object range "
     "set slice str tuple",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict, defaultdict
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
+from datetime import date
+from fractions import Fraction
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 State = dict[str, object]
@@ -32,6 +37,9 @@ _PLAIN = (
     *(float("nan"), float("inf"), "", "text", "é\n\0", "x" * 300, b"", b"ab", 1 + 2j),
     *(torch.Size([2, 3]), {1, 2}, set(), frozenset({"a"}), (), [], {}, (1, (2,)), [1, [2, "x"]]),
     *(({"a": 1},), (OrderedDict(b=1),), [{}, 1], [[], []], {"lr": 0.1, "betas": (0.9, 0.99)}),
+    *(date(2026, 1, 2), PurePosixPath("a/b"), Namespace(lr=0.1, inner=Namespace(x=[1, (2,)]))),
+    *(np.arange(6.0).reshape(2, 3), np.array([1, "x", None], dtype=object), deque([1], maxlen=3)),
+    *([1, np.int8(3), np.arange(2, dtype="i2")], (Fraction(1, 3), {"at": date(2026, 1, 2)})),
 )
 
 

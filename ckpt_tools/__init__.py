@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         CheckpointIndex,
         Chunk,
         ObjectEntry,
+        PickledValue,
         TensorEntry,
     )
     from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
@@ -95,6 +96,7 @@ __all__ = [
     "NoSuchEntry",
     "ObjectEntry",
     "OutputExistsError",
+    "PickledValue",
     "ReadOptions",
     "Replicate",
     "ReshardOptions",
@@ -137,7 +139,7 @@ _HOMES = {
     " SourceChangedError UnreadableError UnsafePickleError UnsupportedError UsageError WriteError",
     "formats": "ReadOptions",
     "core.geometry": "Box",
-    "core.index": "ByteRange CheckpointIndex Chunk ObjectEntry TensorEntry",
+    "core.index": "ByteRange CheckpointIndex Chunk ObjectEntry PickledValue TensorEntry",
     "core.layout": "Layout Mesh Replicate Shard",
     "analysis.inspection": "Inspection",
     "api": "Checkpoint LazyTensor NoSuchEntry diff diff_headers export fingerprint inspect"

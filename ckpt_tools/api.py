@@ -300,6 +300,8 @@ class Checkpoint:
     def read_value(self, fqn: str) -> PlainValue:
         """The value of an object: numbers, strings, bools, lists and dicts of them, or None.
 
+        In a list or a dict, a value of another class is a `PickledValue`.
+
         Raises AnswerNo for an unknown name and UnsupportedError for what is no plain value.
         """
         entry = self.index.object(fqn)

@@ -12,7 +12,7 @@ _MAX_DEPTH = 50
 _MAX_VALUES = 100_000  # of all configs of one pickle
 _MAX_INT_BITS = 512
 
-_CLASSES = frozenset(
+CONFIG_CLASSES = frozenset(
     {
         "argparse.Namespace",
         "lightning.fabric.utilities.data.AttributeDict",
@@ -27,7 +27,7 @@ _OMEGACONF = ("omegaconf.dictconfig.", "omegaconf.listconfig.", "omegaconf.nodes
 
 def is_config(qualname: str) -> bool:
     """Whether a global is the class of a config."""
-    return qualname in _CLASSES or qualname.startswith(_OMEGACONF)
+    return qualname in CONFIG_CLASSES or qualname.startswith(_OMEGACONF)
 
 
 class Configs:

@@ -15,7 +15,7 @@ from ckpt_tools.core.state_tree import MAX_DEPTH, Key
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
-from ckpt_tools.formats.pickle.carried import CannotCarryError, Carrier
+from ckpt_tools.formats.pickle.closed_values import ClosedValues, NotPicklableError
 from ckpt_tools.formats.pickle.torch_stubs import (
     LAYOUTS,
     Function,
@@ -209,7 +209,7 @@ class _Settler:
         self._done: dict[int, tuple[object, int] | None] = {}
         self._nodes = 0
         self._max_nodes = 10_000 + 16 * length  # one per byte, were none shared
-        self._carrier = Carrier(_leaf, is_allowed, _MAX_COPIED + 2 * length)
+        self._values = ClosedValues(_leaf, is_allowed, _MAX_COPIED + 2 * length)
         self._closed: dict[int, Opaque | TorchValue | PickledValue] = {}
 
     def settle(self, value: object, depth: int) -> object:
@@ -242,8 +242,8 @@ class _Settler:
         if isinstance(made, TorchValue) or made.flaw is not None:
             return made
         try:
-            return self._carrier.value(value)
-        except CannotCarryError as error:
+            return self._values.pickled(value)
+        except NotPicklableError as error:
             holds_tensor = error.holds_tensor and made.qualname != "torch.Tensor"
             return Opaque(f"{made.qualname} with tensors") if holds_tensor else made
 

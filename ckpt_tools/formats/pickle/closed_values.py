@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ckpt_tools.core.index import PickledValue, PlainValue
 from ckpt_tools.core.state_tree import Key
-from ckpt_tools.formats.pickle.configs import Configs, is_config
+from ckpt_tools.formats.pickle.configs import CONFIG_CLASSES, Configs, is_config
 from ckpt_tools.formats.pickle.dump import Global, Instance, Node, dumps
 from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
@@ -30,7 +30,6 @@ _SCALARS = "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16
 _PATHS = "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"
 _DATA: dict[str, str] = {
     "_io": "BytesIO",
-    "argparse": "Namespace",
     "builtins": "NoneType bool bytearray bytes complex dict float frozenset int list object range "
     "set slice str tuple",
     "collections": "Counter OrderedDict defaultdict deque",
@@ -48,19 +47,24 @@ _DATA: dict[str, str] = {
     "numpy.random._sfc64": "SFC64",
     "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
     "omegaconf.base": "ContainerMetadata Metadata",
+    "omegaconf.dictconfig": "DictConfig",
+    "omegaconf.listconfig": "ListConfig",
+    "omegaconf.nodes": "AnyNode BooleanNode BytesNode EnumNode FloatNode IntegerNode PathNode "
+    "StringNode",
     "pathlib": _PATHS,
     "random": "Random",
-    "types": "SimpleNamespace",
     "typing": "Any Dict List Optional Tuple Union",
     "uuid": "SafeUUID UUID",
 }
-_NAMES = frozenset(f"{module}.{name}" for module in _DATA for name in _DATA[module].split())
+_NAMES = CONFIG_CLASSES | {
+    f"{module}.{name}" for module, names in _DATA.items() for name in names.split()
+}
 
 # By the names that the oldest NumPy and Python load, too.
 _RENAMED = {"numpy.core.": "numpy._core.", "pathlib._local.": "pathlib."}
 
 
-class CannotCarryError(Exception):
+class NotPicklableError(Exception):
     """A value that has no pickle of its own; ``holds_tensor`` says that a tensor is in it."""
 
     def __init__(self, *, holds_tensor: bool = False) -> None:
@@ -68,7 +72,7 @@ class CannotCarryError(Exception):
         self.holds_tensor = holds_tensor
 
 
-class Carrier:
+class ClosedValues:
     """Writes the closed values of one pickle, up to ``max_bytes`` in all.
 
     ``leaf`` is what a value that is no container and no closed object is; ``is_allowed`` says of a
@@ -83,17 +87,17 @@ class Carrier:
         self._left = max_bytes
         self._configs = Configs()
 
-    def value(self, closed: OpaqueObject | type[OpaqueObject]) -> PickledValue:
-        """The closed value with its pickle. Raises CannotCarryError."""
+    def pickled(self, closed: OpaqueObject | type[OpaqueObject]) -> PickledValue:
+        """The closed value with its pickle. Raises NotPicklableError."""
         if self._left <= 0:
-            raise CannotCarryError
+            raise NotPicklableError
         walk = _Walk(self._leaf)
         try:
             data = dumps(walk.node(closed, 0))
         finally:
             self._left -= walk.count
         self._left -= len(data)
-        unlisted = sorted(n for n in walk.names if n not in _NAMES and not is_config(n))
+        unlisted = sorted(walk.names - _NAMES)
         fields: PlainValue = None
         if isinstance(closed, OpaqueObject) and is_config(closed.name):
             fields = self._configs.fields(closed)
@@ -111,10 +115,10 @@ class _Walk:
         self._nodes: dict[int, Node] = {}
 
     def node(self, value: object, depth: int) -> Node:
-        """What is written for a value. Raises CannotCarryError."""
+        """What is written for a value. Raises NotPicklableError."""
         self.count += 1
         if depth > _MAX_DEPTH:
-            raise CannotCarryError
+            raise NotPicklableError
         if id(value) not in self._nodes:
             return self._new(value, depth + 1)
         return self._nodes[id(value)]
@@ -129,7 +133,7 @@ class _Walk:
             self._nodes[id(value)] = mapping
             for key, item in value.items():
                 if not is_key(key):
-                    raise CannotCarryError
+                    raise NotPicklableError
                 mapping[key] = self.node(item, depth)
             return mapping
         if isinstance(value, list):
@@ -145,7 +149,7 @@ class _Walk:
 
     def _object(self, value: OpaqueObject, depth: int) -> Instance:
         if value.kwargs:
-            raise CannotCarryError
+            raise NotPicklableError
         args = tuple(self.node(arg, depth) for arg in value.args)
         made = Instance(self._global(value.name), args, called=value.called)
         self._nodes[id(value)] = made
@@ -166,7 +170,7 @@ class _Walk:
             return value
         made = self._leaf(value)
         if isinstance(made, StoredTensor | StoredDTensor):
-            raise CannotCarryError(holds_tensor=True)
+            raise NotPicklableError(holds_tensor=True)
         if isinstance(made, Opaque):
-            raise CannotCarryError(holds_tensor=made.is_tensor or made.qualname == "torch.Tensor")
+            raise NotPicklableError(holds_tensor=made.is_tensor or made.qualname == "torch.Tensor")
         return made  # type: ignore[return-value]  # plain, as `leaf` says

@@ -20,7 +20,13 @@ from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
 from ckpt_tools.core.names import near_names, select
 from ckpt_tools.core.text import parse_size
 from ckpt_tools.errors import AnswerNo, UsageError, Way
-from ckpt_tools.formats import ReadOptions, is_checkpoint, open_objects, read_index
+from ckpt_tools.formats import (
+    SMALL_OBJECT,
+    ReadOptions,
+    is_checkpoint,
+    open_objects,
+    read_index,
+)
 from ckpt_tools.formats.frameworks import whole_of
 from ckpt_tools.storage.reader import Files
 
@@ -401,11 +407,11 @@ def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
 
 
 def with_values(index: CheckpointIndex) -> CheckpointIndex:
-    """The same index with the values of its plain objects read."""
+    """The same index with the values of its plain objects read, of those that are small."""
     if not index.objects:
         return index
     with Files() as files:
-        return open_objects(index, files)
+        return open_objects(index, files, largest=SMALL_OBJECT)
 
 
 def no_such_name(index: CheckpointIndex, fqn: str) -> AnswerNo:

@@ -40,6 +40,7 @@ from ckpt_tools.storage.reader import Files, refuse_special
 
 __all__ = [
     "FORMATS",
+    "SMALL_OBJECT",
     "Format",
     "PlanOptions",
     "ReadOptions",
@@ -203,16 +204,21 @@ def to_locate_in(index: CheckpointIndex) -> CheckpointIndex:
     return replace(index, tensors=(), objects=objects, problems=(), ties=(), tree=NO_TREE)
 
 
-def open_objects(index: Index, files: Files) -> Index:
+# What is looked at: a plain value is small, a pickled tokenizer or dataloader is not.
+SMALL_OBJECT = 1 << 20
+
+
+def open_objects(index: Index, files: Files, *, largest: int | None = None) -> Index:
     """The same index with the values of its plain objects, and with the tensors of tuples that a
     format keeps as objects.
 
+    Other objects of more than ``largest`` bytes stay closed, where they have bytes of their own.
     Raises UnsafePickleError when an object asks for a global that could run code.
     """
     if all(entry.opened or entry.codec is None for entry in index.objects):
         return index
     for form in _formats_of(index):
-        index = form.open_objects(index, files)
+        index = form.open_objects(index, files, largest=largest)
     return index
 
 

@@ -117,8 +117,11 @@ class Format(ABC):
         """
         return index
 
-    def open_objects(self, index: Index, files: Files) -> Index:
-        """The same index with the values of its plain objects. Raises UnsafePickleError."""
+    def open_objects(self, index: Index, files: Files, *, largest: int | None = None) -> Index:
+        """The same index with the values of its plain objects of up to ``largest`` bytes.
+
+        Raises UnsafePickleError.
+        """
         return index
 
     def copyable_objects(self, index: Index, files: Files) -> Index:

@@ -75,8 +75,13 @@ def with_objects(
     names = [[entry.fqn for entry in one.tensors] for one in (index, reference)]
     if index.format != reference.format or names[0] != names[1]:
         return compared
-    here = {entry.fqn: entry for entry in formats.open_objects(index, files).objects}
-    there = {entry.fqn: entry for entry in formats.open_objects(reference, files).objects}
+    here, there = (
+        {
+            entry.fqn: entry
+            for entry in formats.open_objects(one, files, largest=formats.SMALL_OBJECT).objects
+        }
+        for one in (index, reference)
+    )
     differences = list(compared.differences)
     for fqn in sorted(here.keys() | there.keys()):
         one, other = here.get(fqn), there.get(fqn)

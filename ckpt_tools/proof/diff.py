@@ -191,7 +191,9 @@ def diff(
     """
     from ckpt_tools.proof.deltas import delta, same_bytes  # numpy: headers do without it
 
-    here, there = _opened(a, files), _opened(b, files)
+    # Of one format, objects that are large are compared by their bytes.
+    largest = formats.SMALL_OBJECT if a.format == b.format else None
+    here, there = _opened(a, files, largest), _opened(b, files, largest)
     pairs = pair(here, there, options.naming)
     tally = Tally(on_bytes)
 
@@ -238,10 +240,10 @@ def _entry(index: CheckpointIndex, fqn: str) -> TensorEntry | ObjectEntry:
     return entry
 
 
-def _opened(index: CheckpointIndex, files: Files) -> LocatedIndex:
+def _opened(index: CheckpointIndex, files: Files, largest: int | None) -> LocatedIndex:
     located = formats.locate(index, files)
     located.require_chosen()
-    return formats.open_objects(located, files)
+    return formats.open_objects(located, files, largest=largest)
 
 
 def _nbytes(pair: _Both) -> int:

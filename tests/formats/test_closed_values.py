@@ -237,3 +237,17 @@ def test_text_that_is_made_bytes_again_and_again_is_hostile() -> None:
     data = b"\x80\x02](" + text + encode + call * 100 + b"e."
     with pytest.raises(UnreadableError, match="copies values again and again"):
         load_plain(data, where="x")
+
+
+def test_a_large_object_stays_closed_where_it_is_only_looked_at(tmp_path: Path) -> None:
+    torch.save({"w": T, "text": "x" * (2 << 20), "step": 3}, tmp_path / "a.pt")
+    index = api.open_checkpoint(str(tmp_path / "a.pt"))
+    api.reshard(index, str(tmp_path / "o"), options=ReshardOptions(Mesh((2,))), write=CHECKED)
+    listed = CliRunner().invoke(cli, ["ls", str(tmp_path / "o"), "-l"]).stdout
+    assert "= (not opened)" in listed
+    assert "= 3" in listed
+    pairs = (("o", "o"), ("a.pt", "o"))
+    for pair in pairs:
+        same = CliRunner().invoke(cli, ["diff", *(str(tmp_path / name) for name in pair)])
+        assert same.exit_code == 0, same.output
+    assert as_torch_file(tmp_path / "o", tmp_path / "b.pt")["text"] == "x" * (2 << 20)

@@ -41,10 +41,10 @@ class Dcp(PackageFormat):
 
         return items.locate(index, files)
 
-    def open_objects(self, index: Index, files: Files) -> Index:  # noqa: D102
+    def open_objects(self, index: Index, files: Files, *, largest: int | None = None) -> Index:  # noqa: D102
         from ckpt_tools.formats.dcp import objects
 
-        return objects.open_objects(index, files)
+        return objects.open_objects(index, files, largest=largest)
 
     def copyable_objects(self, index: Index, files: Files) -> Index:  # noqa: D102
         from ckpt_tools.formats.dcp import objects

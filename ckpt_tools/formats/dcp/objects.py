@@ -63,8 +63,10 @@ def open_containers(index: Index, files: Files) -> Index:
     return _with_containers(index, *_containers(index, files))
 
 
-def open_objects(index: Index, files: Files) -> Index:
+def open_objects(index: Index, files: Files, *, largest: int | None = None) -> Index:
     """The same index with the values of its plain objects, and with what containers hold.
+
+    Items of more than ``largest`` bytes stay closed, unless they are containers of tensors.
 
     Raises UnsafePickleError when objects ask for a global that could run code; it is about all of
     them.
@@ -77,7 +79,8 @@ def open_objects(index: Index, files: Files) -> Index:
     unsafe: dict[str, UnsafePickleError] = {}
     for entry in index.objects:
         try:
-            objects.append(opened(entry, files))
+            is_small = largest is None or entry.data.length <= largest
+            objects.append(opened(entry, files) if is_small else entry)
         except UnsafePickleError as error:
             unsafe[entry.fqn] = error
     for first in unsafe.values():

@@ -58,7 +58,7 @@ def check(
     differ.
     """
     with Files() as files:
-        result = _opened(formats.read_index(folder), files)
+        result = _opened(formats.read_written(folder), files)
         wanted = _expected(written, source, result.format, files)
         seen = proof.KnownCrcs()
         statement = proof.same_tensors(

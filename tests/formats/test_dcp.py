@@ -134,6 +134,12 @@ def test_an_interrupted_save_is_named_as_one(save: Path) -> None:
         dcp.read_index(str(save))
 
 
+def test_a_later_save_that_was_interrupted_is_noted(save: Path) -> None:
+    (save / ".metadata.tmp").write_bytes(b"")
+    (note,) = [note for note in dcp.read_index(str(save)).notes if ".metadata.tmp" in note]
+    assert "a later save into this folder was interrupted" in note
+
+
 def test_an_empty_metadata_is_refused(save: Path) -> None:
     (save / ".metadata").write_bytes(b"")
     with pytest.raises(UnreadableError, match="is empty"):

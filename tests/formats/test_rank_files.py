@@ -367,6 +367,15 @@ def test_missing_ranks_are_listed_with_what_they_held(tmp_path: Path) -> None:
         index.require_whole()
 
 
+def test_a_missing_file_held_only_what_is_in_the_files_of_its_family(tmp_path: Path) -> None:
+    save_ranks(tmp_path, {"w": (W, ROWS)}, (2,))
+    name = "optim_world_size_{world}_rank_{rank}.pt"
+    lost = save_ranks(tmp_path, {"m": (W, ROWS)}, (2,), name=name)[1]
+    lost.unlink()
+    with pytest.raises(IncompleteError, match=r"is missing: rank 1\. Rank 1 held optim\.m \[6:11"):
+        read(tmp_path).require_whole()
+
+
 @pytest.mark.parametrize("lost", ["missing", "empty"])
 def test_what_is_complete_without_a_rank_can_be_chosen(tmp_path: Path, lost: str) -> None:
     paths = save_ranks(tmp_path, {"w": (W, ROWS), "norm": (W, [Replicate()])}, (2,))

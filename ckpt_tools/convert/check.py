@@ -62,7 +62,7 @@ def check(
     with Files() as files:
         closed = chain.from_iterable(closed_in(entry.value) for entry in written.objects)
         allowed = ReadOptions(tuple({name for one in closed for name in one.unlisted}))
-        result = _opened(formats.read_index(folder, options=allowed), files)
+        result = _opened(formats.read_written(folder, options=allowed), files)
         wanted = _expected(written, source, result.format, files)
         seen = proof.KnownCrcs()
         statement = proof.same_tensors(

@@ -44,6 +44,7 @@ from ckpt_tools.errors import (
     SourceChangedError,
     UsageError,
     WriteError,
+    reason_of,
     unwritable,
 )
 from ckpt_tools.storage.paths import is_address
@@ -163,7 +164,14 @@ def _recover(out: str, *, resume: bool) -> bool:
 def _tidy(manifest: Manifest, out: str) -> None:
     """Remove the old OUT and the folder of the run."""
     if manifest.has("replacing"):
-        _remove(replaced_of(out))
+        replaced = replaced_of(out)
+        try:
+            _remove(replaced)
+        except OSError as error:
+            raise WriteError(
+                f"{out} is written, but what it replaces cannot be removed: {reason_of(error)}.",
+                hint=f"Remove {replaced} and {manifest.place.partial}.",
+            ) from error
     manifest.remove()
 
 
@@ -350,6 +358,8 @@ def _kept(manifest: Manifest, spec: OutputSpec) -> str | None:
     if not finished and not manifest.has("complete"):
         manifest.remove()
         return None
+    if manifest.has("complete") and not os.path.lexists(manifest.result):
+        return None  # it is in place already
     if manifest.has("complete"):
         return f"All is written in {spec.partial}: run the same command with --resume to finish it."
     return (

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from ckpt_tools.errors import UsageError, WriteError
-from ckpt_tools.storage import paths
+from ckpt_tools.storage import paths, unfinished
 
 _Inode = tuple[int, int]
 # The fifth word of a line is a mount point, with blanks as \040: proc(5).
@@ -24,7 +24,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 def partial_of(out: str) -> str:
     """The folder in which an output is made before it appears."""
-    return f"{os.path.realpath(out)}.partial"
+    return f"{os.path.realpath(out)}{unfinished.SUFFIX}"
 
 
 def replaced_of(out: str) -> str:

@@ -23,13 +23,13 @@ from typing import Literal, NamedTuple
 from ckpt_tools.copying.origin import Origin
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.errors import OutputExistsError, WriteError, unwritable
+from ckpt_tools.storage.unfinished import MANIFEST
 
 # All is written and durable · the old OUT is about to make room for the new one.
 Mark = Literal["complete", "replacing"]
 
 # After a sync the next one waits so many times as long as it took: small files are synced together.
 SYNC_PAUSE = 10.0
-_MANIFEST = ".manifest"
 _LOG = ".finished."
 _PATIENCE = 1.0  # seconds: a process that was killed needs a moment to be gone
 _PAUSE = 0.05
@@ -194,7 +194,7 @@ class Manifest:
     def __init__(self, partial: str, fd: int) -> None:
         self.place = OutputPlace(partial)
         self._fd = fd
-        self._path = os.path.join(partial, _MANIFEST)
+        self._path = os.path.join(partial, MANIFEST)
         first, *marks = list(_lines_in(self._path)) or ["{}"]
         facts = json.loads(first)
         self.origin = Origin(**facts["origin"]) if facts else None
@@ -239,7 +239,7 @@ class Manifest:
     def _clear(self) -> None:
         for name in sorted(os.listdir(self.place.partial)):
             path = os.path.join(self.place.partial, name)
-            if name == _MANIFEST:
+            if name == MANIFEST:
                 continue
             if os.path.isdir(path) and not os.path.islink(path):
                 from shutil import rmtree  # late: a dry run removes nothing
@@ -270,7 +270,7 @@ def held(partial: str) -> Iterator[Manifest]:
 
 def _hold(partial: str) -> int:
     """An open and locked manifest, which is certainly the one that has its name."""
-    path = os.path.join(partial, _MANIFEST)
+    path = os.path.join(partial, MANIFEST)
     for _ in range(_TRIES):
         refuse_foreign(partial)
         os.makedirs(partial, exist_ok=True)
@@ -291,7 +291,7 @@ def refuse_foreign(partial: str) -> None:
     if not os.path.lexists(partial):
         return
     is_ours = os.path.isdir(partial) and (
-        not os.listdir(partial) or os.path.isfile(os.path.join(partial, _MANIFEST))
+        not os.listdir(partial) or os.path.isfile(os.path.join(partial, MANIFEST))
     )
     if not is_ours or os.path.islink(partial):
         raise OutputExistsError(

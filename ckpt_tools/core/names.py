@@ -44,6 +44,13 @@ _OTHER = frozenset(
     | {"grad_scaler", "random_state", "random_states"}
 )
 
+# What counts the steps of a job, alike on all its ranks, and the containers that hold such counts.
+# A dataloader's or a sampler's count is its rank's own.
+_STEPS = frozenset({"step", "_step", "global_step", "global_steps", "epoch", "iteration"})
+_SCHEDULERS = frozenset({"lr_scheduler", "lr_schedulers", "scheduler", "schedulers"})
+_SCHEDULER_STEPS = frozenset({"last_epoch", "_step_count"})
+_OF_JOB = _OUTER | {"train_state", "trainer", "extra", "extra_state", "timestamp", "meta"}
+
 _MAX_NEAR = 5
 # difflib is slow: of more names than these, only those with the same last part are compared.
 _MAX_COMPARED = 5_000
@@ -236,6 +243,15 @@ def _may_hold(lost: str, section: Section) -> bool:
 def is_in_param_groups(path: Path) -> bool:
     """Whether a path is of an optimizer's param_groups, which may be flattened into names."""
     return any(_first_word(part) == "param_groups" for part in path)
+
+
+def is_step(path: Path, section: Section) -> bool:
+    """Whether a path counts steps, of the whole job or of an optimizer; all ranks count alike."""
+    last = str(path[-1]).rpartition(".")[2]
+    above = {str(part) for part in path[:-1] if not isinstance(part, int)}
+    if last in _SCHEDULER_STEPS:
+        return bool(above) and above <= _OF_JOB | _SCHEDULERS
+    return last in _STEPS and (section == "optim" or above <= _OF_JOB)
 
 
 def near_names(index: CheckpointIndex, fqn: str) -> list[str]:

@@ -32,7 +32,7 @@ from ckpt_tools.errors import (
     UsageError,
     WriteError,
 )
-from ckpt_tools.formats import read_index
+from ckpt_tools.formats import read_written
 from ckpt_tools.formats.dcp.write import archive_of
 from ckpt_tools.storage.reader import Files
 
@@ -176,7 +176,7 @@ def _require_saved(plan: Plan, folder: str) -> None:
     `dcp.save` chooses its own file names and lengths, so the plan's are not compared.
     """
     try:
-        saved = read_index(folder)
+        saved = read_written(folder)
         saved.require_whole()
     except CheckpointError as error:
         raise WriteError(

@@ -35,7 +35,7 @@ from ckpt_tools.formats import (
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import ChecksumPart, Format, Index, PlanOptions, Writes
 from ckpt_tools.formats.runs import Saved
-from ckpt_tools.storage import paths
+from ckpt_tools.storage import paths, unfinished
 from ckpt_tools.storage.reader import Files, refuse_special
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "open_objects",
     "rank_of",
     "read_index",
+    "read_written",
     "run_of",
     "targets",
     "to_locate_in",
@@ -263,9 +264,16 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     ``path`` is a file, a directory, a parent with one checkpoint inside, or a glob of rank files.
     Where it is not the checkpoint itself, a note of the index says which was read.
 
-    Raises IncompleteError when nothing is there, UnsupportedError for a format of other tools,
-    UnreadableError when there are several checkpoints, which its hint lists.
+    Raises IncompleteError when nothing is there, or only an output that this program has not
+    finished, UnsupportedError for a format of other tools, UnreadableError when there are several
+    checkpoints, which its hint lists.
     """
+    unfinished.refuse_unfinished(path)
+    return read_written(path, options=options)
+
+
+def read_written(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
+    """The same, also where this program has written a checkpoint that it has not yet renamed."""
     if not paths.exists(path):
         return _read_glob(path, options)
     refuse_special([path])
@@ -277,6 +285,8 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
         return _with_states(tensor_parallel.read_index(place, cut, options), before)
     if not is_checkpoint(place):
         place = _only_one_inside(place)
+        if unfinished.is_unfinished(place):
+            unfinished.refuse_unfinished(place)
     index, shown_by = _read_place(place, options)
     framework = index.framework
     notes = list(index.notes)
@@ -294,6 +304,11 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
 def is_checkpoint(path: str) -> bool:
     """Whether exactly this is a checkpoint: of one format, or a framework's folder of parts."""
     return parts.find(path) is not None or detect(path) is not None
+
+
+def _is_listed(path: str) -> bool:
+    """Whether this is shown where checkpoints are looked for; reading it may say what is wrong."""
+    return unfinished.is_unfinished(path) or is_checkpoint(path)
 
 
 def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
@@ -429,7 +444,7 @@ def _only_one_inside(folder: str) -> str:
 
 def checkpoints_in(folder: str) -> list[Saved]:
     """The checkpoints below a folder by their steps, the newest last."""
-    inside = frameworks.inside(folder, lambda path: foreign.is_foreign(path) or is_checkpoint(path))
+    inside = frameworks.inside(folder, lambda path: foreign.is_foreign(path) or _is_listed(path))
     return runs.in_order(folder, [path for path in inside if not foreign.is_foreign(path)])
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.storage import paths
+from ckpt_tools.storage.unfinished import SUFFIX
 
 SUPPORTED = (
     "Known are: DCP directories (.metadata with .distcp files), folders of per-rank .pt files of "
@@ -140,11 +141,11 @@ def _beside(index: CheckpointIndex) -> list[str]:
         names = set(paths.listdir(folder))
     except OSError:
         return []
-    unfinished = {name for name in names if f"{name}.partial" in names}
+    unfinished = {name for name in names if name + SUFFIX in names}
     return [
         os.path.join(folder, name)
         for name in sorted(names - unfinished)
-        if not name.endswith((".partial", ".replaced"))
+        if not name.endswith((SUFFIX, ".replaced"))
     ]
 
 

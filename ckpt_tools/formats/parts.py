@@ -311,7 +311,8 @@ def _archive(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Br
         raise lfs_pointer(path)
     is_archive = torch_zip.sniff(head) == "zip"
     if not is_archive and not head.startswith(b"\x80"):
-        raise UnreadableError(f"{path} is not a file of torch.save.")
+        found = "" if head else ": it is empty"
+        raise UnreadableError(f"{path} is not a file of torch.save{found}.")
     entry = ObjectEntry(
         *(names.join(place), place, "other", ByteRange(path, 0, length)),
         type_name=None if is_archive else "torch.save file",

@@ -157,6 +157,26 @@ def test_the_old_output_is_never_lost(tmp_path: Path, *, resume: bool) -> None:
         assert [path.name for path in folder.iterdir()] == ["out"], step
 
 
+def test_an_old_output_that_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of another user, in a folder that everyone may write."""
+    out = tmp_path / "out"
+    export(out)
+    want = content(out)
+
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(atomic_output, "_remove", refuse)
+    match = "out is written, but what it replaces cannot be removed: Permission denied"
+    for again in (False, True):
+        with pytest.raises(WriteError, match=match) as caught:
+            export(out, force=True, resume=again)
+        assert str(caught.value.advice) == f"Remove {out}.replaced and {out}.partial."
+        assert content(out) == want
+
+
 def test_without_force_the_old_output_comes_back(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

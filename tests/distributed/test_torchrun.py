@@ -286,6 +286,8 @@ def test_a_rank_without_its_file_ends_all_ranks_with_one_error(engines: Path) ->
 ON_EACH_RANK = {
     "alike": {"step": lambda _: torch.tensor(4), "lr": lambda _: 0.1},
     "buffers": {"buffer": lambda rank: torch.ones(3) + rank},
+    "states": {"rng_state": lambda rank: torch.tensor(4 + rank)},
+    "saves": {"step": lambda rank: 4 + rank},
     "steps": {"step": lambda rank: torch.tensor(4 + rank)},
     "objects": {"lr": lambda rank: 0.1 + rank},
     "types": {"buffer": lambda rank: torch.ones(3, dtype=[torch.half, torch.float][rank])},
@@ -320,7 +322,7 @@ def test_the_engine_gather_notes_and_refuses_what_copy_does(tmp_path: Path) -> N
     found = contents(tmp_path / "gather")
     assert found == contents(tmp_path / "copy")
     refused = {path.split(".")[0] for path in found if ".error." in path}
-    assert refused == {"buffers", "types"}
+    assert refused == {"buffers", "saves", "steps", "types"}
 
 
 @pytest.mark.parametrize("engine", ["dcp", "gather"])

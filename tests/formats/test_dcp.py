@@ -10,7 +10,7 @@ from reader_contract import DATA, ReaderContract, RealCheckpoint, truth_of, whol
 
 from ckpt_tools import formats
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import (
     CheckpointError,
     IncompleteError,
@@ -19,6 +19,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.dcp import read as dcp
+from ckpt_tools.formats.torch_file.locate import located
 from ckpt_tools.storage.reader import Files
 
 REAL = DATA / "checkpoints"
@@ -132,6 +133,12 @@ def test_an_interrupted_save_is_named_as_one(save: Path) -> None:
     (save / ".metadata").rename(save / ".metadata.tmp")
     with pytest.raises(IncompleteError, match="the save was interrupted"):
         dcp.read_index(str(save))
+
+
+def test_a_later_save_that_was_interrupted_is_noted(save: Path) -> None:
+    (save / ".metadata.tmp").write_bytes(b"")
+    (note,) = [note for note in dcp.read_index(str(save)).notes if ".metadata.tmp" in note]
+    assert "a later save into this folder was interrupted" in note
 
 
 def test_an_empty_metadata_is_refused(save: Path) -> None:
@@ -328,3 +335,14 @@ def test_the_box_of_a_chunk_is_what_metadata_says() -> None:
     entry = dcp.read_index(str(FSDP2)).tensor("app.model.emb.weight")
     assert entry is not None
     assert [chunk.box for chunk in entry.chunks][-1] == Box((9, 0), (2, 7))
+
+
+def test_what_is_said_of_all_tensors_of_a_file_is_said_once(save: Path) -> None:
+    index = dcp.read_index(str(save))
+
+    def refuse(_entry: TensorEntry, chunk: Chunk) -> Chunk:
+        raise UnreadableError(f"{chunk.data.path} cannot be opened: Permission denied.")
+
+    problems = located(index, refuse).problems
+    assert len(problems) == len({problem.message for problem in problems}) <= 4
+    assert set().union(*(problem.about for problem in problems)) == {e.fqn for e in index.tensors}

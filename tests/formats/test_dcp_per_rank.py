@@ -22,12 +22,13 @@ pytestmark = pytest.mark.torchrun
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two saves by three ranks: "same", and "differing" in plain tensors of the model."""
+    """Saves by three ranks: "same", "differing" in tensors of the model, and in the "step"."""
     if "use_collectives" not in inspect.signature(dcp.save).parameters:
         pytest.skip("torch 2.6 saves with collectives only")
     folder = tmp_path_factory.mktemp("per_rank")
     job(3, "save_per_rank.py", folder / "same", "nothing")
     job(3, "save_per_rank.py", folder / "differing", "buffer")
+    job(3, "save_per_rank.py", folder / "step", "step")
     return folder
 
 
@@ -60,6 +61,13 @@ def test_tensors_that_differ_between_ranks_are_refused_by_name(saved: Path, tmp_
     assert not ckpt_tools.verify(index).whole
     options = ExportOptions(include=("model.w",))
     ckpt_tools.export(index, str(tmp_path / "out"), options=options, write=WriteOptions(check=True))
+
+
+def test_files_of_several_saves_are_refused(saved: Path) -> None:
+    index = ckpt_tools.open_checkpoint(str(saved / "step"))
+    match = r"of several saves: step is not the same on ranks 0 and 1\."
+    with pytest.raises(UnsupportedError, match=match):
+        index.select({"model.w"}).require_whole()
 
 
 @pytest.mark.parametrize("lost", [["__2.metadata"], ["__1.metadata", "__1_0.distcp"]])

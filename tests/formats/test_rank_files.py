@@ -272,6 +272,55 @@ def test_unequal_objects_are_kept_once_per_rank(tmp_path: Path) -> None:
     assert [(e.fqn, e.value) for e in index.objects] == [("seed.rank_0", 7), ("seed.rank_1", 8)]
 
 
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("step", (1, 1, 2)),
+        ("step", (torch.tensor(1), torch.tensor(1), torch.tensor(2))),
+        ("train_state", ({"global_step": 5}, {"global_step": 5}, {"global_step": 6})),
+        ("lr_scheduler", ({"last_epoch": 5}, {"last_epoch": 5}, {"last_epoch": 6})),
+        ("optim", tuple({"state": {"w": {"step": n}}} for n in (7, 7, 8))),
+        ("optim", tuple({"state": {"w": {"step": torch.tensor(n)}}} for n in (7, 7, 8))),
+    ],
+)
+def test_files_of_several_saves_are_refused(
+    tmp_path: Path, key: str, values: tuple[object, ...]
+) -> None:
+    index = differing(tmp_path, *values, key=key)
+    with pytest.raises(UnsupportedError, match=r"of several saves: .*(step|last_epoch) is .*rank"):
+        index.select({"w"}).require_whole()
+
+
+def test_a_step_that_differs_is_shown_with_both_values(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"step is 100 on rank 0 and 200 on rank 1\."):
+        differing(tmp_path, 100, 200, key="step").require_whole()
+
+
+@pytest.mark.parametrize("key", ["dataloader", "sampler"])
+def test_each_rank_has_its_own_steps_of_its_dataloader(tmp_path: Path, key: str) -> None:
+    index = differing(tmp_path, {"step": 7, "epoch": 1}, {"step": 8, "epoch": 2}, key=key)
+    index.require_whole()
+    assert index.objects[-1].fqn == f"{key}.step.rank_1"
+
+
+def test_an_optimizer_of_which_some_steps_differ_is_refused_alone(tmp_path: Path) -> None:
+    """An expert that had no gradients on one rank was not stepped there."""
+    steps = [{"state": {"w": {"step": 7}, "expert": {"step": n}}} for n in (7, 6)]
+    index = differing(tmp_path, *steps, key="optim")
+    index.select({"w"}).require_whole()
+    with pytest.raises(UnsupportedError, match=r"optim\.state\.expert\.step: values that differ"):
+        index.require_whole()
+
+
+def test_an_optimizer_of_which_options_differ_is_refused_by_name(tmp_path: Path) -> None:
+    groups = [{"param_groups": [{"params": ["w"], "lr": lr}]} for lr in (0.1, 0.2)]
+    index = differing(tmp_path, *groups, key="optim")
+    index.select({"w"}).require_whole()
+    match = r"optim\.param_groups\.0\.lr: values that differ between ranks.* rank 1 is the first"
+    with pytest.raises(UnsupportedError, match=match):
+        index.require_whole()
+
+
 def test_a_tensor_that_is_plain_on_one_rank_only_is_refused(tmp_path: Path) -> None:
     mesh = mesh_of((2,), 0)
     torch.save({"w": dtensor(shard(W, ROWS, mesh), W.shape, ROWS, mesh)}, tmp_path / "rank0.pt")
@@ -316,6 +365,15 @@ def test_missing_ranks_are_listed_with_what_they_held(tmp_path: Path) -> None:
     assert index.missing == (str(paths[1]), str(paths[3]))
     with pytest.raises(IncompleteError, match=r"ranks 1, 3\. Rank 1 held w \[3:6, 0:4\]"):
         index.require_whole()
+
+
+def test_a_missing_file_held_only_what_is_in_the_files_of_its_family(tmp_path: Path) -> None:
+    save_ranks(tmp_path, {"w": (W, ROWS)}, (2,))
+    name = "optim_world_size_{world}_rank_{rank}.pt"
+    lost = save_ranks(tmp_path, {"m": (W, ROWS)}, (2,), name=name)[1]
+    lost.unlink()
+    with pytest.raises(IncompleteError, match=r"is missing: rank 1\. Rank 1 held optim\.m \[6:11"):
+        read(tmp_path).require_whole()
 
 
 @pytest.mark.parametrize("lost", ["missing", "empty"])

@@ -1,6 +1,7 @@
 """Saves with use_collectives=False: every rank its own metadata, its shards, and all that is whole.
 
-Arguments: the folder of the checkpoint, and what differs between ranks: "nothing", or "buffer".
+Arguments: the folder of the checkpoint, and what differs between ranks: "nothing",
+"buffer", or "step", as if the files of several saves were brought together.
 """
 
 import sys
@@ -24,7 +25,7 @@ def main(folder: str, differs: str) -> None:
             "large": torch.arange(40_000.0) + odd,
         },
         "rng_state": torch.arange(6, dtype=torch.uint8) + rank,
-        "step": 7,
+        "step": 7 + (rank if differs == "step" else 0),
         "dataloader": {"seen": 100 + rank},
     }
     dcp.save(state, checkpoint_id=folder, use_collectives=False)

@@ -30,6 +30,7 @@ from ckpt_tools.formats.dcp import objects as dcp_objects
 from ckpt_tools.formats.dcp.checks import rank_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
 from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
+from ckpt_tools.formats.one_save import StepCounts
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
 
@@ -145,7 +146,8 @@ def compared(
 ) -> CheckpointIndex:
     """The same index, what several ranks wrote compared with one another.
 
-    Tensors of which ranks hold other values become a problem; other state is kept once per rank,
+    Tensors and optimizer options of which ranks hold other values become a problem, and so do
+    steps, as files of several saves have them; other state is kept once per rank,
     as ….rank_N. What cannot be read is not compared: that is said elsewhere.
     """
     items = _Items(index, files)
@@ -153,12 +155,15 @@ def compared(
     objects: list[ObjectEntry] = []
     differing: dict[str, int | None] = {}
     per_rank: list[str] = []
+    steps = StepCounts()
     for entry in index.tensors:
-        replicas = ((chunk, data) for chunk in entry.chunks for data in chunk.replicas)
+        replicas = [(chunk, data) for chunk in entry.chunks for data in chunk.replicas]
         differs = next((data for chunk, data in replicas if items.differ(chunk, data)), None)
+        unlike = None if differs is None else _not_on(entry.chunks[0].data, differs)
+        is_step = bool(replicas) and steps.see(entry.path, entry.section, unlike)
         if differs is None:
             tensors.append(entry)
-        elif entry.section == "other" and len(entry.chunks) == 1:
+        elif entry.section == "other" and not is_step and len(entry.chunks) == 1:
             whole = entry.chunks[0]
             tensors += (_own_tensor(entry, data) for data in (whole.data, *whole.replicas))
             per_rank.append(entry.fqn)
@@ -167,7 +172,13 @@ def compared(
             differing[entry.fqn] = _rank(differs)
     for item in index.objects:
         places = [_range(index.root, info) for info in twins.get((item.fqn, None), ())]
-        if any(items.objects_differ(item, data) for data in places[1:]):
+        differs = next((data for data in places[1:] if items.objects_differ(item, data)), None)
+        unlike = None if differs is None else _not_on(places[0], differs)
+        is_step = len(places) > 1 and steps.see(item.path, item.section, unlike)
+        if differs is not None and (is_step or item.section == "optim"):
+            objects.append(item)
+            differing[item.fqn] = _rank(differs)
+        elif differs is not None:
             objects += (_own_object(item, data) for data in places)
             per_rank.append(item.fqn)
         else:
@@ -178,7 +189,7 @@ def compared(
         tensors=tuple(sorted(tensors, key=lambda entry: entry.fqn)),
         objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
         notes=(*index.notes, *notes),
-        problems=(*index.problems, *_differing(differing)),
+        problems=(*index.problems, *steps.problems(), *_differing(differing)),
     )
 
 
@@ -191,6 +202,10 @@ def _differing(differing: Mapping[str, int | None]) -> Iterator[CheckpointError]
             hint="Leave them out with -x, or save again from a job in which all ranks agree.",
             about=fqns,
         )
+
+
+def _not_on(one: ByteRange, other: ByteRange) -> str:
+    return f"not the same on ranks {_rank(one)} and {_rank(other)}"
 
 
 def _rank(data: ByteRange) -> int | None:

@@ -252,6 +252,11 @@ def _notes(
     )
     if stray:
         yield f"Ignored {len(stray)} data files that .metadata does not name: {some(stray)}."
+    if any(name.endswith(".metadata.tmp") for name in sizes):
+        yield (
+            "There is a .metadata.tmp beside .metadata: a later save into this folder was "
+            "interrupted, and has written over data files."
+        )
     lost = sum(entry is None for entry in objects)
     if lost:
         yield f"{counted(lost, 'object')} named in .metadata without a place in any file."

@@ -6,7 +6,7 @@ A file states the mesh of its tensors and its own place on it; names state a ran
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.geometry import row_major_strides
@@ -131,15 +131,18 @@ def own_rank(mesh: StoredMesh) -> int | None:
 
 
 def missing(
-    family: Family, world: int, tensors: Sequence[TensorEntry]
+    family: Family, world: int, tensors: Sequence[TensorEntry], *, held: Collection[str]
 ) -> Iterator[IncompleteError]:
-    """An error when files of a family are missing: of which ranks, and some rows that they held."""
+    """An error when files of a family are missing: of which ranks, and some rows that they held.
+
+    ``tensors`` are those of all families, ``held`` the names in the files of this one.
+    """
     have = {file.rank for file in family.files}
     absent = [rank for rank in range(world) if rank not in have]
     if not absent:
         return
-    rows = _rows_of(absent[0], world, tensors)
-    held = f" Rank {absent[0]} held {'; '.join(rows)}." if rows else ""
+    rows = _rows_of(absent[0], world, [entry for entry in tensors if entry.fqn in held])
+    lost = f" Rank {absent[0]} held {'; '.join(rows)}." if rows else ""
     hint = f"Bring them from the other nodes or an older save, e.g. {family.path_of(absent[0])}."
     for group in whole_groups(family, world, tensors)[:1]:
         hint += (
@@ -147,7 +150,7 @@ def missing(
         )
     yield IncompleteError(
         f"{len(absent):,} of {world:,} files {family.pattern} {are(len(absent))} missing: "
-        f"{'ranks' if len(absent) > 1 else 'rank'} {listed(absent)}.{held}",
+        f"{'ranks' if len(absent) > 1 else 'rank'} {listed(absent)}.{lost}",
         hint=hint,
     )
 

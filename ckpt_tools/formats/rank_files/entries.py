@@ -23,6 +23,7 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.state_tree import Branch, dict_of, merge
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnsupportedError
+from ckpt_tools.formats.one_save import StepCounts
 from ckpt_tools.formats.rank_files.parts import (
     JoinedTensor,
     RankObject,
@@ -92,7 +93,8 @@ def entries_of(gathered: Gathered, files: Files) -> RankEntries:
     for path, parts in gathered.tensors.items():
         joined = _beside_unread(join(parts, comparison), parts, gathered.objects.get(path))
         section = sections[path]
-        if joined.differing and joined.complaint is None and section == "other":
+        is_step = report.sees_step(path, section, parts, joined)
+        if joined.differing and joined.complaint is None and section == "other" and not is_step:
             own = [_own_tensor(path, part, section) for part in parts]
             apart[names.join(path)] = _of_ranks(own, parts)
             tensors += own
@@ -104,12 +106,14 @@ def entries_of(gathered: Gathered, files: Files) -> RankEntries:
     for path, held in gathered.objects.items():
         if held[0].is_tensor and path in gathered.tensors:
             continue  # said of the tensor
-        if len(held) > 1 and not held[0].is_tensor and not _all_equal(held):
-            values = [_object((*path, f"rank_{p.rank}"), p, sections[path]) for p in held]
-            apart[names.join(path)] = _of_ranks(values, held)
-            objects += values
-        else:
-            objects.append(_object(path, held[0], sections[path]))
+        section = sections[path]
+        other = None if held[0].is_tensor else _first_unequal(held)
+        if report.is_shared(path, section, held, other):
+            objects.append(_object(path, held[0], section))
+            continue
+        own_objects = [_object((*path, f"rank_{p.rank}"), p, section) for p in held]
+        apart[names.join(path)] = _of_ranks(own_objects, held)
+        objects += own_objects
     report.per_rank.extend(apart)
     return RankEntries(
         tuple(sorted(tensors, key=lambda entry: entry.fqn)),
@@ -179,16 +183,14 @@ def _object(path: Path, part: RankObject, section: Section) -> ObjectEntry:
     )
 
 
-def _all_equal(held: Sequence[RankObject]) -> bool:
-    """Whether all ranks hold the same value; what is not opened is never known to be the same."""
+def _first_unequal(held: Sequence[RankObject]) -> RankObject | None:
+    """The first rank's object that is not the lowest rank's; what is not opened never is."""
     first = held[0]
-    if first.type_name is not None:
-        return False
-    return all(
-        part.type_name is None
-        and (part.value is first.value or repr(part.value) == repr(first.value))
-        for part in held
-    )
+    for part in held[1:]:
+        opened = first.type_name is None and part.type_name is None
+        if not opened or not (part.value is first.value or repr(part.value) == repr(first.value)):
+            return part
+    return None
 
 
 @dataclass(slots=True)
@@ -197,10 +199,40 @@ class _JoinFindings:
 
     complaints: dict[str, list[str]] = field(default_factory=dict)
     differing: dict[str, int] = field(default_factory=dict)
+    unequal: dict[str, int] = field(default_factory=dict)
     unlike: dict[str, str] = field(default_factory=dict)
     unseen: list[str] = field(default_factory=list)
     per_rank: list[str] = field(default_factory=list)
-    optim_differs: bool = False
+    has_flat_pieces: bool = False
+    steps: StepCounts = field(default_factory=StepCounts)
+
+    def sees_step(
+        self, path: Path, section: Section, parts: Sequence[RankTensor], joined: JoinedTensor
+    ) -> bool:
+        """Take in a tensor if it counts steps; gives whether it does."""
+        differing = None
+        if joined.differing:
+            differing = f"not the same on ranks {parts[0].rank} and {joined.differing[0]}"
+        return len(parts) > 1 and self.steps.see(path, section, differing)
+
+    def is_shared(
+        self, path: Path, section: Section, held: Sequence[RankObject], other: RankObject | None
+    ) -> bool:
+        """Whether objects of several ranks are one entry; ``other`` is the first unequal one.
+
+        An optimizer and a count of steps have no values of their own for each rank.
+        """
+        if other is None:
+            if len(held) > 1:
+                self.steps.see(path, section, None)
+            return True
+        if held[0].type_name is not None or other.type_name is not None:
+            return False
+        values = " and ".join(f"{part.value!r} on rank {part.rank}" for part in (held[0], other))
+        is_step = self.steps.see(path, section, values)
+        if section == "optim":
+            self.unequal[names.join(path)] = other.rank
+        return is_step or section == "optim"
 
     def see(self, entry: TensorEntry, joined: JoinedTensor) -> None:
         """Take in what was found when a tensor was joined."""
@@ -208,14 +240,15 @@ class _JoinFindings:
             self.complaints.setdefault(joined.complaint, []).append(entry.fqn)
         elif joined.differing:
             self.differing[entry.fqn] = joined.differing[0]
-            self.optim_differs = self.optim_differs or entry.section == "optim"
+            self.has_flat_pieces |= entry.section == "optim" and bool(entry.shape)
         if joined.unlike:
             self.unlike[entry.fqn] = joined.unlike[0]
         if joined.unseen:
             self.unseen.append(entry.fqn)
 
     def problems(self) -> Iterator[CheckpointError]:
-        """What keeps tensors from being used."""
+        """What keeps entries from being used."""
+        yield from self.steps.problems()
         for complaint, fqns in self.complaints.items():
             yield UnsupportedError(
                 f"{some(fqns)}: {complaint}.",
@@ -228,10 +261,17 @@ class _JoinFindings:
                 f"{some(fqns)}: plain tensors (no DTensors) that differ between ranks, so that "
                 "none is known to be right; "
                 f"rank {self.differing[fqns[0]]} is the first that differs.",
-                hint=_FLAT_SHARDS if self.optim_differs else _LEAVE_OUT,
+                hint=_FLAT_SHARDS if self.has_flat_pieces else _LEAVE_OUT,
                 about=fqns,
             )
-
+        if self.unequal:
+            fqns = list(self.unequal)
+            yield UnsupportedError(
+                f"{some(fqns)}: values that differ between ranks, so that none is known to be "
+                f"right; rank {self.unequal[fqns[0]]} is the first that differs.",
+                hint=_LEAVE_OUT,
+                about=fqns,
+            )
         if self.unlike:
             yield replicas_differ(self.unlike)
 

@@ -199,7 +199,9 @@ class IndexBuilder:
             *(
                 error.concerning(about[family])
                 for family in needed
-                for error in rank_checks.missing(family, world, entries.tensors)
+                for error in rank_checks.missing(
+                    family, world, entries.tensors, held=self.held.get(family.pattern, set())
+                )
             ),
             *entries.problems,
         ]

@@ -39,8 +39,9 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
 def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
     """The same index with each chunk as ``raw`` gives it, with the replicas of the same layout.
 
-    What ``raw`` raises becomes a problem of the index, so that one chunk does not hide the others;
-    so do flaws of objects.
+    What ``raw`` raises becomes a problem of the index, so that one chunk does not hide the others,
+    and one for all tensors of which it says the same (a file may not be opened); so do flaws of
+    objects.
     """
     lengths = lengths_of(index)
 
@@ -48,6 +49,7 @@ def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
         return data.offset + data.length <= lengths.get(data.path, 0)
 
     tensors, problems = [], list(index.problems)
+    found: dict[str, tuple[CheckpointError, list[str]]] = {}
     damaged = {fqn for problem in problems for fqn in problem.about}
     for entry in index.tensors:
         if entry.fqn in damaged or all(chunk.codec is None for chunk in entry.chunks):
@@ -58,8 +60,9 @@ def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
             chunks = [_with_replicas(chunk, one, is_there) for chunk in entry.chunks]
             tensors.append(replace(entry, chunks=chunks))
         except CheckpointError as error:
-            problems.append(error.concerning((entry.fqn,)))
+            found.setdefault(error.message, (error, []))[1].append(entry.fqn)
             tensors.append(entry)
+    problems += [error.concerning(fqns) for error, fqns in found.values()]
     problems += flaws(index.objects)
     return replace(index, tensors=tuple(tensors), problems=tuple(problems))
 

@@ -29,7 +29,7 @@ from ckpt_tools.core.index import (
     Path,
 )
 from ckpt_tools.core.state_tree import Branch, dict_of, merge, of_paths
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import rank_spans, some
 from ckpt_tools.errors import (
     CheckpointError,
     IncompleteError,
@@ -271,6 +271,13 @@ class _Joining:
         if len(set(sizes.values())) > 1:
             said = [f"{os.path.basename(root)} by {size} ranks" for root, size in sizes.items()]
             yield f"Saved by different numbers of ranks: {', '.join(said)}. Are they of one save?"
+        own = {
+            int(m[2]) for p in self.parts.paths if (m := _OF_RANK.fullmatch(os.path.basename(p)))
+        }
+        absent = sorted(set(range(max(sizes.values(), default=0))) - own)
+        if own and absent:
+            whose = "ranks" if len(absent) > 1 else "rank"
+            yield f"There are no random states of {whose} {rank_spans(absent)}."
 
 
 def _under(container: str | None, index: CheckpointIndex) -> CheckpointIndex:

@@ -135,6 +135,14 @@ def test_halves_of_saves_by_different_numbers_of_ranks_are_told(tmp_path: Path) 
     assert any("different numbers of ranks" in note for note in notes)
 
 
+def test_random_states_that_are_not_there_are_noted(tmp_path: Path) -> None:
+    folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    assert not any("random states" in note for note in formats.read_index(str(folder)).notes)
+    (folder / "rng_state_1.pth").unlink()
+    notes = formats.read_index(str(folder)).notes
+    assert "There are no random states of rank 1." in notes
+
+
 def test_several_models_are_not_joined(tmp_path: Path) -> None:
     folder = shutil.copytree(SHARDED, tmp_path / "state")
     shutil.copytree(folder / "pytorch_model_fsdp_0", folder / "pytorch_model_fsdp_1")

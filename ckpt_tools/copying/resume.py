@@ -288,12 +288,14 @@ def refuse_foreign(partial: str) -> None:
 
     A link is none: what it leads to may be on another file system, from which nothing is renamed.
     """
-    if not os.path.lexists(partial):
+    try:
+        names = [] if os.path.islink(partial) else os.listdir(partial)
+    except FileNotFoundError:
         return
-    is_ours = os.path.isdir(partial) and (
-        not os.listdir(partial) or os.path.isfile(os.path.join(partial, MANIFEST))
-    )
-    if not is_ours or os.path.islink(partial):
+    except NotADirectoryError:
+        names = [partial]
+    # One look: a run that ends just now removes all else first, then the manifest.
+    if os.path.islink(partial) or (names and MANIFEST not in names):
         raise OutputExistsError(
             f"{partial} exists and is not an unfinished output of ckpt-tools.",
             hint="Move it away, or choose another output.",

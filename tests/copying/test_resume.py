@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +20,8 @@ import numpy as np
 import pytest
 from launching import ENVIRONMENT, ckpt_tools, contents
 from safetensors.numpy import save_file
+
+from ckpt_tools.copying.resume import refuse_foreign
 
 KILLS = int(os.environ.get("CKPT_TOOLS_KILLS", "5"))
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node"]
@@ -191,3 +195,24 @@ def test_a_job_script_may_always_say_resume(tmp_path: Path, large: Path) -> None
     small = large / "small.safetensors"
     done = ckpt_tools("export", small, "-o", tmp_path / "out", "--resume")
     assert "Nothing to resume: started from the beginning." in done.stderr
+
+
+def test_a_run_that_ends_just_now_is_not_taken_for_a_foreign_folder(tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            partial.mkdir()
+            (partial / ".manifest").touch()
+            (partial / ".manifest").unlink()
+            partial.rmdir()
+
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(come_and_go)
+        try:
+            for _ in range(5000):
+                refuse_foreign(str(partial))
+        finally:
+            ended.set()
+        writer.result()

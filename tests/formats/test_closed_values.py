@@ -133,7 +133,7 @@ def test_what_is_allowed_by_name_goes_along(tmp_path: Path) -> None:
     loaded: dict[str, object] = {"color": None, "pair": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it runs in one process
-        dcp.load(loaded, checkpoint_id=tmp_path / "o", no_dist=True)
+        dcp.load(loaded, checkpoint_id=tmp_path / "o")
     for one in (found, loaded):
         assert one["color"] is Color.RED
         assert one["pair"] == Pair(1, Color.RED)
@@ -167,13 +167,13 @@ def test_a_function_that_does_more_than_hold_data_is_not_passed_on(
 def test_an_object_of_an_unknown_class_stays_what_it_is_from_dcp_to_dcp(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it runs in one process
-        dcp.save({"w": T, "color": Color.RED}, checkpoint_id=tmp_path / "a", no_dist=True)
+        dcp.save({"w": T, "color": Color.RED}, checkpoint_id=tmp_path / "a")
     index = api.open_checkpoint(str(tmp_path / "a"))
     api.reshard(index, str(tmp_path / "b"), options=ReshardOptions(Mesh((2,))), write=CHECKED)
     state: dict[str, object] = {"color": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(state, checkpoint_id=tmp_path / "b", no_dist=True)
+        dcp.load(state, checkpoint_id=tmp_path / "b")
     assert state["color"] is Color.RED
     wanted = ExportOptions(format="torch", keep_names=True, only=None)
     plan = api.export(index, str(tmp_path / "b.pt"), options=wanted, write=WriteOptions())

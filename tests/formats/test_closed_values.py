@@ -99,7 +99,7 @@ def as_torch_file(path: Path, out: Path, *, allow: tuple[str, ...] = ()) -> dict
     return torch.load(out, weights_only=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("kind", CLOSED)
 def test_a_closed_value_goes_along(kind: str, protocol: int, tmp_path: Path) -> None:
     value = CLOSED[kind]()
@@ -251,3 +251,10 @@ def test_a_large_object_stays_closed_where_it_is_only_looked_at(tmp_path: Path) 
         same = CliRunner().invoke(cli, ["diff", *(str(tmp_path / name) for name in pair)])
         assert same.exit_code == 0, same.output
     assert as_torch_file(tmp_path / "o", tmp_path / "b.pt")["text"] == "x" * (2 << 20)
+
+
+def test_bytearrays_of_protocol_5_are_told_apart() -> None:
+    value = argparse.Namespace(x=[bytearray(b"%d" % n) for n in range(100)])
+    found = load_plain(pickle.dumps(value, 5), where="x")
+    assert isinstance(found, PickledValue)
+    assert loads(found.pickle) == value

@@ -311,7 +311,7 @@ def made_by(name: str) -> str:
     """The class of what a global makes, as far as it is known; else the global itself."""
     if name.startswith("torch._utils._rebuild"):
         return "torch.Tensor"
-    return _MADE_BY.get(name, name)
+    return _MADE_BY.get(name, name.replace("pathlib._local.", "pathlib."))
 
 
 def is_harmless(name: str) -> bool:

@@ -22,6 +22,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     StoredDTensor,
     StoredTensor,
     is_key,
+    of_bytearray,
 )
 
 _MAX_DEPTH = 100
@@ -113,6 +114,7 @@ class _Walk:
         self.count = 0
         self._leaf = leaf
         self._nodes: dict[int, Node] = {}
+        self._made: list[OpaqueObject] = []  # an id stays taken for as long as its object lives
 
     def node(self, value: object, depth: int) -> Node:
         """What is written for a value. Raises NotPicklableError."""
@@ -124,6 +126,9 @@ class _Walk:
         return self._nodes[id(value)]
 
     def _new(self, value: object, depth: int) -> Node:
+        if type(value) is bytearray:
+            self._made.append(of_bytearray(value))
+            return self._object(self._made[-1], depth)
         if isinstance(value, OpaqueObject):
             return self._object(value, depth)
         if isinstance(value, type) and issubclass(value, OpaqueObject):

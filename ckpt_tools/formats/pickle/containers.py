@@ -31,6 +31,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     VersionObject,
     as_counts,
     is_key,
+    of_bytearray,
     opaque_class,
     shown,
 )
@@ -215,6 +216,8 @@ class _Settler:
     def settle(self, value: object, depth: int) -> object:
         """The settled value."""
         self._count(1)
+        if type(value) is bytearray:
+            return self._of_closed(of_bytearray(value))
         if isinstance(value, OpaqueObject) or _is_class(value):
             if id(value) not in self._closed:
                 self._closed[id(value)] = self._of_closed(value)

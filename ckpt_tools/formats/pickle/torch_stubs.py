@@ -242,6 +242,14 @@ def opaque_class(
     return type("OpaqueObject", (OpaqueObject,), facts)
 
 
+_BYTEARRAY = opaque_class("builtins.bytearray")
+
+
+def of_bytearray(value: bytearray) -> OpaqueObject:
+    """How protocol 2 says a bytearray, which has an opcode in protocol 5."""
+    return _BYTEARRAY(value.decode("latin-1"), "latin-1")
+
+
 Sign = Literal["negated", "conjugated"]
 
 

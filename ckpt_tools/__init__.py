@@ -38,16 +38,10 @@ if TYPE_CHECKING:
     from ckpt_tools.convert.write import WriteOptions
     from ckpt_tools.core.dtypes import DType, dtype_named
     from ckpt_tools.core.geometry import Box
-    from ckpt_tools.core.index import (
-        ByteRange,
-        CheckpointIndex,
-        Chunk,
-        ObjectEntry,
-        PickledValue,
-        TensorEntry,
-    )
+    from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, TensorEntry
     from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
     from ckpt_tools.core.mesh_spec import parse_mesh, parse_placements
+    from ckpt_tools.core.plain_values import PickledValue
     from ckpt_tools.errors import (
         AnswerNo,
         CheckpointError,
@@ -139,7 +133,8 @@ _HOMES = {
     " SourceChangedError UnreadableError UnsafePickleError UnsupportedError UsageError WriteError",
     "formats": "ReadOptions",
     "core.geometry": "Box",
-    "core.index": "ByteRange CheckpointIndex Chunk ObjectEntry PickledValue TensorEntry",
+    "core.index": "ByteRange CheckpointIndex Chunk ObjectEntry TensorEntry",
+    "core.plain_values": "PickledValue",
     "core.layout": "Layout Mesh Replicate Shard",
     "analysis.inspection": "Inspection",
     "api": "Checkpoint LazyTensor NoSuchEntry diff diff_headers export fingerprint inspect"

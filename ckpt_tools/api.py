@@ -20,19 +20,12 @@ from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.dtypes import DType, require_dtype
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import (
-    CheckpointIndex,
-    Entry,
-    ObjectEntry,
-    PickledValue,
-    PlainValue,
-    Section,
-    TensorEntry,
-)
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
 from ckpt_tools.core.indexing import indexed_box, require_inside
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.names import near_names
+from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import AnswerNo, CheckpointError, UnsupportedError, UsageError

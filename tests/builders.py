@@ -12,11 +12,11 @@ from ckpt_tools.core.index import (
     Chunk,
     ObjectEntry,
     Path,
-    PlainValue,
     Section,
     TensorEntry,
 )
 from ckpt_tools.core.layout import Layout
+from ckpt_tools.core.plain_values import PlainValue
 
 
 def tensor(

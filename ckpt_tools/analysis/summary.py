@@ -21,11 +21,11 @@ from ckpt_tools.core.index import (
     ObjectEntry,
     Section,
     TensorEntry,
-    TorchValue,
 )
 from ckpt_tools.core.layout import Layout, Mesh, Shard
 from ckpt_tools.core.names import is_in_param_groups
 from ckpt_tools.core.optimizer_states import kind_of
+from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError
 

@@ -14,14 +14,9 @@ from ckpt_tools.analysis.summary import (
     placement_names,
 )
 from ckpt_tools.cli.render import Json, columns, cut_to, printable, terminal_width
-from ckpt_tools.core.index import (
-    CheckpointIndex,
-    ObjectEntry,
-    PickledValue,
-    PlainValue,
-    TensorEntry,
-)
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh
+from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.text import format_size, rank_spans
 from ckpt_tools.errors import CheckpointError
 

@@ -20,7 +20,8 @@ from ckpt_tools.analysis.summary import (
 from ckpt_tools.cli import asked, completion, entries, options, render
 from ckpt_tools.cli.render import Json
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, PickledValue, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.core.plain_values import PickledValue
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats import locate, open_object

@@ -7,7 +7,8 @@ from dataclasses import replace
 from hashlib import sha256
 
 from ckpt_tools import formats
-from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, closed_in
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry
+from ckpt_tools.core.plain_values import closed_in
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.protocol import Index

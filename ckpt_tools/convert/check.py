@@ -17,7 +17,8 @@ from typing import NamedTuple
 from ckpt_tools import formats, proof
 from ckpt_tools._version import __version__
 from ckpt_tools.copying.atomic_output import PROOF_FILE
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry, closed_in
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.plain_values import closed_in
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.state_tree import Branch

@@ -19,7 +19,6 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import (
     NO_TREE,
     CheckpointIndex,
-    ObjectEntry,
     Section,
     TensorEntry,
 )
@@ -156,9 +155,8 @@ def plan_export(
         outcome = steps.apply(options.steps, made_of(located, renamed), files)
     targets, kept = _targets(index, outcome, options)
     targets = _in_containers(targets, outcome, index, options)
-    objects: tuple[ObjectEntry, ...] = ()
+    objects = tuple(e for e in located.objects if keeps_nesting and e.is_writable)
     if keeps_nesting:
-        objects = tuple(entry for entry in located.objects if entry.is_writable)
         chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.is_writable))
     left_out = _left_out(index, chosen, nested=keeps_nesting)
     wanted = formats.PlanOptions(

@@ -9,19 +9,18 @@ import time
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from glob import escape
-from hashlib import blake2b
-from itertools import chain, pairwise
+from itertools import pairwise
 from math import prod
-from typing import Literal, NamedTuple, NewType, TypeAlias, TypeVar, Union
+from typing import Literal, NamedTuple, NewType, TypeAlias, TypeVar
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box, SolidBoxes, row_major_strides
 from ckpt_tools.core.layout import Layout, Mesh
-from ckpt_tools.core.state_tree import Branch, Key, completed
+from ckpt_tools.core.plain_values import PlainValue, closed_in
+from ckpt_tools.core.state_tree import Branch, completed
 from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries have one)
 from ckpt_tools.errors import (
     CheckpointError,
@@ -32,75 +31,6 @@ from ckpt_tools.errors import (
 
 Section = Literal["model", "optim", "other"]
 SECTIONS: tuple[Section, ...] = ("model", "optim", "other")
-PlainValue = Union[
-    None,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    "PickledValue",
-    AbstractSet["PlainValue"],
-    Sequence["PlainValue"],
-    Mapping[Key, "PlainValue"],
-]
-
-
-class Size(tuple[int, ...]):
-    """A torch.Size among plain values: a tuple of its own kind."""
-
-    __slots__ = ()
-
-
-class TorchValue(str):
-    """A small value of torch's or of a trainer's among plain ones, by the text that makes it.
-
-    ``torch.float32``, ``torch.strided``, ``torch.device('cuda:0')``, and what Composer saves with
-    its progress: ``datetime.timedelta(0, 5, 250)``, ``torch.torch_version.TorchVersion('2.7.0')``.
-    A scalar of NumPy, too: ``numpy.float64(0.1)``.
-    """
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        """The text itself, which tells it from a str."""
-        return str(self)
-
-
-@dataclass(frozen=True, slots=True)
-class PickledValue:
-    """A value among plain ones that is not opened, as the pickle that makes it: a date, an array.
-
-    ``qualname`` is its class. ``unlisted`` are globals of the pickle that are not known to hold
-    data and do nothing else: only those that the user allows are written into other pickles.
-    ``fields`` is what a config holds, to be shown.
-    """
-
-    qualname: str
-    pickle: bytes
-    unlisted: tuple[str, ...] = field(default=(), compare=False)
-    is_allowed: bool = field(default=True, compare=False)
-    fields: PlainValue = field(default=None, compare=False)
-
-    def __str__(self) -> str:
-        """Its class in parentheses, which no plain value looks like."""
-        return f"({self.qualname})"
-
-    def __repr__(self) -> str:
-        """Class, and length and digest of the pickle: equal for equal values only."""
-        digest = blake2b(self.pickle, digest_size=8).hexdigest()
-        return f"({self.qualname}, {len(self.pickle):,} bytes pickled, {digest})"
-
-
-def closed_in(value: PlainValue) -> Iterator[PickledValue]:
-    """The values in a plain one that are not opened."""
-    if isinstance(value, PickledValue):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from chain.from_iterable(map(closed_in, value.values()))
-    elif isinstance(value, list | tuple):
-        yield from chain.from_iterable(map(closed_in, value))
 
 
 class ByteRange(NamedTuple):

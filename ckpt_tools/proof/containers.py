@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core import names
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry, PlainValue
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.state_tree import Branch, Path, Tree, nested
 from ckpt_tools.storage.reader import Files
 

@@ -23,7 +23,8 @@ from operator import itemgetter
 from typing import Literal, NamedTuple, TypeGuard, cast
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import ByteRange, Entry, ObjectEntry, PlainValue, TensorEntry
+from ckpt_tools.core.index import ByteRange, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.state_tree import Branch, Key, Path, Tree, list_of, of_paths
 from ckpt_tools.errors import UnsupportedError, UsageError
 

@@ -23,11 +23,12 @@ from click.testing import CliRunner
 
 from ckpt_tools import ExportOptions, ReadOptions, ReshardOptions, WriteOptions, api
 from ckpt_tools.cli import cli
-from ckpt_tools.core.index import PickledValue
 from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.plain_values import PickledValue
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.pickle.dump import dumps
 from ckpt_tools.formats.pickle.load import load_plain, load_tensors
+from ckpt_tools.formats.pickle.torch_stubs import Opaque
 
 T = torch.arange(6.0)
 CHECKED = WriteOptions(check=True)
@@ -257,4 +258,39 @@ def test_bytearrays_of_protocol_5_are_told_apart() -> None:
     value = argparse.Namespace(x=[bytearray(b"%d" % n) for n in range(100)])
     found = load_plain(pickle.dumps(value, 5), where="x")
     assert isinstance(found, PickledValue)
+    assert loads(found.pickle) == value
+
+
+class Outer:
+    class Inner(enum.Enum):
+        ONE = 1
+
+
+def test_a_class_in_a_class_is_left_out_for_it_could_not_be_loaded(tmp_path: Path) -> None:
+    torch.save({"w": T, "odd": Outer.Inner.ONE}, tmp_path / "a.pt", pickle_protocol=4)
+    allow = (f"{__name__}.*",)
+    assert as_torch_file(tmp_path / "a.pt", tmp_path / "b.pt", allow=allow).keys() == {"w"}
+
+
+class Held(dict[str, int]):
+    """A dict of its own class."""
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_dict_of_its_own_class_keeps_its_items_or_is_left_out(protocol: int) -> None:
+    """Protocols 0 and 1 hand a dict's items to its base, which nothing here can do again."""
+    found = load_plain(pickle.dumps(Held(a=1), protocol), where="x")
+    if protocol < 2:
+        assert isinstance(found, Opaque)
+        return
+    assert isinstance(found, PickledValue)
+    assert loads(found.pickle) == Held(a=1)
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+def test_the_oldest_protocols_say_the_same(protocol: int) -> None:
+    value = argparse.Namespace(lr=0.1)
+    found, same = (load_plain(pickle.dumps(value, p), where="x") for p in (protocol, 2))
+    assert isinstance(found, PickledValue)
+    assert found == same
     assert loads(found.pickle) == value

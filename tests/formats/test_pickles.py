@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import PickledValue
+from ckpt_tools.core.plain_values import PickledValue
 from ckpt_tools.errors import (
     CheckpointError,
     UnreadableError,

@@ -14,7 +14,8 @@ import torch
 from reader_contract import DATA, ReaderContract, RealCheckpoint, whole
 
 from ckpt_tools import formats
-from ckpt_tools.core.index import CheckpointIndex, TorchValue
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.errors import (
     IncompleteError,
     UnreadableError,

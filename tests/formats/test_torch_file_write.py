@@ -13,7 +13,8 @@ import pytest
 import torch
 from plan_writer import Source, value_object, write_plans
 
-from ckpt_tools.core.index import ByteRange, ObjectEntry, PlainValue, Size
+from ckpt_tools.core.index import ByteRange, ObjectEntry
+from ckpt_tools.core.plain_values import PlainValue, Size
 from ckpt_tools.core.state_tree import Branch, list_of, nested
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 from ckpt_tools.formats.pickle.dump import dumps

@@ -13,13 +13,8 @@ import pytest
 
 from ckpt_tools import formats
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    ObjectEntry,
-    PlainValue,
-    Size,
-)
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.plain_values import PlainValue, Size
 from ckpt_tools.errors import IncompleteError, UsageError
 from ckpt_tools.proof import (
     Diff,

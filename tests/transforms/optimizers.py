@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.index import ByteRange, Entry, ObjectEntry, PlainValue, TensorEntry
+from ckpt_tools.core.index import ByteRange, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.names import join
+from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.state_tree import Branch, Path, Tree
 
 NOWHERE = ByteRange("", 0, 0)

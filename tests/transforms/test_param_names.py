@@ -11,14 +11,9 @@ from click.testing import CliRunner
 
 from ckpt_tools.cli import cli
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    ObjectEntry,
-    PlainValue,
-    TensorEntry,
-)
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.names import join
+from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.transforms import (

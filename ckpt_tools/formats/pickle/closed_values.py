@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ckpt_tools.core.index import PickledValue, PlainValue
+from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.formats.pickle.configs import CONFIG_CLASSES, Configs, is_config
 from ckpt_tools.formats.pickle.dump import Global, Instance, Node, dumps
@@ -132,7 +132,7 @@ class _Walk:
         if isinstance(value, OpaqueObject):
             return self._object(value, depth)
         if isinstance(value, type) and issubclass(value, OpaqueObject):
-            return self._global(value.name)
+            return self._global(value)
         if isinstance(value, dict):
             mapping = OrderedDict[Key, Node]() if isinstance(value, PickledOrderedDict) else {}
             self._nodes[id(value)] = mapping
@@ -156,14 +156,17 @@ class _Walk:
         if value.kwargs:
             raise NotPicklableError
         args = tuple(self.node(arg, depth) for arg in value.args)
-        made = Instance(self._global(value.name), args, called=value.called)
+        made = Instance(self._global(type(value)), args, called=value.called)
         self._nodes[id(value)] = made
         made.items = [self.node(item, depth) for item in value.items]
         made.pairs = [(self.node(k, depth), self.node(i, depth)) for k, i in value.pairs]
         made.state = self.node(value.state, depth)
         return made
 
-    def _global(self, name: str) -> Global:
+    def _global(self, kind: type[OpaqueObject]) -> Global:
+        if kind.is_nested:
+            raise NotPicklableError
+        name = kind.name
         for old, new in _RENAMED.items():
             name = name.replace(old, new)
         self.names.add(name)

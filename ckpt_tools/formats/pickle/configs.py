@@ -5,7 +5,7 @@ They stay closed values: what is copied is the pickle.
 
 from __future__ import annotations
 
-from ckpt_tools.core.index import PlainValue
+from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.formats.pickle.torch_stubs import OpaqueObject, shown
 
 _MAX_DEPTH = 50

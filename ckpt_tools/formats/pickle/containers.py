@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeGuard
 
-from ckpt_tools.core.index import PickledValue, PlainValue, Size, TorchValue
+from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Key
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
@@ -118,8 +118,9 @@ class Containers:
     def _reconstructed(self, args: tuple[object, ...]) -> object:
         """``(class, base, state of the base)``: how protocol 0 and 1 make an object."""
         kind = args[0] if args else None
-        if isinstance(kind, type) and issubclass(kind, OpaqueObject):
-            return kind.__new__(kind)
+        if _is_class(kind):
+            inherited = {} if args[2:] == (None,) else {"base": args[2:]}  # such as a dict's items
+            return kind.__new__(kind, **inherited)
         return Opaque(getattr(kind, "qualname", "builtins.object"))
 
     def _frozenset(self, args: tuple[object, ...]) -> object:

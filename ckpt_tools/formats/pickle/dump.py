@@ -25,7 +25,8 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import row_major_strides
-from ckpt_tools.core.index import ObjectEntry, PickledValue, Size, TorchValue
+from ckpt_tools.core.index import ObjectEntry
+from ckpt_tools.core.plain_values import PickledValue, Size, TorchValue
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import BinaryIO
 
-from ckpt_tools.core.index import PlainValue
+from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import (
     SHARDED_TENSOR_MODULES,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import PickledValue, PlainValue, TorchValue
+from ckpt_tools.core.plain_values import PickledValue, PlainValue, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor, is_key

@@ -143,13 +143,15 @@ class OpaqueObject(StandIn):
 
     ``name`` is the global, ``qualname`` what is made by it. ``unknown`` are all unknown globals of
     the pickle, where this is one of them. ``called`` says that it was made by a call of the global,
-    and not by ``__new__``; ``pairs`` are items with keys.
+    and not by ``__new__``; ``pairs`` are items with keys. ``is_nested``: a class in
+    a class, which protocol 2 has no opcode for.
     """
 
     __slots__ = ("args", "called", "items", "kwargs", "pairs", "state")
     name = ""
     qualname = ""
     unknown: Collection[str] | None = None
+    is_nested = False
 
     args: tuple[object, ...]
     kwargs: dict[str, object]

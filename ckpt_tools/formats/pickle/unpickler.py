@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.pickle.guard import CutPickleError, end_of_pickle
+from ckpt_tools.formats.pickle.torch_stubs import OpaqueObject
 
 Resolve = Callable[[str], object]
 
@@ -49,7 +50,10 @@ class _Unpickler(pickle.Unpickler):
         """The stand-in for a global."""
         module, last = _PYTHON_2_NAMES.get((module_name, global_name), (module_name, global_name))
         module = _PYTHON_2_MODULES.get(module, module)
-        return self._resolve(printable(f"{module}.{last}"))
+        found = self._resolve(printable(f"{module}.{last}"))
+        if "." in last and isinstance(found, type) and issubclass(found, OpaqueObject):
+            found.is_nested = True
+        return found
 
     def persistent_load(self, pid: object) -> object:
         """The stand-in for a storage."""

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType, dtype_named
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, Chunk, PlainValue
+from ckpt_tools.core.index import ByteRange, Chunk
 from ckpt_tools.core.layout import Layout
+from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.errors import CheckpointError, UnsupportedError
 from ckpt_tools.formats.pickle.state_dict import Stored
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredTensor

@@ -49,6 +49,8 @@ def looped() -> argparse.Namespace:
 
 CLOSED = {
     "array": lambda: np.arange(6, dtype=">i4").reshape(2, 3),
+    "array by columns": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "array with turned axes": lambda: np.arange(24.0).reshape(2, 3, 4).transpose(1, 0, 2),
     "array of objects": lambda: np.array([1, "x", None], dtype=object),
     "structured array": lambda: np.zeros(2, dtype=[("a", "f4"), ("b", "i8")]),
     "random state": np.random.get_state,
@@ -108,6 +110,16 @@ def test_a_closed_value_goes_along(kind: str, protocol: int, tmp_path: Path) -> 
     found = there_and_back(tmp_path / "a.pt", tmp_path)
     assert spelled(found["odd"]) == spelled(value)
     assert spelled(found["more"]) == spelled(value)
+
+
+@pytest.mark.parametrize("kind", ["array", "array by columns", "random state"])
+def test_an_array_is_the_same_value_in_every_protocol(kind: str, tmp_path: Path) -> None:
+    written = []
+    for protocol in (2, 5):
+        path = tmp_path / f"{protocol}.pt"
+        torch.save({"w": T, "odd": CLOSED[kind]()}, path, pickle_protocol=protocol)
+        written.append([one.value for one in api.open_checkpoint(str(path)).objects])
+    assert written[0] == written[1]
 
 
 def test_a_set_of_tuples_goes_along(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     StoredTensor,
     is_key,
     of_bytearray,
+    opaque_class,
 )
 
 _MAX_DEPTH = 100
@@ -60,6 +61,10 @@ _DATA: dict[str, str] = {
 _NAMES = CONFIG_CLASSES | {
     f"{module}.{name}" for module, names in _DATA.items() for name in names.split()
 }
+
+_OF_BUFFERS = ("numpy._core.numeric._frombuffer", "numpy.core.numeric._frombuffer")
+_RECONSTRUCT = opaque_class("numpy._core.multiarray._reconstruct")
+_ARRAY = opaque_class("numpy.ndarray")
 
 # By the names that the oldest NumPy and Python load, too.
 _RENAMED = {"numpy.core.": "numpy._core.", "pathlib._local.": "pathlib."}
@@ -155,12 +160,25 @@ class _Walk:
     def _object(self, value: OpaqueObject, depth: int) -> Instance:
         if value.kwargs:
             raise NotPicklableError
+        if value.name in _OF_BUFFERS and len(value.args) == 4 and value.state is None:
+            return self._of_buffer(value, depth)
         args = tuple(self.node(arg, depth) for arg in value.args)
         made = Instance(self._global(type(value)), args, called=value.called)
         self._nodes[id(value)] = made
         made.items = [self.node(item, depth) for item in value.items]
         made.pairs = [(self.node(k, depth), self.node(i, depth)) for k, i in value.pairs]
         made.state = self.node(value.state, depth)
+        return made
+
+    def _of_buffer(self, value: OpaqueObject, depth: int) -> Instance:
+        """An array of protocol 5 as protocol 2 says it: every NumPy loads that."""
+        buffer, dtype, shape, order = value.args
+        if not isinstance(buffer, bytes | bytearray) or order not in ("C", "F"):
+            raise NotPicklableError
+        state = (1, shape, dtype, order == "F", bytes(buffer))
+        made = Instance(self._global(_RECONSTRUCT), (self._global(_ARRAY), (0,), b"b"), called=True)
+        self._nodes[id(value)] = made
+        made.state = tuple(self.node(item, depth) for item in state)
         return made
 
     def _global(self, kind: type[OpaqueObject]) -> Global:

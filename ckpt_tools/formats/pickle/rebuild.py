@@ -172,6 +172,20 @@ REBUILD_TENSOR_V3 = _unless_flawed(_rebuild_tensor_v3)
 REBUILD_PARAMETER = _unless_flawed(_rebuild_parameter)
 REBUILD_WRAPPER = Function(_rebuild_wrapper_subclass)
 _REBUILDS = (REBUILD_TENSOR, REBUILD_TENSOR_V3, REBUILD_PARAMETER)
+# torchao's classes of weights that are trained in low precision: each keeps its weight as it is in
+# this attribute, and converts it when it is used.
+_FLOAT8 = "torchao.float8.fsdp_utils.WeightWith{}Float8CastTensor"
+_MOE = "torchao.prototype.moe_training.tensor.{}"
+_INT8 = "torchao.prototype.quantized_training.int8_mixed_precision.{}"
+_WEIGHT_OF = {
+    _FLOAT8.format("Dynamic"): "_tensor",
+    _FLOAT8.format("Delayed"): "_tensor",
+    _FLOAT8.format("Static"): "_tensor",
+    _MOE.format("ScaledGroupedMMTensor"): "_data",
+    _MOE.format("Float8TrainingWeightWrapperTensor"): "_data",
+    _MOE.format("MXFP8TrainingWeightWrapperTensor"): "_data",
+    _INT8.format("Int8MixedPrecisionTrainingLinearWeight"): "_data",
+}
 
 
 def _rebuild_from_type(args: tuple[object, ...]) -> object:
@@ -181,12 +195,23 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
         raise UnreadableError(f"a tensor subclass made of {len(args)} values.")
     if function is REBUILD_WRAPPER and kind is DTENSOR:
         return _dtensor(inner, state)
+    if function is REBUILD_WRAPPER and type(state) is dict and len(inner) > 2:
+        weight = state.get(_WEIGHT_OF.get(_class_of(args), ""))
+        if type(weight) is StoredTensor and _is_as_stated(weight, inner):
+            return weight
     if kind not in {TENSOR, PARAMETER} or not isinstance(function, Function):
         name = getattr(kind, "qualname", None) or shown(kind)
         raise UnsupportedError(f"a tensor of class {name}, which is not read.", hint=_RESAVE)
     # Attributes that a program hung on a tensor are in the state; no value depends on them.
     known = function in _REBUILDS or isinstance(function, _Refused)
     return function(*inner) if known else _refuse_function(function)
+
+
+def _is_as_stated(weight: StoredTensor, inner: tuple[object, ...]) -> bool:
+    """Whether a weight has the element type and the shape that its class says of itself."""
+    dtype, shape = inner[1:3]
+    stated = isinstance(dtype, TorchDType) and dtype.name == weight.dtype
+    return stated and as_counts(shape, "the shape of a tensor") == weight.shape
 
 
 REBUILD_FROM_TYPE = _unless_flawed(_rebuild_from_type)

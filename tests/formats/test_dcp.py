@@ -129,6 +129,14 @@ def test_a_directory_without_metadata_is_refused(save: Path) -> None:
         dcp.read_index(str(save))
 
 
+@pytest.mark.parametrize("name", ["metadata", "_metadata", ".metadata (1)"])
+def test_a_metadata_that_a_download_renamed_is_shown(save: Path, name: str) -> None:
+    (save / ".metadata").rename(save / name)
+    with pytest.raises(IncompleteError) as caught:
+        dcp.read_index(str(save))
+    assert caught.value.hint == f"If {name!r} is it, rename it to .metadata."
+
+
 def test_an_interrupted_save_is_named_as_one(save: Path) -> None:
     (save / ".metadata").rename(save / ".metadata.tmp")
     with pytest.raises(IncompleteError, match="the save was interrupted"):

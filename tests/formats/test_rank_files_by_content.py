@@ -145,3 +145,12 @@ def test_of_a_lost_file_it_is_said_which_ranks_hold_all_of_it(tmp_path: Path) ->
     with pytest.raises(CheckpointError) as raised:
         index.require_whole()
     assert "keep only" not in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("name", ["rank_{}.pt", "ckpt_{}.pth"])
+def test_hidden_files_beside_rank_files_are_not_read(name: str, tmp_path: Path) -> None:
+    folder = _renamed(tmp_path / "saved", [name.format(rank) for rank in range(4)])
+    for rank in range(4):  # macOS's, on a disk of another system
+        (folder / f"._{name.format(rank)}").write_bytes(b"\0\5\x16\7" + bytes(60))
+    index = formats.read_index(str(folder))
+    assert _values(index) == _values(formats.read_index(str(FLAT)))

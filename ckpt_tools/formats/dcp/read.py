@@ -8,6 +8,7 @@ business of `items`. DCP stores boxes and no mesh, so no layout is stated here.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -53,6 +54,8 @@ from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
 
 _FLAT_PARAM = ("_flat_param", "flat_param")
+# What browsers and other downloads make of the name .metadata.
+_RENAMED = re.compile(r"[._-]?metadata(\.txt|\.bin)?( ?\(\d+\))?")
 
 
 def matches(path: str) -> bool:
@@ -191,10 +194,15 @@ def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
             hint="Use the checkpoint before this one.",
         )
     ranks = sorted({int(m[1]) for name in sizes if (m := DATA_FILE.fullmatch(name))})
+    renamed = min(filter(_RENAMED.fullmatch, sizes), default=None)
+    way = (
+        "Rank 0 writes .metadata when all ranks are done: look on the node of rank 0, or a copy "
+        "left out hidden files, or the save was interrupted. With node-local disks, gather the "
+        "files of all nodes in one folder."
+    )
     return IncompleteError(
         f"{path} has no .metadata, only data files of ranks {', '.join(map(str, ranks))}.",
-        hint="Rank 0 writes .metadata when all ranks are done: look on the node of rank 0, or the "
-        "save was interrupted. With node-local disks, gather the files of all nodes in one folder.",
+        hint=way if renamed is None else f"If {renamed!r} is it, rename it to .metadata.",
     )
 
 

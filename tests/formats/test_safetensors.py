@@ -393,6 +393,18 @@ def test_files_without_an_index_are_one_checkpoint(tmp_path: Path) -> None:
     assert "2 files are read as one" in index.notes[0]
 
 
+@pytest.mark.parametrize("own", ["model.safetensors", "model-00001-of-00001.safetensors"])
+@pytest.mark.parametrize("other", ["consolidated", "adapter_model", "model.fp16", "model (1)"])
+def test_without_an_index_what_loaders_take_is_the_checkpoint(
+    own: str, other: str, tmp_path: Path
+) -> None:
+    write(tmp_path / own, {"model.w": tensor([2], 0)})
+    write(tmp_path / f"{other}.safetensors", {"w": tensor([2], 0)})
+    index = read(tmp_path)
+    assert [entry.fqn for entry in index.tensors] == ["model.w"]
+    assert any(f"not read: {other}.safetensors" in note for note in index.notes)
+
+
 def test_a_name_in_two_files_is_a_problem_that_names_both(tmp_path: Path) -> None:
     for name in ("x", "y"):
         write(tmp_path / f"{name}.safetensors", {"a": tensor([2], 0)})

@@ -90,7 +90,8 @@ def read_index(
         if not named:
             for family in families:
                 ranks = [
-                    f"{os.path.basename(one.path)} is of rank {one.rank}" for one in family.files
+                    f"{os.path.relpath(one.path, root)} is of rank {one.rank}"
+                    for one in family.files
                 ]
                 text = "Ranks were taken from the meshes in the files, not from names"
                 reading.notes.append(f"{text}: {some(ranks)}.")

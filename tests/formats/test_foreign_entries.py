@@ -197,6 +197,23 @@ def test_a_weight_of_another_type_than_its_class_says_is_refused(
         index.require_whole()
 
 
+class Quantized(Wrapped):
+    """A tensor with its own way into a pickle, as Transformer Engine's."""
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[object, ...]:
+        return Own, (), {"data": self._tensor}
+
+
+def test_a_tensor_of_an_unknown_class_in_dcp_is_to_be_saved_again_or_left_out(
+    tmp_path: Path,
+) -> None:
+    index = located(save_dcp(tmp_path, {"w": W, "odd": Quantized(W, W.dtype)}))
+    with pytest.raises(UnsafePickleError, match=r"item of odd asks for .*\.Own") as caught:
+        index.require_whole()
+    assert "save it again; -x leaves" in str(caught.value.hint)
+    assert "--allow-global" not in str(caught.value.hint)
+
+
 def test_a_tensor_that_cannot_be_read_on_one_rank_is_named(tmp_path: Path) -> None:
     for rank in range(2):
         mesh = mesh_of((2,), rank)

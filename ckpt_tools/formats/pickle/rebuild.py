@@ -44,7 +44,7 @@ TENSOR = Marker("torch.Tensor")
 PARAMETER = Marker("torch.nn.parameter.Parameter")
 DTENSOR = Marker("torch.distributed.tensor.DTensor")
 
-_RESAVE = (
+RESAVE = (
     "Load it where it was saved, make plain dense tensors of it, and save it again; -x leaves the "
     "entry out."
 )
@@ -73,7 +73,7 @@ def storage_from_id(pid: object) -> StoredStorage:
     if type(kind) is not StorageClass or type(key) is not str or type(location) is not str:
         raise UnreadableError("a storage without a class, a key or a location.")
     if len(pid) == 6 and pid[5] is not None:
-        raise UnsupportedError("a storage that is a view of another one.", hint=_RESAVE)
+        raise UnsupportedError("a storage that is a view of another one.", hint=RESAVE)
     return StoredStorage(key, kind.dtype, location, as_count(numel, "the size of a storage"))
 
 
@@ -201,7 +201,7 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
             return weight
     if kind not in {TENSOR, PARAMETER} or not isinstance(function, Function):
         name = getattr(kind, "qualname", None) or shown(kind)
-        raise UnsupportedError(f"a tensor of class {name}, which is not read.", hint=_RESAVE)
+        raise UnsupportedError(f"a tensor of class {name}, which is not read.", hint=RESAVE)
     # Attributes that a program hung on a tensor are in the state; no value depends on them.
     known = function in _REBUILDS or isinstance(function, _Refused)
     return function(*inner) if known else _refuse_function(function)
@@ -223,7 +223,7 @@ REBUILD_NAMED = Function(lambda args: Opaque(_class_of(args)), "torch.Tensor")
 
 
 def _refuse_function(function: Function) -> object:
-    raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=_RESAVE)
+    raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=RESAVE)
 
 
 def refused_function(qualname: str) -> Function:

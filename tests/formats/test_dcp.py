@@ -339,6 +339,13 @@ def test_strays_are_told_and_ignored() -> None:
     assert any("__9_0.distcp" in note for note in index.notes)
 
 
+def test_files_of_an_older_save_by_more_ranks_are_no_ranks_of_this_one(save: Path) -> None:
+    of_rank_0 = (save / "__0_0.distcp").read_bytes()
+    for rank in range(4, 8):
+        (save / f"__{rank}_0.distcp").write_bytes(of_rank_0)
+    assert dcp.read_index(str(save)).world_size == 4
+
+
 def test_the_box_of_a_chunk_is_what_metadata_says() -> None:
     entry = dcp.read_index(str(FSDP2)).tensor("app.model.emb.weight")
     assert entry is not None

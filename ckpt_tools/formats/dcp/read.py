@@ -90,6 +90,7 @@ def _read_index(path: str) -> CheckpointIndex:
     path_of = _paths(metadata)
     tensors, objects = _entries(metadata, path_of, StoredItems(path, metadata.storage))
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
+    strays = _strays(sizes, union.files)
     index = CheckpointIndex(
         root=path,
         format="dcp",
@@ -98,9 +99,9 @@ def _read_index(path: str) -> CheckpointIndex:
         files=tuple(
             FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(union.files)
         ),
-        world_size=_world_size((*sizes, *union.files)),
+        world_size=_world_size((sizes.keys() | union.files) - strays),
         torch_version=None,
-        notes=tuple(_notes(sizes, union.files, objects)),
+        notes=tuple(_notes(sizes, strays, objects)),
         problems=(*union.problems, *_misplaced(metadata, path)),
         tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
@@ -252,14 +253,17 @@ def _world_size(file_names: Iterable[str]) -> int | None:
     return max(ranks) + 1 if ranks else None
 
 
+def _strays(sizes: Mapping[str, int], needed: Collection[str]) -> set[str]:
+    """Data files of another save into the same folder; those of ranks with nothing are empty."""
+    return {name for name in sizes.keys() - needed if DATA_FILE.fullmatch(name) and sizes[name]}
+
+
 def _notes(
-    sizes: Mapping[str, int], needed: Collection[str], objects: Sequence[ObjectEntry | None]
+    sizes: Mapping[str, int], strays: Collection[str], objects: Sequence[ObjectEntry | None]
 ) -> Iterable[str]:
-    stray = sorted(
-        name for name in sizes if DATA_FILE.fullmatch(name) and name not in needed and sizes[name]
-    )
-    if stray:
-        yield f"Ignored {len(stray)} data files that .metadata does not name: {some(stray)}."
+    if strays:
+        them = some(sorted(strays))
+        yield f"Ignored {len(strays)} data files that .metadata does not name: {them}."
     if any(name.endswith(".metadata.tmp") for name in sizes):
         yield (
             "There is a .metadata.tmp beside .metadata: a later save into this folder was "

@@ -307,6 +307,12 @@ def test_what_runs_code_is_refused_even_when_it_is_allowed(qualname: str) -> Non
             loads(calls(qualname, text("echo")))
 
 
+def test_a_pickle_dump_of_tensors_is_told_with_the_way_out() -> None:
+    with pytest.raises(UnsafePickleError, match="can run code") as caught:
+        load(pickle.dumps({"w": torch.ones(2)}))
+    assert "save its state dict with torch.save" in str(caught.value.hint)
+
+
 def test_nothing_named_by_a_pickle_is_imported_or_run(tmp_path: Path) -> None:
     marker = tmp_path / "made"
     before = set(sys.modules)

@@ -341,9 +341,15 @@ def is_torch_dtype(name: str) -> bool:
 
 def runner_error(name: str) -> UnsafePickleError:
     """What to raise for a global that can run code."""
+    hint = "Do not open this file with torch.load(weights_only=False) or pickle.load."
+    if name == "torch.storage._load_from_bytes":
+        hint = (
+            "Tensors are in a pickle so when pickle.dump wrote it. If you trust it, load it where "
+            "it was made, and save its state dict with torch.save."
+        )
     return UnsafePickleError(
         f"asks for {name}, which can run code; it was not run, and it cannot be allowed.",
-        hint="Do not open this file with torch.load(weights_only=False) or pickle.load.",
+        hint=hint,
     )
 
 

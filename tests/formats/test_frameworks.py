@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from reader_contract import DATA
 
@@ -58,6 +59,23 @@ def test_the_one_checkpoint_inside_a_parent_is_read_and_told(path: str, inside: 
     index = formats.read_index(str(REAL / path))
     assert index.root.endswith(inside)
     assert f"Reading {index.root}." in index.notes
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *("trainer_state.pt", "train_dataloader.pt", "orchestrator/progress.pt"),
+        *("recipe_state/recipe_state.pt", "step_scheduler.pt"),
+        *("rng/rng_dp_rank_1.pt", "dataloader/dataloader_dp_rank_1.pt"),
+    ],
+)
+def test_state_of_a_trainer_is_no_checkpoint_beside_the_one_inside(
+    beside: str, tmp_path: Path
+) -> None:
+    shutil.copytree(REAL / "fsdp2_dcp_1d_4r" / "ckpt", tmp_path / "policy")
+    (tmp_path / beside).parent.mkdir(exist_ok=True)
+    torch.save({"step": 3}, tmp_path / beside)
+    assert formats.read_index(str(tmp_path)).root == str(tmp_path / "policy")
 
 
 def test_several_checkpoints_inside_a_parent_are_listed_with_their_commands() -> None:

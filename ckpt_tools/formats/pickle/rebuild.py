@@ -84,6 +84,11 @@ def _rebuild_tensor(args: tuple[object, ...]) -> StoredTensor:
     return _tensor(args, None, sign=_sign(args[6] if len(args) == 7 else None))
 
 
+def _rebuild_npu_tensor(args: tuple[object, ...]) -> StoredTensor:
+    """As `_rebuild_tensor`, and the format that it had in an Ascend NPU: the CPU's is stored."""
+    return _rebuild_tensor(args[:6])
+
+
 def _rebuild_tensor_v3(args: tuple[object, ...]) -> StoredTensor:
     """``(storage, storage_offset, size, stride, requires_grad, hooks, dtype[, metadata])``."""
     if not 7 <= len(args) <= 8 or not isinstance(args[6], TorchDType):
@@ -169,9 +174,10 @@ def _class_of(args: tuple[object, ...]) -> str:
 
 REBUILD_TENSOR = _unless_flawed(_rebuild_tensor)
 REBUILD_TENSOR_V3 = _unless_flawed(_rebuild_tensor_v3)
+REBUILD_NPU_TENSOR = _unless_flawed(_rebuild_npu_tensor)
 REBUILD_PARAMETER = _unless_flawed(_rebuild_parameter)
 REBUILD_WRAPPER = Function(_rebuild_wrapper_subclass)
-_REBUILDS = (REBUILD_TENSOR, REBUILD_TENSOR_V3, REBUILD_PARAMETER)
+_REBUILDS = (REBUILD_TENSOR, REBUILD_TENSOR_V3, REBUILD_NPU_TENSOR, REBUILD_PARAMETER)
 # torchao's classes of weights that are trained in low precision: each keeps its weight as it is in
 # this attribute, and converts it when it is used.
 _FLOAT8 = "torchao.float8.fsdp_utils.WeightWith{}Float8CastTensor"

@@ -65,7 +65,7 @@ def test_the_one_checkpoint_inside_a_parent_is_read_and_told(path: str, inside: 
     "beside",
     [
         *("trainer_state.pt", "train_dataloader.pt", "orchestrator/progress.pt"),
-        *("recipe_state/recipe_state.pt", "step_scheduler.pt"),
+        *("recipe_state/recipe_state.pt", "step_scheduler.pt", "dataloader.pt"),
         *("rng/rng_dp_rank_1.pt", "dataloader/dataloader_dp_rank_1.pt"),
     ],
 )

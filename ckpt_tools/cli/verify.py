@@ -216,10 +216,11 @@ def line(path: str, report: VerifyReport) -> str:
 
 
 def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
-    for problem in report.problems[:_SHOWN]:
-        yield "problem", _problem(problem)
-    if len(report.problems) > _SHOWN:
-        yield "", f"and {len(report.problems) - _SHOWN:,} more problems; --json has all"
+    said = list(dict.fromkeys(map(_problem, report.problems)))
+    for text in said[:_SHOWN]:
+        yield "problem", text
+    if len(said) > _SHOWN:
+        yield "", f"and {len(said) - _SHOWN:,} more problems; --json has all"
     yield "tensors", _tensors(report)
     lost = [_lost(one) for one in report.damaged if one.lost]
     lost += [f"{render.printable(fqn)}: all of it" for fqn in report.lost]

@@ -8,7 +8,7 @@ name, and it is known from the path, never from splitting a name.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import translate
 
@@ -28,7 +28,7 @@ _OPTIM = frozenset(
     | {"optim_state_dict", "optimizer_0"}
 )
 # Containers that hold the others: Composer nests all in "state", torch's examples in "app".
-_OUTER = frozenset({"state", "app", "checkpoint"})
+_OUTER = frozenset({"state", "app", "checkpoint", "trainer", "train_state"})
 _OTHER = frozenset(
     {"lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "dataloader", "dataloaders"}
     | {"train_state", "trainer", "rng", "rng_state", "step", "epoch", "global_step", "callbacks"}
@@ -49,7 +49,7 @@ _OTHER = frozenset(
 _STEPS = frozenset({"step", "_step", "global_step", "global_steps", "epoch", "iteration"})
 _SCHEDULERS = frozenset({"lr_scheduler", "lr_schedulers", "scheduler", "schedulers"})
 _SCHEDULER_STEPS = frozenset({"last_epoch", "_step_count"})
-_OF_JOB = _OUTER | {"train_state", "trainer", "extra", "extra_state", "timestamp", "meta"}
+_OF_JOB = _OUTER | {"extra", "extra_state", "timestamp", "meta"}
 
 _MAX_NEAR = 5
 # difflib is slow: of more names than these, only those with the same last part are compared.
@@ -66,17 +66,24 @@ def container_of(paths: Iterable[Path]) -> dict[Path, Section]:
 
     Returns prefixes (without the entry's own last part) with their section. A prefix counts when
     its last component is one of the names that frameworks use, and all components before it are
-    outer containers. Under any other name, what holds ``param_groups`` is an optimizer's.
+    outer containers; one more such name is a part of it if all is in that (slime saves
+    ``model_state.model``). Under any other name, what holds ``param_groups`` is an optimizer's.
     """
     containers: dict[Path, Section] = {}
+    below: dict[Path, set[Path]] = defaultdict(set)
     for path in paths:
         depth = _named_depth(path)
         if depth:
             containers[path[:depth]] = "model" if str(path[depth - 1]) in _MODEL else "optim"
+            below[path[:depth]].add(path[depth:-1][:1])
             continue
         above = _above_param_groups(path)
         if above:
             containers[above] = "optim"
+    for container, inner in below.items():
+        (name,) = inner if len(inner) == 1 else ((),)
+        if containers[container] == "model" and name and str(name[0]) in _MODEL:
+            containers[container + name] = containers.pop(container)
     return containers
 
 

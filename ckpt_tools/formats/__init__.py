@@ -435,7 +435,7 @@ def _only_one_inside(folder: str) -> str:
             )
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
     inside = [one.path for one in reversed(saves)]
-    of_ranks = rank_files.globs_of(folder, inside)
+    of_ranks = rank_files.globs_of(inside)
     raise UnreadableError(
         f"{folder} is not a checkpoint; {len(inside)} are inside.",
         instead=paths_instead(folder, of_ranks or inside),
@@ -449,11 +449,15 @@ def checkpoints_in(folder: str) -> list[Saved]:
 
 
 def run_of(path: str) -> list[Saved]:
-    """The checkpoints of a folder that is none itself, when there are several; else nothing."""
+    """The checkpoints of a folder that is none itself, when there are several; else nothing.
+
+    Rank files in folders of their own are parts of one: reading the folder gives their glob.
+    """
     if not paths.is_dir(path) or is_checkpoint(path):
         return []
     saves = checkpoints_in(path)
-    return saves if len(saves) > 1 else []
+    is_run = len(saves) > 1 and not rank_files.globs_of([one.path for one in saves])
+    return saves if is_run else []
 
 
 def of_step(path: str, step: int | None) -> str:

@@ -53,7 +53,7 @@ _HDF5 = _Tool("an HDF5 file (Keras, TensorFlow)", "Use h5py.File, or Keras' load
 _ONNX = _Tool("an ONNX model", "Use onnx.load and onnx.numpy_helper.to_array.")
 _KERAS = _Tool("a Keras model", "Use keras.saving.load_model.")
 _NEMO = _Tool("a NeMo archive", "Unpack it with tar -xf; the weights inside are read here.")
-_TAR = _Tool("a packed archive", "Unpack it with tar -xf, and give what was in it.")
+_PACKED = _Tool("a packed archive", "Unpack it (tar -xf, unzip, gunzip), and give what was in it.")
 _LITE = _Tool(
     "a model compiled for devices (TFLite, Core ML, TensorRT)",
     "Use the model that it was compiled from.",
@@ -83,7 +83,7 @@ _FILES = (
     ),
     (_GGUF, r".*\.(gguf|ggml)"),
     (_NEMO, r".*\.nemo"),
-    (_TAR, r".*\.(tgz|tar\.(gz|bz2|xz|zst))"),
+    (_PACKED, r".*\.(tgz|tar\.(gz|bz2|xz|zst))"),
     (_LITE, r".*\.(tflite|mlmodel|engine|plan)"),
     (_NPZ, r".*\.npz"),
     (_NPY, r".*\.npy"),
@@ -96,7 +96,11 @@ _MAGICS = (
     (b"GGUF", _GGUF),
     (b"\x93NUMPY", _NPY),
     (b"\x89HDF\r\n\x1a\n", _HDF5),
+    (b"\x1f\x8b", _PACKED),
+    (b"\xfd7zXZ", _PACKED),
 )
+_OLD_TORCH = (b"sys_info", b"pickle", b"storages", b"tensors")
+_CHECKPOINTS = (b".pt", b".pth", b".bin", b".ckpt", b".safetensors", b".distcp", b"/.metadata")
 _LFS = b"version https://git-lfs"
 
 
@@ -181,8 +185,16 @@ def _of_name(name: str) -> _Tool | None:
 
 
 def _of_bytes(head: bytes) -> _Tool | None:
-    """The tool that wrote a file which begins so; an npz is a zip whose first record is an npy."""
+    """The tool that wrote a file which begins so; an npz is a zip whose first record is an npy.
+
+    A zip that begins with a checkpoint's file is packed by hand, and so is a tar that torch 0.1
+    did not write.
+    """
     if head.startswith(b"PK\x03\x04"):
         name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-        return _NPZ if name.endswith(b".npy") and b"/" not in name else None
+        if name.endswith(b".npy") and b"/" not in name:
+            return _NPZ
+        return _PACKED if name.endswith(_CHECKPOINTS) else None
+    if head[257:262] == b"ustar":
+        return None if head[:100].rstrip(b"\0") in _OLD_TORCH else _PACKED
     return next((tool for magic, tool in _MAGICS if head.startswith(magic)), None)

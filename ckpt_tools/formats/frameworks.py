@@ -26,10 +26,11 @@ _MAX_LINK = 1_024  # bytes of a path in a text file
 _SIDE_FILE = re.compile(
     r"(random_states_\d+\.pkl|rng_state.*\.pth|scheduler\.(bin|pt)|scaler\.(bin|pt)"
     r"|training_args\.bin|meta\.pt|common\.pt|sampler.*\.bin|dl_state_dict.*\.bin"
-    r"|data(_\d+)?\.pt)"
+    r"|data(_\d+)?\.pt|(train_)?dataloader\.pt"
+    r"|(trainer_state|progress|recipe_state|step_scheduler)\.pt)"
 )
 # Folders beside the checkpoint that hold the same weights again, or none.
-_SIDE_FOLDER = frozenset({"sharded", "huggingface", ".git", "__pycache__"})
+_SIDE_FOLDER = frozenset({"sharded", "huggingface", "dataloader", "rng", ".git", "__pycache__"})
 
 
 def member(path: str) -> str:

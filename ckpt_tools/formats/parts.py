@@ -1,6 +1,7 @@
 """Folders in which a framework keeps one checkpoint in parts: they are joined into one index.
 
     checkpoint-500/   Accelerate, Trainer   pytorch_model_fsdp_0/ or .bin, optimizer_0/ or .bin,
+                                            or files of ranks (pytorch_model_fsdp_0_rank3.bin …),
                                             scheduler, trainer_state.json, states of random numbers
     step100/          OLMo                  model_and_optim/, train/rank0.pt …
     state.ckpt/       Lightning             .metadata with .distcp files, and all else in meta.pt
@@ -12,6 +13,7 @@ own: it has that of the model.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -41,11 +43,12 @@ from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
 
-_MODEL = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
-_OPTIM = ("optimizer_0", "optimizer.bin")
-# The model in files of ranks (LOCAL_STATE_DICT); the optimizer is then a DCP directory.
-_OF_MODEL_RANKS = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
-_MODEL_RANKS = "pytorch_model_fsdp_rank*.bin"
+# Files of ranks come from LOCAL_STATE_DICT, and with ``_0`` from ``use_dcp=False``.
+_MODEL = (
+    *("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"),
+    *("pytorch_model_fsdp_rank*.bin", "pytorch_model_fsdp_0_rank*.bin"),
+)
+_OPTIM = ("optimizer_0", "optimizer.bin", "optimizer_0_rank*.bin")
 # Several models or optimizers, which are several checkpoints.
 _SECOND = re.compile(r"(pytorch_model_fsdp|optimizer)_[1-9]\d*(_rank\d+)?(\.bin)?")
 _OF_RANK = re.compile(r"(random_states|rng_state)_(\d+)\.(?:pkl|pth)")
@@ -89,16 +92,16 @@ def find(folder: str) -> FolderParts | None:
 
 
 def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
-    model = [name for name in _MODEL if name in held]
-    model += [_MODEL_RANKS] if any(map(_OF_MODEL_RANKS.fullmatch, held)) else []
-    optim = [name for name in _OPTIM if name in held]
+    model = [name for name in _MODEL if fnmatch.filter(held, name)]
+    optim = [name for name in _OPTIM if fnmatch.filter(held, name)]
     if len(model) != 1 or len(optim) > 1 or any(map(_SECOND.fullmatch, held)):
         return None
-    if model == [_MODEL_RANKS] and not optim:
+    if "*" in model[0] and not optim:
         return None  # rank files like any others
-    where = escape(folder) if model == [_MODEL_RANKS] else folder
-    main = [(_at(where, name), "model") for name in model]
-    main += [(_at(folder, name), "optimizer") for name in optim]
+    main = [
+        (_at(escape(folder) if "*" in name else folder, name), container)
+        for name, container in zip(model + optim, ("model", "optimizer"), strict=False)
+    ]
     closed: list[tuple[str, Path]] = []
     for name in sorted(held, key=_by_number):
         match = _OF_RANK.fullmatch(name)

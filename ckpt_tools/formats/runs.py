@@ -18,7 +18,7 @@ _STEPS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
         r"(?<![a-z])ba(\d+)",
-        r"(?<![a-z])steps?[-_=]?(\d+)",
+        r"(?<![a-z])(?<!target_)steps?[-_=]?(\d+)",  # Modalities adds that of the run's end
         r"(?<![a-z])iter(?:ation)?[-_=]?(\d+)",
         r"(?<![a-z])(?:checkpoint|ckpt)[-_=]?(\d+)",
         r"(?<![a-z])ep(?:och)?[-_=]?(\d+)",

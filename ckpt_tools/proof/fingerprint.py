@@ -277,7 +277,7 @@ def _named_section(
 ) -> list[TensorDigest]:
     """The names below one container for all, or each below its own, that give the digest."""
     own = [_depth(tensor) for tensor in tensors]
-    same = ([depth] * len(tensors) for depth in sorted({0, *own}))
+    same = ([depth] * len(tensors) for depth in range(max(own, default=0) + 1))
     for depths in (own, *same):
         named = [_below(tensor, depth) for tensor, depth in zip(tensors, depths, strict=True)]
         if section_digest(named) == digest:

@@ -288,6 +288,11 @@ def _open_file(path: str) -> int:
     try:
         return paths.open_file(path)
     except FileNotFoundError as error:
+        if os.path.islink(path):
+            raise IncompleteError(
+                f"{path} is a link to {os.readlink(path)}, which does not exist.",
+                hint="Copy the files that links lead to (cp -L, rsync -L), or fetch them again.",
+            ) from error
         raise IncompleteError(f"{path} does not exist.") from error
     except OSError as error:
         raise unreadable(path, error, doing="opened") from error

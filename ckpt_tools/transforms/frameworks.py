@@ -273,7 +273,9 @@ def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
     side = ("scheduler.bin", "scheduler.pt", "trainer_state.json", "config.json")
     copied = _beside_source(job.source, side, r"sampler.*|scheduler_\d+.bin|custom_checkpoint.*")
     states = _beside_source(job.source, (), _RANK_FILES)
-    if job.target.ranks.fit("ranks", len(states)):
+    ranks = len(states) or job.source.world_size
+    states |= _beside_source(job.source, (), r"dl_state_dict.*")  # positions in the data
+    if job.target.ranks.fit("ranks", ranks):
         return copied | states, job.left_out(*_COPIED)
     notes = [f"Left out, state of the old ranks: {', '.join(sorted(states))}."] if states else []
     return copied, [*job.left_out(*_COPIED), *notes]

@@ -71,6 +71,15 @@ def test_a_damaged_checkpoint_ends_with_1_and_says_what_is_whole(damaged: str) -
     assert "0-2 intact; 3 damaged" in result.stdout
 
 
+def test_a_file_that_a_crash_left_as_zeros_is_told_once(damaged: str) -> None:
+    path = Path(damaged, "__0_0.distcp")
+    path.chmod(0o644)
+    path.write_bytes(bytes(path.stat().st_size))
+    result = run("verify", damaged)
+    assert result.exit_code == 1
+    assert result.stdout.count("it begins with zeros") == 1
+
+
 def test_a_hole_is_told_by_rows_and_rank() -> None:
     result = run("verify", HOLE)
     assert result.exit_code == 1

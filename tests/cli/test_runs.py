@@ -118,6 +118,7 @@ def test_steps_are_read_from_the_names_that_frameworks_give() -> None:
         "iter_0000020": 20,
         "step-1000-unsharded": 1000,
         "epoch_2": 2,
+        "eid_x-seen_steps_5-seen_tokens_50-target_steps_20-target_tokens_200": 5,
         "1500": 1500,
         "pytorch_model_fsdp_0": None,
         "llama-3-8b": None,

@@ -46,3 +46,18 @@ def test_states_of_a_trainer_are_no_weights_beside_a_model_of_any_name() -> None
 
 def test_a_part_of_a_bare_model_may_be_called_scaler() -> None:
     assert sections(("scaler", "scale"), ("encoder", "w")) == ["model", "model"]
+
+
+def containers(*paths: Path) -> list[Path]:
+    return [container for _, container in classify(paths)]
+
+
+def test_a_container_of_weights_in_another_is_a_part_of_it_if_all_is_in_it() -> None:
+    assert containers(("model_state", "model", "model.w")) == [("model_state", "model")]
+    assert containers(("models", "net", "w"), ("models", "ema", "w")) == [("models",)] * 2
+    assert containers(("model", "w"), ("model", "module", "w")) == [("model",)] * 2
+
+
+def test_a_trainer_may_hold_the_model() -> None:
+    paths = ("trainer", "model", "w"), ("trainer", "optimizer", *GROUP), ("trainer", "step")
+    assert sections(*paths) == ["model", "optim", "other"]

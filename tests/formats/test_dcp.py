@@ -129,6 +129,14 @@ def test_a_directory_without_metadata_is_refused(save: Path) -> None:
         dcp.read_index(str(save))
 
 
+@pytest.mark.parametrize("name", ["metadata", "_metadata", ".metadata (1)"])
+def test_a_metadata_that_a_download_renamed_is_shown(save: Path, name: str) -> None:
+    (save / ".metadata").rename(save / name)
+    with pytest.raises(IncompleteError) as caught:
+        dcp.read_index(str(save))
+    assert caught.value.hint == f"If {name!r} is it, rename it to .metadata."
+
+
 def test_an_interrupted_save_is_named_as_one(save: Path) -> None:
     (save / ".metadata").rename(save / ".metadata.tmp")
     with pytest.raises(IncompleteError, match="the save was interrupted"):
@@ -329,6 +337,13 @@ def test_strays_are_told_and_ignored() -> None:
     index = dcp.read_index(str(DATA / "cases" / "C55_rank_without_file" / "dcp"))
     assert index.problems == ()
     assert any("__9_0.distcp" in note for note in index.notes)
+
+
+def test_files_of_an_older_save_by_more_ranks_are_no_ranks_of_this_one(save: Path) -> None:
+    of_rank_0 = (save / "__0_0.distcp").read_bytes()
+    for rank in range(4, 8):
+        (save / f"__{rank}_0.distcp").write_bytes(of_rank_0)
+    assert dcp.read_index(str(save)).world_size == 4
 
 
 def test_the_box_of_a_chunk_is_what_metadata_says() -> None:

@@ -6,6 +6,9 @@ import datetime as dt
 import enum
 import pathlib
 import shlex
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from warnings import catch_warnings, simplefilter
 
@@ -16,7 +19,7 @@ from click.testing import CliRunner
 from dtensor_files import ROWS, dtensor, mesh_of, shard
 from reader_contract import DATA
 
-from ckpt_tools import formats
+from ckpt_tools import formats, open_checkpoint
 from ckpt_tools.cli import cli
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import CheckpointError, UnsafePickleError, UnsupportedError
@@ -38,6 +41,39 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 3)
+
+
+class Wrapped(torch.Tensor):
+    """A weight that is converted when it is used, and saved as it is, as torchao's classes are."""
+
+    def __new__(cls, weight: torch.Tensor, dtype: torch.dtype) -> "Wrapped":
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=dtype)
+
+    def __init__(self, weight: torch.Tensor, _dtype: torch.dtype) -> None:
+        self._tensor = weight
+        self._linear_mm_config = argparse.Namespace(emulate=False)
+        self._precomputed_scale = torch.ones(())
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., object], _types: object, args: tuple[object, ...], kwargs: object
+    ) -> object:
+        plain = [one._tensor if isinstance(one, Wrapped) else one for one in args]
+        made = func(*plain)
+        return cls(made, made.dtype) if isinstance(made, torch.Tensor) else made
+
+
+@pytest.fixture
+def float8_weight(monkeypatch: pytest.MonkeyPatch) -> type[Wrapped]:
+    """Our class under the name of torchao's."""
+    name = "WeightWithDynamicFloat8CastTensor"
+    module = types.ModuleType("torchao.float8.fsdp_utils")
+    kind = type(name, (Wrapped,), {"__module__": module.__name__})
+    setattr(module, name, kind)
+    for parent in ("torchao", "torchao.float8"):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return kind
 
 
 def save_dcp(folder: Path, state: dict[str, object], **options: object) -> Path:
@@ -137,6 +173,45 @@ def test_low_bit_optimizer_state_is_shown_as_what_it_is_and_the_model_read() -> 
         assert entry.type_name == "torchao.optim.subclass_8bit.OptimState8bit"
         assert entry.section == "optim"
         index.select({"model.weight", "model.bias"}).require_whole()
+
+
+def test_a_weight_in_training_with_float8_is_read_as_it_is(
+    tmp_path: Path, float8_weight: type[Wrapped]
+) -> None:
+    whole = {"w": float8_weight(W, W.dtype)}
+    paths = [saved(tmp_path, whole), save_dcp(tmp_path, whole), tmp_path / "ranks"]
+    paths[2].mkdir()
+    for rank in range(2):
+        mesh = mesh_of((2,), rank)
+        part = float8_weight(shard(W, ROWS, mesh), W.dtype)
+        torch.save({"w": dtensor(part, W.shape, ROWS, mesh)}, paths[2] / f"rank_{rank}.pt")
+    for path in paths:
+        assert torch.equal(open_checkpoint(path)["w"][:], W)
+
+
+def test_a_weight_of_another_type_than_its_class_says_is_refused(
+    tmp_path: Path, float8_weight: type[Wrapped]
+) -> None:
+    index = located(saved(tmp_path, {"w": float8_weight(W, torch.bfloat16)}))
+    with pytest.raises(UnsupportedError, match="w: a tensor of class torchao"):
+        index.require_whole()
+
+
+class Quantized(Wrapped):
+    """A tensor with its own way into a pickle, as Transformer Engine's."""
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[object, ...]:
+        return Own, (), {"data": self._tensor}
+
+
+def test_a_tensor_of_an_unknown_class_in_dcp_is_to_be_saved_again_or_left_out(
+    tmp_path: Path,
+) -> None:
+    index = located(save_dcp(tmp_path, {"w": W, "odd": Quantized(W, W.dtype)}))
+    with pytest.raises(UnsafePickleError, match=r"item of odd asks for .*\.Own") as caught:
+        index.require_whole()
+    assert "save it again; -x leaves" in str(caught.value.hint)
+    assert "--allow-global" not in str(caught.value.hint)
 
 
 def test_a_tensor_that_cannot_be_read_on_one_rank_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from reader_contract import DATA
 
@@ -58,6 +59,23 @@ def test_the_one_checkpoint_inside_a_parent_is_read_and_told(path: str, inside: 
     index = formats.read_index(str(REAL / path))
     assert index.root.endswith(inside)
     assert f"Reading {index.root}." in index.notes
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *("trainer_state.pt", "train_dataloader.pt", "orchestrator/progress.pt"),
+        *("recipe_state/recipe_state.pt", "step_scheduler.pt", "dataloader.pt"),
+        *("rng/rng_dp_rank_1.pt", "dataloader/dataloader_dp_rank_1.pt"),
+    ],
+)
+def test_state_of_a_trainer_is_no_checkpoint_beside_the_one_inside(
+    beside: str, tmp_path: Path
+) -> None:
+    shutil.copytree(REAL / "fsdp2_dcp_1d_4r" / "ckpt", tmp_path / "policy")
+    (tmp_path / beside).parent.mkdir(exist_ok=True)
+    torch.save({"step": 3}, tmp_path / beside)
+    assert formats.read_index(str(tmp_path)).root == str(tmp_path / "policy")
 
 
 def test_several_checkpoints_inside_a_parent_are_listed_with_their_commands() -> None:
@@ -166,6 +184,9 @@ def test_what_belongs_to_a_checkpoint_does_not_stand_beside_it() -> None:
         ("m.gguf", b"GGUF\x03", "GGUF"),
         ("m.bin", b"GGUF\x03", "GGUF"),
         ("m.npz", b"PK\x03\x04", "npz"),
+        ("m.zip", b"PK\x03\x04" + bytes(22) + b"\x08\0\0\0model.pt", "unzip"),
+        ("m.pt.gz", b"\x1f\x8b\x08", "gunzip"),
+        ("m.tar", b"model.pt".ljust(257, b"\0") + b"ustar", "tar -xf"),
         ("m.pt", b"\x93NUMPY\x01", "npy"),
         ("flax_model.msgpack", b"\x81", "msgpack"),
         ("model.ckpt.data-00000-of-00001", b"x", "TensorFlow"),

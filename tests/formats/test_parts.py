@@ -235,6 +235,22 @@ def test_rank_files_of_accelerate_are_read_with_its_optimizer(tmp_path: Path) ->
     assert not api.verify(str(tmp_path / "out")).whole
 
 
+def test_rank_files_of_model_and_optimizer_are_accelerates_without_dcp(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    api.reshard(str(TRAINER), folder, options=ReshardOptions(Mesh((2,)), format="ranks"))
+    for rank in range(2):  # as save_fsdp_model and save_fsdp_optimizer name them, use_dcp=False
+        for family, name in ("model", "pytorch_model_fsdp_0"), ("optimizer", "optimizer_0"):
+            path = folder / f"{family}_world_size_2_rank_{rank}.pt"
+            path.rename(folder / f"{name}_rank{rank}.bin")
+    for only in ("model", "optim"):
+        assert _sections(folder, only) == _sections(TRAINER, only)
+    index = formats.read_index(str(folder))
+    assert index.framework == "accelerate"
+    assert summary.resume_verdict(index).yes
+    (folder / "optimizer_0_rank1.bin").unlink()
+    assert not api.verify(str(folder)).whole
+
+
 @pytest.mark.parametrize("second", ["pytorch_model_fsdp_1", "optimizer_1", "both"])
 def test_of_several_models_or_optimizers_each_is_listed(second: str, tmp_path: Path) -> None:
     folder = shutil.copytree(SHARDED, tmp_path / "state")

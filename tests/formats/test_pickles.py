@@ -307,6 +307,21 @@ def test_what_runs_code_is_refused_even_when_it_is_allowed(qualname: str) -> Non
             loads(calls(qualname, text("echo")))
 
 
+def test_a_tensor_of_an_ascend_npu_is_its_copy_on_the_cpu() -> None:
+    """torch_npu pickles that copy, and the format to give it in the memory of the NPU."""
+    format_2 = name("torch_npu.npu._format.Format") + b"K\x02\x85R"
+    parts = storage(), b"K\x00", b"K\x02K\x03\x86", b"K\x03K\x01\x86", b"\x89", b"}", format_2
+    found = load(calls("torch_npu.utils.storage._rebuild_npu_tensor", *parts))
+    assert found == load(calls("torch._utils._rebuild_tensor_v2", *parts[:6]))
+    assert isinstance(found, StoredTensor)
+
+
+def test_a_pickle_dump_of_tensors_is_told_with_the_way_out() -> None:
+    with pytest.raises(UnsafePickleError, match="can run code") as caught:
+        load(pickle.dumps({"w": torch.ones(2)}))
+    assert "save its state dict with torch.save" in str(caught.value.hint)
+
+
 def test_nothing_named_by_a_pickle_is_imported_or_run(tmp_path: Path) -> None:
     marker = tmp_path / "made"
     before = set(sys.modules)

@@ -11,7 +11,7 @@ import torch
 from dtensor_files import HYBRID, ROWS, dtensor, mesh_of, save_ranks, shard
 from reader_contract import DATA, ReaderContract, RealCheckpoint, whole
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Partial
+from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from ckpt_tools.core import layout
 from ckpt_tools.core.geometry import Box
@@ -192,6 +192,15 @@ def test_partial_sums_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"w: it is Partial\(sum\)"):
         index.require_whole()
     index.select({"b"}).require_whole()
+
+
+def test_a_strided_shard_that_nothing_cuts_first_is_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        mesh, strided = mesh_of((2,), rank), (_StridedShard(0, split_factor=2),)
+        state = {"w": dtensor(shard(W, ROWS, mesh), W.shape, strided, mesh)}
+        torch.save(state, tmp_path / f"rank{rank}.pt")
+    with pytest.raises(UnsupportedError, match=r"into that many pieces\.$"):
+        read(tmp_path).require_whole()
 
 
 def test_a_local_tensor_of_another_shape_than_its_layout_gives_is_refused(tmp_path: Path) -> None:

@@ -145,3 +145,31 @@ def test_of_a_lost_file_it_is_said_which_ranks_hold_all_of_it(tmp_path: Path) ->
     with pytest.raises(CheckpointError) as raised:
         index.require_whole()
     assert "keep only" not in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("name", ["rank_{}.pt", "ckpt_{}.pth"])
+def test_hidden_files_beside_rank_files_are_not_read(name: str, tmp_path: Path) -> None:
+    folder = _renamed(tmp_path / "saved", [name.format(rank) for rank in range(4)])
+    for rank in range(4):  # macOS's, on a disk of another system
+        (folder / f"._{name.format(rank)}").write_bytes(b"\0\5\x16\7" + bytes(60))
+    index = formats.read_index(str(folder))
+    assert _values(index) == _values(formats.read_index(str(FLAT)))
+
+
+@pytest.mark.parametrize("steps", [("",), ("step_100", "step_200")])
+def test_rank_files_in_folders_of_their_own_are_one_checkpoint_and_no_run(
+    steps: Sequence[str], tmp_path: Path
+) -> None:
+    for step in steps:
+        for rank in range(4):
+            folder = tmp_path / step / f"rank_{rank}"
+            folder.mkdir(parents=True)
+            shutil.copy(FLAT / f"model_rank{rank}.pt", folder / "model.pt")
+    assert formats.run_of(str(tmp_path)) == []
+    with pytest.raises(CheckpointError) as caught:
+        formats.read_index(str(tmp_path))
+    globs = [str(tmp_path / step / "rank_*" / "model.pt") for step in steps]
+    assert all(f"ckpt-tools inspect {glob!r}" in str(caught.value.hint) for glob in globs)
+    index = formats.read_index(globs[0])
+    assert _values(index) == _values(formats.read_index(str(FLAT)))
+    assert any("rank_3/model.pt is of rank 3" in note for note in index.notes)

@@ -125,7 +125,8 @@ class TestContract(ReaderContract):
         (b"\x80\x02}q\x00." + bytes(20), "pickle"),
         (b'{"weight_map": {}}', "JSON file"),
         (b"abc", "truncated"),
-        (bytes(64), "header of 0 bytes"),
+        (bytes(64), "begins with zeros"),
+        (bytes(8) + b"x" * 56, "header of 0 bytes"),
         (b"\xff" * 64, "2 to 100,000,000"),
         ((10**8 + 1).to_bytes(8, "little") + b"{}", "2 to 100,000,000"),
         ((2).to_bytes(8, "little") + b"[]", "does not begin with"),
@@ -391,6 +392,18 @@ def test_files_without_an_index_are_one_checkpoint(tmp_path: Path) -> None:
     index = read(tmp_path)
     assert [entry.fqn for entry in index.tensors] == ["a", "b"]
     assert "2 files are read as one" in index.notes[0]
+
+
+@pytest.mark.parametrize("own", ["model.safetensors", "model-00001-of-00001.safetensors"])
+@pytest.mark.parametrize("other", ["consolidated", "adapter_model", "model.fp16", "model (1)"])
+def test_without_an_index_what_loaders_take_is_the_checkpoint(
+    own: str, other: str, tmp_path: Path
+) -> None:
+    write(tmp_path / own, {"model.w": tensor([2], 0)})
+    write(tmp_path / f"{other}.safetensors", {"w": tensor([2], 0)})
+    index = read(tmp_path)
+    assert [entry.fqn for entry in index.tensors] == ["model.w"]
+    assert any(f"not read: {other}.safetensors" in note for note in index.notes)
 
 
 def test_a_name_in_two_files_is_a_problem_that_names_both(tmp_path: Path) -> None:

@@ -206,3 +206,8 @@ def test_archives_that_say_nothing_are_little_endian() -> None:
 )
 def test_files_are_told_by_their_first_bytes(path: Path, kind: str) -> None:
     assert sniff(path.read_bytes()[:512]) == kind
+
+
+@pytest.mark.parametrize(("head", "kind"), [(bytes(512), "zeros"), (b"\x1f\x8b\x08", "gzip")])
+def test_what_crashes_and_packers_leave_is_told(head: bytes, kind: str) -> None:
+    assert sniff(head) == kind

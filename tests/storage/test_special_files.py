@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from ckpt_tools.cli import cli
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
@@ -62,6 +62,13 @@ def test_a_fifo_beside_a_checkpoint_does_no_harm(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(DATA / CASES[0][0], tmp_path / "run"))
     exchange(folder / "control")
     assert run("verify", folder).returncode == 0
+
+
+def test_a_link_that_leads_nowhere_is_told_with_its_target(tmp_path: Path) -> None:
+    link = tmp_path / "model.safetensors"
+    link.symlink_to("../blobs/1f2e")
+    with Files() as files, pytest.raises(IncompleteError, match=r"is a link to \.\./blobs/1f2e"):
+        files.size(str(link))
 
 
 def test_a_device_is_not_opened() -> None:

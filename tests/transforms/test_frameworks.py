@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -141,6 +142,19 @@ def test_side_files_of_all_ranks_go_along(tmp_path: Path) -> None:
     lay_out(TRAINER / "optimizer_0", tmp_path / "out", "accelerate")
     for name in ("trainer_state.json", "scheduler.pt"):
         assert (tmp_path / "out" / name).read_bytes() == (TRAINER / name).read_bytes()
+
+
+@pytest.mark.parametrize(("ranks", "stays"), [("4", True), ("2", False)])
+def test_a_position_in_the_data_stays_for_as_many_ranks_and_is_named_else(
+    tmp_path: Path, *, ranks: str, stays: bool
+) -> None:
+    source = shutil.copytree(ACCELERATE, tmp_path / "state")
+    source.chmod(0o755)
+    torch.save({"_num_yielded": 3}, source / "dl_state_dict.bin")
+    command = ["reshard", str(source), "-o", str(tmp_path / "out"), "--layout", "accelerate"]
+    told = CliRunner().invoke(cli, [*command, "--to-mesh", ranks]).stderr
+    assert (tmp_path / "out" / "dl_state_dict.bin").exists() == stays
+    assert ("of the old ranks: dl_state_dict.bin, random_states_0" in told) != stays
 
 
 def test_lightning_gets_the_meta_file_of_a_lightning_source(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ business of `items`. DCP stores boxes and no mesh, so no layout is stated here.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -53,6 +54,8 @@ from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
 
 _FLAT_PARAM = ("_flat_param", "flat_param")
+# What browsers and other downloads make of the name .metadata.
+_RENAMED = re.compile(r"[._-]?metadata(\.txt|\.bin)?( ?\(\d+\))?")
 
 
 def matches(path: str) -> bool:
@@ -87,6 +90,7 @@ def _read_index(path: str) -> CheckpointIndex:
     path_of = _paths(metadata)
     tensors, objects = _entries(metadata, path_of, StoredItems(path, metadata.storage))
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
+    strays = _strays(sizes, union.files)
     index = CheckpointIndex(
         root=path,
         format="dcp",
@@ -95,9 +99,9 @@ def _read_index(path: str) -> CheckpointIndex:
         files=tuple(
             FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(union.files)
         ),
-        world_size=_world_size((*sizes, *union.files)),
+        world_size=_world_size((sizes.keys() | union.files) - strays),
         torch_version=None,
-        notes=tuple(_notes(sizes, union.files, objects)),
+        notes=tuple(_notes(sizes, strays, objects)),
         problems=(*union.problems, *_misplaced(metadata, path)),
         tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
@@ -191,10 +195,15 @@ def _no_metadata(path: str, sizes: Mapping[str, int]) -> IncompleteError:
             hint="Use the checkpoint before this one.",
         )
     ranks = sorted({int(m[1]) for name in sizes if (m := DATA_FILE.fullmatch(name))})
+    renamed = min(filter(_RENAMED.fullmatch, sizes), default=None)
+    way = (
+        "Rank 0 writes .metadata when all ranks are done: look on the node of rank 0, or a copy "
+        "left out hidden files, or the save was interrupted. With node-local disks, gather the "
+        "files of all nodes in one folder."
+    )
     return IncompleteError(
         f"{path} has no .metadata, only data files of ranks {', '.join(map(str, ranks))}.",
-        hint="Rank 0 writes .metadata when all ranks are done: look on the node of rank 0, or the "
-        "save was interrupted. With node-local disks, gather the files of all nodes in one folder.",
+        hint=way if renamed is None else f"If {renamed!r} is it, rename it to .metadata.",
     )
 
 
@@ -244,14 +253,17 @@ def _world_size(file_names: Iterable[str]) -> int | None:
     return max(ranks) + 1 if ranks else None
 
 
+def _strays(sizes: Mapping[str, int], needed: Collection[str]) -> set[str]:
+    """Data files of another save into the same folder; those of ranks with nothing are empty."""
+    return {name for name in sizes.keys() - needed if DATA_FILE.fullmatch(name) and sizes[name]}
+
+
 def _notes(
-    sizes: Mapping[str, int], needed: Collection[str], objects: Sequence[ObjectEntry | None]
+    sizes: Mapping[str, int], strays: Collection[str], objects: Sequence[ObjectEntry | None]
 ) -> Iterable[str]:
-    stray = sorted(
-        name for name in sizes if DATA_FILE.fullmatch(name) and name not in needed and sizes[name]
-    )
-    if stray:
-        yield f"Ignored {len(stray)} data files that .metadata does not name: {some(stray)}."
+    if strays:
+        them = some(sorted(strays))
+        yield f"Ignored {len(strays)} data files that .metadata does not name: {them}."
     if any(name.endswith(".metadata.tmp") for name in sizes):
         yield (
             "There is a .metadata.tmp beside .metadata: a later save into this folder was "

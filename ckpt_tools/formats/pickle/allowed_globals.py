@@ -19,6 +19,7 @@ from ckpt_tools.formats.pickle.rebuild import (
     DTENSOR,
     PARAMETER,
     REBUILD_FROM_TYPE,
+    REBUILD_NPU_TENSOR,
     REBUILD_PARAMETER,
     REBUILD_TENSOR,
     REBUILD_TENSOR_V3,
@@ -125,6 +126,7 @@ TENSOR_GLOBALS: dict[str, object] = {
     "torch._utils._rebuild_tensor": REBUILD_TENSOR,
     "torch._utils._rebuild_tensor_v2": REBUILD_TENSOR,
     "torch._utils._rebuild_tensor_v3": REBUILD_TENSOR_V3,
+    "torch_npu.utils.storage._rebuild_npu_tensor": REBUILD_NPU_TENSOR,
     "torch._utils._rebuild_parameter": REBUILD_PARAMETER,
     "torch._utils._rebuild_parameter_with_state": REBUILD_PARAMETER,
     "torch._utils._rebuild_wrapper_subclass": REBUILD_WRAPPER,
@@ -341,9 +343,15 @@ def is_torch_dtype(name: str) -> bool:
 
 def runner_error(name: str) -> UnsafePickleError:
     """What to raise for a global that can run code."""
+    hint = "Do not open this file with torch.load(weights_only=False) or pickle.load."
+    if name == "torch.storage._load_from_bytes":
+        hint = (
+            "Tensors are in a pickle so when pickle.dump wrote it. If you trust it, load it where "
+            "it was made, and save its state dict with torch.save."
+        )
     return UnsafePickleError(
         f"asks for {name}, which can run code; it was not run, and it cannot be allowed.",
-        hint="Do not open this file with torch.load(weights_only=False) or pickle.load.",
+        hint=hint,
     )
 
 

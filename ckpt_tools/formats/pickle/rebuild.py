@@ -44,7 +44,7 @@ TENSOR = Marker("torch.Tensor")
 PARAMETER = Marker("torch.nn.parameter.Parameter")
 DTENSOR = Marker("torch.distributed.tensor.DTensor")
 
-_RESAVE = (
+RESAVE = (
     "Load it where it was saved, make plain dense tensors of it, and save it again; -x leaves the "
     "entry out."
 )
@@ -73,7 +73,7 @@ def storage_from_id(pid: object) -> StoredStorage:
     if type(kind) is not StorageClass or type(key) is not str or type(location) is not str:
         raise UnreadableError("a storage without a class, a key or a location.")
     if len(pid) == 6 and pid[5] is not None:
-        raise UnsupportedError("a storage that is a view of another one.", hint=_RESAVE)
+        raise UnsupportedError("a storage that is a view of another one.", hint=RESAVE)
     return StoredStorage(key, kind.dtype, location, as_count(numel, "the size of a storage"))
 
 
@@ -82,6 +82,11 @@ def _rebuild_tensor(args: tuple[object, ...]) -> StoredTensor:
     if not 4 <= len(args) <= 7:
         raise UnreadableError(f"a tensor made of {len(args)} values.")
     return _tensor(args, None, sign=_sign(args[6] if len(args) == 7 else None))
+
+
+def _rebuild_npu_tensor(args: tuple[object, ...]) -> StoredTensor:
+    """As `_rebuild_tensor`, and the format that it had in an Ascend NPU: the CPU's is stored."""
+    return _rebuild_tensor(args[:6])
 
 
 def _rebuild_tensor_v3(args: tuple[object, ...]) -> StoredTensor:
@@ -169,9 +174,24 @@ def _class_of(args: tuple[object, ...]) -> str:
 
 REBUILD_TENSOR = _unless_flawed(_rebuild_tensor)
 REBUILD_TENSOR_V3 = _unless_flawed(_rebuild_tensor_v3)
+REBUILD_NPU_TENSOR = _unless_flawed(_rebuild_npu_tensor)
 REBUILD_PARAMETER = _unless_flawed(_rebuild_parameter)
 REBUILD_WRAPPER = Function(_rebuild_wrapper_subclass)
-_REBUILDS = (REBUILD_TENSOR, REBUILD_TENSOR_V3, REBUILD_PARAMETER)
+_REBUILDS = (REBUILD_TENSOR, REBUILD_TENSOR_V3, REBUILD_NPU_TENSOR, REBUILD_PARAMETER)
+# torchao's classes of weights that are trained in low precision: each keeps its weight as it is in
+# this attribute, and converts it when it is used.
+_FLOAT8 = "torchao.float8.fsdp_utils.WeightWith{}Float8CastTensor"
+_MOE = "torchao.prototype.moe_training.tensor.{}"
+_INT8 = "torchao.prototype.quantized_training.int8_mixed_precision.{}"
+_WEIGHT_OF = {
+    _FLOAT8.format("Dynamic"): "_tensor",
+    _FLOAT8.format("Delayed"): "_tensor",
+    _FLOAT8.format("Static"): "_tensor",
+    _MOE.format("ScaledGroupedMMTensor"): "_data",
+    _MOE.format("Float8TrainingWeightWrapperTensor"): "_data",
+    _MOE.format("MXFP8TrainingWeightWrapperTensor"): "_data",
+    _INT8.format("Int8MixedPrecisionTrainingLinearWeight"): "_data",
+}
 
 
 def _rebuild_from_type(args: tuple[object, ...]) -> object:
@@ -181,12 +201,23 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
         raise UnreadableError(f"a tensor subclass made of {len(args)} values.")
     if function is REBUILD_WRAPPER and kind is DTENSOR:
         return _dtensor(inner, state)
+    if function is REBUILD_WRAPPER and type(state) is dict and len(inner) > 2:
+        weight = state.get(_WEIGHT_OF.get(_class_of(args), ""))
+        if type(weight) is StoredTensor and _is_as_stated(weight, inner):
+            return weight
     if kind not in {TENSOR, PARAMETER} or not isinstance(function, Function):
         name = getattr(kind, "qualname", None) or shown(kind)
-        raise UnsupportedError(f"a tensor of class {name}, which is not read.", hint=_RESAVE)
+        raise UnsupportedError(f"a tensor of class {name}, which is not read.", hint=RESAVE)
     # Attributes that a program hung on a tensor are in the state; no value depends on them.
     known = function in _REBUILDS or isinstance(function, _Refused)
     return function(*inner) if known else _refuse_function(function)
+
+
+def _is_as_stated(weight: StoredTensor, inner: tuple[object, ...]) -> bool:
+    """Whether a weight has the element type and the shape that its class says of itself."""
+    dtype, shape = inner[1:3]
+    stated = isinstance(dtype, TorchDType) and dtype.name == weight.dtype
+    return stated and as_counts(shape, "the shape of a tensor") == weight.shape
 
 
 REBUILD_FROM_TYPE = _unless_flawed(_rebuild_from_type)
@@ -198,7 +229,7 @@ REBUILD_NAMED = Function(lambda args: Opaque(_class_of(args)), "torch.Tensor")
 
 
 def _refuse_function(function: Function) -> object:
-    raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=_RESAVE)
+    raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=RESAVE)
 
 
 def refused_function(qualname: str) -> Function:

@@ -80,7 +80,7 @@ class RankFiles(PackageFormat):
         )
 
 
-def globs_of(folder: str, paths: Sequence[str]) -> list[str]:
+def globs_of(paths: Sequence[str]) -> list[str]:
     """Globs of rank files that lie in a folder of their own each (``rank0/model.pt`` …); none where
     these are no rank files.
     """
@@ -92,7 +92,12 @@ def globs_of(folder: str, paths: Sequence[str]) -> list[str]:
         families = numbered.families(paths, ReadOptions())
     except CheckpointError:
         return []
-    return [os.path.join(escape(folder), family.pattern) for family in families]
+    globs = []
+    for family in families:
+        first = family.files[0].path.split(os.sep)
+        above = os.sep.join(first[: -1 - family.pattern.count(os.sep)])
+        globs.append(os.path.join(escape(above), family.pattern))
+    return globs
 
 
 def _installed_torch() -> TorchVersion | None:

@@ -86,7 +86,7 @@ class RankTensors:
                 layout = self._layout(stored)
                 box = self._box(stored, layout)
             except UnsupportedError as error:
-                flaw = error.message
+                flaw = error.message.removesuffix(".")
         return RankTensor(
             rank=rank,
             dtype=dtype_named(stored.dtype),

@@ -58,7 +58,7 @@ def matches(path: str) -> bool:
     if not paths.is_dir(path):
         return False
     try:
-        names = paths.listdir(path)
+        names = _names(path)
     except OSError:
         return False
     named = list(filter(None, map(rank_names.parse, names)))
@@ -90,7 +90,8 @@ def read_index(
         if not named:
             for family in families:
                 ranks = [
-                    f"{os.path.basename(one.path)} is of rank {one.rank}" for one in family.files
+                    f"{os.path.relpath(one.path, root)} is of rank {one.rank}"
+                    for one in family.files
                 ]
                 text = "Ranks were taken from the meshes in the files, not from names"
                 reading.notes.append(f"{text}: {some(ranks)}.")
@@ -98,8 +99,13 @@ def read_index(
 
 
 def _files_in(folder: str) -> list[str]:
-    inside = [os.path.join(folder, name) for name in sorted(paths.listdir(folder))]
+    inside = [os.path.join(folder, name) for name in _names(folder)]
     return [path for path in inside if paths.is_file(path) or paths.special(path)]
+
+
+def _names(folder: str) -> list[str]:
+    """What is in a folder, sorted, without hidden files: macOS puts ``._rank_0.pt`` beside each."""
+    return sorted(name for name in paths.listdir(folder) if not name.startswith("."))
 
 
 @dataclass(slots=True)

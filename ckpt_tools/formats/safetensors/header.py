@@ -35,6 +35,7 @@ _FOREIGN = (
     (b"PK\x03\x04", "begins with a zip archive, as torch.save writes", _ZIP_HINT),
     (b"\x80", "is a pickle, as old torch.save wrote", "Give it the suffix .pt."),
     (b"{", "is a JSON file", None),
+    (bytes(64), "begins with zeros", "It was never written: a crash, a full disk."),
 )
 
 

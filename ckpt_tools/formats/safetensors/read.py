@@ -182,6 +182,15 @@ def _read_folder(reading: _IndexBuilder, folder: StoragePath, files: Files) -> C
         return reading.result()
     if not names:
         raise IncompleteError(f"{folder} holds no {SUFFIX} file.")
+    own = [name for name in names if _stem(name) == "model"]
+    if own and not any(map(SHARD.fullmatch, names)):
+        others = [name for name in names if name not in own]
+        names = own
+        if others:
+            reading.notes.append(
+                f"Beside it, and not read: {some(others, 5)}. Without an index file, loaders take "
+                "what is named model."
+            )
     _read_parts(reading, [str(folder / name) for name in names], files)
     if not reading.parts:
         raise reading.problems[0]
@@ -200,6 +209,12 @@ def _find_index(folder: StoragePath, present: Sequence[str]) -> StoragePath | No
             hint=f"Name one of them: {folder / index_files[0]}",
         )
     return folder / index_files[0] if index_files else None
+
+
+def _stem(name: str) -> str:
+    """``model`` for both ``model.safetensors`` and ``model-00001-of-00002.safetensors``."""
+    match = NUMBERED.fullmatch(name)
+    return match[1] if match else name.removesuffix(SUFFIX)
 
 
 def _conclude_unlisted(

@@ -21,7 +21,19 @@ from ckpt_tools.core.crc import crc32
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 
 ReadBytes = Callable[[int, int], bytes]
-Kind = Literal["zip", "pickle", "tar", "safetensors", "html", "lfs", "zstd", "empty", "unknown"]
+Kind = Literal[
+    "zip",
+    "pickle",
+    "tar",
+    "safetensors",
+    "html",
+    "lfs",
+    "zstd",
+    "gzip",
+    "zeros",
+    "empty",
+    "unknown",
+]
 
 # A DCP item of a few KB then costs one read, and of a larger one the end record and most central
 # directories come with the first.
@@ -49,6 +61,8 @@ _FOREIGN: dict[Kind, str] = {
     "tar": "it is a tar archive",
     "safetensors": "it is a safetensors file",
     "zstd": "it is compressed with zstd",
+    "gzip": "it is compressed with gzip",
+    "zeros": "it begins with zeros, as what was never written does (a crash, a full disk)",
     "pickle": "it is a plain pickle",
     "unknown": "it does not begin like a zip archive",
 }
@@ -89,6 +103,8 @@ def sniff(head: bytes) -> Kind:
     """What a file is, by its first bytes; 512 of them are enough."""
     if not head:
         return "empty"
+    if not any(head):
+        return "zeros"
     for magic, kind in _MAGICS:
         if head.startswith(magic):
             return kind
@@ -103,6 +119,7 @@ _MAGICS: tuple[tuple[bytes, Kind], ...] = (
     (b"PK\x03\x04", "zip"),
     (b"PK\x05\x06", "zip"),
     (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"\x1f\x8b", "gzip"),
     (b"version https://git-lfs", "lfs"),
     (b"\x80\x02", "pickle"),
     (b"\x80\x03", "pickle"),

@@ -9,9 +9,8 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import filter as filter_names
 from glob import glob as local_glob
 from typing import BinaryIO
@@ -243,43 +242,6 @@ def normal(path: str) -> str:
     return path.rstrip("/") if is_address(path) else os.path.normpath(path)
 
 
-@dataclass(frozen=True, slots=True)
-class StoragePath:
-    """A path with the few questions of `pathlib.Path` that readers ask, for addresses, too."""
-
-    path: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", normal(self.path))
-
-    def __str__(self) -> str:
-        return self.path
-
-    def __truediv__(self, name: str) -> StoragePath:
-        return StoragePath(os.path.join(self.path, name))
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return os.path.basename(self.path)
-
-    @property
-    def parent(self) -> StoragePath:
-        """The folder that it is in."""
-        return StoragePath(os.path.dirname(self.path) or ".")
-
-    def is_dir(self) -> bool:
-        """Whether it is a folder."""
-        return is_dir(self.path)
-
-    def is_file(self) -> bool:
-        """Whether it is a file."""
-        return is_file(self.path)
-
-    def exists(self) -> bool:
-        """Whether something is there."""
-        return is_dir(self.path) or is_file(self.path)
-
-    def iterdir(self) -> Iterator[StoragePath]:
-        """What is in the folder. Raises OSError."""
-        return (self / name for name in listdir(self.path))
+def joined(folder: str, name: str) -> str:
+    """The path of a name below a folder, without doubled slashes or a leading ``./``."""
+    return normal(os.path.join(folder, name))

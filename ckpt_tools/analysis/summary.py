@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis.infer_mesh import Inference, infer
@@ -164,23 +163,12 @@ def placement_names(layout: Layout) -> list[str]:
     """
     names = []
     for mesh_dim, placement in enumerate(layout.placements):
-        factor = _split_factor(layout, mesh_dim)
+        factor = layout.split_factor(mesh_dim)
         if isinstance(placement, Shard) and factor > 1:
             names.append(f"_StridedShard({placement.dim}, {factor})")
         else:
             names.append(str(placement))
     return names
-
-
-def _split_factor(layout: Layout, mesh_dim: int) -> int:
-    """Into how many pieces mesh dimensions to the right have cut before this one does."""
-    earlier = layout.order[: layout.order.index(mesh_dim)]
-    same = [
-        layout.mesh.shape[other]
-        for other in earlier
-        if other > mesh_dim and layout.placements[other] == layout.placements[mesh_dim]
-    ]
-    return prod(same)
 
 
 def sections_of(index: CheckpointIndex) -> dict[Section, SectionSum]:

@@ -121,6 +121,19 @@ class Layout:
             sizes[dim] = size
         return Box(tuple(offsets), tuple(sizes))
 
+    def split_factor(self, mesh_dim: int) -> int:
+        """Into how many parts mesh dimensions to the right cut the tensor before this one does.
+
+        1 is a plain `Shard`; more is torch's `_StridedShard` with this split factor.
+        """
+        before = self.order[: self.order.index(mesh_dim)]
+        placement = self.placements[mesh_dim]
+        return prod(
+            self.mesh.shape[other]
+            for other in before
+            if other > mesh_dim and self.placements[other] == placement
+        )
+
     def boxes(self, shape: Sequence[int]) -> list[Box]:
         """The box of every rank, in the order of the ranks."""
         return [self.box(shape, coordinate) for coordinate in self.mesh.coordinates()]

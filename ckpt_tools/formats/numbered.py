@@ -15,7 +15,7 @@ from itertools import islice
 from posixpath import basename, isabs
 from typing import NamedTuple
 
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import is_text, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, paths_instead
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -90,15 +90,6 @@ def parse_index(path: str, files: Files) -> Index:
     folder = paths.folder_of(path)
     placed = {fqn: paths.joined(folder, name) for fqn, name in weight_map.items()}
     return Index(path, placed, _total_size(raw))
-
-
-def is_text(name: str) -> bool:
-    """Whether a name can be written at all: JSON can spell lone surrogates, no file can."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_below(name: str) -> bool:

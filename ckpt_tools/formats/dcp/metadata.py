@@ -24,6 +24,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     TorchDType,
     as_counts,
     opaque_class,
+    record_class,
     shown,
 )
 from ckpt_tools.formats.pickle.unpickler import collector_paused, placed, unpickle
@@ -126,22 +127,10 @@ class _TensorProperties(StandIn):
             raise TypeError("tensor properties without an element type")
 
 
-class _TensorStorage(StateRecord):
-    """A TensorStorageMetadata."""
-
-    __slots__ = ()
-
-
-class _BytesStorage(StateRecord):
-    __slots__ = ()
-
-
-class _StorageMeta(StateRecord):
-    __slots__ = ()
-
-
-class _Metadata(StateRecord):
-    __slots__ = ()
+_TensorStorage = record_class("_TensorStorage")  # a TensorStorageMetadata
+_BytesStorage = record_class("_BytesStorage")
+_StorageMeta = record_class("_StorageMeta")
+_Metadata = record_class("_Metadata")
 
 
 class TensorMeta(NamedTuple):

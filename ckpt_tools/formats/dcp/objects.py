@@ -253,14 +253,7 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     if flawed or not state.tensors or not isinstance(state.tree, Branch):
         return None
     pickle = ByteRange(path, data.offset, data.length)
-    objects = [
-        ObjectEntry(
-            *(leaf.fqn, leaf.path, entry.section, pickle, leaf.value),
-            opened=leaf.type_name is None,
-            type_name=leaf.type_name,
-        )
-        for leaf in state.objects
-    ]
+    objects = [leaf.entry(entry.section, pickle) for leaf in state.objects]
     _refuse_shards(leaf.stored for leaf in state.tensors)
     tensors = []
     for leaf in state.tensors:

@@ -134,128 +134,46 @@ TENSOR_GLOBALS: dict[str, object] = {
 
 # Data of Python and numpy, and the constants of torch, that training states are full of. They are
 # never opened. A module stands for every name in it.
-_OPAQUE_MODULES = frozenset(
-    {
-        "argparse",
-        "array",
-        "collections",
-        "datetime",
-        "decimal",
-        "enum",
-        "fractions",
-        "ipaddress",
-        "numpy",
-        "numpy._core.multiarray",
-        "numpy._core.numeric",
-        "numpy.core.multiarray",
-        "numpy.core.numeric",
-        "numpy.dtypes",
-        "numpy.random",
-        "numpy.random._generator",
-        "numpy.random._mt19937",
-        "numpy.random._pcg64",
-        "numpy.random._philox",
-        "numpy.random._pickle",
-        "numpy.random._sfc64",
-        "numpy.random.bit_generator",
-        "numpy.random.mtrand",
-        "omegaconf.base",
-        "omegaconf.dictconfig",
-        "omegaconf.listconfig",
-        "omegaconf.nodes",
-        "pathlib",
-        "pathlib._local",
-        "random",
-        "re",
-        "uuid",
-        "zoneinfo",
-    }
-)
-_OPAQUE_NAMES = frozenset(
-    {
-        "_codecs.encode",
-        "_io.BytesIO",
-        "copyreg.__newobj__",
-        "copyreg.__newobj_ex__",
-        "torch.Generator",
-        "torch._C.Generator",
-        "torch._C._distributed_c10d.RedOpType",
-        "torch._C._distributed_c10d.ReduceOp",
-        "torch._dynamo.decorators._DimRange",
-        "torch.device",
-        "torch.serialization._get_layout",
-        "torch.torch_version.TorchVersion",
-        "torch.utils._get_qscheme",
-        "types.SimpleNamespace",
-        "typing.Any",
-        "typing.Dict",
-        "typing.List",
-        "typing.Optional",
-        "typing.Tuple",
-        "typing.Union",
-        # Enums of modules that are refused otherwise.
-        "http.HTTPMethod",
-        "http.HTTPStatus",
-        "inspect._ParameterKind",
-        "signal.Handlers",
-        "signal.Signals",
-        "socket.AddressFamily",
-        "socket.SocketKind",
-    }
-)
-_TORCH_CONSTANTS = frozenset(
-    {
-        "channels_last",
-        "channels_last_3d",
-        "contiguous_format",
-        "preserve_format",
-        "strided",
-        "sparse_coo",
-        "sparse_csr",
-        "sparse_csc",
-        "sparse_bsr",
-        "sparse_bsc",
-        "jagged",
-        "per_channel_affine",
-        "per_channel_affine_float_qparams",
-        "per_channel_symmetric",
-        "per_tensor_affine",
-        "per_tensor_symmetric",
-    }
-)
+# fmt: off
+_OPAQUE_MODULES = frozenset({
+    "argparse", "array", "collections", "datetime", "decimal", "enum", "fractions", "ipaddress",
+    "numpy", "numpy._core.multiarray", "numpy._core.numeric", "numpy.core.multiarray",
+    "numpy.core.numeric", "numpy.dtypes", "numpy.random", "numpy.random._generator",
+    "numpy.random._mt19937", "numpy.random._pcg64", "numpy.random._philox", "numpy.random._pickle",
+    "numpy.random._sfc64", "numpy.random.bit_generator", "numpy.random.mtrand", "omegaconf.base",
+    "omegaconf.dictconfig", "omegaconf.listconfig", "omegaconf.nodes", "pathlib", "pathlib._local",
+    "random", "re", "uuid", "zoneinfo",
+})
+_OPAQUE_NAMES = frozenset({
+    "_codecs.encode", "_io.BytesIO", "copyreg.__newobj__", "copyreg.__newobj_ex__",
+    "torch.Generator", "torch._C.Generator", "torch._C._distributed_c10d.RedOpType",
+    "torch._C._distributed_c10d.ReduceOp", "torch._dynamo.decorators._DimRange", "torch.device",
+    "torch.serialization._get_layout", "torch.torch_version.TorchVersion",
+    "torch.utils._get_qscheme", "types.SimpleNamespace", "typing.Any", "typing.Dict", "typing.List",
+    "typing.Optional", "typing.Tuple", "typing.Union",
+    # Enums of modules that are refused otherwise.
+    "http.HTTPMethod", "http.HTTPStatus", "inspect._ParameterKind", "signal.Handlers",
+    "signal.Signals", "socket.AddressFamily", "socket.SocketKind",
+})
+_TORCH_CONSTANTS = frozenset({
+    "channels_last", "channels_last_3d", "contiguous_format", "preserve_format", "strided",
+    "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged",
+    "per_channel_affine", "per_channel_affine_float_qparams", "per_channel_symmetric",
+    "per_tensor_affine", "per_tensor_symmetric",
+})
 _EXCEPTIONS = frozenset(
     name
     for name, kind in vars(builtins).items()
     if isinstance(kind, type) and issubclass(kind, BaseException)
 )
-_BUILTIN_TYPES = _EXCEPTIONS | frozenset(
-    {
-        "Ellipsis",
-        "NoneType",
-        "NotImplemented",
-        "NotImplementedType",
-        "bool",
-        "bytearray",
-        "bytes",
-        "complex",
-        "dict",
-        "ellipsis",
-        "float",
-        "frozenset",
-        "int",
-        "list",
-        "object",
-        "range",
-        "set",
-        "slice",
-        "str",
-        "tuple",
-    }
-)
+_BUILTIN_TYPES = _EXCEPTIONS | frozenset({
+    "Ellipsis", "NoneType", "NotImplemented", "NotImplementedType", "bool", "bytearray", "bytes",
+    "complex", "dict", "ellipsis", "float", "frozenset", "int", "list", "object", "range", "set",
+    "slice", "str", "tuple",
+})
 
 # What can run code, reach the system, or open the way to either. They would be harmless here, where
 # nothing is run, but a checkpoint that asks for one is hostile, and says so when it is refused.
-# fmt: off
 _RUNNERS = frozenset({
     "_ctypes", "_imp", "_io", "_pickle", "_posixsubprocess", "_socket", "_sqlite3", "_thread",
     "_winapi", "aiohttp", "ast", "asyncio", "atexit", "bdb", "bz2", "cProfile", "cffi",

@@ -12,6 +12,7 @@ from typing import TypeGuard
 
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Key
+from ckpt_tools.core.text import is_text
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
@@ -301,7 +302,7 @@ def _leaf(value: object) -> object:
         return TorchValue(value.qualname)
     if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
         return Opaque("builtins.int")
-    if kind is str and not _is_text(str(value)):
+    if kind is str and not is_text(str(value)):
         return Opaque("builtins.str")
     if kind in _ATOMS:
         return value
@@ -329,20 +330,11 @@ def _opaque(value: OpaqueObject | type[OpaqueObject]) -> Opaque | TorchValue:
     return Opaque(value.qualname, flaw=unknown_error(value.unknown))
 
 
-def _is_text(value: str) -> bool:
-    """Whether a string can be written as UTF-8; a pickle can hold lone surrogates."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def as_name(value: object) -> str:
     """A name that can be printed and written again, else UnreadableError."""
     if type(value) is not str:
         raise UnreadableError(f"has {shown(value)} where a name should be.")
-    if not _is_text(value):
+    if not is_text(value):
         raise UnreadableError(f"has a name that is not text: {value[:80]!a}.")
     return value
 

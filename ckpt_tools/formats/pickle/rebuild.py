@@ -26,6 +26,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     ShardRecord,
     Sign,
     SpecRecord,
+    StateRecord,
     StorageClass,
     StoredDTensor,
     StoredMesh,
@@ -266,7 +267,7 @@ def _dtensor(args: tuple[object, ...], state: object) -> StoredDTensor | Opaque:
     )
 
 
-def _meta_shape(spec: SpecRecord) -> tuple[int, ...] | None:
+def _meta_shape(spec: StateRecord) -> tuple[int, ...] | None:
     """The global shape that the spec states, None when it states none."""
     meta = spec.state.get("tensor_meta")
     if not isinstance(meta, TensorMetaRecord):
@@ -289,7 +290,7 @@ def _placement(record: object) -> StoredPlacement:
     if isinstance(record, PartialRecord):
         op = record.state.get("reduce_op")
         return StoredPlacement("P", op=op if type(op) is str else shown(op))
-    if not isinstance(record, ShardRecord | StridedShardRecord):
+    if not isinstance(record, (ShardRecord, StridedShardRecord)):
         raise UnsupportedError(f"a placement of kind {shown(record)}.")
     dim = as_count(record.state.get("dim"), "the dimension of a Shard")
     if isinstance(record, ShardRecord):
@@ -346,7 +347,7 @@ def _read_mesh(state: dict[object, object]) -> StoredMesh:
     )
 
 
-def _layout_grid(layout: MeshLayoutRecord) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def _layout_grid(layout: StateRecord) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Sizes and strides of the mesh dimensions.
 
     torch 2.13 keeps one flat layout per dimension; from 2.10 to then one layout had them all, with

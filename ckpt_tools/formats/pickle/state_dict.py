@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.core import names
+from ckpt_tools.core.index import ByteRange, ObjectEntry, Section
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
+from ckpt_tools.core.text import is_text
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor, is_key
 
@@ -60,6 +62,15 @@ class ObjectLeaf(NamedTuple):
     def is_tensor(self) -> bool:
         """Whether tensors are in it, which cannot be read."""
         return isinstance(self.flaw, UnsupportedError)
+
+    def entry(self, section: Section, data: ByteRange) -> ObjectEntry:
+        """The entry of this value, which is in the pickle at ``data``."""
+        return ObjectEntry(
+            *(self.fqn, self.path, section, data, self.value),
+            opened=self.type_name is None,
+            type_name=self.type_name,
+            flaw=self.flaw,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +247,6 @@ class _Flattening:
             )
 
 
-def _is_text(text: str) -> bool:
-    """Whether a str can be written out: a pickle can also hold halves of characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 class _Look:
     """A look through a value for what is not plain; ``left`` parts may still be looked at."""
 
@@ -277,7 +279,7 @@ def _is_plain_scalar(value: object) -> bool:
     if type(value) is int:
         return abs(value) < _MAX_INT
     if type(value) is str:
-        return _is_text(value)
+        return is_text(value)
     return value is None or type(value) in _SCALARS
 
 
@@ -303,7 +305,7 @@ def _check_names(leaves: Iterable[TensorLeaf | ObjectLeaf], where: str) -> None:
     seen: dict[str, Path] = {}
     for leaf in leaves:
         fqn, path = leaf.fqn, leaf.path
-        if not _is_text(fqn):
+        if not is_text(fqn):
             raise UnreadableError(f"{where} is damaged: {fqn!a:.80} is not a name.")
         other = seen.setdefault(fqn, path)
         if other is not path:

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.core.index import ByteRange
-from ckpt_tools.core.text import are, some
+from ckpt_tools.core.text import are, is_text, some
 from ckpt_tools.errors import UnreadableError, UnsupportedError
-from ckpt_tools.formats.numbered import is_text
 from ckpt_tools.storage.reader import Files
 
 PREFIX = 8  # bytes of the header's length

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import struct
-from math import prod
 from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType, dtype_named
@@ -167,7 +166,11 @@ def dtensor_node(
         "tensor_meta": Instance(Global(_SPEC, "TensorMeta"), (size, (*strides,), kind)),
     }
     if mesh.torch_version >= _FIRST_LAYOUT:
-        strided = _is_strided(layout)
+        strided = any(
+            layout.split_factor(mesh_dim) > 1
+            for mesh_dim, placement in enumerate(layout.placements)
+            if not isinstance(placement, Replicate)
+        )
         state["shard_order"] = None if strided else _order_node(layout)
         state["use_strided_shard_as_shard_order"] = strided
     state["_hash"] = None
@@ -180,33 +183,11 @@ def _placement_node(layout: Layout, mesh_dim: int) -> Instance:
     placement = layout.placements[mesh_dim]
     if isinstance(placement, Replicate):
         return Instance(Global(_PLACEMENTS, "Replicate"), state={})
-    factor = split_factor(layout, mesh_dim)
+    factor = layout.split_factor(mesh_dim)
     if factor == 1:
         return Instance(Global(_PLACEMENTS, "Shard"), state={"dim": placement.dim})
     state: dict[str, Node] = {"dim": placement.dim, "split_factor": factor}
     return Instance(Global(_PLACEMENTS, "_StridedShard"), state=state)
-
-
-def split_factor(layout: Layout, mesh_dim: int) -> int:
-    """In how many parts the tensor dimension was cut before, by mesh dimensions to the right.
-
-    1 is a plain `Shard`; more is torch's `_StridedShard`.
-    """
-    before = layout.order[: layout.order.index(mesh_dim)]
-    placement = layout.placements[mesh_dim]
-    return prod(
-        layout.mesh.shape[other]
-        for other in before
-        if other > mesh_dim and layout.placements[other] == placement
-    )
-
-
-def _is_strided(layout: Layout) -> bool:
-    return any(
-        split_factor(layout, mesh_dim) > 1
-        for mesh_dim, placement in enumerate(layout.placements)
-        if not isinstance(placement, Replicate)
-    )
 
 
 def _order_node(layout: Layout) -> tuple[Node, ...]:

@@ -19,7 +19,6 @@ from ckpt_tools.core.index import (
     CheckpointIndex,
     Chunk,
     FileEntry,
-    ObjectEntry,
     Path,
     Section,
     TensorEntry,
@@ -30,12 +29,7 @@ from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
-from ckpt_tools.formats.pickle.state_dict import (
-    ObjectLeaf,
-    StateDict,
-    TensorLeaf,
-    flatten,
-)
+from ckpt_tools.formats.pickle.state_dict import StateDict, TensorLeaf, flatten
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredTensor
 from ckpt_tools.formats.torch_file import dtensor_read as dtensors
 from ckpt_tools.formats.torch_file.open import (
@@ -106,11 +100,12 @@ def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointI
         for leaf, where in zip(state.tensors, placed, strict=True)
     ]
     tensors.sort(key=lambda entry: entry.fqn)
+    objects = [leaf.entry(sections[leaf.path], saved.pickle) for leaf in state.objects]
     return CheckpointIndex(
         root=path,
         format=FORMAT,
         tensors=tuple(tensors),
-        objects=tuple(_objects(state.objects, saved, sections)),
+        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
         files=(FileEntry(path, saved.length),),
         ties=tied(state.tensors),
         notes=(*_zero_weights(tensors), *_overlaps(state.tensors)),
@@ -167,25 +162,6 @@ def _tensor(leaf: TensorLeaf, place: _Position, saved: SavedFile, section: Secti
         chunks=(chunk,),
         layout=place.layout,
     )
-
-
-def _objects(
-    leaves: Sequence[ObjectLeaf], saved: SavedFile, sections: dict[Path, Section]
-) -> list[ObjectEntry]:
-    entries = [
-        ObjectEntry(
-            fqn=leaf.fqn,
-            path=leaf.path,
-            section=sections[leaf.path],
-            data=saved.pickle,
-            value=leaf.value,
-            opened=leaf.type_name is None,
-            type_name=leaf.type_name,
-            flaw=leaf.flaw,
-        )
-        for leaf in leaves
-    ]
-    return sorted(entries, key=lambda entry: entry.fqn)
 
 
 def _problems(

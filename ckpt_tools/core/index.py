@@ -221,6 +221,7 @@ class ObjectEntry:
 
 
 Entry: TypeAlias = TensorEntry | ObjectEntry
+_Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
 
 
 class PackedObject(NamedTuple):
@@ -371,15 +372,11 @@ class CheckpointIndex:
 
     def tensor(self, fqn: str) -> TensorEntry | None:
         """The tensor of this name, or None."""
-        place = bisect_left(self.tensors, fqn, key=_fqn)
-        is_there = place < len(self.tensors) and self.tensors[place].fqn == fqn
-        return self.tensors[place] if is_there else None
+        return _found(self.tensors, fqn)
 
     def object(self, fqn: str) -> ObjectEntry | None:
         """The object of this name, or None."""
-        place = bisect_left(self.objects, fqn, key=_fqn)
-        is_there = place < len(self.objects) and self.objects[place].fqn == fqn
-        return self.objects[place] if is_there else None
+        return _found(self.objects, fqn)
 
     def select(self: _Index, fqns: Collection[str]) -> _Index:
         """The same checkpoint with only these tensors and objects, and the problems they have.
@@ -439,6 +436,12 @@ LocatedIndex = NewType("LocatedIndex", CheckpointIndex)
 
 def _fqn(entry: Entry) -> str:
     return entry.fqn
+
+
+def _found(entries: Sequence[_Entry], fqn: str) -> _Entry | None:
+    """The entry of this name among those sorted by name, or None."""
+    place = bisect_left(entries, fqn, key=_fqn)
+    return entries[place] if place < len(entries) and entries[place].fqn == fqn else None
 
 
 def _renamed(entry: Entry, path: Path) -> Entry:

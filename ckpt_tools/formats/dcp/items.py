@@ -7,11 +7,10 @@ the two disagree (FSDP2 over a tensor-parallel dimension that does not divide).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
@@ -29,6 +28,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
 )
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart, lengths_of, plain_parts
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved
+from ckpt_tools.formats.torch_file.open import strides_of
 from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.paths import is_address
@@ -108,9 +108,8 @@ class _Opener:
         data = _view(stored, record, entry.dtype.itemsize, path=item.path, where=where)
         if entry.dtype.itemsize > 1:
             torch_zip.require_little_endian(archive)
-        packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
-        strides = None if packed else stored.strides
-        place = ItemContents(stored, data.offset - item.offset, data.length, strides)
+        offset, strides = data.offset - item.offset, strides_of(stored)
+        place = ItemContents(stored, offset, data.length, strides)
         if self._is_there(item):
             self._templates.learn(item, archive, place)
         return place
@@ -153,20 +152,13 @@ def _view(
 ) -> ByteRange:
     """The bytes from the first to the last element of a view into a storage record."""
     start = stored.storage_offset * itemsize
-    length = span(stored.shape, stored.strides) * itemsize
+    length = (stored.end - stored.storage_offset) * itemsize
     if length and start + length > record.length:  # torch keeps the offset of an empty view
         raise UnreadableError(
             f"{where}: its tensor needs bytes {start:,} to {start + length:,} of a storage that "
             f"has {record.length:,}."
         )
     return ByteRange(path, record.offset + (start if length else 0), length)
-
-
-def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last one of a view, both included; 0 when it is empty."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
@@ -245,10 +237,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 def archive_of(files: Files, item: ByteRange, where: str) -> torch_zip.Archive:
     """The archive that an item is. Raises UnreadableError."""
-
-    def read(offset: int, length: int) -> bytes:
-        return files.read(item.path, offset, length)
-
+    read = partial(files.read, item.path)
     return torch_zip.read_archive(read, offset=item.offset, length=item.length, where=where)
 
 

@@ -31,7 +31,6 @@ from ckpt_tools.formats.dcp.checks import rank_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
 from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
 from ckpt_tools.formats.one_save import StepCounts
-from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
 
 # An item: the name of a tensor and the offsets of its box, None for an object.
@@ -294,14 +293,10 @@ class _Items:
 
     def _records(self, item: ByteRange, codec: str) -> dict[str, _ItemRecord]:
         """The records of an item that make up its value."""
-        path, offset, length = dcp_items.unpacked(self._files, item, codec)
-
-        def read(start: int, size: int) -> bytes:
-            return self._files.read(path, start, size)
-
-        archive = torch_zip.read_archive(read, offset=offset, length=length, where=path)
+        item = dcp_items.unpacked(self._files, item, codec)
+        archive = dcp_items.archive_of(self._files, item, item.path)
         return {
-            name: _ItemRecord(ByteRange(path, record.offset, record.length), record.crc)
+            name: _ItemRecord(ByteRange(item.path, record.offset, record.length), record.crc)
             for name in archive.names
             if name == "data.pkl" or name.startswith("data/")
             for record in [archive.record(name)]

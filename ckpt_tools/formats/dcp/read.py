@@ -29,21 +29,12 @@ from ckpt_tools.errors import (
     UnsupportedError,
     unreadable,
 )
-from ckpt_tools.formats.dcp import (
-    items as dcp_items,
-)
-from ckpt_tools.formats.dcp import (
-    objects as dcp_objects,
-)
-from ckpt_tools.formats.dcp import (
-    per_rank,
-)
-from ckpt_tools.formats.dcp import (
-    safetensors_data as dcp_safetensors,
-)
+from ckpt_tools.formats.dcp import per_rank, safetensors_data
 from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
+from ckpt_tools.formats.dcp.items import tensors_in
 from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
+from ckpt_tools.formats.dcp.objects import open_containers
 from ckpt_tools.formats.dcp.per_rank import RANK_METADATA, Union
 from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
 from ckpt_tools.formats.options import ReadOptions
@@ -103,13 +94,13 @@ def _read_index(path: str) -> CheckpointIndex:
     )
     index = per_rank.with_replicas(index, union.twins) if union.twins else index
     with Files() as files:
-        index = dcp_safetensors.resolve(index, files)
+        index = safetensors_data.resolve(index, files)
         if union.twins:
             index = per_rank.compared(index, union.twins, files)
         if not metadata.planner_data:
             index = _with_packed(index, files)
         index = replace(index, problems=(*index.problems, *problems_of(index, sizes)))
-        index = dcp_objects.open_containers(index, files)
+        index = open_containers(index, files)
     return _classified(index) if index.packed else index
 
 
@@ -270,7 +261,7 @@ def _with_packed(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     Raises what is wrong when nothing but such objects is there, or when one holds the shards of
     the rank that wrote it alone.
     """
-    held = [(e.fqn, tensors) for e in index.objects if (tensors := dcp_items.tensors_in(e, files))]
+    held = [(e.fqn, tensors) for e in index.objects if (tensors := tensors_in(e, files))]
     for fqn, tensors in held:
         if any(isinstance(tensor, StoredDTensor) for tensor in tensors):
             raise IncompleteError(

@@ -29,9 +29,9 @@ from ckpt_tools.core.plan import (
     LazyPlans,
     PlannedFile,
     Target,
-    WriteItem,
     placed_tree,
     refuse_types_not_in_torch,
+    require_mesh_size,
 )
 from ckpt_tools.core.state_tree import Branch, nested
 from ckpt_tools.errors import UsageError
@@ -54,7 +54,7 @@ from ckpt_tools.formats.torch_file.dtensor_write import (
     mesh_ranks,
     rank_mesh,
 )
-from ckpt_tools.formats.torch_file.write import archive_name
+from ckpt_tools.formats.torch_file.write import archive_name, items_in
 from ckpt_tools.formats.zip.layout import lay_out
 
 
@@ -99,8 +99,7 @@ def plan_files(
     """
     check_version(style.torch_version)
     refuse_types_not_in_torch(targets)
-    for target in targets:
-        _check(target, mesh)
+    require_mesh_size(targets, mesh.size)
     files: list[PlannedFile] = []
     for family in _families(placed_tree(targets, objects, tree), naming=style.naming):
         planner = _Planner(family, device_type=device_type, torch_version=style.torch_version)
@@ -108,14 +107,6 @@ def plan_files(
             path = _filename(style.naming, family=family.name, world=mesh.size, rank=rank)
             files.append(planner.planned(path, rank=rank))
     return LazyPlans(files)
-
-
-def _check(target: Target, mesh: Mesh) -> None:
-    if target.layout is not None and target.layout.mesh.size != mesh.size:
-        raise UsageError(
-            f"{target.fqn}: a mesh of {target.layout.mesh.size} ranks ({target.layout.mesh}) in a "
-            f"checkpoint for {mesh.size}."
-        )
 
 
 def _filename(naming: str, *, family: str, world: int, rank: int) -> str:
@@ -175,17 +166,18 @@ class _Planner:
         pickle, storages = self._filled(sizes, rank)
         name = archive_name(path)
         key = sizes, len(pickle), len(name)
-        length = self._lengths.get(key)
-        if length is None:
-            length = self._lengths[key] = lay_out(pickle, storages, archive=name).length
+        if key not in self._lengths:
+            self._lengths[key] = lay_out(pickle, storages, archive=name).length
         digest = blake2b(repr((sizes, name)).encode() + pickle).digest()
-        return PlannedFile(path, length, digest, partial(self.plan, path, rank=rank))
+        return PlannedFile(path, self._lengths[key], digest, partial(self.plan, path, rank=rank))
 
     def _filled(
         self, sizes: tuple[tuple[int, ...], ...], rank: int
     ) -> tuple[bytes, tuple[int | bytes, ...]]:
         """The pickle and the storages of a rank whose shards have these sizes."""
-        contents = self._of(sizes)
+        if sizes not in self._contents:
+            self._contents[sizes] = self._new(sizes)
+        contents = self._contents[sizes]
         values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
         return contents.pickle.filled(values), contents.storages
 
@@ -194,39 +186,18 @@ class _Planner:
         boxes = [self._box(target, rank) for target in self._targets]
         pickle, storages = self._filled(tuple(box.sizes for box in boxes), rank)
         archive = lay_out(pickle, storages, archive=archive_name(path))
-        items = tuple(
-            WriteItem(
-                target.fqn,
-                path,
-                slot.offset,
-                box,
-                target.entry.dtype,
-                target.dtype,
-                finder,
-                slot.crc_at,
-            )
-            for target, box, finder, slot in zip(
-                self._targets, boxes, self._finders, archive.slots, strict=True
-            )
-            if slot.length
-        )
-        return FilePlan(path, archive.length, archive.literals, items)
+        filled = zip(self._targets, boxes, self._finders, strict=True)
+        items = items_in(archive.slots, path, filled)
+        return FilePlan(path, archive.length, archive.literals, tuple(items))
 
     def _box(self, target: Target, rank: int) -> Box:
         shape = target.entry.shape
         if target.layout is None:
             return Box.whole(shape)
         key = (target.layout, shape)
-        known = self._boxes.get(key)
-        if known is None:
-            known = self._boxes[key] = target.layout.boxes(shape)
-        return known[rank]
-
-    def _of(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
-        known = self._contents.get(sizes)
-        if known is None:
-            known = self._contents[sizes] = self._new(sizes)
-        return known
+        if key not in self._boxes:
+            self._boxes[key] = target.layout.boxes(shape)
+        return self._boxes[key][rank]
 
     def _new(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
         shards = _Shards(self._device_type, self._torch_version)
@@ -261,11 +232,10 @@ class _Shards:
         return dtensor_node(dtype, target.entry.shape, local=local, layout=target.layout, mesh=mesh)
 
     def _mesh(self, mesh: Mesh) -> RankMesh:
-        known = self.meshes.get(mesh)
-        if known is None:
+        if mesh not in self.meshes:
             first = self._blanks
             self._blanks += len(mesh.shape)
-            known = self.meshes[mesh] = rank_mesh(
+            self.meshes[mesh] = rank_mesh(
                 mesh,
                 MeshPlace(Blank(0), tuple(map(Blank, range(first, self._blanks)))),
                 device_type=self._device_type,
@@ -273,4 +243,4 @@ class _Shards:
                 torch_version=self._torch_version,
             )
             self.storages.append(mesh_ranks(mesh))
-        return known
+        return self.meshes[mesh]

@@ -173,25 +173,28 @@ class Branch(Generic[L]):
         loses all its leaves goes; one that had none before stays for as long as its container does.
         """
 
-        def leaf(value: L) -> _Kept[L]:
-            return (value, True, True) if keep(value) else (None, True, False)
+        def kept(branch: Branch[L]) -> Tree[L]:
+            items: list[Tree[L]] = []
+            for item in branch.items:
+                if isinstance(item, Branch):
+                    items.append(kept(item))
+                else:
+                    items.append(item if item is not None and keep(item) else None)
+            if all(new is item for new, item in zip(items, branch.items, strict=True)):
+                return branch
+            smaller = branch.holding(items)
+            return None if branch.has_leaves and not smaller.has_leaves else smaller
 
-        def branch(old: Branch[L], made: list[_Kept[L] | None]) -> _Kept[L]:
-            had = any(one is not None and one[1] for one in made)
-            has = any(one is not None and one[2] for one in made)
-            if had and not has:
-                return None, True, False
-            items = [None if one is None else one[0] for one in made]
-            same = all(new is item for new, item in zip(items, old.items, strict=True))
-            return (old if same else old.holding(items)), had, has
+        return _root(kept(self), self)
 
-        return _root(self.fold(leaf, branch)[0], self)
+    @property
+    def has_leaves(self) -> bool:
+        """Whether there is a leaf anywhere inside."""
+        return next(self.leaves(), None) is not None
 
 
 # None is a place without a value.
 Tree = Union[L, Branch[L], None]  # noqa: UP007 (generic, and needed at run time)
-# A tree, and whether it had leaves and has any.
-_Kept: TypeAlias = tuple[Tree[L], bool, bool]
 
 
 def _root(made: Tree[M], old: Branch[L]) -> Branch[M]:

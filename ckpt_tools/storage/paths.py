@@ -123,11 +123,7 @@ def states(path: str) -> dict[str, FileState]:
     if is_address(path):
         if path.startswith(("http://", "https://")) or not is_dir(path):
             return {}
-        return {
-            os.path.join(path, one.name): FileState(one.size, version=one.version)
-            for one in fsspec_store.listing(path)
-            if not one.is_dir
-        }
+        return _states_listed(path)
     if not os.path.isdir(path):
         return {path: _state_of(os.stat(path))}
     with os.scandir(path) as entries:
@@ -156,11 +152,18 @@ def states_now(files: Iterable[str]) -> dict[str, FileState]:
     for folder, wanted in folders.items():
         fsspec_store.forget(folder)
         with suppress(OSError):
-            for one in fsspec_store.listing(folder):
-                path = os.path.join(folder, one.name)
-                if path in wanted:
-                    states[path] = FileState(one.size, version=one.version)
+            listed = _states_listed(folder)
+            states |= {path: listed[path] for path in wanted & listed.keys()}
     return states
+
+
+def _states_listed(folder: str) -> dict[str, FileState]:
+    """The states of the files in a folder of a store."""
+    return {
+        os.path.join(folder, one.name): FileState(one.size, version=one.version)
+        for one in fsspec_store.listing(folder)
+        if not one.is_dir
+    }
 
 
 def last_written(files: Iterable[str]) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from operator import add, attrgetter
 from typing import NamedTuple, TypeAlias, overload
@@ -129,39 +130,33 @@ class StoredItems:
     def object(self, fqn: str, path: Path, section: Section) -> ObjectEntry | None:
         """The entry of an object; None when no file holds it."""
         info = self._storage.get(fqn, {}).get(None)
-        if info is None:
-            return None
-        place = self._place(info.relative_path, info.transforms)
-        data = ByteRange(place.path, info.offset, info.length)
-        return ObjectEntry(fqn, path, section, data, codec=place.codec)
+        return None if info is None else self._object(info, fqn, path, section)
 
     def unread(self, fqn: str, path: Path, section: Section, *, dtype: str) -> ObjectEntry | None:
         """The entry of a tensor whose element type is not read; None when no file holds it."""
         info = next(iter(self._storage.get(fqn, {}).values()), None)
         if info is None:
             return None
-        place = self._place(info.relative_path, info.transforms)
         flaw = UnsupportedError(
             f"a tensor of element type {dtype}, which is not read.",
             hint="Load it where it was saved, make plain tensors of it (.dequantize()), and save "
             "it again; -x leaves the entry out.",
         )
+        entry = self._object(info, fqn, path, section)
+        return replace(entry, type_name=f"tensor of {dtype}", flaw=flaw)
+
+    def _object(self, info: StorageInfo, fqn: str, path: Path, section: Section) -> ObjectEntry:
+        place = self._place(info.relative_path, info.transforms)
         data = ByteRange(place.path, info.offset, info.length)
-        return ObjectEntry(
-            *(fqn, path, section, data),
-            type_name=f"tensor of {dtype}",
-            codec=place.codec,
-            flaw=flaw,
-        )
+        return ObjectEntry(fqn, path, section, data, codec=place.codec)
 
     def _place(self, relative_path: str, transforms: tuple[str, ...]) -> _DataFile:
         key = relative_path, transforms
-        place = self._places.get(key)
-        if place is None:
+        if key not in self._places:
             path = os.path.join(self._root, relative_path)
-            place = _DataFile(path, _codec(path, transforms), rank_of(relative_path))
-            self._places[key] = place
-        return place
+            codec, rank = _codec(path, transforms), rank_of(relative_path)
+            self._places[key] = _DataFile(path, codec, rank)
+        return self._places[key]
 
 
 _path_of: Callable[[StorageInfo], str] = attrgetter("relative_path")

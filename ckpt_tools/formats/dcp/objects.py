@@ -249,8 +249,7 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
         return None
     value = pickles.load_tensors(archive.read("data.pkl"), where=where)
     state = flatten_at(value, where=where, fqn=entry.fqn, path=entry.path)
-    flawed = any(leaf.flaw is not None for leaf in state.objects)
-    if flawed or not state.tensors or not isinstance(state.tree, Branch):
+    if state is None or not state.tensors or any(leaf.flaw for leaf in state.objects):
         return None
     pickle = ByteRange(path, data.offset, data.length)
     objects = [leaf.entry(entry.section, pickle) for leaf in state.objects]

@@ -82,14 +82,6 @@ class StateDict:
     tree: Branch[str]
 
 
-class Flattened(NamedTuple):
-    """The leaves of a value inside of a state dict, and its tree: a name when it is a leaf."""
-
-    tensors: list[TensorLeaf]
-    objects: list[ObjectLeaf]
-    tree: Tree[str]
-
-
 def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDict:
     """The leaves of a nested value; one that is no container has the path ``("value",)``.
 
@@ -103,19 +95,23 @@ def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDic
     top = value if is_container else {"value": value}
     for part in reversed(under):
         top = {part: top}
-    flat = flatten_at(top, where=where, fqn="", path=())
-    if not isinstance(flat.tree, Branch):
+    state = flatten_at(top, where=where, fqn="", path=())
+    if state is None:
         raise TypeError("the outermost value is a container")  # made so above
-    _refuse_flat_parameters([leaf.path for leaf in flat.tensors], where)
-    _check_names([*flat.tensors, *flat.objects], where)
-    return StateDict(tuple(flat.tensors), tuple(flat.objects), flat.tree)
+    _refuse_flat_parameters([leaf.path for leaf in state.tensors], where)
+    _check_names([*state.tensors, *state.objects], where)
+    return state
 
 
-def flatten_at(value: object, *, where: str, fqn: str, path: Path) -> Flattened:
-    """The leaves of a value that stands at ``path`` of a state dict; ``fqn`` is its name there."""
+def flatten_at(value: object, *, where: str, fqn: str, path: Path) -> StateDict | None:
+    """The leaves of a container that stands at ``path`` of a state dict, and is called ``fqn``
+    there; None for a value that is a leaf itself.
+    """
     walk = _Flattening(where)
     tree = walk.tree(value, fqn, path)
-    return Flattened(walk.tensors, walk.objects, tree)
+    if not isinstance(tree, Branch):
+        return None
+    return StateDict(tuple(walk.tensors), tuple(walk.objects), tree)
 
 
 class _Flattening:

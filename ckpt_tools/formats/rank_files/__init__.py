@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from glob import escape
 from typing import TYPE_CHECKING
 
@@ -54,15 +53,13 @@ class RankFiles(TorchSave):
         from ckpt_tools.formats.rank_files import write
         from ckpt_tools.formats.torch_file.dtensor_write import NEWEST
 
-        style = write.RankFileStyle(torch_version=_installed_torch() or NEWEST)
-        if options.rank_name is not None:
-            style = replace(style, naming=options.rank_name)
         return write.plan_files(
             targets,
             objects,
             mesh=options.mesh,
             device_type=options.device_type,
-            style=style,
+            naming=write.NAMING if options.rank_name is None else options.rank_name,
+            torch_version=_installed_torch() or NEWEST,
             tree=options.tree,
         )
 

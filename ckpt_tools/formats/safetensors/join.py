@@ -156,24 +156,22 @@ def _double_problems(
 
 def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) -> list[_Held]:
     """The boxes that have the type and the number of dimensions of the first one."""
-    first = group[0].stored
-    for part, stored in group[1:]:
-        if stored.dtype != first.dtype or len(stored.shape) != len(first.shape):
-            problems.append(
-                CheckpointError(
-                    f"{fqn}: {group[0].part.path} has {first.dtype.name} {list(first.shape)}, "
-                    f"{Path(part.path).name} has {stored.dtype.name} {list(stored.shape)}.",
-                    about=(fqn,),
-                )
-            )
-            break
-    else:
-        return group
-    return [
+    part, first = group[0]
+    same = [
         held
         for held in group
         if held.stored.dtype == first.dtype and len(held.stored.shape) == len(first.shape)
     ]
+    if len(same) < len(group):
+        other, stored = next(held for held in group if held not in same)
+        problems.append(
+            CheckpointError(
+                f"{fqn}: {part.path} has {first.dtype.name} {list(first.shape)}, "
+                f"{Path(other.path).name} has {stored.dtype.name} {list(stored.shape)}.",
+                about=(fqn,),
+            )
+        )
+    return same
 
 
 def _entry(

@@ -95,16 +95,16 @@ def _records(
         if storage.dtype is not None:  # quantized ones are only passed over
             itemsize = _QUANTIZED.get(storage.dtype) or dtype_named(storage.dtype).itemsize
         offset += _COUNT
-        if offset + storage.numel * itemsize > length:
+        end = offset + storage.numel * itemsize
+        if end > length:
             raise UnreadableError(
-                f"{path} is truncated: {length:,} bytes, its storages need "
-                f"{offset + storage.numel * itemsize:,} or more."
+                f"{path} is truncated: {length:,} bytes, its storages need {end:,} or more."
             )
         if count != storage.numel:
             raise UnreadableError(
                 f"{path} is damaged: storage {key!r:.40} has {count:,} elements, "
                 f"not {storage.numel:,}."
             )
-        records[storage.key] = Record(offset, storage.numel * itemsize, None)
-        offset += storage.numel * itemsize
+        records[storage.key] = Record(offset, end - offset, None)
+        offset = end
     return records

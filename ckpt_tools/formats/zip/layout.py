@@ -127,7 +127,10 @@ def lay_out(
     canvas = _Canvas()
     placed = [_put_record(canvas, record, archive=archive) for record in records]
     start = canvas.at
-    central = [start + place for place in _put_directory(canvas, placed)]
+    central = []  # where each entry of the directory begins
+    for record in placed:
+        central.append(canvas.at)
+        canvas.put(_central_entry(record))
     _put_end(canvas, start=start, count=len(placed))
     canvas.close()
     slots = tuple(
@@ -146,25 +149,20 @@ def lay_out(
 
 def _records(pickle: bytes, storages: Sequence[int | bytes]) -> list[_ZipRecord]:
     """All records in the order in which torch writes them."""
-    known = [
+    contents: list[tuple[str, int | bytes]] = [
         ("data.pkl", pickle),
         (".format_version", b"1"),
         (".storage_alignment", str(_ALIGNMENT).encode()),
         ("byteorder", b"little"),
+        *((f"data/{key}", storage) for key, storage in enumerate(storages)),
+        ("version", b"3\n"),
+        (".data/serialization_id", _serialization_id(pickle, storages)),
     ]
-    head = [_ZipRecord(name, len(data), data) for name, data in known]
-    slots = [
-        _ZipRecord(f"data/{key}", len(storage), storage)
-        if isinstance(storage, bytes)
-        else _ZipRecord(f"data/{key}", storage, None)
-        for key, storage in enumerate(storages)
-    ]
-    identity = _serialization_id(pickle, storages)
     return [
-        *head,
-        *slots,
-        _ZipRecord("version", 2, b"3\n"),
-        _ZipRecord(".data/serialization_id", len(identity), identity),
+        _ZipRecord(name, len(data), data)
+        if isinstance(data, bytes)
+        else _ZipRecord(name, data, None)
+        for name, data in contents
     ]
 
 
@@ -215,20 +213,6 @@ def _zip64_extra(*, uncompressed: int, compressed: int, header: int) -> bytes:
     if not values:
         return b""
     return struct.pack(f"<HH{len(values)}Q", _ZIP64_EXTRA, 8 * len(values), *values)
-
-
-def _put_directory(canvas: _Canvas, placed: Sequence[_Placed]) -> list[int]:
-    """Write the central directory; returns where each entry starts inside it."""
-    parts: list[bytes] = []
-    places: list[int] = []
-    at = 0
-    for record in placed:
-        places.append(at)
-        entry = _central_entry(record)
-        parts.append(entry)
-        at += len(entry)
-    canvas.put(b"".join(parts))
-    return places
 
 
 def _central_entry(record: _Placed) -> bytes:

@@ -253,27 +253,17 @@ def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Ar
 # Records that only programs have, what such an archive is, and what to call.
 _PROGRAMS = (
     (
-        b"/code/__torch__",
+        (b"/code/__torch__", b"/constants.pkl"),
         "a TorchScript program",
         "torch.save(torch.jit.load(path).state_dict(), …) makes a state dict of it.",
     ),
     (
-        b"/constants.pkl",
-        "a TorchScript program",
-        "torch.save(torch.jit.load(path).state_dict(), …) makes a state dict of it.",
-    ),
-    (
-        b"archive_format",
+        (b"archive_format", b"serialized_exported_program.json"),
         "a program of torch.export (.pt2)",
         "torch.save(torch.export.load(path).state_dict, …) makes a state dict of it.",
     ),
     (
-        b"serialized_exported_program.json",
-        "a program of torch.export (.pt2)",
-        "torch.save(torch.export.load(path).state_dict, …) makes a state dict of it.",
-    ),
-    (
-        b"/.data/extern_modules",
+        (b"/.data/extern_modules",),
         "a package of torch.package",
         "Load it with torch.package.PackageImporter, and save the state dict of its model.",
     ),
@@ -282,8 +272,8 @@ _PROGRAMS = (
 
 def _refuse_program(directory: bytes, where: str) -> None:
     """Raise UnsupportedError for an archive that holds a program, which is no state dict."""
-    for record, what, way in _PROGRAMS:
-        if record in directory:
+    for records, what, way in _PROGRAMS:
+        if any(record in directory for record in records):
             raise UnsupportedError(f"{where} is {what}, not a state dict.", hint=way)
 
 
@@ -310,9 +300,9 @@ def require_little_endian(archive: Archive) -> None:
 
 
 class _Source:
-    """The bytes of the archive, of which the last 64 KiB are kept."""
+    """The bytes of the archive, of which the last 64 KiB are ``kept``."""
 
-    __slots__ = ("_from", "_kept", "_read", "length", "offset", "where")
+    __slots__ = ("_from", "_read", "kept", "length", "offset", "where")
 
     def __init__(self, read: ReadBytes, *, offset: int, length: int, where: str) -> None:
         self._read = read
@@ -320,21 +310,16 @@ class _Source:
         self.length = length
         self.where = where
         self._from = max(0, length - _WINDOW)
-        self._kept = read(offset + self._from, length - self._from) if length > 0 else b""
-        if len(self._kept) != length - self._from:
-            self._raise_cut(self._from + len(self._kept), length)
-
-    @property
-    def tail(self) -> bytes:
-        """The last bytes of the archive, up to 64 KiB."""
-        return self._kept
+        self.kept = read(offset + self._from, length - self._from) if length > 0 else b""
+        if len(self.kept) != length - self._from:
+            self._raise_cut(self._from + len(self.kept), length)
 
     def take(self, start: int, length: int) -> bytes:
         """``length`` bytes from byte ``start`` of the archive on."""
         if start < 0 or length < 0 or start + length > self.length:
             self._raise_cut(self.length, start + length)
         if start >= self._from:
-            return self._kept[start - self._from : start - self._from + length]
+            return self.kept[start - self._from : start - self._from + length]
         data = self._read(self.offset + start, length)
         if len(data) != length:
             self._raise_cut(start + len(data), start + length)
@@ -358,7 +343,7 @@ class _Source:
 
 def _directory_place(source: _Source) -> tuple[int, int, int]:
     """Start, size and number of entries of the central directory."""
-    tail = source.tail
+    tail = source.kept
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < _END.size:
         source.refuse()

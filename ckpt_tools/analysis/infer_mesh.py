@@ -141,15 +141,13 @@ def _best(kinds: dict[Tiling, list[TensorEntry]], ranks: int, *, by_rank: bool) 
         for shape in _factorings(ranks, ndim):
             mesh = Mesh(shape)
             score = _score(kinds, mesh, by_rank=by_rank)
-            if score[0] > best_score[0] or (score > best_score and best and _ndim(best) == ndim):
+            if score[0] > best_score[0] or (
+                score > best_score and best and len(best.shape) == ndim
+            ):
                 best, best_score = mesh, score
         if best_score[0] == total:
             break
     return best
-
-
-def _ndim(mesh: Mesh) -> int:
-    return len(mesh.shape)
 
 
 def _score(kinds: dict[Tiling, list[TensorEntry]], mesh: Mesh, *, by_rank: bool) -> tuple[int, int]:
@@ -183,7 +181,7 @@ def _factorings(number: int, ndim: int) -> Iterator[tuple[int, ...]]:
 def _layouts_on(cut: Tiling, mesh: Mesh) -> tuple[Layout, ...]:
     """The layouts that give this cut: on the mesh itself, else on its ranks in one line."""
     layouts = _layouts(cut, mesh)
-    return layouts if layouts or _ndim(mesh) == 1 else _layouts(cut, Mesh((mesh.size,)))
+    return layouts if layouts or len(mesh.shape) == 1 else _layouts(cut, Mesh((mesh.size,)))
 
 
 @lru_cache(maxsize=4096)
@@ -198,7 +196,7 @@ def _possible(cut: Tiling, mesh: Mesh) -> Iterator[Layout]:
     """Layouts whose number of parts can give the number of pieces, along every dimension."""
     pieces = {dim: len({box.offsets[dim] for box in cut.boxes}) for dim in cut.dims}
     options: list[Placement] = [Replicate(), *map(Shard, cut.dims)]
-    for placements in product(options, repeat=_ndim(mesh)):
+    for placements in product(options, repeat=len(mesh.shape)):
         parts: dict[int, int] = {}
         sharded = [p.dim for p in placements if isinstance(p, Shard)]
         for placement, size in zip(placements, mesh.shape, strict=True):

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import TracebackType
 
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, unreadable
 from ckpt_tools.storage import fsspec_store, paths
@@ -48,12 +47,7 @@ class Files:
     def __enter__(self) -> Files:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -173,10 +173,6 @@ def _first(args: tuple[object, ...]) -> object:
     return args[0] if args else None
 
 
-def _dict(_args: tuple[object, ...]) -> dict[object, object]:
-    return {}
-
-
 # Gives its argument back when that is a tuple and raises TypeError when not, without a Python call:
 # a file can have two million sizes. `tuple` itself would turn a long string into a longer tuple.
 _SIZE = ().__add__
@@ -211,7 +207,7 @@ METADATA_GLOBALS: dict[str, object] = {
     "torch.contiguous_format": opaque_class("torch.contiguous_format"),
     "torch.preserve_format": opaque_class("torch.preserve_format"),
     "torch.channels_last": opaque_class("torch.channels_last"),
-    "collections.OrderedDict": Function(_dict),
+    "collections.OrderedDict": Function(lambda _: {}),
 }
 
 

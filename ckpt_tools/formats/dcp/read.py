@@ -78,6 +78,9 @@ def _read_index(path: str) -> CheckpointIndex:
     path_of = _paths(metadata)
     tensors, objects = _entries(metadata, path_of, StoredItems(path, metadata.storage))
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
+    # Even a rank with nothing leaves a file.
+    names_of_data = filter(None, map(DATA_FILE.fullmatch, (*sizes, *union.files)))
+    ranks = [int(match[1]) for match in names_of_data]
     index = CheckpointIndex(
         root=path,
         format="dcp",
@@ -86,7 +89,7 @@ def _read_index(path: str) -> CheckpointIndex:
         files=tuple(
             FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(union.files)
         ),
-        world_size=_world_size((*sizes, *union.files)),
+        world_size=max(ranks) + 1 if ranks else None,
         torch_version=None,
         notes=tuple(_notes(sizes, union.files, objects)),
         problems=(*union.problems, *_misplaced(metadata, path)),
@@ -227,12 +230,6 @@ def _misplaced(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
             hint="Take .metadata from another copy; which of the two is right cannot be known.",
             about=wrong & entries,
         )
-
-
-def _world_size(file_names: Iterable[str]) -> int | None:
-    """Number of ranks that saved: even a rank with nothing leaves a file."""
-    ranks = [int(m[1]) for name in file_names if (m := DATA_FILE.fullmatch(name))]
-    return max(ranks) + 1 if ranks else None
 
 
 def _notes(

@@ -26,6 +26,7 @@ from ckpt_tools.formats.pickle.rebuild import (
     TENSOR,
 )
 from ckpt_tools.formats.pickle.torch_stubs import (
+    STORAGES,
     DeviceMeshRecord,
     MeshLayoutRecord,
     PartialRecord,
@@ -47,25 +48,13 @@ _DTYPE_NAME = re.compile(
     r"torch\.(?:q?u?int\d+(?:x\d+)?|b?float\d+(?:_e\d+m\d+\w*)?|complex\d+|bits\d+(?:x\d+)?|bool)"
 )
 
-_STORAGE_DTYPES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-    # Quantized elements mean nothing without their scales: a tensor of them is refused by name.
-    "QInt8": "qint8",
-    "QUInt8": "quint8",
-    "QInt32": "qint32",
-    "QUInt4x2": "quint4x2",
-    "QUInt2x4": "quint2x4",
+# Quantized elements mean nothing without their scales: a tensor of them is refused by name.
+_QUANTIZED_STORAGES = {
+    "QInt8Storage": "qint8",
+    "QUInt8Storage": "quint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
 }
 _UNTYPED_STORAGES = (
     "torch.storage.UntypedStorage",
@@ -77,9 +66,9 @@ _UNTYPED_STORAGES = (
 def _storages() -> dict[str, StorageClass]:
     """The storage classes; torch before 2.0 had the same names again under ``torch.cuda``."""
     table = {name: StorageClass(name, None) for name in _UNTYPED_STORAGES}
-    for stem, dtype in _STORAGE_DTYPES.items():
-        for module in ("torch", "torch.cuda"):
-            name = f"{module}.{stem}Storage"
+    dtypes = {name: dtype for dtype, name in STORAGES.items()} | _QUANTIZED_STORAGES
+    for last, dtype in dtypes.items():
+        for name in (f"torch.{last}", f"torch.cuda.{last}"):
             table[name] = StorageClass(name, dtype)
     return table
 

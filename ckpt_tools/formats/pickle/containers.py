@@ -186,11 +186,7 @@ def _layout(args: tuple[object, ...]) -> object:
     return TorchValue(args[0]) if known else Opaque("torch.layout")
 
 
-def _never(_name: str) -> bool:
-    return False
-
-
-def settled(value: object, *, length: int, is_allowed: Callable[[str], bool] = _never) -> object:
+def settled(value: object, *, length: int, is_allowed: Callable[[str], bool]) -> object:
     """The same value of dicts, OrderedDicts, lists, tuples and sets, with only known leaves.
 
     What is shared stays shared. A closed value that can be pickled again is a PickledValue;
@@ -229,7 +225,11 @@ class _Settler:
         if depth > _MAX_DEPTH:
             raise UnreadableError(f"is nested more than {_MAX_DEPTH} deep.")
         if id(value) in self._done:
-            return self._again(self._done[id(value)])
+            done = self._done[id(value)]
+            if done is None:
+                raise UnreadableError("has a value that contains itself.")
+            self._count(done[1])
+            return done[0]
         self._done[id(value)] = None
         before = self._nodes
         try:
@@ -266,13 +266,6 @@ class _Settler:
         if not all(type(item) in _ATOMS for item in items):
             return Opaque(f"builtins.{type(value).__name__}")
         return frozenset(items) if isinstance(value, frozenset) else set(items)
-
-    def _again(self, done: tuple[object, int] | None) -> object:
-        if done is None:
-            raise UnreadableError("has a value that contains itself.")
-        made, nodes = done
-        self._count(nodes)
-        return made
 
     def _count(self, nodes: int) -> None:
         self._nodes += nodes
@@ -342,7 +335,7 @@ def as_name(value: object) -> str:
 def plain_value(value: object, *, length: int) -> PlainValue | Opaque:
     """The value when it is plain, else Opaque with the name of what is not; see `settled`."""
     try:
-        return _plain(settled(value, length=length))
+        return _plain(settled(value, length=length, is_allowed=lambda _: False))
     except _NotPlainError as error:
         return Opaque(error.qualname)
 

@@ -186,8 +186,9 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
         name = getattr(kind, "qualname", None) or shown(kind)
         raise UnsupportedError(f"a tensor of class {name}, which is not read.", hint=_RESAVE)
     # Attributes that a program hung on a tensor are in the state; no value depends on them.
-    known = function in _REBUILDS or isinstance(function, _Refused)
-    return function(*inner) if known else _refuse_function(function)
+    if function not in _REBUILDS and not isinstance(function, _Refused):
+        raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=_RESAVE)
+    return function(*inner)
 
 
 REBUILD_FROM_TYPE = _unless_flawed(_rebuild_from_type)
@@ -196,10 +197,6 @@ REBUILD_FROM_TYPE_NAMES = frozenset(
 )
 # Where tensors are not read, and only what they are is wanted.
 REBUILD_NAMED = Function(lambda args: Opaque(_class_of(args)), "torch.Tensor")
-
-
-def _refuse_function(function: Function) -> object:
-    raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=_RESAVE)
 
 
 def refused_function(qualname: str) -> Function:

@@ -45,6 +45,21 @@ LAYOUTS = frozenset(
     {"torch.strided", "torch.jagged", "torch.sparse_coo", "torch.sparse_csr", "torch.sparse_csc"}
     | {"torch.sparse_bsr", "torch.sparse_bsc", "torch._mkldnn"}
 )
+# Types that torch had before 2.1 have a storage class each, later ones go by _rebuild_tensor_v3.
+STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,80}")
 
 
@@ -279,6 +294,11 @@ class StoredTensor:
     requires_grad: bool = False
     is_parameter: bool = False
     sign: Sign | None = None
+
+    @property
+    def local(self) -> StoredTensor:
+        """What is in this file of it: all, unlike of a `StoredDTensor`."""
+        return self
 
     @property
     def end(self) -> int:

@@ -86,7 +86,8 @@ def entries_of(gathered: Gathered, files: Files) -> RankEntries:
     What each rank has its own value of becomes a dict of them, ``rank_0``, ``rank_1``…
     """
     apart: dict[str, Branch[str]] = {}
-    sections = _sections(gathered)
+    whole = {path for path, held in gathered.objects.items() if not held[0].is_tensor}
+    sections = names.sections_of(list(gathered.tensors | gathered.objects), objects=whole)
     comparison = ReplicaComparison(files)
     report = _JoinFindings()
     tensors: list[TensorEntry] = []
@@ -142,12 +143,6 @@ def _of_ranks(
     """The values of one place, as a dict with a key for each rank."""
     pairs = zip(parts, entries, strict=True)
     return dict_of({f"rank_{part.rank}": entry.fqn for part, entry in pairs})
-
-
-def _sections(gathered: Gathered) -> dict[Path, Section]:
-    paths = list(gathered.tensors | gathered.objects)
-    objects = {path for path, held in gathered.objects.items() if not held[0].is_tensor}
-    return names.sections_of(paths, objects=objects)
 
 
 def _tensor(path: Path, first: RankTensor, joined: JoinedTensor, section: Section) -> TensorEntry:

@@ -13,11 +13,11 @@ value is compared.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.coverage import uncovered
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
@@ -182,8 +182,14 @@ class IndexBuilder:
         needed = [family for family in families if family not in spared]
         absent = {f: set(range(world)) - {file.rank for file in f.files} for f in needed}
         missing = [family.path_of(rank) for family in needed for rank in sorted(absent[family])]
-        holes = _with_holes(entries.tensors) if self.broken or missing else frozenset()
-        about = {family: self._names(family, families, holes) for family in families}
+        flaws = uncovered(entries.tensors) if self.broken or missing else ()
+        holes = frozenset().union(*(problem.about for problem in flaws))
+        # Lost files of a family damage its entries with holes, where any have, else all of it; none
+        # are named when that is the whole checkpoint.
+        about: dict[Family, Collection[str]] = {}
+        for family in families:
+            held = self.held.get(family.pattern, set())
+            about[family] = held & holes or (held if len(families) > 1 else ())
         problems = [
             *(error.concerning(about[family]) for family, error in self.broken),
             *self.ranks.problems(families, world),
@@ -215,18 +221,3 @@ class IndexBuilder:
             problems=tuple(problems),
             tree=entries.tree,
         )
-
-    def _names(
-        self, family: Family, families: Sequence[Family], holes: frozenset[str]
-    ) -> Collection[str]:
-        """The entries that lost files of one family damage: those with holes, where any have.
-
-        Else all of the family; none are named when that is the whole checkpoint.
-        """
-        held = self.held.get(family.pattern, set())
-        return held & holes or (held if len(families) > 1 else ())
-
-
-def _with_holes(tensors: Iterable[TensorEntry]) -> frozenset[str]:
-    """The names of the tensors that have not all of their rows."""
-    return frozenset().union(*(problem.about for problem in uncovered(tensors, known=())))

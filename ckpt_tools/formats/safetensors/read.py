@@ -25,12 +25,10 @@ from ckpt_tools.formats.numbered import (
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.safetensors import join as parts_of
 from ckpt_tools.formats.safetensors.header import (
-    Header,
     foreign,
     length_problem,
     looks_like_safetensors,
     parse_header,
-    read_header,
 )
 from ckpt_tools.formats.safetensors.join import (
     SHARD,
@@ -40,14 +38,11 @@ from ckpt_tools.formats.safetensors.join import (
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
-__all__ = ["Header", "matches", "read_header", "read_index"]
-
 FORMAT = "safetensors"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _USUAL_INDEX = "model.safetensors.index.json"
 _CONSOLIDATED_FROM = "sharded"  # where torch's writer leaves the shards that it consolidated
-_DEFAULT = ReadOptions()
 
 
 @dataclass(slots=True)
@@ -99,7 +94,7 @@ def _names_in(folder: str) -> list[str]:
 def read_index(
     path: str,
     *,
-    options: ReadOptions = _DEFAULT,  # noqa: ARG001 - all readers take them; no pickles here
+    options: ReadOptions = ReadOptions(),  # noqa: ARG001 - all readers take them; no pickles here
 ) -> CheckpointIndex:
     """Index one file, an index JSON with its files, or a folder of files.
 
@@ -126,7 +121,7 @@ def _read_single(reading: _IndexBuilder, place: str, files: Files) -> Checkpoint
     _read_parts(reading, [place], files)
     if not reading.parts:
         raise reading.problems[0]
-    _join(reading)
+    _join(reading, {})
     shard = SHARD.fullmatch(os.path.basename(place))
     if shard:
         part = IncompleteError(
@@ -158,7 +153,7 @@ def _read_parts(reading: _IndexBuilder, file_paths: Iterable[str], files: Files)
         reading.files.append(FileEntry(path, size))
 
 
-def _join(reading: _IndexBuilder, weight_map: Mapping[str, str] | None = None) -> None:
+def _join(reading: _IndexBuilder, weight_map: Mapping[str, str]) -> None:
     joined = parts_of.join(reading.parts, weight_map=weight_map)
     reading.tensors.extend(joined.tensors)
     reading.problems.extend(joined.problems)
@@ -183,7 +178,7 @@ def _read_folder(reading: _IndexBuilder, folder: str, files: Files) -> Checkpoin
     _read_parts(reading, [paths.joined(folder, name) for name in names], files)
     if not reading.parts:
         raise reading.problems[0]
-    _join(reading)
+    _join(reading, {})
     return _conclude_unlisted(reading, folder, names)
 
 
@@ -282,17 +277,16 @@ def _look_beside(reading: _IndexBuilder, folder: str, names: Sequence[str], file
         _read_parts(beside, [path], files)
         same = [fqn for part in beside.parts for fqn in part.header.tensors if fqn in known]
         if same and not SHARD.fullmatch(name):
-            reading.problems.append(_second_checkpoint(folder, path, same))
+            usual = paths.joined(folder, _USUAL_INDEX)
+            reading.problems.append(
+                CheckpointError(
+                    f"{path} is not in the index, and it holds {some(sorted(same), 3)}, as the "
+                    "index's own files do: two checkpoints in one folder.",
+                    hint=f"Name the one that you mean: {path} or {usual}",
+                )
+            )
         else:
             reading.notes.append(f"{name} is not in the index, and not read.")
-
-
-def _second_checkpoint(folder: str, path: str, same: Sequence[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is not in the index, and it holds {some(sorted(same), 3)}, as the "
-        "index's own files do: two checkpoints in one folder.",
-        hint=f"Name the one that you mean: {path} or {paths.joined(folder, _USUAL_INDEX)}",
-    )
 
 
 # --------------------------------------------------------------------- torch's consolidated folders

@@ -87,18 +87,27 @@ def rank_mesh(
     mesh: Mesh, place: MeshPlace, *, device_type: str, key: int, torch_version: TorchVersion
 ) -> RankMesh:
     """The DeviceMesh as one process has it; ``key`` is that of its storage of ranks."""
-    old = torch_version < _FIRST_LAYOUT
-    ranks = tensor_node(_INT32, mesh.shape if old else (mesh.size,), key=key)
-    state = (
-        _old_state(mesh, place, ranks, device_type=device_type)
-        if old
-        else {
+    ranks = tuple(range(mesh.size))
+    state: dict[str, Node]
+    if torch_version < _FIRST_LAYOUT:
+        state = {
+            "device_type": device_type,
+            "mesh": tensor_node(_INT32, mesh.shape, key=key),
+            "mesh_dim_names": mesh.dim_names,
+            "_flatten_mesh_list": ranks,
+            "_thread_id": None,
+            **_groups(mesh),
+            "_coordinate_on_dim": list(place.coordinate),
+            "_hash": None,
+        }
+    else:
+        state = {
             "_device_type": device_type,
             "_layout": _layout_node(mesh, torch_version),
-            "_rank_map": ranks,
+            "_rank_map": tensor_node(_INT32, (mesh.size,), key=key),
             "_mesh_dim_names": mesh.dim_names,
             "_root_mesh": None,
-            "_flatten_rank_map": tuple(range(mesh.size)),
+            "_flatten_rank_map": ranks,
             "_thread_id": None,
             "_flatten_mapping": {},
             **_groups(mesh),
@@ -106,22 +115,7 @@ def rank_mesh(
             "_coordinate_on_dim": place.coordinate,
             "_hash": None,
         }
-    )
     return RankMesh(Instance(_DEVICE_MESH, state=state), device_type, torch_version)
-
-
-def _old_state(mesh: Mesh, place: MeshPlace, ranks: Call, *, device_type: str) -> dict[str, Node]:
-    """The inside of a DeviceMesh up to torch 2.9."""
-    return {
-        "device_type": device_type,
-        "mesh": ranks,
-        "mesh_dim_names": mesh.dim_names,
-        "_flatten_mesh_list": tuple(range(mesh.size)),
-        "_thread_id": None,
-        **_groups(mesh),
-        "_coordinate_on_dim": list(place.coordinate),
-        "_hash": None,
-    }
 
 
 def _groups(mesh: Mesh) -> dict[str, Node]:

@@ -12,11 +12,11 @@ from typing import BinaryIO, NamedTuple
 
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.index import ByteRange
-from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.torch_stubs import StoredStorage
-from ckpt_tools.formats.zip.read import Record
+from ckpt_tools.formats.zip.read import Record, big_endian
 from ckpt_tools.storage import paths
 
 _MAGIC = 0x1950A86A20F9469CFC6C
@@ -65,10 +65,7 @@ def _check_head(file: BinaryIO, path: str) -> None:
         raise UnreadableError(f"{path}: version {version!r} of the old format is not known.")
     machine = pickles.load_stream(file, where=path)
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
-        raise UnsupportedError(
-            f"{path} was saved on a big-endian machine; its bytes are not swapped here.",
-            hint="Load it with torch.load and save it again on a little-endian machine.",
-        )
+        raise big_endian(path)
 
 
 _QUANTIZED = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}

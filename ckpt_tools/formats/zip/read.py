@@ -197,9 +197,8 @@ class Archive:
         from hashlib import sha256  # late: it loads OpenSSL
 
         record = self.record(name)
-        start, end = (
-            at - self._bytes.offset for at in (record.offset, record.offset + record.length)
-        )
+        start = record.offset - self._bytes.offset
+        end = start + record.length
         crc, found = 0, sha256()
         for at in range(start, end, _BLOCK):
             block = self._bytes.take(at, min(_BLOCK, end - at))
@@ -293,10 +292,15 @@ def is_little_endian(archive: Archive) -> bool:
 def require_little_endian(archive: Archive) -> None:
     """Raise UnsupportedError when the tensors of the archive are big-endian."""
     if not is_little_endian(archive):
-        raise UnsupportedError(
-            f"{archive.where} was saved on a big-endian machine; its bytes are not swapped here.",
-            hint="Load it with torch.load and save it again on a little-endian machine.",
-        )
+        raise big_endian(archive.where)
+
+
+def big_endian(where: str) -> UnsupportedError:
+    """The error for a file of big-endian tensors."""
+    return UnsupportedError(
+        f"{where} was saved on a big-endian machine; its bytes are not swapped here.",
+        hint="Load it with torch.load and save it again on a little-endian machine.",
+    )
 
 
 class _Source:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import permutations, product
 from math import prod
@@ -51,19 +52,17 @@ def cut_of(entry: TensorEntry) -> Tiling | None:
     return Tiling(shape, solid, dims) if dims and solid else None
 
 
+@dataclass(eq=False, slots=True)
 class Inference:
     """The mesh that boxes imply, and the layout of any tensor on it.
 
     ``usual`` are the layouts that some tensors speak of without a doubt, most frequent first.
     """
 
-    __slots__ = ("_known", "mesh", "usual")
-
-    def __init__(self, mesh: Mesh, usual: Sequence[Layout] = ()) -> None:
-        self.mesh = mesh
-        self.usual = tuple(usual)
-        # Thousands of tensors have the same cut, and looking costs more than finding that again.
-        self._known: dict[Held, Layout | None] = {}
+    mesh: Mesh
+    usual: tuple[Layout, ...] = ()
+    # Thousands of tensors have the same cut, and looking costs more than finding that again.
+    _known: dict[Held, Layout | None] = field(default_factory=dict, repr=False)
 
     def layout_of(self, entry: TensorEntry) -> Layout | None:
         """The layout on this mesh, or on all its ranks in one line, that gives the tensor's boxes.

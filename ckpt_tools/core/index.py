@@ -10,6 +10,7 @@ from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from glob import escape
 from itertools import pairwise
 from math import prod
@@ -103,27 +104,20 @@ class Chunk(NamedTuple):
         return view.placed(self.box, start, tuple(map(place, strides)), itemsize=itemsize)
 
 
+@dataclass(eq=False)
 class Grid:
     """The boxes of a tensor with the file and the rank of each, shared by all tensors with the same
     boxes; compared by identity, so that a fact about one need not be computed for the others.
     """
 
-    __slots__ = ("_solid", "boxes", "paths", "ranks")
+    boxes: tuple[Box, ...]
+    paths: tuple[str, ...]
+    ranks: tuple[int | None, ...]
 
-    def __init__(
-        self, boxes: tuple[Box, ...], paths: tuple[str, ...], ranks: tuple[int | None, ...]
-    ) -> None:
-        self.boxes = boxes
-        self.paths = paths
-        self.ranks = ranks
-        self._solid: SolidBoxes | None = None
-
-    @property
+    @cached_property
     def solid(self) -> SolidBoxes:
-        """What finds boxes in this grid; made once."""
-        if self._solid is None:
-            self._solid = SolidBoxes(self.boxes)
-        return self._solid
+        """What finds boxes in this grid."""
+        return SolidBoxes(self.boxes)
 
 
 class GridChunks(Sequence[Chunk]):

@@ -241,8 +241,13 @@ def of_paths(placed: Iterable[tuple[Path, L]]) -> Branch[L]:
     """
     root: dict[str | int, object] = {}
     for path, leaf in placed:
-        if len(path) > MAX_DEPTH or not path:
-            raise _too_deep(path)
+        if not path:
+            raise UnsupportedError("An entry has an empty path.")
+        if len(path) > MAX_DEPTH:
+            raise UnsupportedError(
+                f"{_shown(path)} is nested {len(path)} deep; up to {MAX_DEPTH} is supported.",
+                hint="No state dict of a model or an optimizer is nested like this.",
+            )
         container = root
         for part in path[:-1]:
             inner = container.setdefault(part, _Inner())
@@ -320,15 +325,6 @@ def _twice(path: Path) -> UnsupportedError:
     return UnsupportedError(
         f"{_shown(path)} is there twice, or is both an entry and a container of others.",
         hint="Leave one of them out with --exclude.",
-    )
-
-
-def _too_deep(path: Path) -> UnsupportedError:
-    if not path:
-        return UnsupportedError("An entry has an empty path.")
-    return UnsupportedError(
-        f"{_shown(path)} is nested {len(path)} deep; up to {MAX_DEPTH} is supported.",
-        hint="No state dict of a model or an optimizer is nested like this.",
     )
 
 

@@ -83,21 +83,6 @@ class _Boundary(NamedTuple):
 class _Walk:
     """The stack and the memo of weights at one point of a pickle."""
 
-    __slots__ = (
-        "_boundaries",
-        "_credit",
-        "_known",
-        "_shapes",
-        "_tuple_keys",
-        "by_shape",
-        "data",
-        "marks",
-        "memo",
-        "most_objects",
-        "objects",
-        "stack",
-    )
-
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.stack: list[int] = []

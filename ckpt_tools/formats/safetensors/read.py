@@ -213,7 +213,13 @@ def _conclude_unlisted(
             f"There is no index file; {len(names)} files are read as one checkpoint."
         )
     if not ranks and _is_consolidated(folder):
-        reading.problems.append(_unfinished(folder))
+        reading.problems.append(
+            IncompleteError(
+                f"{folder} has shards in {_CONSOLIDATED_FROM}/ but no index: torch writes it last, "
+                "so the consolidation stopped half-way.",
+                hint=f"Read the shards: {paths.joined(folder, _CONSOLIDATED_FROM)}",
+            )
+        )
     return reading.result(world_size=max(ranks, default=None))
 
 
@@ -253,10 +259,6 @@ def _read_listed(reading: _IndexBuilder, index: Index, files: Files) -> None:
     for part in reading.parts:
         reading.problems.extend(index.disagreements(part.path, part.header.tensors))
     _join(reading, index.weight_map)
-    _check_total(reading, index)
-
-
-def _check_total(reading: _IndexBuilder, index: Index) -> None:
     total = sum(entry.nbytes for entry in reading.tensors)
     if index.total_size is not None and index.total_size != total and not reading.problems:
         reading.notes.append(
@@ -296,14 +298,6 @@ def _is_consolidated(folder: str) -> bool:
     """Whether torch's writer made this folder's files from the shards in its sub-folder."""
     shards = paths.joined(folder, _CONSOLIDATED_FROM)
     return paths.is_dir(shards) and any(SHARD.fullmatch(name) for name in _names_in(shards))
-
-
-def _unfinished(folder: str) -> IncompleteError:
-    return IncompleteError(
-        f"{folder} has shards in {_CONSOLIDATED_FROM}/ but no index: torch writes it last, so the "
-        "consolidation stopped half-way.",
-        hint=f"Read the shards: {paths.joined(folder, _CONSOLIDATED_FROM)}",
-    )
 
 
 def _check_consolidated(reading: _IndexBuilder, folder: str, files: Files) -> None:

@@ -387,16 +387,14 @@ def _directory(data: bytes, where: str, *, start: int) -> Iterator[_DirectoryEnt
             extra = data[extra_at:at]
             length, packed, header = _wide_fields(extra, (length, packed, header), where)
         if method or packed != length or flags & _ENCRYPTED:
-            _refuse_packed(name, where)
+            shown = name.decode("utf-8", "backslashreplace")
+            raise UnreadableError(
+                f"{where}: record {shown!r} is compressed or encrypted, which torch.save never "
+                "does.",
+                hint="The file was packed again by another program; unpack it and take the "
+                "original.",
+            )
         yield _DirectoryEntry(name, header, length, crc, crc_at)
-
-
-def _refuse_packed(name: bytes, where: str) -> None:
-    shown = name.decode("utf-8", "backslashreplace")
-    raise UnreadableError(
-        f"{where}: record {shown!r} is compressed or encrypted, which torch.save never does.",
-        hint="The file was packed again by another program; unpack it and take the original.",
-    )
 
 
 def _wide_fields(extra: bytes, narrow: tuple[int, int, int], where: str) -> list[int]:

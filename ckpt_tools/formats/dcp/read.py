@@ -95,11 +95,11 @@ def _read_index(path: str) -> CheckpointIndex:
         problems=(*union.problems, *_misplaced(metadata, path)),
         tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
-    index = per_rank.with_replicas(index, union.twins) if union.twins else index
+    index = per_rank.with_replicas(index, union.written_twice) if union.written_twice else index
     with Files() as files:
         index = safetensors_data.resolve(index, files)
-        if union.twins:
-            index = per_rank.compared(index, union.twins, files)
+        if union.written_twice:
+            index = per_rank.compared(index, union.written_twice, files)
         if not metadata.planner_data:
             index = _with_packed(index, files)
         index = replace(index, problems=(*index.problems, *problems_of(index, sizes)))

@@ -196,10 +196,10 @@ class _Flattening:
     def plain(self, value: object, depth: int) -> tuple[PlainValue, str | None]:
         """The value and None when it is plain, else None and the name of what is not."""
         if id(value) not in self._opened:
-            look = _Look(min(self._left, _MAX_PLAIN))
-            name = look.odd_type(value, depth)
-            self._left -= min(self._left, _MAX_PLAIN) - look.left
-            self._flaws[id(value)] = look.flaw
+            check = _PlainCheck(min(self._left, _MAX_PLAIN))
+            name = check.first_not_plain(value, depth)
+            self._left -= min(self._left, _MAX_PLAIN) - check.left
+            self._flaws[id(value)] = check.flaw
             self._opened[id(value)] = (value if name is None else None), name  # type: ignore[assignment]  # looked through
         return self._opened[id(value)]
 
@@ -243,14 +243,14 @@ class _Flattening:
             )
 
 
-class _Look:
-    """A look through a value for what is not plain; ``left`` parts may still be looked at."""
+class _PlainCheck:
+    """Looks through a value for what is not plain; ``left`` parts may still be looked at."""
 
     def __init__(self, left: int) -> None:
         self.left = left
         self.flaw: CheckpointError | None = None
 
-    def odd_type(self, value: object, depth: int) -> str | None:
+    def first_not_plain(self, value: object, depth: int) -> str | None:
         """The name of the first type that is not plain, or of a container that is too large."""
         self.left -= 1
         if self.left < 0 or depth > MAX_DEPTH:
@@ -268,7 +268,7 @@ class _Look:
         return self._first_unusable(value.values(), depth)
 
     def _first_unusable(self, values: Iterable[object], depth: int) -> str | None:
-        return next(filter(None, (self.odd_type(item, depth + 1) for item in values)), None)
+        return next(filter(None, (self.first_not_plain(item, depth + 1) for item in values)), None)
 
 
 def _is_plain_scalar(value: object) -> bool:

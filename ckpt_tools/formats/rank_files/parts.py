@@ -118,9 +118,9 @@ class RankTensors:
 class JoinedTensor:
     """A tensor put together from its parts; ``complaint`` says why it must not be used as it is.
 
-    ``differing`` are the ranks whose plain values are not those of the first, ``unlike`` the boxes
-    of replicas that are not equal, with two ranks of each, ``unseen`` says that something was too
-    large to be compared.
+    ``differing`` are the ranks whose plain values are not those of the first,
+    ``differing_replicas`` the boxes of replicas that are not equal, with two ranks of each;
+    ``uncompared`` says that something was too large to be compared.
     """
 
     shape: tuple[int, ...]
@@ -128,8 +128,8 @@ class JoinedTensor:
     layout: Layout | None
     complaint: str | None = None
     differing: tuple[int, ...] = ()
-    unlike: tuple[str, ...] = ()
-    unseen: bool = False
+    differing_replicas: tuple[str, ...] = ()
+    uncompared: bool = False
 
 
 def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> JoinedTensor:
@@ -145,20 +145,20 @@ def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> JoinedTe
     groups: dict[Box, list[RankTensor]] = {}
     for part in same:
         groups.setdefault(part.box, []).append(part)
-    unlike, unseen = [], False
+    differing_replicas, uncompared = [], False
     for box, group in groups.items():
         verdicts = [comparison.equal(group[0], other) for other in group[1:]]
-        unseen = unseen or None in verdicts
+        uncompared = uncompared or None in verdicts
         if False in verdicts:
             other = group[1 + verdicts.index(False)]
-            unlike.append(f"{box} (ranks {group[0].rank} and {other.rank})")
+            differing_replicas.append(f"{box} (ranks {group[0].rank} and {other.rank})")
     return JoinedTensor(
         shape=first.shape,
         chunks=tuple(_chunk(group) for group in groups.values()),
         layout=layout,
         complaint=complaint,
-        unlike=tuple(unlike),
-        unseen=unseen,
+        differing_replicas=tuple(differing_replicas),
+        uncompared=uncompared,
     )
 
 
@@ -174,7 +174,7 @@ def _join_plain(
         layout=None,
         complaint=complaint,
         differing=tuple(part.rank for part, is_equal in verdicts if is_equal is False),
-        unseen=any(is_equal is None for _, is_equal in verdicts),
+        uncompared=any(is_equal is None for _, is_equal in verdicts),
     )
 
 

@@ -110,7 +110,7 @@ def join(parts: Sequence[TensorFile], *, weight_map: Mapping[str, str]) -> Joine
         group = held[fqn]
         if len(group) > 1 and any(part.offsets is None for part, _ in group):
             # Of a name that several files hold whole, the one that is listed counts.
-            listed = [held for held in group if held.part.path == weight_map.get(fqn)]
+            listed = [one for one in group if one.part.path == weight_map.get(fqn)]
             if not listed:
                 doubles[group[0].part.path, group[1].part.path].append(fqn)
             group = listed or group[:1]

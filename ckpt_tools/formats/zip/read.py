@@ -62,7 +62,7 @@ class Record(NamedTuple):
     crc: int | None
 
 
-class Loose(NamedTuple):
+class VaryingRecord(NamedTuple):
     """A record's content from ``start`` to ``end``, and where its CRC-32 stands: first in the
     directory, then, in archives of torch, behind the content. All are relative to the archive.
     """
@@ -163,7 +163,7 @@ class Archive:
         """The bytes from ``start`` to ``end`` of the archive."""
         return self._bytes.take(start, end - start)
 
-    def loose(self, names: Iterable[str]) -> list[Loose]:
+    def varying(self, names: Iterable[str]) -> list[VaryingRecord]:
         """Where archives differ that are equal but for the contents of these records, as far as
         they are there. Raises UnreadableError as `record` does.
         """
@@ -174,7 +174,7 @@ class Archive:
             sums = [entry.crc_at]
             if end + 8 <= self._end and self._bytes.take(end, 4) == b"PK\x07\x08":
                 sums.append(end + 4)
-            found.append(Loose(name, end - record.length, end, tuple(sums)))
+            found.append(VaryingRecord(name, end - record.length, end, tuple(sums)))
         return found
 
     def read(self, name: str) -> bytes:

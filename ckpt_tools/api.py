@@ -31,8 +31,7 @@ from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import AnswerNo, CheckpointError, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, VerifyReport
-from ckpt_tools.storage.age import last_written
-from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.paths import is_address, last_written
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import permutations, product
 from math import prod
@@ -51,19 +52,17 @@ def cut_of(entry: TensorEntry) -> Tiling | None:
     return Tiling(shape, solid, dims) if dims and solid else None
 
 
+@dataclass(eq=False, slots=True)
 class Inference:
     """The mesh that boxes imply, and the layout of any tensor on it.
 
     ``usual`` are the layouts that some tensors speak of without a doubt, most frequent first.
     """
 
-    __slots__ = ("_known", "mesh", "usual")
-
-    def __init__(self, mesh: Mesh, usual: Sequence[Layout] = ()) -> None:
-        self.mesh = mesh
-        self.usual = tuple(usual)
-        # Thousands of tensors have the same cut, and looking costs more than finding that again.
-        self._known: dict[Held, Layout | None] = {}
+    mesh: Mesh
+    usual: tuple[Layout, ...] = ()
+    # Thousands of tensors have the same cut, and looking costs more than finding that again.
+    _known: dict[Held, Layout | None] = field(default_factory=dict, repr=False)
 
     def layout_of(self, entry: TensorEntry) -> Layout | None:
         """The layout on this mesh, or on all its ranks in one line, that gives the tensor's boxes.
@@ -141,15 +140,13 @@ def _best(kinds: dict[Tiling, list[TensorEntry]], ranks: int, *, by_rank: bool) 
         for shape in _factorings(ranks, ndim):
             mesh = Mesh(shape)
             score = _score(kinds, mesh, by_rank=by_rank)
-            if score[0] > best_score[0] or (score > best_score and best and _ndim(best) == ndim):
+            if score[0] > best_score[0] or (
+                score > best_score and best and len(best.shape) == ndim
+            ):
                 best, best_score = mesh, score
         if best_score[0] == total:
             break
     return best
-
-
-def _ndim(mesh: Mesh) -> int:
-    return len(mesh.shape)
 
 
 def _score(kinds: dict[Tiling, list[TensorEntry]], mesh: Mesh, *, by_rank: bool) -> tuple[int, int]:
@@ -183,7 +180,7 @@ def _factorings(number: int, ndim: int) -> Iterator[tuple[int, ...]]:
 def _layouts_on(cut: Tiling, mesh: Mesh) -> tuple[Layout, ...]:
     """The layouts that give this cut: on the mesh itself, else on its ranks in one line."""
     layouts = _layouts(cut, mesh)
-    return layouts if layouts or _ndim(mesh) == 1 else _layouts(cut, Mesh((mesh.size,)))
+    return layouts if layouts or len(mesh.shape) == 1 else _layouts(cut, Mesh((mesh.size,)))
 
 
 @lru_cache(maxsize=4096)
@@ -198,7 +195,7 @@ def _possible(cut: Tiling, mesh: Mesh) -> Iterator[Layout]:
     """Layouts whose number of parts can give the number of pieces, along every dimension."""
     pieces = {dim: len({box.offsets[dim] for box in cut.boxes}) for dim in cut.dims}
     options: list[Placement] = [Replicate(), *map(Shard, cut.dims)]
-    for placements in product(options, repeat=_ndim(mesh)):
+    for placements in product(options, repeat=len(mesh.shape)):
         parts: dict[int, int] = {}
         sharded = [p.dim for p in placements if isinstance(p, Shard)]
         for placement, size in zip(placements, mesh.shape, strict=True):

@@ -104,16 +104,13 @@ class _Known:
         self._unit = unit
         self._mesh = mesh
         self._pieces: dict[tuple[object, ...], tuple[HeldBox, ...]] = {}
-        self._words: dict[Layout, tuple[str, ...]] = {}
 
     def held(self, entry: TensorEntry, known: tuple[Layout, Status] | None) -> HeldTensor:
         layout = None if known is None else known[0]
         kind = (layout, entry.shape, *((c.box, c.rank, c.data.path) for c in entry.chunks))
         if kind not in self._pieces:
             self._pieces[kind] = self._cut(entry, layout)
-        if layout is not None and layout not in self._words:
-            self._words[layout] = tuple(placement_names(layout))
-        words = () if layout is None else self._words[layout]
+        words = () if layout is None else tuple(placement_names(layout))
         return HeldTensor(entry.fqn, entry.dtype, entry.shape, self._pieces[kind], words)
 
     def _cut(self, entry: TensorEntry, layout: Layout | None) -> tuple[HeldBox, ...]:

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis.infer_mesh import Inference, infer
@@ -141,19 +140,15 @@ def placements_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> list[
     for entry in index.tensors:
         known = layout_of(entry, known_mesh)
         if known is not None:
-            counts[_placements_text(known[0], known_mesh)] += 1
+            layout, _ = known
+            text = ", ".join(placement_names(layout))
+            is_usual = known_mesh is None or layout.mesh == known_mesh.mesh
+            counts[text if is_usual else f"{text} on {layout.mesh}"] += 1
         elif len(entry.chunks) > 1:
             counts["cut in a way that no mesh explains"] += 1
         else:
             counts["in one piece"] += 1
     return counts.most_common()
-
-
-def _placements_text(layout: Layout, known_mesh: FoundMesh | None) -> str:
-    text = ", ".join(placement_names(layout))
-    if known_mesh is None or layout.mesh == known_mesh.mesh:
-        return text
-    return f"{text} on {layout.mesh}"
 
 
 def placement_names(layout: Layout) -> list[str]:
@@ -164,7 +159,7 @@ def placement_names(layout: Layout) -> list[str]:
     """
     names = []
     for mesh_dim, placement in enumerate(layout.placements):
-        factor = _split_factor(layout, mesh_dim)
+        factor = layout.split_factor(mesh_dim)
         if isinstance(placement, Shard) and factor > 1:
             names.append(f"_StridedShard({placement.dim}, {factor})")
         else:
@@ -172,34 +167,22 @@ def placement_names(layout: Layout) -> list[str]:
     return names
 
 
-def _split_factor(layout: Layout, mesh_dim: int) -> int:
-    """Into how many pieces mesh dimensions to the right have cut before this one does."""
-    earlier = layout.order[: layout.order.index(mesh_dim)]
-    same = [
-        layout.mesh.shape[other]
-        for other in earlier
-        if other > mesh_dim and layout.placements[other] == layout.placements[mesh_dim]
-    ]
-    return prod(same)
-
-
 def sections_of(index: CheckpointIndex) -> dict[Section, SectionSum]:
     """The sums of each section, empty ones included, in the order of `SECTIONS`."""
-    return {section: _sum(index, section) for section in SECTIONS}
-
-
-def _sum(index: CheckpointIndex, section: Section) -> SectionSum:
-    tensors = [entry for entry in index.tensors if entry.section == section]
-    dtypes: Counter[str] = Counter()
-    for entry in tensors:
-        dtypes[entry.dtype.name] += entry.numel
-    return SectionSum(
-        tensors=len(tensors),
-        objects=sum(entry.section == section for entry in index.objects),
-        numel=sum(dtypes.values()),
-        nbytes=sum(entry.nbytes for entry in tensors),
-        dtypes=dict(dtypes.most_common()),
-    )
+    sums = {}
+    for section in SECTIONS:
+        tensors = [entry for entry in index.tensors if entry.section == section]
+        dtypes: Counter[str] = Counter()
+        for entry in tensors:
+            dtypes[entry.dtype.name] += entry.numel
+        sums[section] = SectionSum(
+            tensors=len(tensors),
+            objects=sum(entry.section == section for entry in index.objects),
+            numel=sum(dtypes.values()),
+            nbytes=sum(entry.nbytes for entry in tensors),
+            dtypes=dict(dtypes.most_common()),
+        )
+    return sums
 
 
 def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:
@@ -223,19 +206,14 @@ def step_entries(index: CheckpointIndex) -> list[Entry]:
     They have one of the usual names, one element if they are tensors, and do not belong to the
     optimizer, which counts for each parameter.
     """
-    all_entries: list[Entry] = [*index.objects, *index.tensors]
     entries = [
         entry
-        for entry in all_entries
+        for entry in index.entries
         if entry.path[-1] in _STEP_NAMES
         and entry.section != "optim"
         and (isinstance(entry, ObjectEntry) or entry.numel == 1)
     ]
-    return sorted(entries, key=_by_likelihood)
-
-
-def _by_likelihood(entry: Entry) -> tuple[int, int, str]:
-    return _STEP_NAMES.index(str(entry.path[-1])), len(entry.path), entry.fqn
+    return sorted(entries, key=lambda e: (_STEP_NAMES.index(str(e.path[-1])), len(e.path), e.fqn))
 
 
 def step_of(index: CheckpointIndex, read: Callable[[Entry], object]) -> Step | None:
@@ -268,36 +246,37 @@ def _is_of_stateful_kind(group: Entry) -> bool:
 def resume_verdict(index: CheckpointIndex) -> Verdict:
     """Whether training can resume from this checkpoint, as far as its entries show."""
     if index.problems:
-        return Verdict(yes=False, reason=index.problems[0].message.partition("\n")[0])
+        return _no(index.problems[0].message.partition("\n")[0])
     held = {entry.section for entry in index.tensors}
     if "model" not in held:
-        return Verdict(yes=False, reason="the model weights are missing")
+        return _no("the model weights are missing")
     groups = [
         entry
         for entry in index.entries
         if entry.section == "optim" and is_in_param_groups(entry.path)
     ]
     if "optim" not in held and not groups:
-        reason = "the optimizer state is missing; the weights can start a new run"
-        return Verdict(yes=False, reason=reason)
+        return _no("the optimizer state is missing; the weights can start a new run")
     flawed = [entry for entry in index.objects if entry.flaw is not None]
     unread = [entry for entry in flawed if entry.section in ("model", "optim")]
     if unread:
-        shown, flaw = some([entry.fqn for entry in unread]), unread[0].flaw
-        return Verdict(yes=False, reason=f"{shown} cannot be read: {flaw}".partition("\n")[0])
+        shown = some([entry.fqn for entry in unread])
+        return _no(f"{shown} cannot be read: {unread[0].flaw}".partition("\n")[0])
     if not groups:
-        reason = (
+        return _no(
             "the optimizer's param_groups are missing, and an optimizer cannot load without them"
         )
-        return Verdict(yes=False, reason=reason)
     if "optim" not in held and any(map(_is_of_stateful_kind, groups)):
-        reason = (
+        return _no(
             "the optimizer has param_groups and none of its tensors, as before its very first step"
         )
-        return Verdict(yes=False, reason=reason)
     if "optim" not in held:
         return Verdict(yes=True, reason="the model is complete, and the optimizer keeps no tensors")
     return Verdict(yes=True, reason="model and optimizer state are complete")
+
+
+def _no(reason: str) -> Verdict:
+    return Verdict(yes=False, reason=reason)
 
 
 def file_loads(index: CheckpointIndex) -> list[FileLoad]:

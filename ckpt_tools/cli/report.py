@@ -17,8 +17,7 @@ from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEnt
 from ckpt_tools.core.text import counted, first_of, format_size, some
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.formats import locate, open_object
-from ckpt_tools.storage.age import last_written
-from ckpt_tools.storage.paths import is_address
+from ckpt_tools.storage.paths import is_address, last_written
 from ckpt_tools.storage.reader import Files
 
 _BAR = 12

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from glob import escape
 from itertools import pairwise
 from math import prod
@@ -103,27 +104,20 @@ class Chunk(NamedTuple):
         return view.placed(self.box, start, tuple(map(place, strides)), itemsize=itemsize)
 
 
+@dataclass(eq=False)
 class Grid:
     """The boxes of a tensor with the file and the rank of each, shared by all tensors with the same
     boxes; compared by identity, so that a fact about one need not be computed for the others.
     """
 
-    __slots__ = ("_solid", "boxes", "paths", "ranks")
+    boxes: tuple[Box, ...]
+    paths: tuple[str, ...]
+    ranks: tuple[int | None, ...]
 
-    def __init__(
-        self, boxes: tuple[Box, ...], paths: tuple[str, ...], ranks: tuple[int | None, ...]
-    ) -> None:
-        self.boxes = boxes
-        self.paths = paths
-        self.ranks = ranks
-        self._solid: SolidBoxes | None = None
-
-    @property
+    @cached_property
     def solid(self) -> SolidBoxes:
-        """What finds boxes in this grid; made once."""
-        if self._solid is None:
-            self._solid = SolidBoxes(self.boxes)
-        return self._solid
+        """What finds boxes in this grid."""
+        return SolidBoxes(self.boxes)
 
 
 class GridChunks(Sequence[Chunk]):
@@ -221,6 +215,7 @@ class ObjectEntry:
 
 
 Entry: TypeAlias = TensorEntry | ObjectEntry
+_Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
 
 
 class PackedObject(NamedTuple):
@@ -371,15 +366,11 @@ class CheckpointIndex:
 
     def tensor(self, fqn: str) -> TensorEntry | None:
         """The tensor of this name, or None."""
-        place = bisect_left(self.tensors, fqn, key=_fqn)
-        is_there = place < len(self.tensors) and self.tensors[place].fqn == fqn
-        return self.tensors[place] if is_there else None
+        return _found(self.tensors, fqn)
 
     def object(self, fqn: str) -> ObjectEntry | None:
         """The object of this name, or None."""
-        place = bisect_left(self.objects, fqn, key=_fqn)
-        is_there = place < len(self.objects) and self.objects[place].fqn == fqn
-        return self.objects[place] if is_there else None
+        return _found(self.objects, fqn)
 
     def select(self: _Index, fqns: Collection[str]) -> _Index:
         """The same checkpoint with only these tensors and objects, and the problems they have.
@@ -439,6 +430,12 @@ LocatedIndex = NewType("LocatedIndex", CheckpointIndex)
 
 def _fqn(entry: Entry) -> str:
     return entry.fqn
+
+
+def _found(entries: Sequence[_Entry], fqn: str) -> _Entry | None:
+    """The entry of this name among those sorted by name, or None."""
+    place = bisect_left(entries, fqn, key=_fqn)
+    return entries[place] if place < len(entries) and entries[place].fqn == fqn else None
 
 
 def _renamed(entry: Entry, path: Path) -> Entry:

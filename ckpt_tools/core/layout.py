@@ -121,6 +121,19 @@ class Layout:
             sizes[dim] = size
         return Box(tuple(offsets), tuple(sizes))
 
+    def split_factor(self, mesh_dim: int) -> int:
+        """Into how many parts mesh dimensions to the right cut the tensor before this one does.
+
+        1 is a plain `Shard`; more is torch's `_StridedShard` with this split factor.
+        """
+        before = self.order[: self.order.index(mesh_dim)]
+        placement = self.placements[mesh_dim]
+        return prod(
+            self.mesh.shape[other]
+            for other in before
+            if other > mesh_dim and self.placements[other] == placement
+        )
+
     def boxes(self, shape: Sequence[int]) -> list[Box]:
         """The box of every rank, in the order of the ranks."""
         return [self.box(shape, coordinate) for coordinate in self.mesh.coordinates()]
@@ -176,29 +189,16 @@ def strided_order(
     """
     order: list[int] = []
     for mesh_dim in reversed(range(len(dims))):
-        place = _place_of(mesh_dim, order, mesh_shape=mesh_shape, dims=dims, factors=factors)
+        before, place = 1, 0  # among the dimensions to its right, which are in order already
+        while before != factors[mesh_dim]:
+            if place == len(order):
+                raise UnsupportedError(
+                    f"A strided shard with split factor {factors[mesh_dim]} on mesh "
+                    f"{tuple(mesh_shape)}: no mesh dimensions to its right cut the tensor into "
+                    "that many pieces."
+                )
+            other = order[place]
+            before *= mesh_shape[other] if dims[other] == dims[mesh_dim] else 1
+            place += 1
         order.insert(place, mesh_dim)
     return tuple(order)
-
-
-def _place_of(
-    mesh_dim: int,
-    order: list[int],
-    *,
-    mesh_shape: Sequence[int],
-    dims: Sequence[int | None],
-    factors: Sequence[int],
-) -> int:
-    """Where to put a mesh dimension among those to its right, which are in order already."""
-    before = 1
-    if factors[mesh_dim] == 1:
-        return 0
-    for place, other in enumerate(order):
-        if dims[other] == dims[mesh_dim]:
-            before *= mesh_shape[other]
-        if before == factors[mesh_dim]:
-            return place + 1
-    raise UnsupportedError(
-        f"A strided shard with split factor {factors[mesh_dim]} on mesh {tuple(mesh_shape)}: "
-        "no mesh dimensions to its right cut the tensor into that many pieces."
-    )

@@ -29,20 +29,15 @@ _OPTIM = frozenset(
 )
 # Containers that hold the others: Composer nests all in "state", torch's examples in "app".
 _OUTER = frozenset({"state", "app", "checkpoint", "trainer", "train_state"})
-_OTHER = frozenset(
-    {"lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "dataloader", "dataloaders"}
-    | {"train_state", "trainer", "rng", "rng_state", "step", "epoch", "global_step", "callbacks"}
-    | {
-        "loops",
-        "hparams_name",
-        "hyper_parameters",
-        "pytorch-lightning_version",
-        "extra",
-        "extra_state",
-    }
-    | {"timestamp", "train_dataloader", "algorithms", "integrations", "metadata", "meta"}
-    | {"grad_scaler", "random_state", "random_states"}
-)
+# fmt: off
+_OTHER = frozenset({
+    "lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "dataloader", "dataloaders",
+    "train_state", "trainer", "rng", "rng_state", "step", "epoch", "global_step", "callbacks",
+    "loops", "hparams_name", "hyper_parameters", "pytorch-lightning_version", "extra",
+    "extra_state", "timestamp", "train_dataloader", "algorithms", "integrations", "metadata",
+    "meta", "grad_scaler", "random_state", "random_states",
+})
+# fmt: on
 
 # What counts the steps of a job, alike on all its ranks, and the containers that hold such counts.
 # A dataloader's or a sampler's count is its rank's own.

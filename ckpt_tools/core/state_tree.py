@@ -15,8 +15,8 @@ is, with names for leaves,
 
 with the paths ``("groups", 0, "betas", 0)``, ``("groups", 0, "betas", 1)`` and ``("0",)``.
 
-This room knows nothing of entries, files and formats. Nothing here calls itself but `merge`, whose
-depth is that of its trees: readers refuse what is nested deeper than `MAX_DEPTH`.
+This room knows nothing of entries, files and formats. Walks call themselves once for each container
+inside of another: readers refuse what is nested deeper than `MAX_DEPTH`.
 """
 
 from __future__ import annotations
@@ -87,64 +87,46 @@ class Branch(Generic[L]):
         every: Iterator[tuple[Path, L | Branch[L]]] = self.walk_to(lambda _: False)
         return every  # type: ignore[return-value]  # no branch is an end of it
 
-    def walk_to(self, is_end: Callable[[Branch[L]], bool]) -> Iterator[tuple[Path, L | Branch[L]]]:
-        """The same, but that a branch below this one may be an end as it is."""
-        above: Path
-        waiting: list[tuple[Path, Iterator[tuple[str | int, Tree[L]]]]] = [((), self.pairs())]
-        while waiting:
-            above, rest = waiting[-1]
-            for part, item in rest:
-                if isinstance(item, Branch) and not is_end(item):
-                    waiting.append(((*above, part), item.pairs()))
-                    break
-                if item is not None:
-                    yield (*above, part), item
-            else:
-                waiting.pop()
+    def walk_to(
+        self, is_end: Callable[[Branch[L]], bool], *, above: Path = ()
+    ) -> Iterator[tuple[Path, L | Branch[L]]]:
+        """The same, but that a branch below this one may be an end as it is.
+
+        ``above`` is the path of this container itself.
+        """
+        for part, item in self.pairs():
+            if isinstance(item, Branch) and not is_end(item):
+                yield from item.walk_to(is_end, above=(*above, part))
+            elif item is not None:
+                yield (*above, part), item
 
     def leaves(self) -> Iterator[L]:
         """Each leaf, in the order of the state dict."""
-        waiting: list[Iterator[Tree[L]]] = [iter(self.items)]
-        while waiting:
-            for item in waiting[-1]:
-                if isinstance(item, Branch):
-                    waiting.append(iter(item.items))
-                    break
-                if item is not None:
-                    yield item
-            else:
-                waiting.pop()
+        for item in self.items:
+            if isinstance(item, Branch):
+                yield from item.leaves()
+            elif item is not None:
+                yield item
 
-    def branches(self) -> Iterator[tuple[Path, Branch[L]]]:
+    def branches(self, *, above: Path = ()) -> Iterator[tuple[Path, Branch[L]]]:
         """Each container after its path, the outer ones before those inside."""
-        waiting: list[tuple[Path, Branch[L]]] = [((), self)]
-        while waiting:
-            path, branch = waiting.pop()
-            yield path, branch
-            inner = [((*path, part), i) for part, i in branch.pairs() if isinstance(i, Branch)]
-            waiting.extend(reversed(inner))
+        yield above, self
+        for part, item in self.pairs():
+            if isinstance(item, Branch):
+                yield from item.branches(above=(*above, part))
 
     def fold(self, leaf: Callable[[L], M], branch: Callable[[Branch[L], list[M | None]], M]) -> M:
         """What ``branch`` makes of this container, out of what was made of its items.
 
         Items are done in order, each before its container; a place without a value gives None.
         """
-        stack: list[tuple[Branch[L], Iterator[Tree[L]], list[M | None]]] = []
-        current, rest = self, iter(self.items)
         made: list[M | None] = []
-        while True:
-            for item in rest:
-                if isinstance(item, Branch):
-                    stack.append((current, rest, made))
-                    current, rest, made = item, iter(item.items), []
-                    break
-                made.append(None if item is None else leaf(item))
+        for item in self.items:
+            if isinstance(item, Branch):
+                made.append(item.fold(leaf, branch))
             else:
-                result = branch(current, made)
-                if not stack:
-                    return result
-                current, rest, made = stack.pop()
-                made.append(result)
+                made.append(None if item is None else leaf(item))
+        return branch(self, made)
 
     def holding(self, items: Sequence[Tree[M]]) -> Branch[M]:
         """The same container with other items, as many; a dict loses those that are None."""
@@ -191,25 +173,28 @@ class Branch(Generic[L]):
         loses all its leaves goes; one that had none before stays for as long as its container does.
         """
 
-        def leaf(value: L) -> _Kept[L]:
-            return (value, True, True) if keep(value) else (None, True, False)
+        def kept(branch: Branch[L]) -> Tree[L]:
+            items: list[Tree[L]] = []
+            for item in branch.items:
+                if isinstance(item, Branch):
+                    items.append(kept(item))
+                else:
+                    items.append(item if item is not None and keep(item) else None)
+            if all(new is item for new, item in zip(items, branch.items, strict=True)):
+                return branch
+            smaller = branch.holding(items)
+            return None if branch.has_leaves and not smaller.has_leaves else smaller
 
-        def branch(old: Branch[L], made: list[_Kept[L] | None]) -> _Kept[L]:
-            had = any(one is not None and one[1] for one in made)
-            has = any(one is not None and one[2] for one in made)
-            if had and not has:
-                return None, True, False
-            items = [None if one is None else one[0] for one in made]
-            same = all(new is item for new, item in zip(items, old.items, strict=True))
-            return (old if same else old.holding(items)), had, has
+        return _root(kept(self), self)
 
-        return _root(self.fold(leaf, branch)[0], self)
+    @property
+    def has_leaves(self) -> bool:
+        """Whether there is a leaf anywhere inside."""
+        return next(self.leaves(), None) is not None
 
 
 # None is a place without a value.
 Tree = Union[L, Branch[L], None]  # noqa: UP007 (generic, and needed at run time)
-# A tree, and whether it had leaves and has any.
-_Kept: TypeAlias = tuple[Tree[L], bool, bool]
 
 
 def _root(made: Tree[M], old: Branch[L]) -> Branch[M]:
@@ -256,8 +241,13 @@ def of_paths(placed: Iterable[tuple[Path, L]]) -> Branch[L]:
     """
     root: dict[str | int, object] = {}
     for path, leaf in placed:
-        if len(path) > MAX_DEPTH or not path:
-            raise _too_deep(path)
+        if not path:
+            raise UnsupportedError("An entry has an empty path.")
+        if len(path) > MAX_DEPTH:
+            raise UnsupportedError(
+                f"{_shown(path)} is nested {len(path)} deep; up to {MAX_DEPTH} is supported.",
+                hint="No state dict of a model or an optimizer is nested like this.",
+            )
         container = root
         for part in path[:-1]:
             inner = container.setdefault(part, _Inner())
@@ -267,7 +257,7 @@ def of_paths(placed: Iterable[tuple[Path, L]]) -> Branch[L]:
         if path[-1] in container:
             raise _twice(path)
         container[path[-1]] = leaf
-    return _settled(root)
+    return _settled((), root)
 
 
 class _Inner(dict[str | int, object]):
@@ -276,19 +266,13 @@ class _Inner(dict[str | int, object]):
     __slots__ = ()
 
 
-def _settled(root: dict[str | int, object]) -> Branch[L]:
-    """Containers by the parts in them, the inner ones first."""
-    waiting: list[tuple[Path, dict[str | int, object]]] = [((), root)]
-    containers: list[tuple[Path, dict[str | int, object]]] = []
-    while waiting:
-        path, container = waiting.pop()
-        containers.append((path, container))
-        waiting += [((*path, p), i) for p, i in container.items() if type(i) is _Inner]
-    made: dict[int, Branch[L]] = {}
-    for path, container in reversed(containers):
-        items = [made[id(i)] if type(i) is _Inner else i for i in container.values()]
-        made[id(container)] = _container(path, list(container), items)  # type: ignore[arg-type]
-    return made[id(root)]
+def _settled(path: Path, container: dict[str | int, object]) -> Branch[L]:
+    """The container at a path, and those inside of it, each by the parts in it."""
+    items = [
+        _settled((*path, part), item) if isinstance(item, _Inner) else item
+        for part, item in container.items()
+    ]
+    return _container(path, list(container), items)  # type: ignore[arg-type]
 
 
 def _container(path: Path, parts: list[str | int], items: list[Tree[L]]) -> Branch[L]:
@@ -341,15 +325,6 @@ def _twice(path: Path) -> UnsupportedError:
     return UnsupportedError(
         f"{_shown(path)} is there twice, or is both an entry and a container of others.",
         hint="Leave one of them out with --exclude.",
-    )
-
-
-def _too_deep(path: Path) -> UnsupportedError:
-    if not path:
-        return UnsupportedError("An entry has an empty path.")
-    return UnsupportedError(
-        f"{_shown(path)} is nested {len(path)} deep; up to {MAX_DEPTH} is supported.",
-        hint="No state dict of a model or an optimizer is nested like this.",
     )
 
 

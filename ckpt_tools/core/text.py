@@ -51,6 +51,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def is_text(text: str) -> bool:
+    """Whether a str can be written as UTF-8: pickles and JSON can hold lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def are(number: int) -> str:
     """``is`` for one, ``are`` for any other number."""
     return "is" if number == 1 else "are"

@@ -12,13 +12,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from posixpath import isabs
+from posixpath import basename, isabs
 from typing import NamedTuple
 
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import is_text, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, paths_instead
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.paths import StoragePath
 from ckpt_tools.storage.reader import Files
 
 NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
@@ -30,9 +29,14 @@ _MOST_MISSING = 1000  # a gap in numbers is not listed further than this
 class Index:
     """An index JSON: which file holds which tensor, by full path, and the bytes of all tensors."""
 
-    path: StoragePath
+    path: str
     weight_map: dict[str, str]
     total_size: int | None
+
+    @property
+    def name(self) -> str:
+        """The name of the index JSON."""
+        return basename(self.path)
 
     def by_file(self) -> dict[str, list[str]]:
         """The names in each file, sorted."""
@@ -44,7 +48,7 @@ class Index:
     def missing(self, path: str, fqns: Sequence[str]) -> IncompleteError:
         """The error for a file that does not exist."""
         return IncompleteError(
-            f"{path} does not exist; {self.path.name} has {some(fqns, _SHOWN)} in it.",
+            f"{path} does not exist; {self.name} has {some(fqns, _SHOWN)} in it.",
             hint="Copy the missing file into the folder, or download it again.",
             about=fqns,
         )
@@ -57,20 +61,20 @@ class Index:
         extra = sorted(fqn for fqn in held if self.weight_map.get(fqn) != path)
         if lacking:
             yield IncompleteError(
-                f"{path} lacks {some(lacking, _SHOWN)}; {self.path.name} has it there.",
+                f"{path} lacks {some(lacking, _SHOWN)}; {self.name} has it there.",
                 about=lacking,
             )
         if extra:
             yield CheckpointError(
-                f"{path} holds {some(extra, _SHOWN)}; {self.path.name} does not have it there.",
+                f"{path} holds {some(extra, _SHOWN)}; {self.name} does not have it there.",
                 hint="They are from two saves, or one was edited.",
                 about=extra,
             )
 
 
-def parse_index(path: StoragePath, files: Files) -> Index:
+def parse_index(path: str, files: Files) -> Index:
     """An index JSON, checked. Raises UnreadableError when it is not sound."""
-    data = files.read(str(path), 0, files.size(str(path)))
+    data = files.read(path, 0, files.size(path))
     try:
         raw: object = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -83,17 +87,9 @@ def parse_index(path: StoragePath, files: Files) -> Index:
             raise UnreadableError(
                 f"{path}: {fqn!r} is in {name!r:.60}, which is not a file beside it."
             )
-    placed = {fqn: str(path.parent / name) for fqn, name in weight_map.items()}
+    folder = paths.folder_of(path)
+    placed = {fqn: paths.joined(folder, name) for fqn, name in weight_map.items()}
     return Index(path, placed, _total_size(raw))
-
-
-def is_text(name: str) -> bool:
-    """Whether a name can be written at all: JSON can spell lone surrogates, no file can."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_below(name: str) -> bool:
@@ -161,15 +157,16 @@ def only_a_part(path: str, files: Files) -> IncompleteError | None:
     It is about the names that an index beside the file has in others, and without one about
     nothing: what the others held is then not known.
     """
-    place = StoragePath(path)
-    match = NUMBERED.fullmatch(place.name)
+    place = paths.normal(path)
+    folder, name = paths.folder_of(place), basename(place)
+    match = NUMBERED.fullmatch(name)
     if match is None or int(match[3]) < 2:
         return None
     about: list[str] = []
-    beside = place.parent / f"{match[1]}.{match[4]}.index.json"
-    if paths.is_file(str(beside)):
+    beside = paths.joined(folder, f"{match[1]}.{match[4]}.index.json")
+    if paths.is_file(beside):
         weight_map = parse_index(beside, files).weight_map
-        about = sorted(fqn for fqn, file in weight_map.items() if file != str(place))
+        about = sorted(fqn for fqn, file in weight_map.items() if file != place)
         if not about:
             return None
     others = f"; {some(about, _SHOWN)} are in the others" if about else ""
@@ -177,6 +174,6 @@ def only_a_part(path: str, files: Files) -> IncompleteError | None:
         f"{place} is file {int(match[2])} of {int(match[3])} of one checkpoint{others}.",
         hint="Give the folder instead, with all of its files"
         + (", or choose by name what is in this file." if about else "."),
-        instead=paths_instead(path, [str(place.parent)]),
+        instead=paths_instead(path, [folder]),
         about=about,
     )

@@ -59,7 +59,15 @@ def read_index(path: str, parts: Sequence[str], options: ReadOptions) -> Checkpo
     """
     folder = os.path.dirname(parts[0]) or "."
     if not options.cuts or not paths.is_dir(path):
-        raise _refusal(path, folder, parts)
+        shown = some([os.path.basename(part) for part in parts])
+        raise UnsupportedError(
+            f"{folder} holds {len(parts)} tensor-parallel parts of one model ({shown}), and no "
+            "file says which rows or columns of a tensor each of them has.",
+            hint="A map that says how they are cut joins them, in `export` and `reshard`. The "
+            "model's own script does, too (for Llama: transformers' "
+            "convert_llama_weights_to_hf.py).",
+            instead=Instead(path, (Way(folder, ("--map", "meta-llama-to-hf")),)),
+        )
     held = set(map(_number, parts))
     lost = [f"{number:02}" for number in range(len(held)) if number not in held]
     if lost:
@@ -81,17 +89,6 @@ def read_index(path: str, parts: Sequence[str], options: ReadOptions) -> Checkpo
         ties=(),
         notes=(f"Joined {len(indexes)} tensor-parallel parts: {counted(len(whole), 'tensor')}.",),
         problems=(*(p for part in indexes for p in part.problems), *joining.problems),
-    )
-
-
-def _refusal(path: str, folder: str, parts: Sequence[str]) -> UnsupportedError:
-    shown = some([os.path.basename(part) for part in parts])
-    return UnsupportedError(
-        f"{folder} holds {len(parts)} tensor-parallel parts of one model ({shown}), and no "
-        "file says which rows or columns of a tensor each of them has.",
-        hint="A map that says how they are cut joins them, in `export` and `reshard`. The model's "
-        "own script does, too (for Llama: transformers' convert_llama_weights_to_hf.py).",
-        instead=Instead(path, (Way(folder, ("--map", "meta-llama-to-hf")),)),
     )
 
 

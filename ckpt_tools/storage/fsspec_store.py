@@ -121,7 +121,9 @@ def _asked_again(address: str, ask: Callable[[], Result]) -> Result:
             return ask()
         except Exception as error:
             cause = _cause(error)
-            if pause is None or not _may_pass(cause):
+            is_busy = getattr(cause, "status", None) in _BUSY
+            may_pass = is_busy or _is_timeout(cause) or type(cause).__name__ in _BROKEN_OFF
+            if pause is None or not may_pass:
                 raise _fault(cause, address) from error
         time.sleep(pause)
     raise AssertionError  # the last try has returned or raised
@@ -133,12 +135,6 @@ def _cause(error: Exception) -> Exception:
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
     return error if getattr(cause, "status", None) in (404, 410) else cause
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether the same request may go well a moment later."""
-    status = getattr(error, "status", None)
-    return _is_timeout(error) or status in _BUSY or type(error).__name__ in _BROKEN_OFF
 
 
 def _is_timeout(error: Exception) -> bool:

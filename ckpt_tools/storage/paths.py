@@ -9,17 +9,18 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import filter as filter_names
 from glob import glob as local_glob
+from itertools import islice
 from typing import BinaryIO
 
 from ckpt_tools.core.index import FileState
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.storage import fsspec_store
 
+_ASKED = 256  # a file system of a cluster takes a millisecond for each file
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -122,11 +123,7 @@ def states(path: str) -> dict[str, FileState]:
     if is_address(path):
         if path.startswith(("http://", "https://")) or not is_dir(path):
             return {}
-        return {
-            os.path.join(path, one.name): FileState(one.size, version=one.version)
-            for one in fsspec_store.listing(path)
-            if not one.is_dir
-        }
+        return _states_listed(path)
     if not os.path.isdir(path):
         return {path: _state_of(os.stat(path))}
     with os.scandir(path) as entries:
@@ -155,11 +152,29 @@ def states_now(files: Iterable[str]) -> dict[str, FileState]:
     for folder, wanted in folders.items():
         fsspec_store.forget(folder)
         with suppress(OSError):
-            for one in fsspec_store.listing(folder):
-                path = os.path.join(folder, one.name)
-                if path in wanted:
-                    states[path] = FileState(one.size, version=one.version)
+            listed = _states_listed(folder)
+            states |= {path: listed[path] for path in wanted & listed.keys()}
     return states
+
+
+def _states_listed(folder: str) -> dict[str, FileState]:
+    """The states of the files in a folder of a store."""
+    return {
+        os.path.join(folder, one.name): FileState(one.size, version=one.version)
+        for one in fsspec_store.listing(folder)
+        if not one.is_dir
+    }
+
+
+def last_written(files: Iterable[str]) -> float | None:
+    """When the newest of the first 256 local files was written, in seconds since 1970, or None."""
+    times: list[float] = []
+    for path in islice(files, _ASKED):
+        if is_address(path):
+            return None
+        with suppress(OSError):
+            times.append(os.stat(path).st_mtime)
+    return max(times, default=None)
 
 
 def is_dir(path: str) -> bool:
@@ -243,43 +258,6 @@ def normal(path: str) -> str:
     return path.rstrip("/") if is_address(path) else os.path.normpath(path)
 
 
-@dataclass(frozen=True, slots=True)
-class StoragePath:
-    """A path with the few questions of `pathlib.Path` that readers ask, for addresses, too."""
-
-    path: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", normal(self.path))
-
-    def __str__(self) -> str:
-        return self.path
-
-    def __truediv__(self, name: str) -> StoragePath:
-        return StoragePath(os.path.join(self.path, name))
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return os.path.basename(self.path)
-
-    @property
-    def parent(self) -> StoragePath:
-        """The folder that it is in."""
-        return StoragePath(os.path.dirname(self.path) or ".")
-
-    def is_dir(self) -> bool:
-        """Whether it is a folder."""
-        return is_dir(self.path)
-
-    def is_file(self) -> bool:
-        """Whether it is a file."""
-        return is_file(self.path)
-
-    def exists(self) -> bool:
-        """Whether something is there."""
-        return is_dir(self.path) or is_file(self.path)
-
-    def iterdir(self) -> Iterator[StoragePath]:
-        """What is in the folder. Raises OSError."""
-        return (self / name for name in listdir(self.path))
+def joined(folder: str, name: str) -> str:
+    """The path of a name below a folder, without doubled slashes or a leading ``./``."""
+    return normal(os.path.join(folder, name))

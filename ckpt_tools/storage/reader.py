@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import TracebackType
 
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, unreadable
 from ckpt_tools.storage import fsspec_store, paths
@@ -48,12 +47,7 @@ class Files:
     def __enter__(self) -> Files:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -80,7 +74,8 @@ class Files:
         with self._lock:
             handle = self._open.get(path)
             if handle is None:
-                handle = self._open[path] = _Handle(_open_file(path))
+                with _faults_of(path, doing="opened"):
+                    handle = self._open[path] = _Handle(paths.open_file(path))
             self._open.move_to_end(path)
             handle.users += 1
             self._evict()
@@ -126,26 +121,15 @@ class Files:
     def size(self, path: str) -> int:
         """Length of the file in bytes. Raises IncompleteError when it does not exist."""
         if paths.is_address(path):
-            return self._remote_size(path)
+            with _faults_of(path):
+                return fsspec_store.facts(path).size
         with self.descriptor(path) as fd:
             return os.fstat(fd).st_size
 
-    def _remote_size(self, address: str) -> int:
-        try:
-            return fsspec_store.facts(address).size
-        except FileNotFoundError as error:
-            raise IncompleteError(f"{address} does not exist.") from error
-        except OSError as error:
-            raise unreadable(address, error) from error
-
     def _fetch(self, address: str, offset: int, length: int) -> bytes:
         """These bytes of an object in a store, in one request."""
-        try:
+        with _faults_of(address):
             data = fsspec_store.read(address, offset, length)
-        except FileNotFoundError as error:
-            raise IncompleteError(f"{address} does not exist.") from error
-        except OSError as error:
-            raise unreadable(address, error) from error
         if len(data) > length:
             raise UnreadableError(
                 f"{address}: its server was asked for {length:,} bytes and sent {len(data):,}.",
@@ -284,9 +268,11 @@ def temporary_folder() -> str:
     return folder
 
 
-def _open_file(path: str) -> int:
+@contextmanager
+def _faults_of(path: str, *, doing: str = "read") -> Iterator[None]:
+    """Raise what the system or a store refuses inside of the block as an error of this file."""
     try:
-        return paths.open_file(path)
+        yield
     except FileNotFoundError as error:
         if os.path.islink(path):
             raise IncompleteError(
@@ -295,7 +281,7 @@ def _open_file(path: str) -> int:
             ) from error
         raise IncompleteError(f"{path} does not exist.") from error
     except OSError as error:
-        raise unreadable(path, error, doing="opened") from error
+        raise unreadable(path, error, doing=doing) from error
 
 
 def refuse_special(files: Iterable[str]) -> None:

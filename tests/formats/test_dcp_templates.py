@@ -13,10 +13,9 @@ from pickled import CHECKPOINTS
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import locate, read_index
-from ckpt_tools.formats.dcp.templates import ItemContents, Templates
+from ckpt_tools.formats.dcp.items import ItemContents, Templates, archive_of
 from ckpt_tools.formats.pickle.load import load_tensors
 from ckpt_tools.formats.pickle.torch_stubs import StoredTensor
-from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
 
 
@@ -37,11 +36,7 @@ def items(path: Path, *contents: bytes) -> list[ByteRange]:
 
 def learned(files: Files, item: ByteRange) -> tuple[Templates, ItemContents]:
     """Templates that know this item, and what it is."""
-
-    def read(offset: int, length: int) -> bytes:
-        return files.read(item.path, offset, length)
-
-    archive = torch_zip.read_archive(read, offset=item.offset, length=item.length, where="item")
+    archive = archive_of(files, item, "item")
     stored = load_tensors(archive.read("data.pkl"), where="item")
     assert isinstance(stored, StoredTensor)
     record = archive.record("data/0")

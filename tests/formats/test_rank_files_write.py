@@ -27,14 +27,13 @@ from ckpt_tools import formats
 from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
 from ckpt_tools.core.plan import Target
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.rank_files.write import RankFileStyle, plan_files
+from ckpt_tools.formats.rank_files.write import plan_files
 from ckpt_tools.formats.torch_file.dtensor_write import parse_version
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 TORCH = parse_version(torch.__version__)  # each torch reads only its own DeviceMesh
-NATIVE = RankFileStyle(torch_version=TORCH)
-ONE_FILE = RankFileStyle("rank_{rank}.pt", TORCH)
+ONE_FILE = "rank_{rank}.pt"
 
 
 def torch_mesh(mesh: Mesh, rank: int, device_type: str = "cpu") -> DeviceMesh:
@@ -45,7 +44,9 @@ def written(
     targets: Sequence[Target], folder: Path, *, mesh: Mesh, device_type: str = "cpu"
 ) -> list[dict[str, DTensor]]:
     """What torch loads from the file of each rank."""
-    plans = plan_files(targets, [], mesh=mesh, device_type=device_type, style=ONE_FILE)
+    plans = plan_files(
+        targets, [], mesh=mesh, device_type=device_type, naming=ONE_FILE, torch_version=TORCH
+    )
     write_plans(plans, folder)
     with torch.serialization.safe_globals([_StridedShard]):  # which torch 2.6 did not yet allow
         return [torch.load(folder / p.path, weights_only=True, map_location="cpu") for p in plans]
@@ -174,8 +175,14 @@ def test_the_files_of_a_real_job_come_out_as_they_were(tmp_path: Path) -> None:
     index = formats.read_index(str(real))
     assert index.mesh is not None
     targets = [Target(e.fqn, e.path, e, e.dtype, e.layout) for e in index.tensors]
-    style = RankFileStyle("model_rank{rank}.pt", TORCH)
-    plans = plan_files(targets, index.objects, mesh=index.mesh, device_type="cpu", style=style)
+    plans = plan_files(
+        targets,
+        index.objects,
+        mesh=index.mesh,
+        device_type="cpu",
+        naming="model_rank{rank}.pt",
+        torch_version=TORCH,
+    )
     write_plans(plans, tmp_path)
     for plan in plans:
         ours = torch.load(tmp_path / plan.path, weights_only=True)
@@ -279,7 +286,8 @@ def test_a_file_for_another_torch_says_what_that_torch_says(elder: Elder, tmp_pa
         [],
         mesh=entry.layout.mesh,
         device_type=elder.device_type,
-        style=RankFileStyle("rank_{rank}.pt", elder.version),
+        naming=ONE_FILE,
+        torch_version=elder.version,
     )
     write_plans(plans, tmp_path)
     ours = spec_in(tmp_path / f"rank_{elder.rank}.pt", elder.fqn)
@@ -303,7 +311,7 @@ def test_well_known_parts_have_files_of_their_own(tmp_path: Path) -> None:
         source.target("optim.state.w.exp_avg", np.arange(4.0), layout=layout),
     ]
     objects = [value_object("extra_state.epoch", 3)]
-    plans = plan_files(targets, objects, mesh=layout.mesh, device_type="cpu", style=NATIVE)
+    plans = plan_files(targets, objects, mesh=layout.mesh, device_type="cpu", torch_version=TORCH)
     write_plans(plans, tmp_path)
     assert [p.path for p in plans] == [
         f"{family}_world_size_2_rank_{rank}.pt"
@@ -318,7 +326,7 @@ def test_other_nestings_stay_whole_in_one_file_each(tmp_path: Path) -> None:
     layout = Layout(Mesh((1,)), (S0,))
     target = Source(tmp_path).target("model.w", np.arange(4.0), layout=layout)
     step = value_object("step", 3)
-    plans = plan_files([target], [step], mesh=layout.mesh, device_type="cpu", style=NATIVE)
+    plans = plan_files([target], [step], mesh=layout.mesh, device_type="cpu", torch_version=TORCH)
     write_plans(plans, tmp_path)
     state = torch.load(tmp_path / "model_world_size_1_rank_0.pt", weights_only=True)
     assert (list(state), list(state["model"])) == (["model", "step"], ["w"])
@@ -347,9 +355,7 @@ def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
 
 def test_a_torch_without_a_public_dtensor_is_refused() -> None:
     with pytest.raises(UsageError, match=r"not for 2\.4"):
-        plan_files(
-            [], [], mesh=Mesh((1,)), device_type="cpu", style=RankFileStyle(torch_version=(2, 4))
-        )
+        plan_files([], [], mesh=Mesh((1,)), device_type="cpu", torch_version=(2, 4))
 
 
 def test_the_version_of_a_torch_is_its_first_two_numbers() -> None:
@@ -358,4 +364,4 @@ def test_the_version_of_a_torch_is_its_first_two_numbers() -> None:
 
 def test_a_naming_without_a_rank_is_refused() -> None:
     with pytest.raises(UsageError, match=r"has no \{rank\}"):
-        plan_files([], [], mesh=Mesh((1,)), device_type="cpu", style=RankFileStyle("model.pt"))
+        plan_files([], [], mesh=Mesh((1,)), device_type="cpu", naming="model.pt")

@@ -396,7 +396,7 @@ def test_files_without_an_index_are_one_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", ["model.safetensors", "model-00001-of-00001.safetensors"])
 @pytest.mark.parametrize("other", ["consolidated", "adapter_model", "model.fp16", "model (1)"])
-def test_without_an_index_what_loaders_take_is_the_checkpoint(
+def test_without_an_index_copies_beside_the_model_are_not_read(
     own: str, other: str, tmp_path: Path
 ) -> None:
     write(tmp_path / own, {"model.w": tensor([2], 0)})
@@ -404,6 +404,8 @@ def test_without_an_index_what_loaders_take_is_the_checkpoint(
     index = read(tmp_path)
     assert [entry.fqn for entry in index.tensors] == ["model.w"]
     assert any(f"not read: {other}.safetensors" in note for note in index.notes)
+    write(tmp_path / "model_1.safetensors", {"second.w": tensor([2], 0)})  # Accelerate's second
+    assert [entry.fqn for entry in read(tmp_path).tensors] == ["model.w", "second.w"]
 
 
 def test_a_name_in_two_files_is_a_problem_that_names_both(tmp_path: Path) -> None:

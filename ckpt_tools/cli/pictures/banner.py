@@ -19,7 +19,7 @@ from ckpt_tools.core.index import FileState
 from ckpt_tools.core.text import first_of
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.age import last_written
+from ckpt_tools.storage.paths import last_written
 
 _MAX_PROBLEMS, _MAX_FILES = 50, 500
 

@@ -7,16 +7,10 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 
-from ckpt_tools.core.coverage import check_coverage
-from ckpt_tools.core.index import (
-    CheckpointIndex,
-    Grid,
-    GridChunks,
-    TensorEntry,
-)
+from ckpt_tools.core.coverage import uncovered
+from ckpt_tools.core.index import CheckpointIndex, Grid, GridChunks
 from ckpt_tools.core.text import are, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
@@ -42,13 +36,10 @@ def problems_of(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Checkp
         kind = entry.grid, entry.shape
         if kind in whole:
             continue
-        try:
-            check_coverage(entry)
-        except CheckpointError as error:
-            problems.append(error)
-        else:
-            if entry.grid is not None:
-                whole.add(kind)
+        holes = list(uncovered([entry]))
+        problems += holes
+        if not holes and entry.grid is not None:
+            whole.add(kind)
     return problems
 
 
@@ -92,19 +83,17 @@ def _file_problems(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Che
     return problems
 
 
-def _ends(index: CheckpointIndex) -> Iterable[tuple[str, int]]:
+def _ends(index: CheckpointIndex) -> Iterator[tuple[str, int]]:
     """The file of each chunk and object, and the byte after its last."""
-    return chain(
-        chain.from_iterable(map(_ends_of, index.tensors)),
-        ((item.data.path, item.data.offset + item.data.length) for item in index.objects),
-    )
-
-
-def _ends_of(entry: TensorEntry) -> Iterable[tuple[str, int]]:
-    if isinstance(entry.chunks, GridChunks):
-        return entry.chunks.ends()
-    places = chain.from_iterable((chunk.data, *chunk.replicas) for chunk in entry.chunks)
-    return ((place.path, place.offset + place.length) for place in places)
+    for entry in index.tensors:
+        if isinstance(entry.chunks, GridChunks):
+            yield from entry.chunks.ends()
+            continue
+        for chunk in entry.chunks:
+            for path, offset, length in (chunk.data, *chunk.replicas):
+                yield path, offset + length
+    for item in index.objects:
+        yield item.data.path, item.data.offset + item.data.length
 
 
 def _names_in(index: CheckpointIndex, bad: Mapping[str, int | None]) -> dict[str, set[str]]:

@@ -7,9 +7,9 @@ most tensors, and kept once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from operator import add, attrgetter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import add
 from typing import NamedTuple, TypeAlias, overload
 
 from ckpt_tools.core.geometry import Box
@@ -97,8 +97,8 @@ class StoredItems:
     @property
     def file_names(self) -> set[str]:
         """The files that are named, relative to the directory."""
-        items = chain.from_iterable(infos.values() for infos in self._storage.values())
-        return set(map(_path_of, items))
+        every = (infos.values() for infos in self._storage.values())
+        return {info.relative_path for infos in every for info in infos}
 
     def chunks(self, fqn: str, boxes: tuple[Box, ...]) -> Sequence[Chunk]:
         """The chunks that have an item; one without is a hole, which the coverage check names."""
@@ -108,17 +108,17 @@ class StoredItems:
         except KeyError:
             boxes = tuple(box for box in boxes if box.offsets in items)
             infos = [items[box.offsets] for box in boxes]
-        kinds = set(map(_transforms_of, infos))
+        kinds = {info.transforms for info in infos}
         if len(kinds) != 1:
             return list(map(self._chunk, boxes, infos))
         transforms = kinds.pop()
-        key = id(boxes), tuple(map(_path_of, infos)), transforms
+        key = id(boxes), tuple([info.relative_path for info in infos]), transforms
         grid = self._grids.get(key)
         if grid is None:
             places = [self._place(path, transforms) for path in key[1]]
             paths, ranks = (place.path for place in places), (place.rank for place in places)
             grid = self._grids[key] = Grid(boxes, tuple(paths), tuple(ranks))
-        starts, lengths = list(map(_start, infos)), list(map(_length, infos))
+        starts, lengths = [info.offset for info in infos], [info.length for info in infos]
         return StoredChunks(grid, starts, lengths, self._place(key[1][0], transforms).codec)
 
     def _chunk(self, box: Box, info: StorageInfo) -> Chunk:
@@ -129,45 +129,33 @@ class StoredItems:
     def object(self, fqn: str, path: Path, section: Section) -> ObjectEntry | None:
         """The entry of an object; None when no file holds it."""
         info = self._storage.get(fqn, {}).get(None)
-        if info is None:
-            return None
-        place = self._place(info.relative_path, info.transforms)
-        data = ByteRange(place.path, info.offset, info.length)
-        return ObjectEntry(fqn, path, section, data, codec=place.codec)
+        return None if info is None else self._object(info, fqn, path, section)
 
     def unread(self, fqn: str, path: Path, section: Section, *, dtype: str) -> ObjectEntry | None:
         """The entry of a tensor whose element type is not read; None when no file holds it."""
         info = next(iter(self._storage.get(fqn, {}).values()), None)
         if info is None:
             return None
-        place = self._place(info.relative_path, info.transforms)
         flaw = UnsupportedError(
             f"a tensor of element type {dtype}, which is not read.",
             hint="Load it where it was saved, make plain tensors of it (.dequantize()), and save "
             "it again; -x leaves the entry out.",
         )
+        entry = self._object(info, fqn, path, section)
+        return replace(entry, type_name=f"tensor of {dtype}", flaw=flaw)
+
+    def _object(self, info: StorageInfo, fqn: str, path: Path, section: Section) -> ObjectEntry:
+        place = self._place(info.relative_path, info.transforms)
         data = ByteRange(place.path, info.offset, info.length)
-        return ObjectEntry(
-            *(fqn, path, section, data),
-            type_name=f"tensor of {dtype}",
-            codec=place.codec,
-            flaw=flaw,
-        )
+        return ObjectEntry(fqn, path, section, data, codec=place.codec)
 
     def _place(self, relative_path: str, transforms: tuple[str, ...]) -> _DataFile:
         key = relative_path, transforms
-        place = self._places.get(key)
-        if place is None:
+        if key not in self._places:
             path = os.path.join(self._root, relative_path)
-            place = _DataFile(path, _codec(path, transforms), rank_of(relative_path))
-            self._places[key] = place
-        return place
-
-
-_path_of: Callable[[StorageInfo], str] = attrgetter("relative_path")
-_transforms_of: Callable[[StorageInfo], tuple[str, ...]] = attrgetter("transforms")
-_start: Callable[[StorageInfo], int] = attrgetter("offset")
-_length: Callable[[StorageInfo], int] = attrgetter("length")
+            codec, rank = _codec(path, transforms), rank_of(relative_path)
+            self._places[key] = _DataFile(path, codec, rank)
+        return self._places[key]
 
 
 def _codec(path: str, transforms: tuple[str, ...]) -> str:

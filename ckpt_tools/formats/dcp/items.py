@@ -3,15 +3,19 @@
 `locate` turns the items that a `.metadata` names into raw byte ranges, and checks what each item
 says of itself against what `.metadata` says of it. torch 2.13 itself writes directories in which
 the two disagree (FSDP2 over a tensor-parallel dimension that does not divide).
+
+Items of one shape and type are equal but for their elements and checksums (`zip.frames`), so that
+only the first is parsed, and others are recognised by their bytes (`Templates`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
-from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
@@ -25,7 +29,6 @@ from ckpt_tools.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckpt_tools.formats.dcp.templates import ItemContents, Templates
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.rebuild import RESAVE
 from ckpt_tools.formats.pickle.torch_stubs import (
@@ -35,8 +38,10 @@ from ckpt_tools.formats.pickle.torch_stubs import (
 )
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart, lengths_of, plain_parts
 from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved
+from ckpt_tools.formats.torch_file.open import strides_of
 from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.formats.zip.frames import MAX_FRAME, Frame, frame_of
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
 
@@ -45,6 +50,9 @@ ZSTD = "zstd"
 ARCHIVES = frozenset({TORCH_SAVE, ZSTD})
 
 _CACHED_PICKLES = 4096
+_MAX_OF_ONE_LENGTH = 16
+_AHEAD = 16 << 20
+_MAX_WINDOW = 64 << 10
 # The constructors that NamedTuple generates would take half a second of a million items.
 _make = tuple.__new__
 
@@ -111,12 +119,19 @@ class _Opener:
         stored = self._stored(archive.read("data.pkl"), where)
         _check(entry, chunk, stored, where)
         record = archive.record(f"data/{stored.storage.key}")
-        data = _view(stored, record, entry.dtype.itemsize, path=item.path, where=where)
-        if entry.dtype.itemsize > 1:
+        itemsize = entry.dtype.itemsize
+        start, end = stored.storage_offset * itemsize, stored.end * itemsize
+        if start == end:
+            start = end = 0  # torch keeps the offset of an empty view
+        if end > record.length:
+            raise UnreadableError(
+                f"{where}: its tensor needs bytes {start:,} to {end:,} of a storage that has "
+                f"{record.length:,}."
+            )
+        if itemsize > 1:
             torch_zip.require_little_endian(archive)
-        packed = stored.strides == row_major_strides(stored.shape) or chunk.box.numel <= 1
-        strides = None if packed else stored.strides
-        place = ItemContents(stored, data.offset - item.offset, data.length, strides)
+        offset = record.offset + start - item.offset
+        place = ItemContents(stored, offset, end - start, strides_of(stored))
         if self._is_there(item):
             self._templates.learn(item, archive, place)
         return place
@@ -141,6 +156,97 @@ class _Opener:
         return stored
 
 
+class ItemContents(NamedTuple):
+    """What an item is: the tensor that it says it holds, and where its bytes lie in the item.
+
+    ``strides`` are None for elements that are packed row-major.
+    """
+
+    stored: StoredTensor
+    offset: int
+    length: int
+    strides: tuple[int, ...] | None
+
+
+class Templates:
+    """The items that were learned, by their length, and blocks of files read ahead.
+
+    It compares bytes, and does not know what an archive is.
+    """
+
+    def __init__(self, files: Files, lengths: Mapping[str, int]) -> None:
+        self._files = files
+        self._lengths = lengths
+        self._known: dict[int, list[tuple[Frame, ItemContents]]] = {}
+        self._window = min(_MAX_WINDOW, max(MAX_FRAME, _AHEAD // max(1, len(lengths))))
+        self._blocks: dict[str, tuple[int, bytes]] = {}
+        self._fetched: dict[str, tuple[list[int], list[bytes]]] = {}
+
+    def fetch(self, items: Iterable[ByteRange]) -> None:
+        """Read what stands around the elements of these items, many at a time.
+
+        A store answers after tens of milliseconds: thousands of items asked for one by one are
+        minutes.
+        """
+        windows = [window for item in items for window in self._ends_of(item)]
+        joined: list[ByteRange] = []
+        for window in sorted(windows):
+            last = joined[-1] if joined else ByteRange("", 0, 0)
+            end = window.offset + window.length
+            if window.path == last.path and window.offset <= last.offset + last.length:
+                joined[-1] = last._replace(length=max(last.length, end - last.offset))
+            else:
+                joined.append(window)
+        for window, block in zip(joined, self._files.read_many(joined), strict=True):
+            starts, data = self._fetched.setdefault(window.path, ([], []))
+            starts.append(window.offset)
+            data.append(block)
+
+    def _ends_of(self, item: ByteRange) -> Iterable[ByteRange]:
+        path, offset, length = item
+        if offset + length <= self._lengths.get(path, 0):
+            edge = min(length, MAX_FRAME)
+            yield ByteRange(path, offset, edge)
+            yield ByteRange(path, offset + length - edge, edge)
+
+    def find(self, item: ByteRange) -> ItemContents | None:
+        """What an item is, when it is like one that was learned."""
+        path, offset, length = item
+        # Of large items, only the end of one and the beginning of the next are worth reading.
+        ahead = self._window if length <= self._window else 2 * MAX_FRAME
+        for frame, place in self._known.get(length, ()):
+            block, at = self._block(path, offset, len(frame.head), ahead=ahead)
+            if not frame.begins(block, at):
+                continue
+            tail = length - frame.tail_at
+            block, at = self._block(path, offset + frame.tail_at, tail, ahead=ahead)
+            if frame.ends(block, at):
+                return place
+        return None
+
+    def learn(self, item: ByteRange, archive: torch_zip.Archive, place: ItemContents) -> None:
+        """Remember an item that was read, when little stands around its elements."""
+        templates = self._known.setdefault(item.length, [])
+        if len(templates) < _MAX_OF_ONE_LENGTH:
+            frame = frame_of(archive, f"data/{place.stored.storage.key}")
+            if frame is not None:
+                templates.append((frame, place))
+
+    def _block(self, path: str, offset: int, length: int, *, ahead: int) -> tuple[bytes, int]:
+        """A block of a file that holds these bytes, and where: the last one, or one read now."""
+        starts, blocks = self._fetched.get(path, ((), ()))
+        place = bisect_right(starts, offset) - 1
+        if place >= 0 and offset + length <= starts[place] + len(blocks[place]):
+            return blocks[place], offset - starts[place]
+        start, data = self._blocks.get(path, (0, b""))
+        if offset < start or offset + length > start + len(data):
+            start = offset
+            left = self._lengths.get(path, 0) - offset
+            data = self._files.read(path, offset, max(length, min(ahead, left)))
+            self._blocks[path] = start, data
+        return data, offset - start
+
+
 def _check(entry: TensorEntry, chunk: Chunk, stored: StoredTensor, where: str) -> None:
     """The item's own dtype and shape must be what `.metadata` says."""
     if stored.dtype != entry.dtype.name:
@@ -152,32 +258,6 @@ def _check(entry: TensorEntry, chunk: Chunk, stored: StoredTensor, where: str) -
             hint="torch saved it so: FSDP2 over a tensor-parallel dimension that does not divide. "
             "Which rows these are cannot be known; save again from the job, gathered.",
         )
-
-
-def _view(
-    stored: StoredTensor,
-    record: torch_zip.Record,
-    itemsize: int,
-    *,
-    path: str,
-    where: str,
-) -> ByteRange:
-    """The bytes from the first to the last element of a view into a storage record."""
-    start = stored.storage_offset * itemsize
-    length = span(stored.shape, stored.strides) * itemsize
-    if length and start + length > record.length:  # torch keeps the offset of an empty view
-        raise UnreadableError(
-            f"{where}: its tensor needs bytes {start:,} to {start + length:,} of a storage that "
-            f"has {record.length:,}."
-        )
-    return ByteRange(path, record.offset + (start if length else 0), length)
-
-
-def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last one of a view, both included; 0 when it is empty."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def checksummed(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
@@ -256,10 +336,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 def archive_of(files: Files, item: ByteRange, where: str) -> torch_zip.Archive:
     """The archive that an item is. Raises UnreadableError."""
-
-    def read(offset: int, length: int) -> bytes:
-        return files.read(item.path, offset, length)
-
+    read = partial(files.read, item.path)
     return torch_zip.read_archive(read, offset=item.offset, length=item.length, where=where)
 
 

@@ -24,6 +24,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     TorchDType,
     as_counts,
     opaque_class,
+    record_class,
     shown,
 )
 from ckpt_tools.formats.pickle.unpickler import collector_paused, placed, unpickle
@@ -126,22 +127,10 @@ class _TensorProperties(StandIn):
             raise TypeError("tensor properties without an element type")
 
 
-class _TensorStorage(StateRecord):
-    """A TensorStorageMetadata."""
-
-    __slots__ = ()
-
-
-class _BytesStorage(StateRecord):
-    __slots__ = ()
-
-
-class _StorageMeta(StateRecord):
-    __slots__ = ()
-
-
-class _Metadata(StateRecord):
-    __slots__ = ()
+_TensorStorage = record_class("_TensorStorage")  # a TensorStorageMetadata
+_BytesStorage = record_class("_BytesStorage")
+_StorageMeta = record_class("_StorageMeta")
+_Metadata = record_class("_Metadata")
 
 
 class TensorMeta(NamedTuple):
@@ -184,10 +173,6 @@ def _first(args: tuple[object, ...]) -> object:
     return args[0] if args else None
 
 
-def _dict(_args: tuple[object, ...]) -> dict[object, object]:
-    return {}
-
-
 # Gives its argument back when that is a tuple and raises TypeError when not, without a Python call:
 # a file can have two million sizes. `tuple` itself would turn a long string into a longer tuple.
 _SIZE = ().__add__
@@ -222,7 +207,7 @@ METADATA_GLOBALS: dict[str, object] = {
     "torch.contiguous_format": opaque_class("torch.contiguous_format"),
     "torch.preserve_format": opaque_class("torch.preserve_format"),
     "torch.channels_last": opaque_class("torch.channels_last"),
-    "collections.OrderedDict": Function(_dict),
+    "collections.OrderedDict": Function(lambda _: {}),
 }
 
 

@@ -128,15 +128,11 @@ def _with_containers(
 
     return replace(
         index,
-        tensors=tuple(sorted((*index.tensors, *tensors), key=_fqn)),
-        objects=tuple(sorted(objects, key=_fqn)),
+        tensors=tuple(sorted((*index.tensors, *tensors), key=lambda entry: entry.fqn)),
+        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
         packed=(*index.packed, *packed),
         tree=index.nesting.map(part),
     )
-
-
-def _fqn(entry: TensorEntry | ObjectEntry) -> str:
-    return entry.fqn
 
 
 def _with_records(index: CheckpointIndex, files: Files) -> Iterator[ObjectEntry]:
@@ -184,7 +180,10 @@ def _ends(entries: Sequence[ObjectEntry], files: Files) -> Iterator[tuple[Object
         else:
             runs.append([end])
     each = iter(ordered)
-    for run, data in zip(runs, _read_all([_span(run) for run in runs], files), strict=True):
+    spans = [
+        run[0]._replace(length=run[-1].offset + run[-1].length - run[0].offset) for run in runs
+    ]
+    for run, data in zip(runs, _read_all(spans, files), strict=True):
         for end in run:
             start = end.offset - run[0].offset
             yield next(each), data[start : start + end.length]
@@ -194,10 +193,6 @@ def _are_near(run: Sequence[ByteRange], end: ByteRange) -> bool:
     gap = end.offset - run[-1].offset - run[-1].length
     length = end.offset + end.length - run[0].offset
     return run[0].path == end.path and 0 <= gap <= _GAP and length <= _MAX_READ
-
-
-def _span(run: Sequence[ByteRange]) -> ByteRange:
-    return run[0]._replace(length=run[-1].offset + run[-1].length - run[0].offset)
 
 
 def _read_all(ranges: Sequence[ByteRange], files: Files) -> Iterator[bytes]:
@@ -249,18 +244,10 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
         return None
     value = pickles.load_tensors(archive.read("data.pkl"), where=where)
     state = flatten_at(value, where=where, fqn=entry.fqn, path=entry.path)
-    flawed = any(leaf.flaw is not None for leaf in state.objects)
-    if flawed or not state.tensors or not isinstance(state.tree, Branch):
+    if state is None or not state.tensors or any(leaf.flaw for leaf in state.objects):
         return None
     pickle = ByteRange(path, data.offset, data.length)
-    objects = [
-        ObjectEntry(
-            *(leaf.fqn, leaf.path, entry.section, pickle, leaf.value),
-            opened=leaf.type_name is None,
-            type_name=leaf.type_name,
-        )
-        for leaf in state.objects
-    ]
+    objects = [leaf.entry(entry.section, pickle) for leaf in state.objects]
     _refuse_shards(leaf.stored for leaf in state.tensors)
     tensors = []
     for leaf in state.tensors:

@@ -31,7 +31,6 @@ from ckpt_tools.formats.dcp.checks import rank_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
 from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
 from ckpt_tools.formats.one_save import StepCounts
-from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage.reader import Files
 
 # An item: the name of a tensor and the offsets of its box, None for an object.
@@ -50,7 +49,7 @@ class Union(NamedTuple):
     """
 
     metadata: Metadata
-    twins: Mapping[StorageKey, Sequence[StorageInfo]]
+    written_twice: Mapping[StorageKey, Sequence[StorageInfo]]
     files: frozenset[str]
     problems: tuple[CheckpointError, ...]
 
@@ -87,10 +86,10 @@ def union(parts: Mapping[int, Metadata], sizes: Mapping[str, int], root: str) ->
         storage=storage,
         planner_data=planner or None,
     )
-    twins = {key: infos for key, infos in places.items() if len(infos) > 1}
+    written_twice = {key: infos for key, infos in places.items() if len(infos) > 1}
     files = frozenset(f"__{rank}.metadata" for rank in parts)
     files = files.union(*(StoredItems(root, part.storage).file_names for part in parts.values()))
-    return Union(metadata, twins, files, tuple(problems))
+    return Union(metadata, written_twice, files, tuple(problems))
 
 
 def _missing(
@@ -120,14 +119,14 @@ def _disagreement(
 
 
 def with_replicas(
-    index: CheckpointIndex, twins: Mapping[StorageKey, Sequence[StorageInfo]]
+    index: CheckpointIndex, written_twice: Mapping[StorageKey, Sequence[StorageInfo]]
 ) -> CheckpointIndex:
     """The same index with the other places of the chunks that several ranks wrote."""
-    named = {fqn for fqn, at in twins if at is not None}
+    named = {fqn for fqn, at in written_twice if at is not None}
 
     def chunks(entry: TensorEntry) -> Iterator[Chunk]:
         for chunk in entry.chunks:
-            others = twins.get((entry.fqn, chunk.box.offsets), ())[1:]
+            others = written_twice.get((entry.fqn, chunk.box.offsets), ())[1:]
             yield chunk._replace(replicas=tuple(_range(index.root, info) for info in others))
 
     tensors = (
@@ -142,7 +141,7 @@ def _range(root: str, info: StorageInfo) -> ByteRange:
 
 
 def compared(
-    index: CheckpointIndex, twins: Mapping[StorageKey, Sequence[StorageInfo]], files: Files
+    index: CheckpointIndex, written_twice: Mapping[StorageKey, Sequence[StorageInfo]], files: Files
 ) -> CheckpointIndex:
     """The same index, what several ranks wrote compared with one another.
 
@@ -159,8 +158,8 @@ def compared(
     for entry in index.tensors:
         replicas = [(chunk, data) for chunk in entry.chunks for data in chunk.replicas]
         differs = next((data for chunk, data in replicas if items.differ(chunk, data)), None)
-        unlike = None if differs is None else _not_on(entry.chunks[0].data, differs)
-        is_step = bool(replicas) and steps.see(entry.path, entry.section, unlike)
+        difference = None if differs is None else _not_on(entry.chunks[0].data, differs)
+        is_step = bool(replicas) and steps.see(entry.path, entry.section, difference)
         if differs is None:
             tensors.append(entry)
         elif entry.section == "other" and not is_step and len(entry.chunks) == 1:
@@ -171,10 +170,10 @@ def compared(
             tensors.append(entry)
             differing[entry.fqn] = _rank(differs)
     for item in index.objects:
-        places = [_range(index.root, info) for info in twins.get((item.fqn, None), ())]
+        places = [_range(index.root, info) for info in written_twice.get((item.fqn, None), ())]
         differs = next((data for data in places[1:] if items.objects_differ(item, data)), None)
-        unlike = None if differs is None else _not_on(places[0], differs)
-        is_step = len(places) > 1 and steps.see(item.path, item.section, unlike)
+        difference = None if differs is None else _not_on(places[0], differs)
+        is_step = len(places) > 1 and steps.see(item.path, item.section, difference)
         if differs is not None and (is_step or item.section == "optim"):
             objects.append(item)
             differing[item.fqn] = _rank(differs)
@@ -294,14 +293,10 @@ class _Items:
 
     def _records(self, item: ByteRange, codec: str) -> dict[str, _ItemRecord]:
         """The records of an item that make up its value."""
-        path, offset, length = dcp_items.unpacked(self._files, item, codec)
-
-        def read(start: int, size: int) -> bytes:
-            return self._files.read(path, start, size)
-
-        archive = torch_zip.read_archive(read, offset=offset, length=length, where=path)
+        item = dcp_items.unpacked(self._files, item, codec)
+        archive = dcp_items.archive_of(self._files, item, item.path)
         return {
-            name: _ItemRecord(ByteRange(path, record.offset, record.length), record.crc)
+            name: _ItemRecord(ByteRange(item.path, record.offset, record.length), record.crc)
             for name in archive.names
             if name == "data.pkl" or name.startswith("data/")
             for record in [archive.record(name)]

@@ -30,21 +30,12 @@ from ckpt_tools.errors import (
     UnsupportedError,
     unreadable,
 )
-from ckpt_tools.formats.dcp import (
-    items as dcp_items,
-)
-from ckpt_tools.formats.dcp import (
-    objects as dcp_objects,
-)
-from ckpt_tools.formats.dcp import (
-    per_rank,
-)
-from ckpt_tools.formats.dcp import (
-    safetensors_data as dcp_safetensors,
-)
+from ckpt_tools.formats.dcp import per_rank, safetensors_data
 from ckpt_tools.formats.dcp.checks import DATA_FILE, problems_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
+from ckpt_tools.formats.dcp.items import tensors_in
 from ckpt_tools.formats.dcp.metadata import Metadata, load_metadata
+from ckpt_tools.formats.dcp.objects import open_containers
 from ckpt_tools.formats.dcp.per_rank import RANK_METADATA, Union
 from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
 from ckpt_tools.formats.options import ReadOptions
@@ -91,6 +82,9 @@ def _read_index(path: str) -> CheckpointIndex:
     tensors, objects = _entries(metadata, path_of, StoredItems(path, metadata.storage))
     refuse_special(os.path.join(path, name) for name in union.files - sizes.keys())
     strays = _strays(sizes, union.files)
+    # Even a rank with nothing leaves a file.
+    names_of_data = filter(None, map(DATA_FILE.fullmatch, (sizes.keys() | union.files) - strays))
+    ranks = [int(match[1]) for match in names_of_data]
     index = CheckpointIndex(
         root=path,
         format="dcp",
@@ -99,21 +93,21 @@ def _read_index(path: str) -> CheckpointIndex:
         files=tuple(
             FileEntry(os.path.join(path, name), sizes.get(name)) for name in sorted(union.files)
         ),
-        world_size=_world_size((sizes.keys() | union.files) - strays),
+        world_size=max(ranks) + 1 if ranks else None,
         torch_version=None,
         notes=tuple(_notes(sizes, strays, objects)),
         problems=(*union.problems, *_misplaced(metadata, path)),
         tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
-    index = per_rank.with_replicas(index, union.twins) if union.twins else index
+    index = per_rank.with_replicas(index, union.written_twice) if union.written_twice else index
     with Files() as files:
-        index = dcp_safetensors.resolve(index, files)
-        if union.twins:
-            index = per_rank.compared(index, union.twins, files)
+        index = safetensors_data.resolve(index, files)
+        if union.written_twice:
+            index = per_rank.compared(index, union.written_twice, files)
         if not metadata.planner_data:
             index = _with_packed(index, files)
         index = replace(index, problems=(*index.problems, *problems_of(index, sizes)))
-        index = dcp_objects.open_containers(index, files)
+        index = open_containers(index, files)
     return _classified(index) if index.packed else index
 
 
@@ -247,12 +241,6 @@ def _misplaced(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
         )
 
 
-def _world_size(file_names: Iterable[str]) -> int | None:
-    """Number of ranks that saved: even a rank with nothing leaves a file."""
-    ranks = [int(m[1]) for name in file_names if (m := DATA_FILE.fullmatch(name))]
-    return max(ranks) + 1 if ranks else None
-
-
 def _strays(sizes: Mapping[str, int], needed: Collection[str]) -> set[str]:
     """Data files of another save into the same folder; those of ranks with nothing are empty."""
     return {name for name in sizes.keys() - needed if DATA_FILE.fullmatch(name) and sizes[name]}
@@ -282,7 +270,7 @@ def _with_packed(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     Raises what is wrong when nothing but such objects is there, or when one holds the shards of
     the rank that wrote it alone.
     """
-    held = [(e.fqn, tensors) for e in index.objects if (tensors := dcp_items.tensors_in(e, files))]
+    held = [(e.fqn, tensors) for e in index.objects if (tensors := tensors_in(e, files))]
     for fqn, tensors in held:
         if any(isinstance(tensor, StoredDTensor) for tensor in tensors):
             raise IncompleteError(

@@ -13,7 +13,7 @@ This room plans; it opens no file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
@@ -33,9 +33,9 @@ from ckpt_tools.core.plan import (
     object_entry_as_tensor,
     placed_tree,
     refuse_types_not_in_torch,
+    require_mesh_size,
 )
 from ckpt_tools.core.state_tree import Branch, Path
-from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp.flattening import items_of
 from ckpt_tools.formats.dcp.items import TORCH_SAVE
 from ckpt_tools.formats.dcp.metadata_write import (
@@ -44,7 +44,7 @@ from ckpt_tools.formats.dcp.metadata_write import (
     encode_metadata,
 )
 from ckpt_tools.formats.pickle.dump import dumps, object_node, tensor_node
-from ckpt_tools.formats.torch_file.write import pack
+from ckpt_tools.formats.torch_file.write import items_in, pack
 from ckpt_tools.formats.zip.layout import ArchiveLayout, Slot, lay_out
 
 
@@ -107,6 +107,7 @@ def plan_files(
         entry = _Container(names.join(path), item) if isinstance(item, Branch) else item
         paths[entry.fqn] = path
         entries.append(entry)
+    require_mesh_size(targets, world_size)
     planner = _Planner()
     records: dict[str, TensorRecord | None] = {}
     stored: list[StoredItem] = []
@@ -129,8 +130,7 @@ def _share_out(entries: Sequence[_Item], *, world_size: int) -> list[list[tuple[
     those of torch's `dedup_save_plans`, which counts the bytes of the whole tensor for each of its
     boxes, and 1 for an object.
     """
-    copies = _CopiesOf(world_size)
-    held = [copies.of(entry) for entry in entries]
+    held = list(_held(entries, world_size=world_size))
     load = [0] * world_size
     chosen: list[list[tuple[int, Box]]] = [[] for _ in range(world_size)]
     for first in range(world_size):
@@ -161,32 +161,23 @@ def _part(entry: _Item, box: Box, records: dict[str, TensorRecord | None]) -> _P
     return _Part(entry, box, len(record.chunks) - 1)
 
 
-class _CopiesOf:
-    """Which ranks hold which box; tensors of one shape and layout share the answer."""
+def _held(entries: Sequence[_Item], *, world_size: int) -> Iterator[dict[int, _Copies]]:
+    """The boxes of each entry, by the first rank that holds them.
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._known: dict[tuple[Layout, tuple[int, ...]], dict[int, _Copies]] = {}
-
-    def of(self, entry: _Item) -> dict[int, _Copies]:
-        """The boxes of an entry, by the first rank that holds them."""
-        everyone = tuple(range(self._world_size))
+    Tensors of one shape and layout share the answer.
+    """
+    everyone = tuple(range(world_size))
+    known: dict[tuple[Layout, tuple[int, ...]], dict[int, _Copies]] = {}
+    for entry in entries:
         if not isinstance(entry, Target):
-            return {0: _Copies(Box((), ()), everyone)}
-        if entry.layout is None:
-            return {0: _Copies(Box.whole(entry.entry.shape), everyone)}
-        self._check(entry, entry.layout)
-        key = (entry.layout, entry.entry.shape)
-        if key not in self._known:
-            self._known[key] = _copies(*key)
-        return self._known[key]
-
-    def _check(self, target: Target, layout: Layout) -> None:
-        if layout.mesh.size != self._world_size:
-            raise UsageError(
-                f"{target.fqn}: a mesh of {layout.mesh.size} ranks ({layout.mesh}) in a checkpoint "
-                f"for {self._world_size}."
-            )
+            yield {0: _Copies(Box((), ()), everyone)}
+        elif entry.layout is None:
+            yield {0: _Copies(Box.whole(entry.entry.shape), everyone)}
+        else:
+            key = (entry.layout, entry.entry.shape)
+            if key not in known:
+                known[key] = _copies(*key)
+            yield known[key]
 
 
 def _copies(layout: Layout, shape: tuple[int, ...]) -> dict[int, _Copies]:
@@ -236,17 +227,14 @@ class _Planner:
     def _packed(self, part: _Part) -> _Packed:
         entry = part.entry
         if not isinstance(entry, Target):
-            known = self._others.get(entry.fqn)
-            if known is None:
-                known = self._others[entry.fqn] = _packed(entry)
-            return known
+            if entry.fqn not in self._others:
+                self._others[entry.fqn] = _packed(entry)
+            return self._others[entry.fqn]
         key = entry.dtype, part.box.sizes
-        packed = self._boxes.get(key)
-        if packed is None:
+        if key not in self._boxes:
             pickle = dumps(tensor_node(entry.dtype, part.box.sizes, key=0))
-            packed = _laid_out(pickle, [part.box.numel * entry.dtype.itemsize])
-            self._boxes[key] = packed
-        return packed
+            self._boxes[key] = _laid_out(pickle, [part.box.numel * entry.dtype.itemsize])
+        return self._boxes[key]
 
     def _plan(self, path: str, parts: Sequence[_Part]) -> FilePlan:
         start = 0
@@ -258,19 +246,8 @@ class _Planner:
             boxes = [(target, Box.whole(target.entry.shape)) for target in targets]
             if isinstance(part.entry, Target):
                 boxes = [(part.entry, part.box)]
-            for (target, box), slot in zip(boxes, archive.slots_at(start), strict=True):
-                if slot.length:
-                    item = WriteItem(
-                        target.fqn,
-                        path,
-                        slot.offset,
-                        box,
-                        target.entry.dtype,
-                        target.dtype,
-                        self._finders[target.fqn],
-                        slot.crc_at,
-                    )
-                    items.append(item)
+            filled = ((target, box, self._finders[target.fqn]) for target, box in boxes)
+            items += items_in(archive.slots_at(start), path, filled)
             start += archive.length
         return FilePlan(path, start, tuple(literals), tuple(items))
 

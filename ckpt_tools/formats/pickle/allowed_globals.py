@@ -27,6 +27,7 @@ from ckpt_tools.formats.pickle.rebuild import (
     TENSOR,
 )
 from ckpt_tools.formats.pickle.torch_stubs import (
+    STORAGES,
     DeviceMeshRecord,
     MeshLayoutRecord,
     PartialRecord,
@@ -48,25 +49,13 @@ _DTYPE_NAME = re.compile(
     r"torch\.(?:q?u?int\d+(?:x\d+)?|b?float\d+(?:_e\d+m\d+\w*)?|complex\d+|bits\d+(?:x\d+)?|bool)"
 )
 
-_STORAGE_DTYPES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-    # Quantized elements mean nothing without their scales: a tensor of them is refused by name.
-    "QInt8": "qint8",
-    "QUInt8": "quint8",
-    "QInt32": "qint32",
-    "QUInt4x2": "quint4x2",
-    "QUInt2x4": "quint2x4",
+# Quantized elements mean nothing without their scales: a tensor of them is refused by name.
+_QUANTIZED_STORAGES = {
+    "QInt8Storage": "qint8",
+    "QUInt8Storage": "quint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
 }
 _UNTYPED_STORAGES = (
     "torch.storage.UntypedStorage",
@@ -78,9 +67,9 @@ _UNTYPED_STORAGES = (
 def _storages() -> dict[str, StorageClass]:
     """The storage classes; torch before 2.0 had the same names again under ``torch.cuda``."""
     table = {name: StorageClass(name, None) for name in _UNTYPED_STORAGES}
-    for stem, dtype in _STORAGE_DTYPES.items():
-        for module in ("torch", "torch.cuda"):
-            name = f"{module}.{stem}Storage"
+    dtypes = {name: dtype for dtype, name in STORAGES.items()} | _QUANTIZED_STORAGES
+    for last, dtype in dtypes.items():
+        for name in (f"torch.{last}", f"torch.cuda.{last}"):
             table[name] = StorageClass(name, dtype)
     return table
 
@@ -136,128 +125,46 @@ TENSOR_GLOBALS: dict[str, object] = {
 
 # Data of Python and numpy, and the constants of torch, that training states are full of. They are
 # never opened. A module stands for every name in it.
-_OPAQUE_MODULES = frozenset(
-    {
-        "argparse",
-        "array",
-        "collections",
-        "datetime",
-        "decimal",
-        "enum",
-        "fractions",
-        "ipaddress",
-        "numpy",
-        "numpy._core.multiarray",
-        "numpy._core.numeric",
-        "numpy.core.multiarray",
-        "numpy.core.numeric",
-        "numpy.dtypes",
-        "numpy.random",
-        "numpy.random._generator",
-        "numpy.random._mt19937",
-        "numpy.random._pcg64",
-        "numpy.random._philox",
-        "numpy.random._pickle",
-        "numpy.random._sfc64",
-        "numpy.random.bit_generator",
-        "numpy.random.mtrand",
-        "omegaconf.base",
-        "omegaconf.dictconfig",
-        "omegaconf.listconfig",
-        "omegaconf.nodes",
-        "pathlib",
-        "pathlib._local",
-        "random",
-        "re",
-        "uuid",
-        "zoneinfo",
-    }
-)
-_OPAQUE_NAMES = frozenset(
-    {
-        "_codecs.encode",
-        "_io.BytesIO",
-        "copyreg.__newobj__",
-        "copyreg.__newobj_ex__",
-        "torch.Generator",
-        "torch._C.Generator",
-        "torch._C._distributed_c10d.RedOpType",
-        "torch._C._distributed_c10d.ReduceOp",
-        "torch._dynamo.decorators._DimRange",
-        "torch.device",
-        "torch.serialization._get_layout",
-        "torch.torch_version.TorchVersion",
-        "torch.utils._get_qscheme",
-        "types.SimpleNamespace",
-        "typing.Any",
-        "typing.Dict",
-        "typing.List",
-        "typing.Optional",
-        "typing.Tuple",
-        "typing.Union",
-        # Enums of modules that are refused otherwise.
-        "http.HTTPMethod",
-        "http.HTTPStatus",
-        "inspect._ParameterKind",
-        "signal.Handlers",
-        "signal.Signals",
-        "socket.AddressFamily",
-        "socket.SocketKind",
-    }
-)
-_TORCH_CONSTANTS = frozenset(
-    {
-        "channels_last",
-        "channels_last_3d",
-        "contiguous_format",
-        "preserve_format",
-        "strided",
-        "sparse_coo",
-        "sparse_csr",
-        "sparse_csc",
-        "sparse_bsr",
-        "sparse_bsc",
-        "jagged",
-        "per_channel_affine",
-        "per_channel_affine_float_qparams",
-        "per_channel_symmetric",
-        "per_tensor_affine",
-        "per_tensor_symmetric",
-    }
-)
+# fmt: off
+_OPAQUE_MODULES = frozenset({
+    "argparse", "array", "collections", "datetime", "decimal", "enum", "fractions", "ipaddress",
+    "numpy", "numpy._core.multiarray", "numpy._core.numeric", "numpy.core.multiarray",
+    "numpy.core.numeric", "numpy.dtypes", "numpy.random", "numpy.random._generator",
+    "numpy.random._mt19937", "numpy.random._pcg64", "numpy.random._philox", "numpy.random._pickle",
+    "numpy.random._sfc64", "numpy.random.bit_generator", "numpy.random.mtrand", "omegaconf.base",
+    "omegaconf.dictconfig", "omegaconf.listconfig", "omegaconf.nodes", "pathlib", "pathlib._local",
+    "random", "re", "uuid", "zoneinfo",
+})
+_OPAQUE_NAMES = frozenset({
+    "_codecs.encode", "_io.BytesIO", "copyreg.__newobj__", "copyreg.__newobj_ex__",
+    "torch.Generator", "torch._C.Generator", "torch._C._distributed_c10d.RedOpType",
+    "torch._C._distributed_c10d.ReduceOp", "torch._dynamo.decorators._DimRange", "torch.device",
+    "torch.serialization._get_layout", "torch.torch_version.TorchVersion",
+    "torch.utils._get_qscheme", "types.SimpleNamespace", "typing.Any", "typing.Dict", "typing.List",
+    "typing.Optional", "typing.Tuple", "typing.Union",
+    # Enums of modules that are refused otherwise.
+    "http.HTTPMethod", "http.HTTPStatus", "inspect._ParameterKind", "signal.Handlers",
+    "signal.Signals", "socket.AddressFamily", "socket.SocketKind",
+})
+_TORCH_CONSTANTS = frozenset({
+    "channels_last", "channels_last_3d", "contiguous_format", "preserve_format", "strided",
+    "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged",
+    "per_channel_affine", "per_channel_affine_float_qparams", "per_channel_symmetric",
+    "per_tensor_affine", "per_tensor_symmetric",
+})
 _EXCEPTIONS = frozenset(
     name
     for name, kind in vars(builtins).items()
     if isinstance(kind, type) and issubclass(kind, BaseException)
 )
-_BUILTIN_TYPES = _EXCEPTIONS | frozenset(
-    {
-        "Ellipsis",
-        "NoneType",
-        "NotImplemented",
-        "NotImplementedType",
-        "bool",
-        "bytearray",
-        "bytes",
-        "complex",
-        "dict",
-        "ellipsis",
-        "float",
-        "frozenset",
-        "int",
-        "list",
-        "object",
-        "range",
-        "set",
-        "slice",
-        "str",
-        "tuple",
-    }
-)
+_BUILTIN_TYPES = _EXCEPTIONS | frozenset({
+    "Ellipsis", "NoneType", "NotImplemented", "NotImplementedType", "bool", "bytearray", "bytes",
+    "complex", "dict", "ellipsis", "float", "frozenset", "int", "list", "object", "range", "set",
+    "slice", "str", "tuple",
+})
 
 # What can run code, reach the system, or open the way to either. They would be harmless here, where
 # nothing is run, but a checkpoint that asks for one is hostile, and says so when it is refused.
-# fmt: off
 _RUNNERS = frozenset({
     "_ctypes", "_imp", "_io", "_pickle", "_posixsubprocess", "_socket", "_sqlite3", "_thread",
     "_winapi", "aiohttp", "ast", "asyncio", "atexit", "bdb", "bz2", "cProfile", "cffi",

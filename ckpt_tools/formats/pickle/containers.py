@@ -12,6 +12,7 @@ from typing import TypeGuard
 
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Key
+from ckpt_tools.core.text import is_text
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
@@ -185,11 +186,7 @@ def _layout(args: tuple[object, ...]) -> object:
     return TorchValue(args[0]) if known else Opaque("torch.layout")
 
 
-def _never(_name: str) -> bool:
-    return False
-
-
-def settled(value: object, *, length: int, is_allowed: Callable[[str], bool] = _never) -> object:
+def settled(value: object, *, length: int, is_allowed: Callable[[str], bool]) -> object:
     """The same value of dicts, OrderedDicts, lists, tuples and sets, with only known leaves.
 
     What is shared stays shared. A closed value that can be pickled again is a PickledValue;
@@ -228,7 +225,11 @@ class _Settler:
         if depth > _MAX_DEPTH:
             raise UnreadableError(f"is nested more than {_MAX_DEPTH} deep.")
         if id(value) in self._done:
-            return self._again(self._done[id(value)])
+            done = self._done[id(value)]
+            if done is None:
+                raise UnreadableError("has a value that contains itself.")
+            self._count(done[1])
+            return done[0]
         self._done[id(value)] = None
         before = self._nodes
         try:
@@ -266,13 +267,6 @@ class _Settler:
             return Opaque(f"builtins.{type(value).__name__}")
         return frozenset(items) if isinstance(value, frozenset) else set(items)
 
-    def _again(self, done: tuple[object, int] | None) -> object:
-        if done is None:
-            raise UnreadableError("has a value that contains itself.")
-        made, nodes = done
-        self._count(nodes)
-        return made
-
     def _count(self, nodes: int) -> None:
         self._nodes += nodes
         if self._nodes > self._max_nodes:
@@ -301,7 +295,7 @@ def _leaf(value: object) -> object:
         return TorchValue(value.qualname)
     if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
         return Opaque("builtins.int")
-    if kind is str and not _is_text(str(value)):
+    if kind is str and not is_text(str(value)):
         return Opaque("builtins.str")
     if kind in _ATOMS:
         return value
@@ -329,20 +323,11 @@ def _opaque(value: OpaqueObject | type[OpaqueObject]) -> Opaque | TorchValue:
     return Opaque(value.qualname, flaw=unknown_error(value.unknown))
 
 
-def _is_text(value: str) -> bool:
-    """Whether a string can be written as UTF-8; a pickle can hold lone surrogates."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def as_name(value: object) -> str:
     """A name that can be printed and written again, else UnreadableError."""
     if type(value) is not str:
         raise UnreadableError(f"has {shown(value)} where a name should be.")
-    if not _is_text(value):
+    if not is_text(value):
         raise UnreadableError(f"has a name that is not text: {value[:80]!a}.")
     return value
 
@@ -350,7 +335,7 @@ def as_name(value: object) -> str:
 def plain_value(value: object, *, length: int) -> PlainValue | Opaque:
     """The value when it is plain, else Opaque with the name of what is not; see `settled`."""
     try:
-        return _plain(settled(value, length=length))
+        return _plain(settled(value, length=length, is_allowed=lambda _: False))
     except _NotPlainError as error:
         return Opaque(error.qualname)
 

@@ -30,7 +30,7 @@ from ckpt_tools.core.plain_values import PickledValue, Size, TorchValue
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
-from ckpt_tools.formats.pickle.torch_stubs import LAYOUTS
+from ckpt_tools.formats.pickle.torch_stubs import LAYOUTS, STORAGES
 
 Node: TypeAlias = (
     "bool | int | float | complex | str | bytes | Global | Call | Instance | Persistent | Blank"
@@ -112,21 +112,6 @@ ORDERED_DICT = Global("collections", "OrderedDict")
 _REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 _UNTYPED = Global("torch.storage", "UntypedStorage")
-# Types that torch had before 2.1 have a storage class each, later ones go by _rebuild_tensor_v3.
-_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
 
 
 def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str = "cpu") -> Call:
@@ -134,7 +119,7 @@ def tensor_node(dtype: DType, shape: Sequence[int], *, key: int, location: str =
     numel = 1
     for size in shape:
         numel *= size
-    name = _STORAGES.get(dtype.name)
+    name = STORAGES.get(dtype.name)
     cls = _UNTYPED if name is None else Global("torch", name)
     units = numel * dtype.itemsize if name is None else numel
     storage = Persistent(("storage", cls, str(key), location, units))

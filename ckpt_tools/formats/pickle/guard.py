@@ -83,21 +83,6 @@ class _Boundary(NamedTuple):
 class _Walk:
     """The stack and the memo of weights at one point of a pickle."""
 
-    __slots__ = (
-        "_boundaries",
-        "_credit",
-        "_known",
-        "_shapes",
-        "_tuple_keys",
-        "by_shape",
-        "data",
-        "marks",
-        "memo",
-        "most_objects",
-        "objects",
-        "stack",
-    )
-
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.stack: list[int] = []
@@ -284,11 +269,6 @@ def _collecting(*, every: int, makes: bool) -> _Effect:
     return effect
 
 
-def _empty_tuple(walk: _Walk, _at: int, end: int) -> int:
-    walk.stack.append(1)
-    return end
-
-
 def _tuple_of(count: int) -> _Effect:
     def effect(walk: _Walk, _at: int, end: int) -> int:
         items = walk.stack[len(walk.stack) - count :]
@@ -341,18 +321,7 @@ def _put(walk: _Walk, at: int, end: int) -> int:
 
 
 def _get(walk: _Walk, at: int, end: int) -> int:
-    weight = walk.memo[int.from_bytes(walk.data[at:end], "little")]
-    if weight == _UNSET:
-        raise IndexError
-    walk.stack.append(weight)
-    return end
-
-
-def _get_short(walk: _Walk, at: int, end: int) -> int:
-    weight = walk.memo[walk.data[at]]
-    if weight == _UNSET:
-        raise IndexError
-    walk.stack.append(weight)
+    walk.get(int.from_bytes(walk.data[at:end], "little"))
     return end
 
 
@@ -393,9 +362,10 @@ _EFFECTS: dict[str, _Effect] = {
     **dict.fromkeys("Po\x82\x83\x84\x97\x98", _refused),
     **dict.fromkeys("]}\x8f", _making(0, 0)),
     **dict.fromkeys("\x8a\x8b", _long),
+    **dict.fromkeys("hj", _get),
     **dict.fromkeys("qr", _put),
     "(": _mark,
-    ")": _empty_tuple,
+    ")": _tuple_of(0),
     "0": _pop,
     "2": _dup,
     "Q": _storage,
@@ -405,9 +375,7 @@ _EFFECTS: dict[str, _Effect] = {
     "d": _collecting(every=2, makes=True),
     "e": _collecting(every=0, makes=False),
     "g": _get_line,
-    "h": _get_short,
     "i": _instance,
-    "j": _get,
     "l": _collecting(every=0, makes=True),
     "p": _put_line,
     "s": _setitem,

@@ -26,6 +26,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     ShardRecord,
     Sign,
     SpecRecord,
+    StateRecord,
     StorageClass,
     StoredDTensor,
     StoredMesh,
@@ -209,8 +210,9 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
         name = getattr(kind, "qualname", None) or shown(kind)
         raise UnsupportedError(f"a tensor of class {name}, which is not read.", hint=RESAVE)
     # Attributes that a program hung on a tensor are in the state; no value depends on them.
-    known = function in _REBUILDS or isinstance(function, _Refused)
-    return function(*inner) if known else _refuse_function(function)
+    if function not in _REBUILDS and not isinstance(function, _Refused):
+        raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=RESAVE)
+    return function(*inner)
 
 
 def _is_as_stated(weight: StoredTensor, inner: tuple[object, ...]) -> bool:
@@ -226,10 +228,6 @@ REBUILD_FROM_TYPE_NAMES = frozenset(
 )
 # Where tensors are not read, and only what they are is wanted.
 REBUILD_NAMED = Function(lambda args: Opaque(_class_of(args)), "torch.Tensor")
-
-
-def _refuse_function(function: Function) -> object:
-    raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=RESAVE)
 
 
 def refused_function(qualname: str) -> Function:
@@ -297,7 +295,7 @@ def _dtensor(args: tuple[object, ...], state: object) -> StoredDTensor | Opaque:
     )
 
 
-def _meta_shape(spec: SpecRecord) -> tuple[int, ...] | None:
+def _meta_shape(spec: StateRecord) -> tuple[int, ...] | None:
     """The global shape that the spec states, None when it states none."""
     meta = spec.state.get("tensor_meta")
     if not isinstance(meta, TensorMetaRecord):
@@ -320,7 +318,7 @@ def _placement(record: object) -> StoredPlacement:
     if isinstance(record, PartialRecord):
         op = record.state.get("reduce_op")
         return StoredPlacement("P", op=op if type(op) is str else shown(op))
-    if not isinstance(record, ShardRecord | StridedShardRecord):
+    if not isinstance(record, (ShardRecord, StridedShardRecord)):
         raise UnsupportedError(f"a placement of kind {shown(record)}.")
     dim = as_count(record.state.get("dim"), "the dimension of a Shard")
     if isinstance(record, ShardRecord):
@@ -377,7 +375,7 @@ def _read_mesh(state: dict[object, object]) -> StoredMesh:
     )
 
 
-def _layout_grid(layout: MeshLayoutRecord) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def _layout_grid(layout: StateRecord) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Sizes and strides of the mesh dimensions.
 
     torch 2.13 keeps one flat layout per dimension; from 2.10 to then one layout had them all, with

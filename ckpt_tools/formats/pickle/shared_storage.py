@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf
-from ckpt_tools.formats.pickle.torch_stubs import StoredStorage, StoredTensor
+from ckpt_tools.formats.pickle.torch_stubs import StoredStorage
 
 View = tuple[str, int, tuple[int, ...], tuple[int, ...], str, str | None]
 Ties = tuple[tuple[str, ...], ...]
@@ -13,7 +13,7 @@ Ties = tuple[tuple[str, ...], ...]
 
 def view_of(leaf: TensorLeaf) -> View | None:
     """What of which storage a tensor is, or None when it has no element."""
-    stored = leaf.stored if isinstance(leaf.stored, StoredTensor) else leaf.stored.local
+    stored = leaf.stored.local
     if 0 in stored.shape:
         return None
     return (
@@ -56,7 +56,7 @@ def overlapping(leaves: Iterable[TensorLeaf]) -> list[tuple[str, str]]:
     """Pairs of neighbours in one storage that may share elements without being the same view."""
     spans: dict[StoredStorage, list[tuple[int, int, View, str]]] = {}
     for leaf in leaves:
-        stored = leaf.stored if isinstance(leaf.stored, StoredTensor) else leaf.stored.local
+        stored = leaf.stored.local
         view = view_of(leaf)
         if view is not None:
             spans.setdefault(stored.storage, []).append(

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.core import names
+from ckpt_tools.core.index import ByteRange, ObjectEntry, Section
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
+from ckpt_tools.core.text import is_text
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor, is_key
 
@@ -61,6 +63,15 @@ class ObjectLeaf(NamedTuple):
         """Whether tensors are in it, which cannot be read."""
         return isinstance(self.flaw, UnsupportedError)
 
+    def entry(self, section: Section, data: ByteRange) -> ObjectEntry:
+        """The entry of this value, which is in the pickle at ``data``."""
+        return ObjectEntry(
+            *(self.fqn, self.path, section, data, self.value),
+            opened=self.type_name is None,
+            type_name=self.type_name,
+            flaw=self.flaw,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
@@ -69,14 +80,6 @@ class StateDict:
     tensors: tuple[TensorLeaf, ...]
     objects: tuple[ObjectLeaf, ...]
     tree: Branch[str]
-
-
-class Flattened(NamedTuple):
-    """The leaves of a value inside of a state dict, and its tree: a name when it is a leaf."""
-
-    tensors: list[TensorLeaf]
-    objects: list[ObjectLeaf]
-    tree: Tree[str]
 
 
 def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDict:
@@ -92,19 +95,23 @@ def flatten(value: object, *, where: str, under: Sequence[str] = ()) -> StateDic
     top = value if is_container else {"value": value}
     for part in reversed(under):
         top = {part: top}
-    flat = flatten_at(top, where=where, fqn="", path=())
-    if not isinstance(flat.tree, Branch):
+    state = flatten_at(top, where=where, fqn="", path=())
+    if state is None:
         raise TypeError("the outermost value is a container")  # made so above
-    _refuse_flat_parameters([leaf.path for leaf in flat.tensors], where)
-    _check_names([*flat.tensors, *flat.objects], where)
-    return StateDict(tuple(flat.tensors), tuple(flat.objects), flat.tree)
+    _refuse_flat_parameters([leaf.path for leaf in state.tensors], where)
+    _check_names([*state.tensors, *state.objects], where)
+    return state
 
 
-def flatten_at(value: object, *, where: str, fqn: str, path: Path) -> Flattened:
-    """The leaves of a value that stands at ``path`` of a state dict; ``fqn`` is its name there."""
+def flatten_at(value: object, *, where: str, fqn: str, path: Path) -> StateDict | None:
+    """The leaves of a container that stands at ``path`` of a state dict, and is called ``fqn``
+    there; None for a value that is a leaf itself.
+    """
     walk = _Flattening(where)
     tree = walk.tree(value, fqn, path)
-    return Flattened(walk.tensors, walk.objects, tree)
+    if not isinstance(tree, Branch):
+        return None
+    return StateDict(tuple(walk.tensors), tuple(walk.objects), tree)
 
 
 class _Flattening:
@@ -189,10 +196,10 @@ class _Flattening:
     def plain(self, value: object, depth: int) -> tuple[PlainValue, str | None]:
         """The value and None when it is plain, else None and the name of what is not."""
         if id(value) not in self._opened:
-            look = _Look(min(self._left, _MAX_PLAIN))
-            name = look.odd_type(value, depth)
-            self._left -= min(self._left, _MAX_PLAIN) - look.left
-            self._flaws[id(value)] = look.flaw
+            check = _PlainCheck(min(self._left, _MAX_PLAIN))
+            name = check.first_not_plain(value, depth)
+            self._left -= min(self._left, _MAX_PLAIN) - check.left
+            self._flaws[id(value)] = check.flaw
             self._opened[id(value)] = (value if name is None else None), name  # type: ignore[assignment]  # looked through
         return self._opened[id(value)]
 
@@ -236,23 +243,14 @@ class _Flattening:
             )
 
 
-def _is_text(text: str) -> bool:
-    """Whether a str can be written out: a pickle can also hold halves of characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-class _Look:
-    """A look through a value for what is not plain; ``left`` parts may still be looked at."""
+class _PlainCheck:
+    """Looks through a value for what is not plain; ``left`` parts may still be looked at."""
 
     def __init__(self, left: int) -> None:
         self.left = left
         self.flaw: CheckpointError | None = None
 
-    def odd_type(self, value: object, depth: int) -> str | None:
+    def first_not_plain(self, value: object, depth: int) -> str | None:
         """The name of the first type that is not plain, or of a container that is too large."""
         self.left -= 1
         if self.left < 0 or depth > MAX_DEPTH:
@@ -270,14 +268,14 @@ class _Look:
         return self._first_unusable(value.values(), depth)
 
     def _first_unusable(self, values: Iterable[object], depth: int) -> str | None:
-        return next(filter(None, (self.odd_type(item, depth + 1) for item in values)), None)
+        return next(filter(None, (self.first_not_plain(item, depth + 1) for item in values)), None)
 
 
 def _is_plain_scalar(value: object) -> bool:
     if type(value) is int:
         return abs(value) < _MAX_INT
     if type(value) is str:
-        return _is_text(value)
+        return is_text(value)
     return value is None or type(value) in _SCALARS
 
 
@@ -303,7 +301,7 @@ def _check_names(leaves: Iterable[TensorLeaf | ObjectLeaf], where: str) -> None:
     seen: dict[str, Path] = {}
     for leaf in leaves:
         fqn, path = leaf.fqn, leaf.path
-        if not _is_text(fqn):
+        if not is_text(fqn):
             raise UnreadableError(f"{where} is damaged: {fqn!a:.80} is not a name.")
         other = seen.setdefault(fqn, path)
         if other is not path:

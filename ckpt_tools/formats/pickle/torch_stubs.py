@@ -45,6 +45,21 @@ LAYOUTS = frozenset(
     {"torch.strided", "torch.jagged", "torch.sparse_coo", "torch.sparse_csr", "torch.sparse_csc"}
     | {"torch.sparse_bsr", "torch.sparse_bsc", "torch._mkldnn"}
 )
+# Types that torch had before 2.1 have a storage class each, later ones go by _rebuild_tensor_v3.
+STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,80}")
 
 
@@ -281,6 +296,11 @@ class StoredTensor:
     sign: Sign | None = None
 
     @property
+    def local(self) -> StoredTensor:
+        """What is in this file of it: all, unlike of a `StoredDTensor`."""
+        return self
+
+    @property
     def end(self) -> int:
         """One past the last element of the storage that the view touches; its start when empty."""
         if 0 in self.shape:
@@ -324,7 +344,7 @@ class StoredMesh:
         if self.rank_map is None or self.strides is None or self.coordinate is None:
             return None
         ranks = tuple(rank for rank in self.rank_map if type(rank) is int)
-        here = _dot(self.coordinate, self.strides)
+        here = sum(a * b for a, b in zip(self.coordinate, self.strides, strict=True))
         own = ranks.index(self.rank) if self.rank in ranks else here
         places = [own - here]
         for size, stride in zip(self.shape, self.strides, strict=True):
@@ -386,56 +406,19 @@ class DeviceMeshRecord(StateRecord):
     mesh: StoredMesh
 
 
-class MeshLayoutRecord(StateRecord):
-    """A ``_MeshLayout`` or a ``_FlatLayout``."""
-
-    __slots__ = ()
-
-
-class SpecRecord(StateRecord):
-    """A DTensorSpec."""
-
-    __slots__ = ()
+def record_class(name: str) -> type[StateRecord]:
+    """A new class of records, which only its name tells from others."""
+    return type(name, (StateRecord,), {"__slots__": ()})
 
 
-class TensorMetaRecord(StateRecord):
-    """A TensorMeta, or the TensorMetadata that torch 2.1 had in its place."""
-
-    __slots__ = ()
-
-
-class ShardOrderRecord(StateRecord):
-    """A ShardOrderEntry."""
-
-    __slots__ = ()
-
-
-class ShardRecord(StateRecord):
-    """A Shard."""
-
-    __slots__ = ()
-
-
-class StridedShardRecord(StateRecord):
-    """A _StridedShard."""
-
-    __slots__ = ()
-
-
-class ReplicateRecord(StateRecord):
-    """A Replicate."""
-
-    __slots__ = ()
-
-
-class PartialRecord(StateRecord):
-    """A Partial, under any of its names."""
-
-    __slots__ = ()
-
-
-def _dot(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    return sum(a * b for a, b in zip(left, right, strict=True))
+MeshLayoutRecord = record_class("MeshLayoutRecord")  # a _MeshLayout or a _FlatLayout
+SpecRecord = record_class("SpecRecord")  # a DTensorSpec
+TensorMetaRecord = record_class("TensorMetaRecord")  # or torch 2.1's TensorMetadata
+ShardOrderRecord = record_class("ShardOrderRecord")
+ShardRecord = record_class("ShardRecord")
+StridedShardRecord = record_class("StridedShardRecord")
+ReplicateRecord = record_class("ReplicateRecord")
+PartialRecord = record_class("PartialRecord")
 
 
 def as_count(value: object, what: str) -> int:

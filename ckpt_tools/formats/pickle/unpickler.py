@@ -47,9 +47,14 @@ class _Unpickler(pickle.Unpickler):
         self._storage = storage
 
     def find_class(self, module_name: str, global_name: str, /) -> object:
-        """The stand-in for a global."""
-        module, last = _PYTHON_2_NAMES.get((module_name, global_name), (module_name, global_name))
-        module = _PYTHON_2_MODULES.get(module, module)
+        """The stand-in for a global.
+
+        Protocol 2 has the names of Python 2, also when Python 3 writes it: ``__builtin__.xrange``
+        is ``builtins.range``. These are the tables that Python itself reads such pickles with.
+        """
+        names = (module_name, global_name)
+        module, last = _compat_pickle.NAME_MAPPING.get(names, names)
+        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         found = self._resolve(printable(f"{module}.{last}"))
         if "." in last and isinstance(found, type) and issubclass(found, OpaqueObject):
             found.is_nested = True
@@ -58,12 +63,6 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: object) -> object:
         """The stand-in for a storage."""
         return self._storage(pid)
-
-
-# Protocol 2 has the names of Python 2, also when Python 3 writes it: ``__builtin__.xrange`` is
-# ``builtins.range``. These are the tables that Python itself reads such pickles with.
-_PYTHON_2_NAMES = _compat_pickle.NAME_MAPPING
-_PYTHON_2_MODULES = _compat_pickle.IMPORT_MAPPING
 
 
 def unpickle(data: bytes, *, resolve: Resolve, storage: Callable[[object], object]) -> object:

@@ -3,53 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from glob import escape
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
+from ckpt_tools.core.index import ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import ChecksumPart, PackageFormat, PlanOptions, Reader
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.formats.protocol import PlanOptions, Reader
+from ckpt_tools.formats.torch_file import TorchSave
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.torch_file.dtensor_write import TorchVersion
 
 
-class RankFiles(PackageFormat):
+class RankFiles(TorchSave):
     """A folder with one torch.save file of DTensors for each rank."""
 
     name = "ranks"
     label = "per-rank torch.save files of DTensors"
     files = ("*rank_*.pt",)
     writes = "shards"
-    nested = True
 
     def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.rank_files import read
 
         return read
 
-    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
-        from ckpt_tools.formats.torch_file import locate
-
-        return locate.locate(index, files)
-
     def rank_of(self, path: str) -> int | None:  # noqa: D102
         from ckpt_tools.formats.rank_files import file_names
 
         named = file_names.parse(path)
         return None if named is None else named.rank
-
-    def checksummed(  # noqa: D102
-        self, index: CheckpointIndex, files: Files
-    ) -> Iterable[ChecksumPart]:
-        from ckpt_tools.formats.zip import checksums
-
-        return checksums.parts_of_files(index, files)
 
     def assumption(self) -> str | None:  # noqa: D102
         if _installed_torch() is not None:
@@ -67,15 +53,13 @@ class RankFiles(PackageFormat):
         from ckpt_tools.formats.rank_files import write
         from ckpt_tools.formats.torch_file.dtensor_write import NEWEST
 
-        style = write.RankFileStyle(torch_version=_installed_torch() or NEWEST)
-        if options.rank_name is not None:
-            style = replace(style, naming=options.rank_name)
         return write.plan_files(
             targets,
             objects,
             mesh=options.mesh,
             device_type=options.device_type,
-            style=style,
+            naming=write.NAMING if options.rank_name is None else options.rank_name,
+            torch_version=_installed_torch() or NEWEST,
             tree=options.tree,
         )
 

@@ -1,6 +1,8 @@
 """Whether the rank files of one checkpoint are all there, and are who their names say.
 
 A file states the mesh of its tensors and its own place on it; names state a rank and a world size.
+Under HSDP a job may save its first replica group alone: one whole group of ranks that shard is a
+whole checkpoint. What the ranks that are absent held is known from the layouts: the same rows.
 """
 
 from __future__ import annotations
@@ -8,16 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import TensorEntry
-from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.layout import Mesh, Replicate
 from ckpt_tools.core.text import are, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 from ckpt_tools.formats.pickle.state_dict import Stored
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredMesh
-from ckpt_tools.formats.rank_files.file_names import Family, RankFile
-from ckpt_tools.formats.rank_files.replica_groups import whole_groups
+from ckpt_tools.formats.rank_files.file_names import Family, RankFile, holds_other_state
 from ckpt_tools.formats.torch_file.dtensor_read import mesh_of
 
 _LISTED = 32
@@ -172,3 +174,52 @@ def listed(ranks: Sequence[int]) -> str:
     if len(ranks) <= _LISTED:
         return ", ".join(map(str, ranks))
     return rank_spans(ranks, comma=", ")
+
+
+def are_whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> bool:
+    """Whether ranks are absent, and those that are there are one or more whole replica groups."""
+    there = len(family.files)
+    return there < world and sum(map(len, whole_groups(family, world, tensors))) == there
+
+
+def whole_groups(family: Family, world: int, tensors: Sequence[TensorEntry]) -> list[list[int]]:
+    """The ranks of each replica group of which every file is there.
+
+    Every DTensor must be on one mesh of all ranks, of which some dimensions replicate all of them:
+    only then is it known that the ranks of other groups held nothing else.
+    """
+    have = [file.rank for file in family.files]
+    layouts = {entry.layout for entry in tensors if entry.layout is not None}
+    meshes = {layout.mesh for layout in layouts}
+    if max(have) >= world or len(meshes) != 1:
+        return []
+    (mesh,) = meshes
+    dims = [
+        dim
+        for dim in range(len(mesh.shape))
+        if all(isinstance(layout.placements[dim], Replicate) for layout in layouts)
+    ]
+    if mesh.size != world or not dims:
+        return []
+    in_group = mesh.size // prod(mesh.shape[dim] for dim in dims)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in have:
+        place = mesh.coordinate(rank)
+        groups.setdefault(tuple(place[dim] for dim in dims), []).append(rank)
+    return [ranks for ranks in groups.values() if len(ranks) == in_group]
+
+
+def absent_replicas(families: Sequence[Family], world: int) -> Iterator[str]:
+    """A note on the ranks that are absent."""
+    for family in families:
+        have = {file.rank for file in family.files}
+        absent = [rank for rank in range(world) if rank not in have]
+        own = (
+            " State that each of them saved for itself is missing."
+            if holds_other_state(family.name)
+            else ""
+        )
+        yield (
+            f"{family.pattern}: the replicas of ranks {rank_spans(absent)} are absent; the "
+            f"{len(have)} files that are there hold every row.{own}"
+        )

@@ -86,7 +86,8 @@ def entries_of(gathered: Gathered, files: Files) -> RankEntries:
     What each rank has its own value of becomes a dict of them, ``rank_0``, ``rank_1``…
     """
     apart: dict[str, Branch[str]] = {}
-    sections = _sections(gathered)
+    whole = {path for path, held in gathered.objects.items() if not held[0].is_tensor}
+    sections = names.sections_of(list(gathered.tensors | gathered.objects), objects=whole)
     comparison = ReplicaComparison(files)
     report = _JoinFindings()
     tensors: list[TensorEntry] = []
@@ -144,12 +145,6 @@ def _of_ranks(
     return dict_of({f"rank_{part.rank}": entry.fqn for part, entry in pairs})
 
 
-def _sections(gathered: Gathered) -> dict[Path, Section]:
-    paths = list(gathered.tensors | gathered.objects)
-    objects = {path for path, held in gathered.objects.items() if not held[0].is_tensor}
-    return names.sections_of(paths, objects=objects)
-
-
 def _tensor(path: Path, first: RankTensor, joined: JoinedTensor, section: Section) -> TensorEntry:
     return TensorEntry(
         fqn=names.join(path),
@@ -159,7 +154,7 @@ def _tensor(path: Path, first: RankTensor, joined: JoinedTensor, section: Sectio
         shape=joined.shape,
         chunks=joined.chunks,
         layout=joined.layout,
-        compared=not joined.unseen,
+        compared=not joined.uncompared,
     )
 
 
@@ -198,10 +193,10 @@ class _JoinFindings:
     """What was seen of all tensors, said once for many of them."""
 
     complaints: dict[str, list[str]] = field(default_factory=dict)
-    differing: dict[str, int] = field(default_factory=dict)
-    unequal: dict[str, int] = field(default_factory=dict)
-    unlike: dict[str, str] = field(default_factory=dict)
-    unseen: list[str] = field(default_factory=list)
+    differing_tensors: dict[str, int] = field(default_factory=dict)
+    differing_objects: dict[str, int] = field(default_factory=dict)
+    differing_replicas: dict[str, str] = field(default_factory=dict)
+    uncompared: list[str] = field(default_factory=list)
     per_rank: list[str] = field(default_factory=list)
     has_flat_pieces: bool = False
     steps: StepCounts = field(default_factory=StepCounts)
@@ -231,7 +226,7 @@ class _JoinFindings:
         values = " and ".join(f"{part.value!r} on rank {part.rank}" for part in (held[0], other))
         is_step = self.steps.see(path, section, values)
         if section == "optim":
-            self.unequal[names.join(path)] = other.rank
+            self.differing_objects[names.join(path)] = other.rank
         return is_step or section == "optim"
 
     def see(self, entry: TensorEntry, joined: JoinedTensor) -> None:
@@ -239,12 +234,12 @@ class _JoinFindings:
         if joined.complaint is not None:
             self.complaints.setdefault(joined.complaint, []).append(entry.fqn)
         elif joined.differing:
-            self.differing[entry.fqn] = joined.differing[0]
+            self.differing_tensors[entry.fqn] = joined.differing[0]
             self.has_flat_pieces |= entry.section == "optim" and bool(entry.shape)
-        if joined.unlike:
-            self.unlike[entry.fqn] = joined.unlike[0]
-        if joined.unseen:
-            self.unseen.append(entry.fqn)
+        if joined.differing_replicas:
+            self.differing_replicas[entry.fqn] = joined.differing_replicas[0]
+        if joined.uncompared:
+            self.uncompared.append(entry.fqn)
 
     def problems(self) -> Iterator[CheckpointError]:
         """What keeps entries from being used."""
@@ -255,32 +250,32 @@ class _JoinFindings:
                 hint="The files are of different saves, or torch saved them so; save again.",
                 about=fqns,
             )
-        if self.differing:
-            fqns = list(self.differing)
+        if self.differing_tensors:
+            fqns = list(self.differing_tensors)
             yield UnsupportedError(
                 f"{some(fqns)}: plain tensors (no DTensors) that differ between ranks, so that "
                 "none is known to be right; "
-                f"rank {self.differing[fqns[0]]} is the first that differs.",
+                f"rank {self.differing_tensors[fqns[0]]} is the first that differs.",
                 hint=_FLAT_SHARDS if self.has_flat_pieces else _LEAVE_OUT,
                 about=fqns,
             )
-        if self.unequal:
-            fqns = list(self.unequal)
+        if self.differing_objects:
+            fqns = list(self.differing_objects)
             yield UnsupportedError(
                 f"{some(fqns)}: values that differ between ranks, so that none is known to be "
-                f"right; rank {self.unequal[fqns[0]]} is the first that differs.",
+                f"right; rank {self.differing_objects[fqns[0]]} is the first that differs.",
                 hint=_LEAVE_OUT,
                 about=fqns,
             )
-        if self.unlike:
-            yield replicas_differ(self.unlike)
+        if self.differing_replicas:
+            yield replicas_differ(self.differing_replicas)
 
     def notes(self) -> Iterator[str]:
         """Notes for people."""
         if self.per_rank:
             yield f"Kept once per rank, as ….rank_N: {some(sorted(self.per_rank))}."
-        if self.unseen:
+        if self.uncompared:
             yield (
-                f"Replicas too large to be compared in passing: {some(self.unseen)}. verify and "
-                "--check compare them; a copy without --check takes those of the lowest rank."
+                f"Replicas too large to be compared in passing: {some(self.uncompared)}. verify "
+                "and --check compare them; a copy without --check takes those of the lowest rank."
             )

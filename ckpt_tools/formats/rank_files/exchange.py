@@ -16,12 +16,7 @@ from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.rank_files import (
-    checks as rank_checks,
-)
-from ckpt_tools.formats.rank_files import (
-    file_names as rank_names,
-)
+from ckpt_tools.formats.rank_files import checks, file_names
 from ckpt_tools.formats.rank_files.entries import Gathered
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
 from ckpt_tools.formats.rank_files.parts import MAX_COMPARED, RankTensor, elements
@@ -35,7 +30,7 @@ class RankHeaders:
 
     rank: int
     gathered: Gathered
-    ranks: rank_checks.Ranks
+    ranks: checks.Ranks
     sizes: dict[str, int]
     held: dict[str, set[str]]
     notes: list[str]
@@ -51,7 +46,7 @@ def listing(path: str) -> list[RankFile]:
         paths = [os.path.join(path, name) for name in sorted(os.listdir(path))]
     else:
         paths = sorted(glob(path))
-    return list(filter(None, map(rank_names.parse, paths)))
+    return list(filter(None, map(file_names.parse, paths)))
 
 
 def families_of(listings: Sequence[Sequence[RankFile]], *, where: str) -> tuple[Family, ...]:
@@ -73,12 +68,12 @@ def families_of(listings: Sequence[Sequence[RankFile]], *, where: str) -> tuple[
             "--engine copy reads every format.",
         )
     paths = [file.path for file in by_rank.values()]
-    return rank_names.joined(rank_names.families(paths), where=escape(where))
+    return file_names.joined(file_names.families(paths), where=escape(where))
 
 
 def world_size(families: Sequence[Family]) -> int:
     """How many ranks saved the files: as their names say, else by the highest rank."""
-    return rank_checks.Ranks().world_size(families)
+    return checks.Ranks().world_size(families)
 
 
 def read_headers(

@@ -19,7 +19,7 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.errors import CheckpointError, UnsupportedError
 from ckpt_tools.formats.pickle.state_dict import Stored
-from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredTensor
+from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor
 from ckpt_tools.formats.torch_file.dtensor_read import held_box, layout_of
 from ckpt_tools.formats.torch_file.open import (
     SavedFile,
@@ -77,7 +77,7 @@ class RankTensors:
 
     def part(self, stored: Stored, saved: SavedFile, rank: int) -> RankTensor:
         """The part of a tensor that this file holds."""
-        local = stored if isinstance(stored, StoredTensor) else stored.local
+        local = stored.local
         record = saved.record_of(local.storage)
         data = byte_range_of(local, record, saved.path)
         layout, box, flaw = None, Box.whole(local.shape), None
@@ -118,9 +118,9 @@ class RankTensors:
 class JoinedTensor:
     """A tensor put together from its parts; ``complaint`` says why it must not be used as it is.
 
-    ``differing`` are the ranks whose plain values are not those of the first, ``unlike`` the boxes
-    of replicas that are not equal, with two ranks of each, ``unseen`` says that something was too
-    large to be compared.
+    ``differing`` are the ranks whose plain values are not those of the first,
+    ``differing_replicas`` the boxes of replicas that are not equal, with two ranks of each;
+    ``uncompared`` says that something was too large to be compared.
     """
 
     shape: tuple[int, ...]
@@ -128,8 +128,8 @@ class JoinedTensor:
     layout: Layout | None
     complaint: str | None = None
     differing: tuple[int, ...] = ()
-    unlike: tuple[str, ...] = ()
-    unseen: bool = False
+    differing_replicas: tuple[str, ...] = ()
+    uncompared: bool = False
 
 
 def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> JoinedTensor:
@@ -145,20 +145,20 @@ def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> JoinedTe
     groups: dict[Box, list[RankTensor]] = {}
     for part in same:
         groups.setdefault(part.box, []).append(part)
-    unlike, unseen = [], False
+    differing_replicas, uncompared = [], False
     for box, group in groups.items():
         verdicts = [comparison.equal(group[0], other) for other in group[1:]]
-        unseen = unseen or None in verdicts
+        uncompared = uncompared or None in verdicts
         if False in verdicts:
             other = group[1 + verdicts.index(False)]
-            unlike.append(f"{box} (ranks {group[0].rank} and {other.rank})")
+            differing_replicas.append(f"{box} (ranks {group[0].rank} and {other.rank})")
     return JoinedTensor(
         shape=first.shape,
         chunks=tuple(_chunk(group) for group in groups.values()),
         layout=layout,
         complaint=complaint,
-        unlike=tuple(unlike),
-        unseen=unseen,
+        differing_replicas=tuple(differing_replicas),
+        uncompared=uncompared,
     )
 
 
@@ -166,22 +166,15 @@ def _join_plain(
     parts: Sequence[RankTensor], comparison: ReplicaComparison, complaint: str | None
 ) -> JoinedTensor:
     """A plain tensor: the first rank's, when that of every other rank is the same."""
-    first = parts[0]
-    equal, differing, unseen = [first], [], False
-    for part in parts[1:]:
-        verdict = comparison.equal(first, part)
-        unseen = unseen or verdict is None
-        if verdict is False:
-            differing.append(part.rank)
-        else:
-            equal.append(part)
+    first, *others = parts
+    verdicts = [(part, comparison.equal(first, part)) for part in others]
     return JoinedTensor(
         shape=first.shape,
-        chunks=(_chunk(equal),),
+        chunks=(_chunk([first, *(part for part, is_equal in verdicts if is_equal is not False)]),),
         layout=None,
         complaint=complaint,
-        differing=tuple(differing),
-        unseen=unseen,
+        differing=tuple(part.rank for part, is_equal in verdicts if is_equal is False),
+        uncompared=any(is_equal is None for _, is_equal in verdicts),
     )
 
 
@@ -207,25 +200,19 @@ def _chunk(group: Sequence[RankTensor]) -> Chunk:
 def _disagreement(first: RankTensor, parts: Sequence[RankTensor]) -> str | None:
     """What two ranks say differently of one tensor, or None."""
     for part in parts:
-        if (part.layout is None) != (first.layout is None):
-            kinds = ("a plain tensor", "a DTensor")
-            here, there = (kinds[p.layout is not None] for p in (first, part))
-            return f"it is {here} on rank {first.rank} and {there} on rank {part.rank}"
-        if part.dtype != first.dtype:
-            return (
-                f"it is {first.dtype.name} on rank {first.rank} "
-                f"and {part.dtype.name} on rank {part.rank}"
-            )
-        if part.layout is None or first.layout is None:
+        both, what = (first, part), "it is"
+        layouts = [one.layout for one in both if one.layout is not None]
+        if len(layouts) == 1:
+            said = ["a plain tensor" if one.layout is None else "a DTensor" for one in both]
+        elif part.dtype != first.dtype:
+            said = [one.dtype.name for one in both]
+        elif layouts and part.shape != first.shape:
+            said, what = [str(list(one.shape)) for one in both], "its global shape is"
+        elif part.layout != first.layout:
+            said = [f"({layout}) of {layout.mesh}" for layout in layouts]
+        else:
             continue
-        if part.shape != first.shape:
-            return (
-                f"its global shape is {list(first.shape)} on rank {first.rank} "
-                f"and {list(part.shape)} on rank {part.rank}"
-            )
-        if part.layout != first.layout:
-            here, there = (f"({x}) of {x.mesh}" for x in (first.layout, part.layout))
-            return f"it is {here} on rank {first.rank} and {there} on rank {part.rank}"
+        return f"{what} {said[0]} on rank {first.rank} and {said[1]} on rank {part.rank}"
     return None
 
 

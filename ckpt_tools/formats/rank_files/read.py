@@ -13,11 +13,11 @@ value is compared.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.coverage import uncovered
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, FileEntry
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
     CheckpointError,
@@ -29,16 +29,7 @@ from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import shared_storage as ties
 from ckpt_tools.formats.pickle.state_dict import StateDict, flatten
 from ckpt_tools.formats.pickle.unpickler import collector_paused
-from ckpt_tools.formats.rank_files import (
-    checks as rank_checks,
-)
-from ckpt_tools.formats.rank_files import (
-    file_names as rank_names,
-)
-from ckpt_tools.formats.rank_files import (
-    numbered,
-    replica_groups,
-)
+from ckpt_tools.formats.rank_files import checks, file_names, numbered
 from ckpt_tools.formats.rank_files.entries import Gathered, entries_of
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile
 from ckpt_tools.formats.rank_files.parts import RankObject, RankTensors
@@ -61,7 +52,7 @@ def matches(path: str) -> bool:
         names = _names(path)
     except OSError:
         return False
-    named = list(filter(None, map(rank_names.parse, names)))
+    named = list(filter(None, map(file_names.parse, names)))
     if named:
         return any(file.rank > 0 or file.world_size is not None for file in named)
     return numbered.are_rank_files(os.path.join(path, name) for name in names)
@@ -80,9 +71,9 @@ def read_index(
     folders = {os.path.dirname(file) for file in file_paths}
     around = next(iter(folders)) if len(folders) == 1 else os.path.commonpath(folders)
     root = path if isinstance(path, str) else around or "."
-    named = rank_names.families(file_paths)
+    named = file_names.families(file_paths)
     candidates = named or numbered.families(file_paths, options)
-    families = rank_names.joined(candidates, where=root)
+    families = file_names.joined(candidates, where=root)
     with Files(max_open=_MAX_OPEN) as files, collector_paused():
         reading = IndexBuilder(files, options)
         for family in families:
@@ -116,7 +107,7 @@ class IndexBuilder:
     options: ReadOptions
     gathered: Gathered = field(default_factory=Gathered)
     parts: RankTensors = field(default_factory=RankTensors)
-    ranks: rank_checks.Ranks = field(default_factory=rank_checks.Ranks)
+    ranks: checks.Ranks = field(default_factory=checks.Ranks)
     sizes: dict[str, int] = field(default_factory=dict)
     ties: ties.Ties = ()
     broken: list[tuple[Family, UnreadableError]] = field(default_factory=list)
@@ -130,7 +121,7 @@ class IndexBuilder:
             try:
                 state, pickle = self._state(file, contained=contained)
             except (UnsupportedError, UnsafePickleError) as error:
-                if not rank_names.holds_other_state(family.name):
+                if not file_names.holds_other_state(family.name):
                     raise
                 self._keep_closed(file, error)
                 continue
@@ -150,10 +141,10 @@ class IndexBuilder:
         saved = open_saved(file.path, self.files, options=self.options)
         container: tuple[str, ...] = ()
         tops = saved.value.keys() if isinstance(saved.value, dict) else ()
-        if contained and not rank_names.has_container(tops, file.family):
+        if contained and not file_names.has_container(tops, file.family):
             container = (file.family or "model",)
         state = flatten(saved.value, where=file.path, under=container)
-        if rank_names.holds_other_state(file.family):
+        if file_names.holds_other_state(file.family):
             for other in state.objects:
                 if other.flaw is not None:
                     raise other.flaw.at(f"{file.path}: {other.fqn}")
@@ -193,19 +184,25 @@ class IndexBuilder:
             raise self.broken[0][1]
         world = self.ranks.world_size(families)
         entries = entries_of(self.gathered, self.files)
-        spared = [f for f in families if replica_groups.are_whole(f, world, entries.tensors)]
+        spared = [f for f in families if checks.are_whole_groups(f, world, entries.tensors)]
         needed = [family for family in families if family not in spared]
         absent = {f: set(range(world)) - {file.rank for file in f.files} for f in needed}
         missing = [family.path_of(rank) for family in needed for rank in sorted(absent[family])]
-        holes = _with_holes(entries.tensors) if self.broken or missing else frozenset()
-        about = {family: self._names(family, families, holes) for family in families}
+        flaws = uncovered(entries.tensors) if self.broken or missing else ()
+        holes = frozenset().union(*(problem.about for problem in flaws))
+        # Lost files of a family damage its entries with holes, where any have, else all of it; none
+        # are named when that is the whole checkpoint.
+        about: dict[Family, Collection[str]] = {}
+        for family in families:
+            held = self.held.get(family.pattern, set())
+            about[family] = held & holes or (held if len(families) > 1 else ())
         problems = [
             *(error.concerning(about[family]) for family, error in self.broken),
             *self.ranks.problems(families, world),
             *(
                 error.concerning(about[family])
                 for family in needed
-                for error in rank_checks.missing(
+                for error in checks.missing(
                     family, world, entries.tensors, held=self.held.get(family.pattern, set())
                 )
             ),
@@ -226,22 +223,7 @@ class IndexBuilder:
             world_size=world,
             mesh=self.ranks.mesh,
             ties=tuple(sorted(self.ties)),
-            notes=(*self.notes, *entries.notes, *replica_groups.notes(spared, world)),
+            notes=(*self.notes, *entries.notes, *checks.absent_replicas(spared, world)),
             problems=tuple(problems),
             tree=entries.tree,
         )
-
-    def _names(
-        self, family: Family, families: Sequence[Family], holes: frozenset[str]
-    ) -> Collection[str]:
-        """The entries that lost files of one family damage: those with holes, where any have.
-
-        Else all of the family; none are named when that is the whole checkpoint.
-        """
-        held = self.held.get(family.pattern, set())
-        return held & holes or (held if len(families) > 1 else ())
-
-
-def _with_holes(tensors: Iterable[TensorEntry]) -> frozenset[str]:
-    """The names of the tensors that have not all of their rows."""
-    return frozenset().union(*(problem.about for problem in uncovered(tensors, known=())))

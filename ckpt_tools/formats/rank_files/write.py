@@ -12,8 +12,7 @@ This room plans; it opens no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
@@ -29,9 +28,9 @@ from ckpt_tools.core.plan import (
     LazyPlans,
     PlannedFile,
     Target,
-    WriteItem,
     placed_tree,
     refuse_types_not_in_torch,
+    require_mesh_size,
 )
 from ckpt_tools.core.state_tree import Branch, nested
 from ckpt_tools.errors import UsageError
@@ -54,30 +53,10 @@ from ckpt_tools.formats.torch_file.dtensor_write import (
     mesh_ranks,
     rank_mesh,
 )
-from ckpt_tools.formats.torch_file.write import archive_name
+from ckpt_tools.formats.torch_file.write import archive_name, items_in
 from ckpt_tools.formats.zip.layout import lay_out
 
-
-@dataclass(frozen=True, slots=True)
-class RankFileStyle:
-    """How the files are named, and the torch that is to read them.
-
-    ``naming`` has ``{rank}``, and may have ``{world}`` and ``{family}``. With ``{family}`` and a
-    state dict that consists of well-known parts (model, optim, extra_state…) each part has its own
-    files, without the part's name in the nesting, as verl writes them; all else is one family,
-    ``model``. Each torch reads only the DeviceMesh of its own time: of 2.5 to 2.9, of 2.10 to 2.12,
-    or from 2.13 on.
-    """
-
-    naming: str = "{family}_world_size_{world}_rank_{rank}.pt"
-    torch_version: TorchVersion = NEWEST
-
-
-class _Family(NamedTuple):
-    """What goes into the files of one name."""
-
-    name: str
-    tree: Branch[Target | ObjectEntry]
+NAMING = "{family}_world_size_{world}_rank_{rank}.pt"
 
 
 def plan_files(
@@ -86,53 +65,45 @@ def plan_files(
     *,
     mesh: Mesh,
     device_type: str,
-    style: RankFileStyle = RankFileStyle(),
+    naming: str = NAMING,
+    torch_version: TorchVersion = NEWEST,
     tree: Branch[str] = NO_TREE,
 ) -> LazyPlans:
     """One file for each rank of the mesh, or one for each rank and each part of the checkpoint.
 
-    Tensors and objects are where ``tree`` has their names, else at their paths.
+    ``naming`` has ``{rank}``, and may have ``{world}`` and ``{family}``. With ``{family}`` and a
+    state dict that consists of well-known parts (model, optim, extra_state…) each part has its own
+    files, without the part's name in the nesting, as verl writes them; all else is one family,
+    ``model``. Each torch reads only the DeviceMesh of its own time: of 2.5 to 2.9, of 2.10 to 2.12,
+    or from 2.13 on. Tensors and objects are where ``tree`` has their names, else at their paths.
 
     Raises UsageError when a layout's mesh has another size than ``mesh`` or the naming has no
     rank, IncompleteError when the source's chunks do not cover a tensor, UnsupportedError for an
     object that was not opened and for paths that exclude each other.
     """
-    check_version(style.torch_version)
+    check_version(torch_version)
     refuse_types_not_in_torch(targets)
-    for target in targets:
-        _check(target, mesh)
+    require_mesh_size(targets, mesh.size)
     files: list[PlannedFile] = []
-    for family in _families(placed_tree(targets, objects, tree), naming=style.naming):
-        planner = _Planner(family, device_type=device_type, torch_version=style.torch_version)
-        for rank in range(mesh.size):
-            path = _filename(style.naming, family=family.name, world=mesh.size, rank=rank)
-            files.append(planner.planned(path, rank=rank))
+    for family, part in _families(placed_tree(targets, objects, tree), naming=naming).items():
+        planner = _Planner(part, device_type=device_type, torch_version=torch_version)
+        if "{rank}" not in naming:
+            raise UsageError(f"The naming {naming!r} of rank files has no {{rank}}.")
+        path = naming.replace("{family}", family).replace("{world}", str(mesh.size))
+        files += [
+            planner.planned(path.replace("{rank}", str(rank)), rank=rank)
+            for rank in range(mesh.size)
+        ]
     return LazyPlans(files)
 
 
-def _check(target: Target, mesh: Mesh) -> None:
-    if target.layout is not None and target.layout.mesh.size != mesh.size:
-        raise UsageError(
-            f"{target.fqn}: a mesh of {target.layout.mesh.size} ranks ({target.layout.mesh}) in a "
-            f"checkpoint for {mesh.size}."
-        )
-
-
-def _filename(naming: str, *, family: str, world: int, rank: int) -> str:
-    if "{rank}" not in naming:
-        raise UsageError(f"The naming {naming!r} of rank files has no {{rank}}.")
-    path = naming.replace("{family}", family).replace("{world}", str(world))
-    return path.replace("{rank}", str(rank))
-
-
-def _families(tree: Branch[Target | ObjectEntry], *, naming: str) -> Iterator[_Family]:
-    """The families of files: one for each part of the checkpoint, or one for all."""
-    parts = {str(part): inner for part, inner in tree.pairs() if isinstance(inner, Branch)}
+def _families(
+    tree: Branch[Target | ObjectEntry], *, naming: str
+) -> dict[str, Branch[Target | ObjectEntry]]:
+    """What goes into the files of each name: a part of the checkpoint, or all of it."""
     if "{family}" not in naming or len(tree.items) < 2 or not _are_parts(tree):
-        yield _Family("model", tree)
-        return
-    for name, part in parts.items():
-        yield _Family(name, part)
+        return {"model": tree}
+    return {str(part): inner for part, inner in tree.pairs() if isinstance(inner, Branch)}
 
 
 def _are_parts(tree: Branch[Target | ObjectEntry]) -> bool:
@@ -158,9 +129,15 @@ class _Contents(NamedTuple):
 class _Planner:
     """Plans the files of one family; ranks whose shards have the same sizes share a pickle."""
 
-    def __init__(self, family: _Family, *, device_type: str, torch_version: TorchVersion) -> None:
-        self._tree = family.tree
-        self._targets = [leaf for leaf in family.tree.leaves() if isinstance(leaf, Target)]
+    def __init__(
+        self,
+        tree: Branch[Target | ObjectEntry],
+        *,
+        device_type: str,
+        torch_version: TorchVersion,
+    ) -> None:
+        self._tree = tree
+        self._targets = [leaf for leaf in tree.leaves() if isinstance(leaf, Target)]
         self._device_type = device_type
         self._torch_version = torch_version
         # Now, and not when files are half written, it is seen that the chunks are all there.
@@ -175,17 +152,18 @@ class _Planner:
         pickle, storages = self._filled(sizes, rank)
         name = archive_name(path)
         key = sizes, len(pickle), len(name)
-        length = self._lengths.get(key)
-        if length is None:
-            length = self._lengths[key] = lay_out(pickle, storages, archive=name).length
+        if key not in self._lengths:
+            self._lengths[key] = lay_out(pickle, storages, archive=name).length
         digest = blake2b(repr((sizes, name)).encode() + pickle).digest()
-        return PlannedFile(path, length, digest, partial(self.plan, path, rank=rank))
+        return PlannedFile(path, self._lengths[key], digest, partial(self.plan, path, rank=rank))
 
     def _filled(
         self, sizes: tuple[tuple[int, ...], ...], rank: int
     ) -> tuple[bytes, tuple[int | bytes, ...]]:
         """The pickle and the storages of a rank whose shards have these sizes."""
-        contents = self._of(sizes)
+        if sizes not in self._contents:
+            self._contents[sizes] = self._new(sizes)
+        contents = self._contents[sizes]
         values = [rank, *chain.from_iterable(m.coordinate(rank) for m in contents.meshes)]
         return contents.pickle.filled(values), contents.storages
 
@@ -194,39 +172,18 @@ class _Planner:
         boxes = [self._box(target, rank) for target in self._targets]
         pickle, storages = self._filled(tuple(box.sizes for box in boxes), rank)
         archive = lay_out(pickle, storages, archive=archive_name(path))
-        items = tuple(
-            WriteItem(
-                target.fqn,
-                path,
-                slot.offset,
-                box,
-                target.entry.dtype,
-                target.dtype,
-                finder,
-                slot.crc_at,
-            )
-            for target, box, finder, slot in zip(
-                self._targets, boxes, self._finders, archive.slots, strict=True
-            )
-            if slot.length
-        )
-        return FilePlan(path, archive.length, archive.literals, items)
+        filled = zip(self._targets, boxes, self._finders, strict=True)
+        items = items_in(archive.slots, path, filled)
+        return FilePlan(path, archive.length, archive.literals, tuple(items))
 
     def _box(self, target: Target, rank: int) -> Box:
         shape = target.entry.shape
         if target.layout is None:
             return Box.whole(shape)
         key = (target.layout, shape)
-        known = self._boxes.get(key)
-        if known is None:
-            known = self._boxes[key] = target.layout.boxes(shape)
-        return known[rank]
-
-    def _of(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
-        known = self._contents.get(sizes)
-        if known is None:
-            known = self._contents[sizes] = self._new(sizes)
-        return known
+        if key not in self._boxes:
+            self._boxes[key] = target.layout.boxes(shape)
+        return self._boxes[key][rank]
 
     def _new(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
         shards = _Shards(self._device_type, self._torch_version)
@@ -261,11 +218,10 @@ class _Shards:
         return dtensor_node(dtype, target.entry.shape, local=local, layout=target.layout, mesh=mesh)
 
     def _mesh(self, mesh: Mesh) -> RankMesh:
-        known = self.meshes.get(mesh)
-        if known is None:
+        if mesh not in self.meshes:
             first = self._blanks
             self._blanks += len(mesh.shape)
-            known = self.meshes[mesh] = rank_mesh(
+            self.meshes[mesh] = rank_mesh(
                 mesh,
                 MeshPlace(Blank(0), tuple(map(Blank, range(first, self._blanks)))),
                 device_type=self._device_type,
@@ -273,4 +229,4 @@ class _Shards:
                 torch_version=self._torch_version,
             )
             self.storages.append(mesh_ranks(mesh))
-        return known
+        return self.meshes[mesh]

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.core.index import ByteRange
-from ckpt_tools.core.text import are, some
+from ckpt_tools.core.text import are, is_text, some
 from ckpt_tools.errors import UnreadableError, UnsupportedError
-from ckpt_tools.formats.numbered import is_text
 from ckpt_tools.storage.reader import Files
 
 PREFIX = 8  # bytes of the header's length
@@ -199,16 +198,12 @@ def _tensors(raw: dict[str, object], *, path: str, start: int) -> dict[str, Stor
             continue
         tensors[name] = _stored(name, entry, dtype=known, path=path, start=start)
     if unknown:
-        raise _unknown_types(unknown, path)
+        shown = "; ".join(f"{dtype!r}: {some(names, 1)}" for dtype, names in unknown.items())
+        raise UnsupportedError(
+            f"{path} has element types that are not known here: {shown}.",
+            hint=f"Known are {', '.join(BY_SAFETENSORS)}.",
+        )
     return tensors
-
-
-def _unknown_types(unknown: dict[str, list[str]], path: str) -> UnsupportedError:
-    shown = "; ".join(f"{dtype!r}: {some(names, 1)}" for dtype, names in unknown.items())
-    return UnsupportedError(
-        f"{path} has element types that are not known here: {shown}.",
-        hint=f"Known are {', '.join(BY_SAFETENSORS)}.",
-    )
 
 
 def _stored(name: str, entry: dict[str, object], *, dtype: DType, path: str, start: int) -> Stored:

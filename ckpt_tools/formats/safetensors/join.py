@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.core import names
-from ckpt_tools.core.coverage import check_coverage
+from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Chunk, TensorEntry
 from ckpt_tools.core.text import rank_spans, some
@@ -94,9 +94,7 @@ def _offsets_of(raw: object, fqn: str, *, path: str, ndim: int) -> tuple[int, ..
     return offsets
 
 
-def join(
-    parts: Sequence[TensorFile], *, weight_map: Mapping[str, str] | None = None
-) -> JoinedTensors:
+def join(parts: Sequence[TensorFile], *, weight_map: Mapping[str, str]) -> JoinedTensors:
     """The tensors of all files together; a name in two files is a problem unless boxes differ.
 
     ``weight_map`` gives the full path of the file that counts for a name.
@@ -105,14 +103,17 @@ def join(
     for part in parts:
         for fqn, stored in part.header.tensors.items():
             held[fqn].append(_Held(part, stored))
-    order = sorted(held)
     homes = _homes(held)
     doubles: dict[tuple[str, str], list[str]] = defaultdict(list)
     joined = JoinedTensors([], [])
-    for fqn in order:
+    for fqn in sorted(held):
         group = held[fqn]
         if len(group) > 1 and any(part.offsets is None for part, _ in group):
-            group = _choose(group, fqn, weight_map=weight_map or {}, doubles=doubles)
+            # Of a name that several files hold whole, the one that is listed counts.
+            listed = [one for one in group if one.part.path == weight_map.get(fqn)]
+            if not listed:
+                doubles[group[0].part.path, group[1].part.path].append(fqn)
+            group = listed or group[:1]
         group = _agreeing(group, fqn, problems=joined.problems)
         joined.tensors.append(_entry(group, fqn, home=homes[fqn], problems=joined.problems))
     joined.problems.extend(_double_problems(doubles))
@@ -126,20 +127,6 @@ def _homes(held: Mapping[str, Sequence[_Held]]) -> dict[str, Home]:
     sections = names.classify([(fqn,) for fqn in bare])
     bare_homes = {fqn: Home((), section) for fqn, (section, _) in zip(bare, sections, strict=True)}
     return bare_homes | {fqn: homes.of(fqn) for fqn, homes in stated.items() if homes is not None}
-
-
-def _choose(
-    group: list[_Held],
-    fqn: str,
-    *,
-    weight_map: Mapping[str, str],
-    doubles: dict[tuple[str, str], list[str]],
-) -> list[_Held]:
-    """The one file that counts for a name that several hold whole."""
-    listed = [held for held in group if held.part.path == weight_map.get(fqn)]
-    if not listed:
-        doubles[group[0].part.path, group[1].part.path].append(fqn)
-    return listed or group[:1]
 
 
 def _double_problems(
@@ -156,24 +143,22 @@ def _double_problems(
 
 def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) -> list[_Held]:
     """The boxes that have the type and the number of dimensions of the first one."""
-    first = group[0].stored
-    for part, stored in group[1:]:
-        if stored.dtype != first.dtype or len(stored.shape) != len(first.shape):
-            problems.append(
-                CheckpointError(
-                    f"{fqn}: {group[0].part.path} has {first.dtype.name} {list(first.shape)}, "
-                    f"{Path(part.path).name} has {stored.dtype.name} {list(stored.shape)}.",
-                    about=(fqn,),
-                )
-            )
-            break
-    else:
-        return group
-    return [
+    part, first = group[0]
+    same = [
         held
         for held in group
         if held.stored.dtype == first.dtype and len(held.stored.shape) == len(first.shape)
     ]
+    if len(same) < len(group):
+        other, stored = next(held for held in group if held not in same)
+        problems.append(
+            CheckpointError(
+                f"{fqn}: {part.path} has {first.dtype.name} {list(first.shape)}, "
+                f"{Path(other.path).name} has {stored.dtype.name} {list(stored.shape)}.",
+                about=(fqn,),
+            )
+        )
+    return same
 
 
 def _entry(
@@ -189,10 +174,7 @@ def _entry(
         return TensorEntry(fqn, path, section, dtype, chunks[0].box.sizes, chunks)
     shape = tuple(map(max, zip(*(chunk.box.ends for chunk in chunks), strict=True)))
     entry = TensorEntry(fqn, path, section, dtype, shape, chunks)
-    try:
-        check_coverage(entry)
-    except CheckpointError as problem:
-        problems.append(problem)
+    problems += uncovered([entry])
     return entry
 
 
@@ -227,12 +209,18 @@ def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorE
         return gaps
     ranks, count = {rank for rank, _ in have}, counts[0]
     without = absent(ranks, max(ranks))
-    covered = all(map(_is_covered, tensors))
+    covered = not any(uncovered(tensors))
     if without and covered:
         gaps.notes.append(_nothing_to_save([rank - 1 for rank in without]))
     for rank in () if covered else without:
         gaps.paths.append(f"{folder}/{_shard_name(rank, 1, count)}")
-        gaps.problems.append(_missing_rank(gaps.paths[-1], rank, top=max(ranks)))
+        gaps.problems.append(
+            IncompleteError(
+                f"{gaps.paths[-1]} does not exist: rank {rank - 1} has no file, ranks up to "
+                f"{max(ranks) - 1} have.",
+                hint="Copy the files of every rank into one folder.",
+            )
+        )
     for number in absent({number for _, number in have}, count):
         gaps.paths.append(f"{folder}/{_shard_name(1, number, count)}")
         gaps.problems.append(
@@ -240,14 +228,6 @@ def gaps_in_ranks(folder: str, present: Iterable[str], tensors: Sequence[TensorE
         )
     _shortened(folder, have, tensors, count=count, gaps=gaps)
     return gaps
-
-
-def _is_covered(entry: TensorEntry) -> bool:
-    try:
-        check_coverage(entry)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _nothing_to_save(ranks: Sequence[int]) -> str:
@@ -261,13 +241,6 @@ def _nothing_to_save(ranks: Sequence[int]) -> str:
 
 def _shard_name(rank: int, number: int, count: int) -> str:
     return f"shard-{rank:05}-model-{number:05}-of-{count:05}.safetensors"
-
-
-def _missing_rank(path: str, rank: int, *, top: int) -> IncompleteError:
-    return IncompleteError(
-        f"{path} does not exist: rank {rank - 1} has no file, ranks up to {top - 1} have.",
-        hint="Copy the files of every rank into one folder.",
-    )
 
 
 def _shortened(

@@ -7,6 +7,8 @@ are read, and the eight bytes of a scalar that torch may have lost.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,12 +26,10 @@ from ckpt_tools.formats.numbered import (
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.safetensors import join as parts_of
 from ckpt_tools.formats.safetensors.header import (
-    Header,
     foreign,
     length_problem,
     looks_like_safetensors,
     parse_header,
-    read_header,
 )
 from ckpt_tools.formats.safetensors.join import (
     SHARD,
@@ -37,17 +37,16 @@ from ckpt_tools.formats.safetensors.join import (
     make_part,
 )
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.paths import StoragePath
 from ckpt_tools.storage.reader import Files
-
-__all__ = ["Header", "matches", "read_header", "read_index"]
 
 FORMAT = "safetensors"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _USUAL_INDEX = "model.safetensors.index.json"
+_MODEL = "model.safetensors"
+# Beside a model: Meta's names of it, an adapter, another precision (model.fp16), a second download.
+_COPY = re.compile(r"(consolidated.*|adapter_model|model(\..+| ?\(\d+\)))\.safetensors")
 _CONSOLIDATED_FROM = "sharded"  # where torch's writer leaves the shards that it consolidated
-_DEFAULT = ReadOptions()
 
 
 @dataclass(slots=True)
@@ -75,25 +74,23 @@ class _IndexBuilder:
 
 def matches(path: str) -> bool:
     """Whether this is a safetensors file, an index of some, or a folder that has one of them."""
-    place = StoragePath(path)
-    if place.is_dir():
+    place = paths.normal(path)
+    if paths.is_dir(place):
         return bool(_names_in(place))
-    if _is_ours(place.name):
-        return place.exists()
-    if not place.is_file():
+    if not paths.is_file(place):
         return False
-    return looks_like_safetensors(paths.head(path, 16))
+    return _is_ours(os.path.basename(place)) or looks_like_safetensors(paths.head(path, 16))
 
 
 def _is_ours(name: str) -> bool:
     return name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")
 
 
-def _names_in(folder: StoragePath) -> list[str]:
+def _names_in(folder: str) -> list[str]:
     """The names of the folder's files that may be ours, sorted."""
     try:
-        children = [child for child in folder.iterdir() if _is_ours(child.name)]
-        return sorted(child.name for child in children if not child.is_dir())
+        ours = sorted(filter(_is_ours, paths.listdir(folder)))
+        return [name for name in ours if not paths.is_dir(paths.joined(folder, name))]
     except OSError as error:
         raise unreadable(folder, error, doing="listed") from error
 
@@ -101,21 +98,21 @@ def _names_in(folder: StoragePath) -> list[str]:
 def read_index(
     path: str,
     *,
-    options: ReadOptions = _DEFAULT,  # noqa: ARG001 - all readers take them; no pickles here
+    options: ReadOptions = ReadOptions(),  # noqa: ARG001 - all readers take them; no pickles here
 ) -> CheckpointIndex:
     """Index one file, an index JSON with its files, or a folder of files.
 
     Raises CheckpointError when nothing in it can be read; anything less is in ``problems``.
     """
-    place = StoragePath(path)
+    place = paths.normal(path)
     reading = _IndexBuilder(path)
     with Files() as files:
-        if place.is_dir():
+        if paths.is_dir(place):
             return _read_folder(reading, place, files)
         if path.endswith(INDEX_SUFFIX):
             index = _parse_index(place, files)
             _read_listed(reading, index, files)
-            _check_consolidated(reading, place.parent, files)
+            _check_consolidated(reading, paths.folder_of(place), files)
             return reading.result()
         return _read_single(reading, place, files)
 
@@ -123,24 +120,24 @@ def read_index(
 # ------------------------------------------------------------------------------------- single files
 
 
-def _read_single(reading: _IndexBuilder, place: StoragePath, files: Files) -> CheckpointIndex:
+def _read_single(reading: _IndexBuilder, place: str, files: Files) -> CheckpointIndex:
     """One file by itself, whatever else is in its folder."""
-    _read_parts(reading, [str(place)], files)
+    _read_parts(reading, [place], files)
     if not reading.parts:
         raise reading.problems[0]
-    _join(reading)
-    shard = SHARD.fullmatch(place.name)
+    _join(reading, {})
+    shard = SHARD.fullmatch(os.path.basename(place))
     if shard:
         part = IncompleteError(
             f"{place} holds only what rank {int(shard[1]) - 1} saved of a distributed checkpoint.",
             hint="Give the folder instead.",
-            instead=paths_instead(str(place), [str(place.parent)]),
+            instead=paths_instead(place, [paths.folder_of(place)]),
         )
         reading.problems.insert(0, part)
     if not shard:
-        part_of = only_a_part(str(place), files)
+        part_of = only_a_part(place, files)
         reading.problems[:0] = [] if part_of is None else [part_of]
-        _check_consolidated(reading, place.parent, files)
+        _check_consolidated(reading, paths.folder_of(place), files)
     return reading.result()
 
 
@@ -160,7 +157,7 @@ def _read_parts(reading: _IndexBuilder, file_paths: Iterable[str], files: Files)
         reading.files.append(FileEntry(path, size))
 
 
-def _join(reading: _IndexBuilder, weight_map: Mapping[str, str] | None = None) -> None:
+def _join(reading: _IndexBuilder, weight_map: Mapping[str, str]) -> None:
     joined = parts_of.join(reading.parts, weight_map=weight_map)
     reading.tensors.extend(joined.tensors)
     reading.problems.extend(joined.problems)
@@ -169,7 +166,7 @@ def _join(reading: _IndexBuilder, weight_map: Mapping[str, str] | None = None) -
 # ------------------------------------------------------------------------------------------ folders
 
 
-def _read_folder(reading: _IndexBuilder, folder: StoragePath, files: Files) -> CheckpointIndex:
+def _read_folder(reading: _IndexBuilder, folder: str, files: Files) -> CheckpointIndex:
     """A folder: by its index JSON when it has one, else all of its files as one checkpoint."""
     present = _names_in(folder)
     index_path = _find_index(folder, present)
@@ -182,48 +179,45 @@ def _read_folder(reading: _IndexBuilder, folder: StoragePath, files: Files) -> C
         return reading.result()
     if not names:
         raise IncompleteError(f"{folder} holds no {SUFFIX} file.")
-    own = [name for name in names if _stem(name) == "model"]
-    if own and not any(map(SHARD.fullmatch, names)):
-        others = [name for name in names if name not in own]
-        names = own
-        if others:
-            reading.notes.append(
-                f"Beside it, and not read: {some(others, 5)}. Without an index file, loaders take "
-                "what is named model."
-            )
-    _read_parts(reading, [str(folder / name) for name in names], files)
+    names = _without_copies(reading, names)
+    _read_parts(reading, [paths.joined(folder, name) for name in names], files)
     if not reading.parts:
         raise reading.problems[0]
-    _join(reading)
+    _join(reading, {})
     return _conclude_unlisted(reading, folder, names)
 
 
-def _find_index(folder: StoragePath, present: Sequence[str]) -> StoragePath | None:
+def _find_index(folder: str, present: Sequence[str]) -> str | None:
     """The index JSON to go by, None when there is none."""
     index_files = [name for name in present if name.endswith(INDEX_SUFFIX)]
     if _USUAL_INDEX in index_files:
-        return folder / _USUAL_INDEX
+        return paths.joined(folder, _USUAL_INDEX)
     if len(index_files) > 1:
         raise CheckpointError(
             f"{folder} holds {len(index_files)} checkpoints: {some(index_files, 3)}.",
-            hint=f"Name one of them: {folder / index_files[0]}",
+            hint=f"Name one of them: {paths.joined(folder, index_files[0])}",
         )
-    return folder / index_files[0] if index_files else None
+    return paths.joined(folder, index_files[0]) if index_files else None
 
 
-def _stem(name: str) -> str:
-    """``model`` for both ``model.safetensors`` and ``model-00001-of-00002.safetensors``."""
-    match = NUMBERED.fullmatch(name)
-    return match[1] if match else name.removesuffix(SUFFIX)
+def _without_copies(reading: _IndexBuilder, names: list[str]) -> list[str]:
+    """The files of a folder without those that hold its model again, or an adapter of it."""
+    numbered = filter(None, map(NUMBERED.fullmatch, names))
+    copies = [name for name in names if _COPY.fullmatch(name)]
+    if _MODEL not in names and all(match[1] != "model" for match in numbered):
+        return names
+    if copies:
+        reading.notes.append(f"Beside the model, and not read: {some(copies, 5)}.")
+    return [name for name in names if name not in copies]
 
 
 def _conclude_unlisted(
-    reading: _IndexBuilder, folder: StoragePath, names: Sequence[str]
+    reading: _IndexBuilder, folder: str, names: Sequence[str]
 ) -> CheckpointIndex:
     """Without an index: what the numbers in the names say, and what nothing says."""
     ranks = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
-    _add_gaps(reading, parts_of.gaps_in_ranks(str(folder), names, reading.tensors))
-    _add_gaps(reading, gaps_in_numbers(str(folder), [n for n in names if not SHARD.fullmatch(n)]))
+    _add_gaps(reading, parts_of.gaps_in_ranks(folder, names, reading.tensors))
+    _add_gaps(reading, gaps_in_numbers(folder, [n for n in names if not SHARD.fullmatch(n)]))
     if ranks:
         reading.notes.append(
             f"Shapes come from the boxes in the files of {max(ranks)} ranks, since the format has "
@@ -235,7 +229,13 @@ def _conclude_unlisted(
             f"There is no index file; {len(names)} files are read as one checkpoint."
         )
     if not ranks and _is_consolidated(folder):
-        reading.problems.append(_unfinished(folder))
+        reading.problems.append(
+            IncompleteError(
+                f"{folder} has shards in {_CONSOLIDATED_FROM}/ but no index: torch writes it last, "
+                "so the consolidation stopped half-way.",
+                hint=f"Read the shards: {paths.joined(folder, _CONSOLIDATED_FROM)}",
+            )
+        )
     return reading.result(world_size=max(ranks, default=None))
 
 
@@ -249,10 +249,10 @@ def _add_gaps(reading: _IndexBuilder, gaps: Gaps) -> None:
 # ---------------------------------------------------------------------------------------- the index
 
 
-def _parse_index(path: StoragePath, files: Files) -> Index:
+def _parse_index(path: str, files: Files) -> Index:
     """An index JSON. Raises CheckpointError when it is not sound, or something else."""
-    head = files.read(str(path), 0, min(64, files.size(str(path))))
-    stranger = None if head.startswith(b"{") else foreign(str(path), head)
+    head = files.read(path, 0, min(64, files.size(path)))
+    stranger = None if head.startswith(b"{") else foreign(path, head)
     if stranger is not None:
         raise stranger
     return parse_index(path, files)
@@ -261,7 +261,7 @@ def _parse_index(path: StoragePath, files: Files) -> Index:
 def _read_listed(reading: _IndexBuilder, index: Index, files: Files) -> None:
     """The files of an index, and both held against each other."""
     by_file = index.by_file()
-    there = [path for path in by_file if StoragePath(path).is_file() or paths.special(path)]
+    there = [path for path in by_file if paths.is_file(path) or paths.special(path)]
     for path in there:
         known = len(reading.problems)
         _read_parts(reading, [path], files)
@@ -275,62 +275,48 @@ def _read_listed(reading: _IndexBuilder, index: Index, files: Files) -> None:
     for part in reading.parts:
         reading.problems.extend(index.disagreements(part.path, part.header.tensors))
     _join(reading, index.weight_map)
-    _check_total(reading, index)
-
-
-def _check_total(reading: _IndexBuilder, index: Index) -> None:
     total = sum(entry.nbytes for entry in reading.tensors)
     if index.total_size is not None and index.total_size != total and not reading.problems:
         reading.notes.append(
-            f"{index.path.name} gives a total_size of {index.total_size:,} bytes; "
+            f"{index.name} gives a total_size of {index.total_size:,} bytes; "
             f"the tensors have {total:,}."
         )
 
 
-def _look_beside(
-    reading: _IndexBuilder, folder: StoragePath, names: Sequence[str], files: Files
-) -> None:
+def _look_beside(reading: _IndexBuilder, folder: str, names: Sequence[str], files: Files) -> None:
     """Files that the index leaves out: harmless, unless they hold the same names otherwise."""
     listed = {file.path for file in reading.files}
     known = {entry.fqn for entry in reading.tensors}
     for name in names:
-        if str(folder / name) in listed:
+        path = paths.joined(folder, name)
+        if path in listed:
             continue
-        beside = _IndexBuilder(str(folder))
-        _read_parts(beside, [str(folder / name)], files)
+        beside = _IndexBuilder(folder)
+        _read_parts(beside, [path], files)
         same = [fqn for part in beside.parts for fqn in part.header.tensors if fqn in known]
         if same and not SHARD.fullmatch(name):
-            reading.problems.append(_second_checkpoint(folder, name, same))
+            usual = paths.joined(folder, _USUAL_INDEX)
+            reading.problems.append(
+                CheckpointError(
+                    f"{path} is not in the index, and it holds {some(sorted(same), 3)}, as the "
+                    "index's own files do: two checkpoints in one folder.",
+                    hint=f"Name the one that you mean: {path} or {usual}",
+                )
+            )
         else:
             reading.notes.append(f"{name} is not in the index, and not read.")
-
-
-def _second_checkpoint(folder: StoragePath, name: str, same: Sequence[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{folder / name} is not in the index, and it holds {some(sorted(same), 3)}, as the "
-        "index's own files do: two checkpoints in one folder.",
-        hint=f"Name the one that you mean: {folder / name} or {folder / _USUAL_INDEX}",
-    )
 
 
 # --------------------------------------------------------------------- torch's consolidated folders
 
 
-def _is_consolidated(folder: StoragePath) -> bool:
+def _is_consolidated(folder: str) -> bool:
     """Whether torch's writer made this folder's files from the shards in its sub-folder."""
-    shards = folder / _CONSOLIDATED_FROM
-    return shards.is_dir() and any(SHARD.fullmatch(name) for name in _names_in(shards))
+    shards = paths.joined(folder, _CONSOLIDATED_FROM)
+    return paths.is_dir(shards) and any(SHARD.fullmatch(name) for name in _names_in(shards))
 
 
-def _unfinished(folder: StoragePath) -> IncompleteError:
-    return IncompleteError(
-        f"{folder} has shards in {_CONSOLIDATED_FROM}/ but no index: torch writes it last, so the "
-        "consolidation stopped half-way.",
-        hint=f"Read the shards: {folder / _CONSOLIDATED_FROM}",
-    )
-
-
-def _check_consolidated(reading: _IndexBuilder, folder: StoragePath, files: Files) -> None:
+def _check_consolidated(reading: _IndexBuilder, folder: str, files: Files) -> None:
     """Scalars of a consolidated folder: torch 2.13 leaves zeros in their place (a fault of its)."""
     if not _is_consolidated(folder):
         return
@@ -343,11 +329,12 @@ def _check_consolidated(reading: _IndexBuilder, folder: StoragePath, files: File
         if data.offset + data.length <= lengths[data.path] and not any(files.read(*data))
     ]
     if zeros:
+        shards = paths.joined(folder, _CONSOLIDATED_FROM)
         reading.problems.append(
             CheckpointError(
                 f"{folder}: {some(zeros, 3)}: torch's consolidation leaves scalars as zero, "
                 "whatever was saved.",
-                hint=f"Read the shards, which have them: {folder / _CONSOLIDATED_FROM}",
+                hint=f"Read the shards, which have them: {shards}",
                 about=zeros,
             )
         )

@@ -15,9 +15,8 @@ from itertools import pairwise
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.plan import FilePlan, Finder, LazyPlans, PlannedFile, Target, WriteItem
-from ckpt_tools.core.text import counted
+from ckpt_tools.core.text import counted, is_text
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.numbered import is_text
 from ckpt_tools.formats.safetensors.header import MAX_HEADER, PREFIX
 from ckpt_tools.formats.safetensors.sections import Home, encoded
 

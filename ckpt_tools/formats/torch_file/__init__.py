@@ -11,23 +11,12 @@ from ckpt_tools.formats.protocol import ChecksumPart, PackageFormat, PlanOptions
 from ckpt_tools.storage.reader import Files
 
 
-class TorchFile(PackageFormat):
-    """A state dict of whole tensors in one file."""
+class TorchSave(PackageFormat):
+    """What all formats of torch.save files have in common."""
 
-    name = "torch"
-    label = "one torch.save state dict"
-    suffixes = (".pt", ".pth", ".bin", ".ckpt")
-    index_files = (".index.json",)
-    files: ClassVar[tuple[str, ...]] = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
-    writes: ClassVar[Writes | None] = "whole"
     nested = True
 
-    def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
-        from ckpt_tools.formats.torch_file import read
-
-        return read
-
-    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
+    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.torch_file import locate
 
         return locate.locate(index, files)
@@ -38,6 +27,22 @@ class TorchFile(PackageFormat):
         from ckpt_tools.formats.zip import checksums
 
         return checksums.parts_of_files(index, files)
+
+
+class TorchFile(TorchSave):
+    """A state dict of whole tensors in one file."""
+
+    name = "torch"
+    label = "one torch.save state dict"
+    suffixes = (".pt", ".pth", ".bin", ".ckpt")
+    index_files = (".index.json",)
+    files: ClassVar[tuple[str, ...]] = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+    writes: ClassVar[Writes | None] = "whole"
+
+    def reader(self) -> Reader:  # noqa: D102
+        from ckpt_tools.formats.torch_file import read
+
+        return read
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions

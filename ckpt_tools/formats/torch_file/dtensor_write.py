@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import struct
-from math import prod
 from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType, dtype_named
@@ -88,18 +87,27 @@ def rank_mesh(
     mesh: Mesh, place: MeshPlace, *, device_type: str, key: int, torch_version: TorchVersion
 ) -> RankMesh:
     """The DeviceMesh as one process has it; ``key`` is that of its storage of ranks."""
-    old = torch_version < _FIRST_LAYOUT
-    ranks = tensor_node(_INT32, mesh.shape if old else (mesh.size,), key=key)
-    state = (
-        _old_state(mesh, place, ranks, device_type=device_type)
-        if old
-        else {
+    ranks = tuple(range(mesh.size))
+    state: dict[str, Node]
+    if torch_version < _FIRST_LAYOUT:
+        state = {
+            "device_type": device_type,
+            "mesh": tensor_node(_INT32, mesh.shape, key=key),
+            "mesh_dim_names": mesh.dim_names,
+            "_flatten_mesh_list": ranks,
+            "_thread_id": None,
+            **_groups(mesh),
+            "_coordinate_on_dim": list(place.coordinate),
+            "_hash": None,
+        }
+    else:
+        state = {
             "_device_type": device_type,
             "_layout": _layout_node(mesh, torch_version),
-            "_rank_map": ranks,
+            "_rank_map": tensor_node(_INT32, (mesh.size,), key=key),
             "_mesh_dim_names": mesh.dim_names,
             "_root_mesh": None,
-            "_flatten_rank_map": tuple(range(mesh.size)),
+            "_flatten_rank_map": ranks,
             "_thread_id": None,
             "_flatten_mapping": {},
             **_groups(mesh),
@@ -107,22 +115,7 @@ def rank_mesh(
             "_coordinate_on_dim": place.coordinate,
             "_hash": None,
         }
-    )
     return RankMesh(Instance(_DEVICE_MESH, state=state), device_type, torch_version)
-
-
-def _old_state(mesh: Mesh, place: MeshPlace, ranks: Call, *, device_type: str) -> dict[str, Node]:
-    """The inside of a DeviceMesh up to torch 2.9."""
-    return {
-        "device_type": device_type,
-        "mesh": ranks,
-        "mesh_dim_names": mesh.dim_names,
-        "_flatten_mesh_list": tuple(range(mesh.size)),
-        "_thread_id": None,
-        **_groups(mesh),
-        "_coordinate_on_dim": list(place.coordinate),
-        "_hash": None,
-    }
 
 
 def _groups(mesh: Mesh) -> dict[str, Node]:
@@ -167,7 +160,11 @@ def dtensor_node(
         "tensor_meta": Instance(Global(_SPEC, "TensorMeta"), (size, (*strides,), kind)),
     }
     if mesh.torch_version >= _FIRST_LAYOUT:
-        strided = _is_strided(layout)
+        strided = any(
+            layout.split_factor(mesh_dim) > 1
+            for mesh_dim, placement in enumerate(layout.placements)
+            if not isinstance(placement, Replicate)
+        )
         state["shard_order"] = None if strided else _order_node(layout)
         state["use_strided_shard_as_shard_order"] = strided
     state["_hash"] = None
@@ -180,33 +177,11 @@ def _placement_node(layout: Layout, mesh_dim: int) -> Instance:
     placement = layout.placements[mesh_dim]
     if isinstance(placement, Replicate):
         return Instance(Global(_PLACEMENTS, "Replicate"), state={})
-    factor = split_factor(layout, mesh_dim)
+    factor = layout.split_factor(mesh_dim)
     if factor == 1:
         return Instance(Global(_PLACEMENTS, "Shard"), state={"dim": placement.dim})
     state: dict[str, Node] = {"dim": placement.dim, "split_factor": factor}
     return Instance(Global(_PLACEMENTS, "_StridedShard"), state=state)
-
-
-def split_factor(layout: Layout, mesh_dim: int) -> int:
-    """In how many parts the tensor dimension was cut before, by mesh dimensions to the right.
-
-    1 is a plain `Shard`; more is torch's `_StridedShard`.
-    """
-    before = layout.order[: layout.order.index(mesh_dim)]
-    placement = layout.placements[mesh_dim]
-    return prod(
-        layout.mesh.shape[other]
-        for other in before
-        if other > mesh_dim and layout.placements[other] == placement
-    )
-
-
-def _is_strided(layout: Layout) -> bool:
-    return any(
-        split_factor(layout, mesh_dim) > 1
-        for mesh_dim, placement in enumerate(layout.placements)
-        if not isinstance(placement, Replicate)
-    )
 
 
 def _order_node(layout: Layout) -> tuple[Node, ...]:

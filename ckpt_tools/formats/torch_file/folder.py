@@ -21,7 +21,6 @@ from ckpt_tools.formats.numbered import (
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.torch_file import read as torch_file
 from ckpt_tools.storage import paths
-from ckpt_tools.storage.paths import StoragePath
 from ckpt_tools.storage.reader import Files
 
 INDEX_SUFFIX = ".bin.index.json"
@@ -54,7 +53,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
     files, are problems of the index.
     """
     is_folder = paths.is_dir(path)
-    folder = path if is_folder else str(StoragePath(path).parent)
+    folder = path if is_folder else paths.folder_of(path)
     names = _names(folder)
     listed = [name for name in names if name.endswith(INDEX_SUFFIX)]
     reading = _IndexBuilder(path, options)
@@ -71,7 +70,7 @@ def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoint
             hint=f"Name one of them: {folder}/{listed[0]}",
         )
     with Files() as files:
-        index = parse_index(StoragePath(f"{folder}/{listed[0]}" if is_folder else path), files)
+        index = parse_index(paths.normal(f"{folder}/{listed[0]}" if is_folder else path), files)
     by_file = index.by_file()
     there = [file for file in by_file if paths.is_file(file)]
     reading.read(there, about=by_file)

@@ -12,11 +12,11 @@ from typing import BinaryIO, NamedTuple
 
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.index import ByteRange
-from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.torch_stubs import StoredStorage
-from ckpt_tools.formats.zip.read import Record
+from ckpt_tools.formats.zip.read import Record, big_endian
 from ckpt_tools.storage import paths
 
 _MAGIC = 0x1950A86A20F9469CFC6C
@@ -65,10 +65,7 @@ def _check_head(file: BinaryIO, path: str) -> None:
         raise UnreadableError(f"{path}: version {version!r} of the old format is not known.")
     machine = pickles.load_stream(file, where=path)
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
-        raise UnsupportedError(
-            f"{path} was saved on a big-endian machine; its bytes are not swapped here.",
-            hint="Load it with torch.load and save it again on a little-endian machine.",
-        )
+        raise big_endian(path)
 
 
 _QUANTIZED = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
@@ -95,16 +92,16 @@ def _records(
         if storage.dtype is not None:  # quantized ones are only passed over
             itemsize = _QUANTIZED.get(storage.dtype) or dtype_named(storage.dtype).itemsize
         offset += _COUNT
-        if offset + storage.numel * itemsize > length:
+        end = offset + storage.numel * itemsize
+        if end > length:
             raise UnreadableError(
-                f"{path} is truncated: {length:,} bytes, its storages need "
-                f"{offset + storage.numel * itemsize:,} or more."
+                f"{path} is truncated: {length:,} bytes, its storages need {end:,} or more."
             )
         if count != storage.numel:
             raise UnreadableError(
                 f"{path} is damaged: storage {key!r:.40} has {count:,} elements, "
                 f"not {storage.numel:,}."
             )
-        records[storage.key] = Record(offset, storage.numel * itemsize, None)
-        offset += storage.numel * itemsize
+        records[storage.key] = Record(offset, end - offset, None)
+        offset = end
     return records

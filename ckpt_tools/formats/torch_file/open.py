@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import row_major_strides
@@ -61,10 +62,7 @@ def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
             f"{path} is a tar archive; torch.save wrote those before version 0.2.",
             hint="Load it with an older torch (torch.load) and save it again.",
         )
-
-    def read(offset: int, size: int) -> bytes:
-        return files.read(path, offset, size)
-
+    read = partial(files.read, path)
     archive = torch_zip.read_archive(read, offset=0, length=length, where=path)
     torch_zip.require_little_endian(archive)
     value = pickles.load_tensors(archive.read("data.pkl"), where=path, allow=options.allow_globals)

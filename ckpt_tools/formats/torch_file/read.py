@@ -19,8 +19,6 @@ from ckpt_tools.core.index import (
     CheckpointIndex,
     Chunk,
     FileEntry,
-    ObjectEntry,
-    Path,
     Section,
     TensorEntry,
 )
@@ -30,12 +28,7 @@ from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
 from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
-from ckpt_tools.formats.pickle.state_dict import (
-    ObjectLeaf,
-    StateDict,
-    TensorLeaf,
-    flatten,
-)
+from ckpt_tools.formats.pickle.state_dict import TensorLeaf, flatten
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredTensor
 from ckpt_tools.formats.torch_file import dtensor_read as dtensors
 from ckpt_tools.formats.torch_file.open import (
@@ -99,31 +92,29 @@ def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointI
     with Files() as files:
         saved = open_saved(path, files, options=options)
     state = flatten(saved.value, where=path)
-    sections = _sections(state)
+    leaf_paths = [*(leaf.path for leaf in state.tensors), *(leaf.path for leaf in state.objects)]
+    no_tensors = frozenset(leaf.path for leaf in state.objects if not leaf.is_tensor)
+    sections = names.sections_of(leaf_paths, objects=no_tensors)
     placed = [_placed(leaf, saved) for leaf in state.tensors]
     tensors = [
         _tensor(leaf, where, saved, sections[leaf.path])
         for leaf, where in zip(state.tensors, placed, strict=True)
     ]
     tensors.sort(key=lambda entry: entry.fqn)
+    pairs = some([f"{one} and {other}" for one, other in overlapping(state.tensors)])
+    overlaps = [f"Views that share elements of one storage: {pairs}."] if pairs else []
+    objects = [leaf.entry(sections[leaf.path], saved.pickle) for leaf in state.objects]
     return CheckpointIndex(
         root=path,
         format=FORMAT,
         tensors=tuple(tensors),
-        objects=tuple(_objects(state.objects, saved, sections)),
+        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
         files=(FileEntry(path, saved.length),),
         ties=tied(state.tensors),
-        notes=(*_zero_weights(tensors), *_overlaps(state.tensors)),
+        notes=(*_zero_weights(tensors), *overlaps),
         problems=tuple(_problems(state.tensors, placed, path)),
         tree=state.tree,
     )
-
-
-def _sections(state: StateDict) -> dict[Path, Section]:
-    """The section of each entry, by its path."""
-    objects = frozenset(leaf.path for leaf in state.objects if not leaf.is_tensor)
-    leaf_paths = [*(leaf.path for leaf in state.tensors), *(leaf.path for leaf in state.objects)]
-    return names.sections_of(leaf_paths, objects=objects)
 
 
 class _Position(NamedTuple):
@@ -149,8 +140,7 @@ def _placed(leaf: TensorLeaf, saved: SavedFile) -> _Position:
 
 
 def _tensor(leaf: TensorLeaf, place: _Position, saved: SavedFile, section: Section) -> TensorEntry:
-    stored = leaf.stored
-    local = stored if isinstance(stored, StoredTensor) else stored.local
+    stored, local = leaf.stored, leaf.stored.local
     chunk = Chunk(
         place.box,
         byte_range_of(local, saved.record_of(local.storage), saved.path),
@@ -167,25 +157,6 @@ def _tensor(leaf: TensorLeaf, place: _Position, saved: SavedFile, section: Secti
         chunks=(chunk,),
         layout=place.layout,
     )
-
-
-def _objects(
-    leaves: Sequence[ObjectLeaf], saved: SavedFile, sections: dict[Path, Section]
-) -> list[ObjectEntry]:
-    entries = [
-        ObjectEntry(
-            fqn=leaf.fqn,
-            path=leaf.path,
-            section=sections[leaf.path],
-            data=saved.pickle,
-            value=leaf.value,
-            opened=leaf.type_name is None,
-            type_name=leaf.type_name,
-            flaw=leaf.flaw,
-        )
-        for leaf in leaves
-    ]
-    return sorted(entries, key=lambda entry: entry.fqn)
 
 
 def _problems(
@@ -245,10 +216,3 @@ def _zero_weights(tensors: Sequence[TensorEntry]) -> Iterator[str]:
         f"Broken save: no elements in {counted(len(empty), 'weight')}: {some(empty)}.{also} "
         "Such a file comes from saving an FSDP1 model's state on one rank without gathering it."
     )
-
-
-def _overlaps(leaves: Sequence[TensorLeaf]) -> Iterator[str]:
-    pairs = overlapping(leaves)
-    if pairs:
-        shown = some([f"{one} and {other}" for one, other in pairs])
-        yield f"Views that share elements of one storage: {shown}."

@@ -43,7 +43,11 @@ def plan_files(
     refuse_types_not_in_torch(targets)
     packed = pack(placed_tree(targets, objects, tree))
     archive = lay_out(packed.pickle, packed.sizes, archive=archive_name(filename))
-    items = packed.items(archive.slots, filename)
+    filled = (
+        (target, Box.whole(target.entry.shape), Finder(target.entry).require_whole())
+        for target in packed.targets
+    )
+    items = items_in(archive.slots, filename, filled)
     return LazyPlans.of([FilePlan(filename, archive.length, archive.literals, tuple(items))])
 
 
@@ -58,16 +62,15 @@ class Packed(NamedTuple):
         """Bytes of each storage."""
         return [target.entry.numel * target.dtype.itemsize for target in self.targets]
 
-    def items(self, slots: Iterable[Slot], path: str) -> Iterator[WriteItem]:
-        """What to write into the slots of the archive, which lies in the file ``path``."""
-        for target, slot in zip(self.targets, slots, strict=True):
-            if slot.length:
-                box = Box.whole(target.entry.shape)
-                finder = Finder(target.entry).require_whole()
-                source, dtype = target.entry.dtype, target.dtype
-                yield WriteItem(
-                    target.fqn, path, slot.offset, box, source, dtype, finder, slot.crc_at
-                )
+
+def items_in(
+    slots: Iterable[Slot], path: str, filled: Iterable[tuple[Target, Box, Finder]]
+) -> Iterator[WriteItem]:
+    """What to write into the slots of an archive in the file ``path``: a box of a tensor each."""
+    for (target, box, finder), slot in zip(filled, slots, strict=True):
+        if slot.length:
+            source, dtype = target.entry.dtype, target.dtype
+            yield WriteItem(target.fqn, path, slot.offset, box, source, dtype, finder, slot.crc_at)
 
 
 def pack(tree: Branch[Target | ObjectEntry]) -> Packed:

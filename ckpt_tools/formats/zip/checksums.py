@@ -118,7 +118,7 @@ class Archives:
                 continue
             block, at = window.block(path, offset, len(frame.head), until=offset + length)
             if frame.begins(block, at):
-                name, start, end, _ = frame.loose[0]
+                name, start, end, _ = frame.varying[0]
                 elements = ByteRange(path, offset + start, end - start)
                 return Checksummed(elements, crc, f"record {name!r}", alike=others)
         return None
@@ -141,9 +141,11 @@ class Archives:
 
 
 def _crc_of_elements(frame: Frame, tail: bytearray, at: int) -> int | None:
-    """The CRC-32 of an archive's elements; None when it has none, or another loose one is wrong."""
+    """The CRC-32 of an archive's elements; None when it has none, or that of another varying record
+    is wrong.
+    """
     zero = at - frame.tail_at
-    elements, *others = frame.loose
+    elements, *others = frame.varying
     for _, start, end, sums in others:
         if crc32(tail[zero + start : zero + end]) != _uint32(tail, zero + sums[0]):
             return None

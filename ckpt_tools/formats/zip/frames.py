@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.zip.read import Archive, Loose
+from ckpt_tools.formats.zip.read import Archive, VaryingRecord
 
 # What an archive may have before and after its record; torch writes less than 2 KiB of each.
 MAX_FRAME = 4096
@@ -29,16 +29,16 @@ _SERIAL = ".data/serialization_id"
 
 
 class Frame(NamedTuple):
-    """The bytes before the record ``loose[0]``, and those after it, which begin at ``tail_at``.
+    """The bytes before the record ``varying[0]``, and those after it, which begin at ``tail_at``.
 
-    ``parts`` are what is equal of the tail, with their places in it. ``loose`` are the records that
-    differ; all places are relative to the archive.
+    ``parts`` are what is equal of the tail, with their places in it. ``varying`` are the records
+    that differ; all places are relative to the archive.
     """
 
     head: bytes
     tail_at: int
     parts: tuple[tuple[int, bytes], ...]
-    loose: tuple[Loose, ...]
+    varying: tuple[VaryingRecord, ...]
 
     def begins(self, block: bytes | bytearray, at: int) -> bool:
         """Whether this is the head of such an archive."""
@@ -55,19 +55,19 @@ class Frame(NamedTuple):
 def frame_of(archive: Archive, name: str) -> Frame | None:
     """What stands around a record; None when it is much, or damaged, or not as torch writes it."""
     try:
-        loose = archive.loose((name, _SERIAL))
-        start, tail_at = loose[0].start, loose[0].end
+        varying = archive.varying((name, _SERIAL))
+        start, tail_at = varying[0].start, varying[0].end
         if max(start, archive.length - tail_at) > MAX_FRAME:
             return None
         head, tail = archive.taken(0, start), archive.taken(tail_at, archive.length)
     except UnreadableError:
         return None  # damaged where nothing is read from: good for itself, no example for others
-    holes = [(one.start, one.end) for one in loose[1:]]
-    holes += [(at, at + 4) for one in loose for at in one.sums]
+    holes = [(one.start, one.end) for one in varying[1:]]
+    holes += [(at, at + 4) for one in varying for at in one.sums]
     if min(holes)[0] < tail_at:
         return None  # its sums stand before the elements, which torch does not do
     inside = [(a - tail_at, b - tail_at) for a, b in holes]
-    return Frame(head, tail_at, tuple(_around(tail, inside)), tuple(loose))
+    return Frame(head, tail_at, tuple(_around(tail, inside)), tuple(varying))
 
 
 def _around(data: bytes, holes: Iterable[tuple[int, int]]) -> Iterable[tuple[int, bytes]]:

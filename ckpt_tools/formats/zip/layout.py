@@ -69,14 +69,6 @@ class ArchiveLayout(NamedTuple):
         )
 
 
-class _ZipRecord(NamedTuple):
-    """One record; ``data`` is None when the bytes come later."""
-
-    name: str
-    length: int
-    data: bytes | None
-
-
 class _Placed(NamedTuple):
     """A record with its place in the archive."""
 
@@ -123,11 +115,25 @@ def lay_out(
     records are named under: torch takes the file's name without its ending, and ``archive`` when it
     saves to a stream.
     """
-    records = _records(pickle, storages)
+    # In torch's order: bytes, or how many come later.
+    records: list[tuple[str, int | bytes]] = [
+        ("data.pkl", pickle),
+        (".format_version", b"1"),
+        (".storage_alignment", str(_ALIGNMENT).encode()),
+        ("byteorder", b"little"),
+        *((f"data/{key}", storage) for key, storage in enumerate(storages)),
+        ("version", b"3\n"),
+        (".data/serialization_id", _serialization_id(pickle, storages)),
+    ]
     canvas = _Canvas()
-    placed = [_put_record(canvas, record, archive=archive) for record in records]
+    placed = [
+        _put_record(canvas, f"{archive}/{name}".encode(), content) for name, content in records
+    ]
     start = canvas.at
-    central = [start + place for place in _put_directory(canvas, placed)]
+    central = []  # where each entry of the directory begins
+    for record in placed:
+        central.append(canvas.at)
+        canvas.put(_central_entry(record))
     _put_end(canvas, start=start, count=len(placed))
     canvas.close()
     slots = tuple(
@@ -144,30 +150,6 @@ def lay_out(
     return ArchiveLayout(canvas.at, tuple(canvas.literals), slots)
 
 
-def _records(pickle: bytes, storages: Sequence[int | bytes]) -> list[_ZipRecord]:
-    """All records in the order in which torch writes them."""
-    known = [
-        ("data.pkl", pickle),
-        (".format_version", b"1"),
-        (".storage_alignment", str(_ALIGNMENT).encode()),
-        ("byteorder", b"little"),
-    ]
-    head = [_ZipRecord(name, len(data), data) for name, data in known]
-    slots = [
-        _ZipRecord(f"data/{key}", len(storage), storage)
-        if isinstance(storage, bytes)
-        else _ZipRecord(f"data/{key}", storage, None)
-        for key, storage in enumerate(storages)
-    ]
-    identity = _serialization_id(pickle, storages)
-    return [
-        *head,
-        *slots,
-        _ZipRecord("version", 2, b"3\n"),
-        _ZipRecord(".data/serialization_id", len(identity), identity),
-    ]
-
-
 def _serialization_id(pickle: bytes, storages: Sequence[int | bytes]) -> bytes:
     """Forty decimal digits, like torch's."""
     digest = hashlib.sha256(pickle)
@@ -175,31 +157,29 @@ def _serialization_id(pickle: bytes, storages: Sequence[int | bytes]) -> bytes:
     return b"%040d" % (int.from_bytes(digest.digest(), "big") % 10**40)
 
 
-def _put_record(canvas: _Canvas, record: _ZipRecord, *, archive: str) -> _Placed:
-    name = f"{archive}/{record.name}".encode()
+def _put_record(canvas: _Canvas, name: bytes, content: int | bytes) -> _Placed:
+    length = len(content) if isinstance(content, bytes) else content
     header = canvas.at
     # The sizes are those of the data descriptor; torch leaves the compressed one 0 up here.
-    extra = _zip64_extra(uncompressed=record.length, compressed=0, header=header)
+    extra = _zip64_extra(uncompressed=length, compressed=0, header=header)
     used = header + _LOCAL_HEADER.size + len(name) + len(extra) + 4
     padding = -used % _ALIGNMENT
     extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
     canvas.put(
-        _LOCAL_HEADER.pack(
-            b"PK\3\4", 0, _flags(record.length), 0, 0, 0, 0, 0, 0, len(name), len(extra)
-        )
+        _LOCAL_HEADER.pack(b"PK\3\4", 0, _flags(length), 0, 0, 0, 0, 0, 0, len(name), len(extra))
     )
     canvas.put(name + extra)
-    if record.data is None:
-        canvas.skip(record.length)
+    if isinstance(content, bytes):
+        canvas.put(content)
     else:
-        canvas.put(record.data)
-    crc = 0 if record.data is None else crc32(record.data)
+        canvas.skip(length)
+    crc = crc32(content) if isinstance(content, bytes) else 0
     descriptor = canvas.at
-    if record.length:
-        wide = record.length >= _LIMIT32 or header >= _LIMIT32
+    if length:
+        wide = length >= _LIMIT32 or header >= _LIMIT32
         layout = _DESCRIPTOR64 if wide else _DESCRIPTOR
-        canvas.put(layout.pack(b"PK\7\10", crc, record.length, record.length))
-    return _Placed(name, record.length, crc, header, descriptor, record.data is None)
+        canvas.put(layout.pack(b"PK\7\10", crc, length, length))
+    return _Placed(name, length, crc, header, descriptor, isinstance(content, int))
 
 
 def _flags(length: int) -> int:
@@ -215,20 +195,6 @@ def _zip64_extra(*, uncompressed: int, compressed: int, header: int) -> bytes:
     if not values:
         return b""
     return struct.pack(f"<HH{len(values)}Q", _ZIP64_EXTRA, 8 * len(values), *values)
-
-
-def _put_directory(canvas: _Canvas, placed: Sequence[_Placed]) -> list[int]:
-    """Write the central directory; returns where each entry starts inside it."""
-    parts: list[bytes] = []
-    places: list[int] = []
-    at = 0
-    for record in placed:
-        places.append(at)
-        entry = _central_entry(record)
-        parts.append(entry)
-        at += len(entry)
-    canvas.put(b"".join(parts))
-    return places
 
 
 def _central_entry(record: _Placed) -> bytes:

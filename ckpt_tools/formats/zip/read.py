@@ -76,7 +76,7 @@ class Record(NamedTuple):
     crc: int | None
 
 
-class Loose(NamedTuple):
+class VaryingRecord(NamedTuple):
     """A record's content from ``start`` to ``end``, and where its CRC-32 stands: first in the
     directory, then, in archives of torch, behind the content. All are relative to the archive.
     """
@@ -180,7 +180,7 @@ class Archive:
         """The bytes from ``start`` to ``end`` of the archive."""
         return self._bytes.take(start, end - start)
 
-    def loose(self, names: Iterable[str]) -> list[Loose]:
+    def varying(self, names: Iterable[str]) -> list[VaryingRecord]:
         """Where archives differ that are equal but for the contents of these records, as far as
         they are there. Raises UnreadableError as `record` does.
         """
@@ -191,7 +191,7 @@ class Archive:
             sums = [entry.crc_at]
             if end + 8 <= self._end and self._bytes.take(end, 4) == b"PK\x07\x08":
                 sums.append(end + 4)
-            found.append(Loose(name, end - record.length, end, tuple(sums)))
+            found.append(VaryingRecord(name, end - record.length, end, tuple(sums)))
         return found
 
     def read(self, name: str) -> bytes:
@@ -214,9 +214,8 @@ class Archive:
         from hashlib import sha256  # late: it loads OpenSSL
 
         record = self.record(name)
-        start, end = (
-            at - self._bytes.offset for at in (record.offset, record.offset + record.length)
-        )
+        start = record.offset - self._bytes.offset
+        end = start + record.length
         crc, found = 0, sha256()
         for at in range(start, end, _BLOCK):
             block = self._bytes.take(at, min(_BLOCK, end - at))
@@ -270,27 +269,17 @@ def read_archive(read: ReadBytes, *, offset: int, length: int, where: str) -> Ar
 # Records that only programs have, what such an archive is, and what to call.
 _PROGRAMS = (
     (
-        b"/code/__torch__",
+        (b"/code/__torch__", b"/constants.pkl"),
         "a TorchScript program",
         "torch.save(torch.jit.load(path).state_dict(), …) makes a state dict of it.",
     ),
     (
-        b"/constants.pkl",
-        "a TorchScript program",
-        "torch.save(torch.jit.load(path).state_dict(), …) makes a state dict of it.",
-    ),
-    (
-        b"archive_format",
+        (b"archive_format", b"serialized_exported_program.json"),
         "a program of torch.export (.pt2)",
         "torch.save(torch.export.load(path).state_dict, …) makes a state dict of it.",
     ),
     (
-        b"serialized_exported_program.json",
-        "a program of torch.export (.pt2)",
-        "torch.save(torch.export.load(path).state_dict, …) makes a state dict of it.",
-    ),
-    (
-        b"/.data/extern_modules",
+        (b"/.data/extern_modules",),
         "a package of torch.package",
         "Load it with torch.package.PackageImporter, and save the state dict of its model.",
     ),
@@ -299,8 +288,8 @@ _PROGRAMS = (
 
 def _refuse_program(directory: bytes, where: str) -> None:
     """Raise UnsupportedError for an archive that holds a program, which is no state dict."""
-    for record, what, way in _PROGRAMS:
-        if record in directory:
+    for records, what, way in _PROGRAMS:
+        if any(record in directory for record in records):
             raise UnsupportedError(f"{where} is {what}, not a state dict.", hint=way)
 
 
@@ -320,16 +309,21 @@ def is_little_endian(archive: Archive) -> bool:
 def require_little_endian(archive: Archive) -> None:
     """Raise UnsupportedError when the tensors of the archive are big-endian."""
     if not is_little_endian(archive):
-        raise UnsupportedError(
-            f"{archive.where} was saved on a big-endian machine; its bytes are not swapped here.",
-            hint="Load it with torch.load and save it again on a little-endian machine.",
-        )
+        raise big_endian(archive.where)
+
+
+def big_endian(where: str) -> UnsupportedError:
+    """The error for a file of big-endian tensors."""
+    return UnsupportedError(
+        f"{where} was saved on a big-endian machine; its bytes are not swapped here.",
+        hint="Load it with torch.load and save it again on a little-endian machine.",
+    )
 
 
 class _Source:
-    """The bytes of the archive, of which the last 64 KiB are kept."""
+    """The bytes of the archive, of which the last 64 KiB are ``kept``."""
 
-    __slots__ = ("_from", "_kept", "_read", "length", "offset", "where")
+    __slots__ = ("_from", "_read", "kept", "length", "offset", "where")
 
     def __init__(self, read: ReadBytes, *, offset: int, length: int, where: str) -> None:
         self._read = read
@@ -337,21 +331,16 @@ class _Source:
         self.length = length
         self.where = where
         self._from = max(0, length - _WINDOW)
-        self._kept = read(offset + self._from, length - self._from) if length > 0 else b""
-        if len(self._kept) != length - self._from:
-            self._raise_cut(self._from + len(self._kept), length)
-
-    @property
-    def tail(self) -> bytes:
-        """The last bytes of the archive, up to 64 KiB."""
-        return self._kept
+        self.kept = read(offset + self._from, length - self._from) if length > 0 else b""
+        if len(self.kept) != length - self._from:
+            self._raise_cut(self._from + len(self.kept), length)
 
     def take(self, start: int, length: int) -> bytes:
         """``length`` bytes from byte ``start`` of the archive on."""
         if start < 0 or length < 0 or start + length > self.length:
             self._raise_cut(self.length, start + length)
         if start >= self._from:
-            return self._kept[start - self._from : start - self._from + length]
+            return self.kept[start - self._from : start - self._from + length]
         data = self._read(self.offset + start, length)
         if len(data) != length:
             self._raise_cut(start + len(data), start + length)
@@ -375,7 +364,7 @@ class _Source:
 
 def _directory_place(source: _Source) -> tuple[int, int, int]:
     """Start, size and number of entries of the central directory."""
-    tail = source.tail
+    tail = source.kept
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < _END.size:
         source.refuse()
@@ -415,16 +404,14 @@ def _directory(data: bytes, where: str, *, start: int) -> Iterator[_DirectoryEnt
             extra = data[extra_at:at]
             length, packed, header = _wide_fields(extra, (length, packed, header), where)
         if method or packed != length or flags & _ENCRYPTED:
-            _refuse_packed(name, where)
+            shown = name.decode("utf-8", "backslashreplace")
+            raise UnreadableError(
+                f"{where}: record {shown!r} is compressed or encrypted, which torch.save never "
+                "does.",
+                hint="The file was packed again by another program; unpack it and take the "
+                "original.",
+            )
         yield _DirectoryEntry(name, header, length, crc, crc_at)
-
-
-def _refuse_packed(name: bytes, where: str) -> None:
-    shown = name.decode("utf-8", "backslashreplace")
-    raise UnreadableError(
-        f"{where}: record {shown!r} is compressed or encrypted, which torch.save never does.",
-        hint="The file was packed again by another program; unpack it and take the original.",
-    )
 
 
 def _wide_fields(extra: bytes, narrow: tuple[int, int, int], where: str) -> list[int]:

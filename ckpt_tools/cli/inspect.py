@@ -77,8 +77,11 @@ def command(
         try:
             run = run_of(ckpt)
             if run:
-                runs = run_list.look(ckpt, run, asked.reading())
-                objects += run_list.printed(runs, json=json)
+                saves = [run_list.line_of(saved, asked.reading()) for saved in run]
+                if json:
+                    objects.append(run_list.as_json(ckpt, saves))
+                else:
+                    render.emit(run_list.lines(ckpt, saves))
                 continue
             whole = read_index(ckpt, options=asked.reading())
             index = options.choose(whole, chosen)

@@ -112,33 +112,23 @@ def mesh_json(mesh: Mesh, status: Status | None) -> Json:
 
 def entry_json(entry: TensorEntry | ObjectEntry, mesh: FoundMesh | None) -> dict[str, Json]:
     """An entry as `ls --json` gives it."""
-    if isinstance(entry, ObjectEntry):
-        return {
-            "fqn": entry.fqn,
-            "path": list(entry.path),
-            "kind": "object",
-            "section": entry.section,
-            "dtype": None,
-            "shape": None,
-            "nbytes": entry.data.length,
-            "placements": None,
-            "mesh": None,
-            "chunks": None,
-            "value": plain_json(entry.value),
-        }
-    known = layout_of(entry, mesh)
-    return {
+    facts: dict[str, Json] = {
         "fqn": entry.fqn,
         "path": list(entry.path),
-        "kind": "tensor",
+        "kind": "object" if isinstance(entry, ObjectEntry) else "tensor",
         "section": entry.section,
+        **dict.fromkeys(("dtype", "shape", "nbytes", "placements", "mesh", "chunks", "value")),
+    }
+    if isinstance(entry, ObjectEntry):
+        return facts | {"nbytes": entry.data.length, "value": plain_json(entry.value)}
+    known = layout_of(entry, mesh)
+    return facts | {
         "dtype": entry.dtype.name,
         "shape": list(entry.shape),
         "nbytes": entry.nbytes,
         "placements": None if known is None else list(placement_names(known[0])),
         "mesh": None if known is None else mesh_json(known[0].mesh, known[1]),
         "chunks": len(entry.chunks),
-        "value": None,
     }
 
 

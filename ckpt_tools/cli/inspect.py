@@ -118,8 +118,7 @@ def _page(
     """Write the report of one checkpoint as a page."""
     from ckpt_tools.cli.pictures import files  # late: most reports are for the terminal
     from ckpt_tools.cli.pictures.banner import page_of_failure
-    from ckpt_tools.cli.pictures.report_page import report_page
-    from ckpt_tools.cli.values import look
+    from ckpt_tools.cli.pictures.pages import look, report_page
     from ckpt_tools.copying import one_file
     from ckpt_tools.formats.frameworks import sources_of
 

@@ -96,18 +96,20 @@ def command(
     change = None if target is None else moved(before, target)
     if json:
         render.emit_json(_json(whole.root, before, target=target, change=change))
-    elif svg is not None or html is not None:
-        _write(
-            svg=svg,
-            html=html,
-            whole=whole,
-            chosen=chosen,
-            sources=(ckpt, *sources_of(whole)),
-            before=before,
-            target=target,
-            change=change,
-            force=force,
+    elif svg is not None:
+        from ckpt_tools.cli.pictures import drawing, files  # late, as `pages`: most runs draw none
+
+        picture = drawing.svg(whole.root, before, target=target, change=change)
+        files.write(svg, picture, sources=(ckpt, *sources_of(whole)), force=force)
+    elif html is not None:
+        from ckpt_tools.cli import report
+        from ckpt_tools.cli.pictures import files, pages
+
+        inspection, problems = report.look(whole, chosen), whole.problems
+        picture = pages.layout_page(
+            inspection, before, target=target, change=change, problems=problems
         )
+        files.write(html, picture, sources=(ckpt, *sources_of(whole)), force=force)
     elif name is not None:
         render.emit(_one_lines(before.tensors[0], before, target=target))
     else:
@@ -143,34 +145,6 @@ def _target(chosen: CheckpointIndex, before: Holdings) -> Holdings:
     mesh, plan = wanted.mesh, plan_reshard(chosen, wanted)
     say(mesh_spec.described(mesh, wanted.placements or mesh_spec.default_placements(mesh)))
     return after(before, mesh, {target.fqn: target.layout for target in plan.targets})
-
-
-def _write(
-    *,
-    svg: str | None,
-    html: str | None,
-    whole: CheckpointIndex,
-    chosen: CheckpointIndex,
-    sources: tuple[str, ...],
-    before: Holdings,
-    target: Holdings | None,
-    change: Moved | None,
-    force: bool,
-) -> None:
-    """Write one picture, and say so."""
-    from ckpt_tools.cli import report
-    from ckpt_tools.cli.pictures import drawing, files
-    from ckpt_tools.cli.pictures.page import layout_page
-
-    if svg is not None:
-        picture = drawing.svg(whole.root, before, target=target, change=change)
-        files.write(svg, picture, sources=sources, force=force)
-    elif html is not None:
-        inspection = report.look(whole, chosen)
-        picture = layout_page(
-            inspection, before, target=target, change=change, problems=whole.problems
-        )
-        files.write(html, picture, sources=sources, force=force)
 
 
 def _paint() -> text.Paint:

@@ -21,7 +21,7 @@ from ckpt_tools.analysis.ownership import (
 )
 from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli.pictures import colors, drawing, fold, shapes, text
-from ckpt_tools.cli.pictures.page import layout_page
+from ckpt_tools.cli.pictures.pages import layout_page
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
 

@@ -12,6 +12,7 @@ from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import rects
 from ckpt_tools.cli.pictures.shell import table, text
+from ckpt_tools.cli.pictures.text import place_words
 from ckpt_tools.core.text import counted, format_size, rank_spans, some
 
 _COLUMN = 48  # pixels
@@ -93,8 +94,7 @@ def _name(side: Holdings, holder: int) -> str:
         return f"{holder}: {side.files[holder]}{lost}"
     if side.mesh is None or holder >= side.mesh.size:
         return f"rank {holder}"
-    places = zip(side.mesh.names, side.mesh.coordinate(holder), strict=True)
-    return f"rank {holder}: {', '.join(f'{name}={index}' for name, index in places)}"
+    return f"rank {holder}: {place_words(side.mesh, holder)}"
 
 
 def _load_words(side: Holdings, loads: Sequence[int]) -> str:

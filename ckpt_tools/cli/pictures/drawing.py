@@ -19,7 +19,7 @@ from ckpt_tools.analysis.ownership import (
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import Rect, rects
-from ckpt_tools.cli.pictures.text import moved_words
+from ckpt_tools.cli.pictures.text import moved_words, place_words
 from ckpt_tools.cli.render import cut_to, printable
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.text import counted, format_size, rank_spans
@@ -103,12 +103,7 @@ def _mesh(mesh: Mesh, *, left: int, top: int, width: int) -> Iterator[tuple[int,
     for rank in range(mesh.size):
         x = left + rank % across * _CELL
         y = top + rank // across * _CELL
-        yield y + _CELL, _square(x, y, rank, hover=f"rank {rank}: {_place(mesh, rank)}")
-
-
-def _place(mesh: Mesh, rank: int) -> str:
-    pairs = zip(mesh.names, mesh.coordinate(rank), strict=True)
-    return ", ".join(f"{name}={index}" for name, index in pairs)
+        yield y + _CELL, _square(x, y, rank, hover=f"rank {rank}: {place_words(mesh, rank)}")
 
 
 def _square(x: float, y: float, rank: int, *, hover: str) -> str:

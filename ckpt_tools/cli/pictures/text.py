@@ -58,6 +58,12 @@ def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
             yield "  " + "".join(paint(str(rank).center(cell), rank) for rank in ranks)
 
 
+def place_words(mesh: Mesh, rank: int) -> str:
+    """Where a rank is in a mesh: ``dp=1, tp=0``."""
+    places = zip(mesh.names, mesh.coordinate(rank), strict=True)
+    return ", ".join(f"{name}={index}" for name, index in places)
+
+
 def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
     """A bar of bytes for each holder, and how far the fullest is from the average."""
     totals = bytes_held(holdings)

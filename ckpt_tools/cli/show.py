@@ -247,7 +247,7 @@ def read_corner(entry: TensorEntry, part: str | None) -> Corner:
     """
     # late: numpy comes with it, only values need it
     from ckpt_tools.copying.cast import decode, has_numbers
-    from ckpt_tools.copying.write import read_array
+    from ckpt_tools.copying.read import read_array
 
     box = first_corner(entry.shape) if part is None else parse_slice(part, entry.shape)
     if box.numel > _MAX_VALUES:

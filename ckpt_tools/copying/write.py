@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from itertools import groupby
 
 from ckpt_tools.copying.parallel import choose_threads
-from ckpt_tools.copying.read import read_array, read_box
 from ckpt_tools.copying.resume import TaskRange
 from ckpt_tools.copying.task_writer import (
     BLOCK,
@@ -31,8 +30,6 @@ from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
-
-__all__ = ["ALL", "Share", "read_array", "read_box", "write_files"]
 
 _MIN_MEMORY_PER_THREAD = 256 << 10
 # Shorter files are written through the page cache, from which they may well be read next.

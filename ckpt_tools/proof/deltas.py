@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools.copying.cast import has_numbers, numbers
-from ckpt_tools.copying.write import read_box
+from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.proof.scan import sum_of_squares

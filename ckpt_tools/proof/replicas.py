@@ -11,6 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
@@ -45,10 +46,6 @@ def differing_replicas(
 
     ``is_good`` says which byte ranges can be read; only those are compared.
     """
-
-    def compare(pair: _ReplicaPair) -> list[CheckpointError]:
-        return _compare(pair, files, tally)
-
     pairs = [
         _ReplicaPair(entry, chunk, other)
         for entry in tensors
@@ -56,7 +53,12 @@ def differing_replicas(
         for other in chunk.replicas
         if chunk.codec is None and chunk.box.numel and is_good(chunk.data) and is_good(other)
     ]
-    errors = in_threads(compare, pairs, threads=threads, nbytes=lambda pair: pair.other.length)
+    errors = in_threads(
+        lambda pair: _compare(pair, files, tally),
+        pairs,
+        threads=threads,
+        nbytes=lambda pair: pair.other.length,
+    )
     return list(chain.from_iterable(errors))
 
 
@@ -82,10 +84,6 @@ def require_equal_replicas(index: CheckpointIndex, files: Files, *, threads: int
 
 
 def _compare(pair: _ReplicaPair, files: Files, tally: Tally) -> list[CheckpointError]:
-    from ckpt_tools.copying.write import (
-        read_box,  # numpy comes with it, and looking commands go without
-    )
-
     entry, chunk, other = pair
     one = replace(entry, chunks=(chunk._replace(replicas=()),))
     two = replace(entry, chunks=(chunk._replace(replicas=(), data=other),))

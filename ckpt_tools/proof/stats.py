@@ -13,7 +13,7 @@ import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools import formats
 from ckpt_tools.copying.cast import numbers
-from ckpt_tools.copying.write import read_box
+from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.coverage import uncovered
-from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted, rank_spans
@@ -153,22 +152,15 @@ def _bad_items(index: CheckpointIndex, located: LocatedIndex, files: Files) -> l
     damages: list[Damage] = []
     for fqn in sorted({fqn for problem in new for fqn in problem.about}):
         entry = index.tensor(fqn)
-        for chunk in entry.chunks if entry is not None else ():
-            one = _with_chunk(index, fqn, chunk.box)
-            alone = formats.locate(one, files).problems
-            damages += [Damage(chunk.data, problem) for problem in alone]
+        if entry is None:
+            continue
+        for chunk in entry.chunks:
+            same_box = tuple(other for other in entry.chunks if other.box == chunk.box)
+            alone = replace(entry, chunks=same_box)
+            one = replace(index, tensors=(alone,), objects=(), problems=())
+            faults = formats.locate(one, files).problems
+            damages += [Damage(chunk.data, problem) for problem in faults]
     return damages
-
-
-def _with_chunk(index: CheckpointIndex, fqn: str, box: Box) -> CheckpointIndex:
-    """A checkpoint of only this chunk, with no problems yet."""
-    entry = index.tensor(fqn)
-    tensors = (
-        ()
-        if entry is None
-        else (replace(entry, chunks=tuple(chunk for chunk in entry.chunks if chunk.box == box)),)
-    )
-    return replace(index, tensors=tensors, objects=(), problems=())
 
 
 def _not_in_damages(

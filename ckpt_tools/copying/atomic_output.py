@@ -32,6 +32,7 @@ from ckpt_tools.copying.resume import (
     keep_finished,
     noted_files,
     refuse_foreign,
+    remove,
     sync_files,
 )
 from ckpt_tools.core.index import FileEntry
@@ -166,7 +167,7 @@ def _tidy(manifest: Manifest, out: str) -> None:
     if manifest.has("replacing"):
         replaced = replaced_of(out)
         try:
-            _remove(replaced)
+            remove(replaced)
         except OSError as error:
             raise WriteError(
                 f"{out} is written, but what it replaces cannot be removed: {reason_of(error)}.",
@@ -384,15 +385,6 @@ def _publish(manifest: Manifest, spec: OutputSpec) -> None:
     _tidy(manifest, spec.out)
 
 
-def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        from shutil import rmtree  # late: it loads every compressor, and a dry run removes nothing
-
-        rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-
 def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
     """Rename the new folder to OUT, with links to the files of the user in the old one."""
     out = spec.out
@@ -443,7 +435,7 @@ def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") 
                 _link_survivors(source, target, planned=planned, inside=f"{path}/")
                 _keep_mode(source, target)
         elif not any(fnmatch(name, glob) for glob in planned.replaceable):
-            _remove(target)  # an earlier try has linked it
+            remove(target)  # an earlier try has linked it
             _link(source, target)
 
 

@@ -14,7 +14,6 @@ from ckpt_tools.copying.strided import (
     Job,
     StridedCopy,
     blocks_of,
-    is_packed,
     move_of,
     runs_of,
     span_of,
@@ -31,10 +30,8 @@ from ckpt_tools.storage.reader import Files
 SLAB_BYTES = 2 << 20
 # Stays in a core's cache: with 4 MiB, SHA-256 in 16 threads took 15 % more processor time.
 _STREAM_BYTES = 1 << 20
-# Rows shorter than this are read together and spread by numpy: one iovec costs more than they do.
+# Rows shorter than this are spread by numpy, longer ones one by one, without importing it.
 _LONG_ROW = 1 << 10
-_MAX_IOVECS = 1024
-_MAX_VIEWS = 4096
 # Small reads that lie this close are one read: the bytes between cost less than a system call.
 _NEAR = 8 << 10
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
@@ -46,8 +43,6 @@ class ChunkReader:
     def __init__(self, files: Files, *, stage_bytes: int = SLAB_BYTES) -> None:
         self._files = files
         self._stage = memoryview(bytearray(stage_bytes))
-        self._views: dict[tuple[int, int, tuple[Dim, ...]], list[memoryview]] = {}
-        self._views_of: memoryview | None = None
 
     def fill(self, reads: Sequence[ReadItem], box: Box, *, itemsize: int, out: memoryview) -> None:
         """Write the elements of ``box``, packed row-major, to the start of ``out``.
@@ -71,10 +66,7 @@ class ChunkReader:
             return
         try:
             with self._files.descriptor(move.path) as fd:
-                if move.dims and move.unit >= _LONG_ROW and is_packed(move):
-                    self._scatter(fd, move, out)
-                else:
-                    self._run_blocks(fd, move, out)
+                self._run_blocks(fd, move, out)
         except OSError as error:
             raise unreadable(move.path, error) from error
 
@@ -129,10 +121,15 @@ class ChunkReader:
 
     def _spread(self, fd: int | None, block: StridedCopy, out: memoryview) -> None:
         """Read a block into the staging buffer, and copy it from there to its places."""
-        import numpy as np  # late: it costs more than a small copy, and most copies have no strides
-
         stage = self._stage[: span_of(block)]
         self._read_full(fd, block.path, stage, block.source)
+        if block.unit >= _LONG_ROW:
+            for source, target in steps(block.dims):
+                place = block.target + target
+                out[place : place + block.unit] = stage[source : source + block.unit]
+            return
+        import numpy as np  # late: it costs more than a small copy, and most copies have no strides
+
         is_word = block.unit == block.itemsize and block.itemsize in _WORDS
         width = block.itemsize if is_word else 1
         shape = (*(dim.size for dim in block.dims), block.unit // width)
@@ -141,30 +138,6 @@ class ChunkReader:
         by = (*(dim.source for dim in block.dims), width)
         spread = np.ndarray(shape, word, buffer=out, offset=block.target, strides=into)
         spread[...] = np.ndarray(shape, word, buffer=stage, strides=by)
-
-    def _scatter(self, fd: int, move: StridedCopy, out: memoryview) -> None:
-        """Read long rows that follow one another in the file straight to their places."""
-        views = self._views_for(move, out)
-        source = move.source
-        for first in range(0, len(views), _MAX_IOVECS):
-            some = views[first : first + _MAX_IOVECS]
-            nbytes = len(some) * move.unit
-            if os.preadv(fd, some, source) != nbytes:
-                for place, view in enumerate(some):
-                    self._files.read_into(move.path, source + place * move.unit, view)
-            source += nbytes
-
-    def _views_for(self, move: StridedCopy, out: memoryview) -> list[memoryview]:
-        """The places of a move's rows; slabs of one box share them, so they are kept."""
-        if out is not self._views_of or sum(map(len, self._views.values())) > _MAX_VIEWS:
-            self._views_of = out
-            self._views.clear()
-        key = move.target, move.unit, move.dims
-        views = self._views.get(key)
-        if views is None:
-            starts = (move.target + target for _, target in steps(move.dims))
-            views = self._views[key] = [out[start : start + move.unit] for start in starts]
-        return views
 
     def _read_full(self, fd: int | None, path: str, view: memoryview, offset: int) -> None:
         """Fill a view; ``fd`` is None for a file that is not on this machine."""

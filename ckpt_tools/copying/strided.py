@@ -145,16 +145,6 @@ def blocks_of(move: StridedCopy, *, limit: int) -> Blocks:
     return Blocks(dims[:place], dims[place:], step)
 
 
-def is_packed(move: StridedCopy) -> bool:
-    """Whether the bytes in the file follow one another without a gap."""
-    span = move.unit
-    for count, source, _ in reversed(move.dims):
-        if source != span:
-            return False
-        span *= count
-    return True
-
-
 def span_of(move: StridedCopy) -> int:
     """Bytes in the file from the first to the last, gaps included."""
     return move.unit + sum((dim.size - 1) * dim.source for dim in move.dims)

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt_tools.copying.read import SLAB_BYTES, ChunkReader, ReadsNearby
@@ -53,6 +53,7 @@ class Stopped(Exception):
     """Another thread has failed, or the user has had enough: the task is left as it is."""
 
 
+@dataclass(slots=True, eq=False)
 class Output:
     """One open output file; ``path`` names it in errors.
 
@@ -60,12 +61,9 @@ class Output:
     there sooner when it does not pass the page cache.
     """
 
-    __slots__ = ("direct", "fd", "path")
-
-    def __init__(self, path: str, fd: int, direct: int | None = None) -> None:
-        self.path = path
-        self.fd = fd
-        self.direct = direct
+    path: str
+    fd: int
+    direct: int | None = None
 
     def close(self) -> None:
         """Close the file."""
@@ -134,25 +132,25 @@ class _Cast:
     out_end: int
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Small contents that follow one another in the file: gathered together, written at once."""
 
-    __slots__ = ("_limit", "casts", "checked", "jobs", "raw_jobs", "raw_size", "size", "start")
-
-    def __init__(self, start: int, limit: int) -> None:
-        self.start, self.size, self.raw_size = start, 0, 0
-        self.jobs: list[Job] = []
-        self.raw_jobs: list[Job] = []
-        self.casts: list[_Cast] = []
-        self.checked: list[tuple[int, Slab]] = []
-        self._limit = limit
+    start: int
+    limit: int
+    size: int = 0
+    raw_size: int = 0
+    jobs: list[Job] = field(default_factory=list)
+    raw_jobs: list[Job] = field(default_factory=list)
+    casts: list[_Cast] = field(default_factory=list)
+    checked: list[tuple[int, Slab]] = field(default_factory=list)
 
     def has_room(self, content: InlineBytes | Slab) -> bool:
         """Whether this content comes next in the file, and fits."""
         if content.offset != self.start + self.size:
             return False
         raw = _raw_nbytes(content)
-        return max(self.size + nbytes_of(content), self.raw_size + raw) <= self._limit
+        return max(self.size + nbytes_of(content), self.raw_size + raw) <= self.limit
 
     def add_cast(self, piece: Slab) -> int:
         """Make room for a piece that is to be cast, and give its place in the raw buffer."""

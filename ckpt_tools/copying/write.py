@@ -36,10 +36,6 @@ _MIN_MEMORY_PER_THREAD = 256 << 10
 DIRECT_FROM = 64 << 20
 
 
-def _ignore(_part: TaskRange) -> None:
-    """No-op: no log is kept."""
-
-
 def write_files(
     plans: LazyPlans,
     *,
@@ -49,7 +45,7 @@ def write_files(
     max_memory: int,
     on_bytes: Callable[[int], None],
     share: Share = ALL,
-    on_file: Callable[[TaskRange], None] = _ignore,
+    on_file: Callable[[TaskRange], None] | None = None,
 ) -> None:
     """Write every file of the plans below the folder ``root``.
 
@@ -192,7 +188,7 @@ class _Work:
         *,
         outputs: _Outputs,
         on_bytes: Callable[[int], None],
-        on_file: Callable[[TaskRange], None],
+        on_file: Callable[[TaskRange], None] | None,
     ) -> None:
         self._outputs, self._on_bytes, self._on_file = outputs, on_bytes, on_file
         self._checksums = _Checksums(tasks)
@@ -254,7 +250,7 @@ class _Work:
                 with self._lock:
                     self._check(task, value)
                     written = self._outputs.done_with(task.file)
-                if written is not None:
+                if written is not None and self._on_file is not None:
                     self._on_file(written)
         except Stopped:
             return

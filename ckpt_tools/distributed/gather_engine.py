@@ -26,7 +26,7 @@ from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
 from ckpt_tools.distributed.executors import lead_or_follow
-from ckpt_tools.distributed.gathering import Gathering, Source, Write
+from ckpt_tools.distributed.gathering import Gathering, Source
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import CkptError, UnsupportedError
@@ -88,7 +88,9 @@ class _Gatherer:
         write = partial(_write, folder=folder, options=self.job.write, on_bytes=progress.add)
         with group.collective(), Files() as files:  # no rank may be missing in a collective
             write(mine.uncut, files)
-        self._gather(mine.cut, write)
+        with Files() as files:
+            source = Source(self.index, self.headers[group.rank].parts(), files)
+            Gathering(group, source, self.device_type).run(mine.cut, write)
         require_all_written(group, plans, folder, nbytes=progress.nbytes, planned=mine.planned)
         if self.job.write.check:
             own = self.headers[group.rank].sizes
@@ -114,13 +116,6 @@ class _Gatherer:
                     if number % group.size == group.rank:
                         mine.append(plan._replace(literals=(), items=(item,)))
         return _RanksPart(uncut, cut, planned)
-
-    def _gather(self, wanted: Mapping[str, Sequence[FilePlan]], write: Write) -> None:
-        parts = self.headers[self.group.rank].parts()
-        with Files() as files:
-            source = Source(self.index, parts, files)
-            gathering = Gathering(self.group, source, self.device_type)
-            gathering.run(wanted, write)
 
 
 def _check(

@@ -55,12 +55,8 @@ class Job(NamedTuple):
     on_bytes: Callable[[int], None]
     on_total: Callable[[int], None] = ignore_bytes
 
-    def without_resume(self) -> Job:
-        """The same for an engine that logs no finished files, and so always starts again."""
-        return self._replace(write=replace(self.write, resume=False))
-
     def noting_resume(self, plan: ReshardPlan, *, engine: str) -> ReshardPlan:
-        """The plan, with a note when --resume was asked of such an engine."""
+        """The plan, with a note when --resume was asked of an engine that cannot resume."""
         if not self.write.resume:
             return plan
         note = f"--engine {engine} records no finished files: --resume started from the beginning."

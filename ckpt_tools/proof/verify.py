@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.parallel import Background
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
 from ckpt_tools.core.progress import Tally, ignore_bytes
@@ -22,7 +23,6 @@ from ckpt_tools.proof.consistency import Consistency, compare_model_and_optimize
 from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
 from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
-from ckpt_tools.proof.threads import Background
 from ckpt_tools.storage.reader import Files
 
 

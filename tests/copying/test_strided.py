@@ -6,7 +6,6 @@ from ckpt_tools.copying.strided import (
     Dim,
     StridedCopy,
     blocks_of,
-    is_packed,
     move_of,
     span_of,
     steps,
@@ -75,8 +74,3 @@ def test_a_block_is_no_larger_than_its_buffer() -> None:
     outer, inner, step = blocks_of(columns, limit=4096)
     assert (outer, inner, step) == ((), columns.dims, 16)
     assert span_of(columns._replace(dims=(Dim(step, *inner[0][1:]),))) <= 4096
-
-
-def test_a_chunk_that_is_read_whole_is_packed() -> None:
-    assert is_packed(move((4, 5), Box.whole((4, 5)), within=Box.whole((4, 7))))
-    assert not is_packed(move((4, 5), Box((0, 1), (4, 2))))

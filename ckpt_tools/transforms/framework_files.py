@@ -10,18 +10,11 @@ from collections.abc import Callable, Sequence
 
 from ckpt_tools import formats
 from ckpt_tools.core import names
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
-from ckpt_tools.core.plan import (
-    FilePlan,
-    Finder,
-    LazyPlans,
-    Target,
-    WriteItem,
-    object_entry_as_tensor,
-)
+from ckpt_tools.core.index import CheckpointIndex, Entry, TensorEntry
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import unwritable
-from ckpt_tools.storage import paths
+from ckpt_tools.transforms.base import copied_file, small_file
 from ckpt_tools.transforms.frameworks import Arranged
 
 PlanFolder = Callable[[str, Sequence[Target], CheckpointIndex], LazyPlans]
@@ -49,9 +42,12 @@ def plan_files(
             wanted = formats.PlanOptions(tree=moved.tree, single_file=name)
             torch = formats.named("torch")
             plans += torch.plan_files(renamed(tree, targets), moved.objects, options=wanted)
-    bodies = {name: text.encode() for name, text in arranged.texts.items()}
-    beside = [FilePlan(name, len(body), ((0, body),), ()) for name, body in bodies.items()]
-    beside += [_copy(name, path) for name, path in arranged.copied.items()]
+    beside = [small_file(name, text.encode()) for name, text in arranged.texts.items()]
+    for name, path in arranged.copied.items():
+        try:
+            beside.append(copied_file(name, path))
+        except OSError as error:
+            raise unwritable(path, error, doing="copied along") from error
     return plans + LazyPlans.of(beside)
 
 
@@ -64,17 +60,3 @@ def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...
         if isinstance(entry, TensorEntry)
     ]
     return tuple(sorted(placed, key=lambda target: target.fqn))
-
-
-def _copy(name: str, path: str) -> FilePlan:
-    """A file that is copied as it is."""
-    try:
-        length = paths.size(path)
-    except OSError as error:
-        raise unwritable(path, error, doing="copied along") from error
-    source = ObjectEntry(name, (name,), "other", ByteRange(path, 0, length))
-    entry = object_entry_as_tensor(source)
-    box = entry.chunks[0].box
-    finder = Finder(entry)
-    items = (WriteItem(name, name, 0, box, entry.dtype, entry.dtype, finder),) if length else ()
-    return FilePlan(name, length, (), items)

@@ -146,10 +146,10 @@ def check_ranks(config: LoraConfig, parts: AdapterParts) -> None:
     Also for alpha alone where modules have different ranks: no tensor says what alphas they have
     then, and whether rsLoRA divides by the root of the rank.
     """
-    if config.said is None:
+    said = config.said
+    if said is None:
         _refuse_ranks({one.rank for one in parts.factors})
         return
-    said = config.said
     usual, patterns = said.get("r"), said.get("rank_pattern") or {}
     if usual is None or not isinstance(patterns, dict):
         return

@@ -6,17 +6,8 @@ from collections.abc import Iterator
 
 import click
 
-from ckpt_tools.analysis.ownership import (
-    HeldBox,
-    HeldTensor,
-    Holdings,
-    Moved,
-    after,
-    bytes_held,
-    holdings_of,
-    moved,
-    skew_of,
-)
+from ckpt_tools.analysis import ownership
+from ckpt_tools.analysis.ownership import HeldBox, HeldTensor, Holdings
 from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import asked, completion, entries, options, render
 from ckpt_tools.cli.group import say
@@ -89,31 +80,28 @@ def command(
     chosen = options.choose(whole, asked.filters())
     if name is not None:
         chosen = _one(whole, name)
-    before = holdings_of(chosen, mesh_of(whole))
-    target = None
+    before = ownership.holdings_of(chosen, mesh_of(whole))
+    after = None
     if to_mesh is not None and not (html and chosen.problems):  # what is broken is shown as it is
-        target = _target(chosen, before)
-    change = None if target is None else moved(before, target)
+        after = _after(chosen, before)
     if json:
-        render.emit_json(_json(whole.root, before, target=target, change=change))
+        render.emit_json(_json(whole.root, before, after))
     elif svg is not None:
         from ckpt_tools.cli.pictures import drawing, files  # late, as `pages`: most runs draw none
 
-        picture = drawing.svg(whole.root, before, target=target, change=change)
+        picture = drawing.svg(whole.root, before, after)
         files.write(svg, picture, sources=(ckpt, *sources_of(whole)), force=force)
     elif html is not None:
         from ckpt_tools.cli import report
         from ckpt_tools.cli.pictures import files, pages
 
-        inspection, problems = report.look(whole, chosen), whole.problems
-        picture = pages.layout_page(
-            inspection, before, target=target, change=change, problems=problems
-        )
+        inspection = report.look(whole, chosen)
+        picture = pages.layout_page(inspection, before, after, problems=whole.problems)
         files.write(html, picture, sources=(ckpt, *sources_of(whole)), force=force)
     elif name is not None:
-        render.emit(_one_lines(before.tensors[0], before, target=target))
+        render.emit(_one_lines(before.tensors[0], before, after))
     else:
-        render.emit(_lines(whole.root, before, target=target, change=change, every=every))
+        render.emit(_lines(whole.root, before, after, every=every))
     whole.require_whole()
 
 
@@ -136,7 +124,7 @@ def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
     return whole.select({name})
 
 
-def _target(chosen: CheckpointIndex, before: Holdings) -> Holdings:
+def _after(chosen: CheckpointIndex, before: Holdings) -> text.After:
     """Who will hold what after a reshard. Raises what planning that reshard raises."""
     from ckpt_tools.convert.reshard import plan_reshard  # late: most pictures show what is there
     from ckpt_tools.core import mesh_spec
@@ -144,7 +132,9 @@ def _target(chosen: CheckpointIndex, before: Holdings) -> Holdings:
     wanted = asked.target()
     mesh, plan = wanted.mesh, plan_reshard(chosen, wanted)
     say(mesh_spec.described(mesh, wanted.placements or mesh_spec.default_placements(mesh)))
-    return after(before, mesh, {target.fqn: target.layout for target in plan.targets})
+    layouts = {target.fqn: target.layout for target in plan.targets}
+    holdings = ownership.after(before, mesh, layouts)
+    return text.After(holdings, ownership.moved(before, holdings))
 
 
 def _paint() -> text.Paint:
@@ -152,19 +142,17 @@ def _paint() -> text.Paint:
     return text.painter(color=context.color is not False and render.terminal_width() is not None)
 
 
-def _lines(
-    root: str, before: Holdings, *, target: Holdings | None, change: Moved | None, every: bool
-) -> Iterator[str]:
+def _lines(root: str, before: Holdings, after: text.After | None, *, every: bool) -> Iterator[str]:
     paint = _paint()
     yield render.heading(render.printable(root))
     yield from _side(before, paint, every=every)
-    if target is None or change is None:
+    if after is None:
         return
     yield ""
-    yield render.heading(f"After reshard --to-mesh {target.mesh}")
-    yield from _side(target, paint, every=every)
+    yield render.heading(f"After reshard --to-mesh {after.holdings.mesh}")
+    yield from _side(after.holdings, paint, every=every)
     yield ""
-    yield f"{text.moved_words(target, change)}."
+    yield f"{text.moved_words(after)}."
 
 
 def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str]:
@@ -180,7 +168,7 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
     yield from text.bar_lines(rows, paint, width=render.terminal_width())
 
 
-def _one_lines(held: HeldTensor, before: Holdings, *, target: Holdings | None) -> Iterator[str]:
+def _one_lines(held: HeldTensor, before: Holdings, after: text.After | None) -> Iterator[str]:
     paint = _paint()
     yield render.heading(render.printable(held.fqn))
     facts = f"{entries.short_shape(held.shape)} {held.dtype.name}, {format_size(held.nbytes)}"
@@ -188,36 +176,36 @@ def _one_lines(held: HeldTensor, before: Holdings, *, target: Holdings | None) -
     width = render.terminal_width()
     yield from text.grid_lines(held, paint, width=width)
     yield from text.piece_lines(held, before)
-    if target is not None and target.tensors:
+    if after is not None and after.holdings.tensors:
+        target = after.holdings
         yield ""
         yield render.heading(f"After reshard --to-mesh {target.mesh}")
         yield from text.grid_lines(target.tensors[0], paint, width=width)
         yield from text.piece_lines(target.tensors[0], target)
 
 
-def _json(
-    root: str, before: Holdings, *, target: Holdings | None, change: Moved | None
-) -> render.Json:
+def _json(root: str, before: Holdings, after: text.After | None) -> render.Json:
+    moved: render.Json = None
+    if after is not None:
+        moved = {"nbytes": after.change.nbytes, "by_rank": list(after.change.by_rank)}
     return {
         "schema": "ckpt-tools/layout/1",
         "path": root,
         **_holdings_json(before),
-        "after": None if target is None else _holdings_json(target),
-        "moved": None
-        if change is None
-        else {"nbytes": change.nbytes, "by_rank": list(change.by_rank)},
+        "after": None if after is None else _holdings_json(after.holdings),
+        "moved": moved,
     }
 
 
 def _holdings_json(holdings: Holdings) -> dict[str, render.Json]:
     mesh, status = holdings.mesh, holdings.status
-    totals = bytes_held(holdings)
+    totals = ownership.bytes_held(holdings)
     return {
         "unit": holdings.unit,
         "mesh": None if mesh is None else entries.mesh_json(mesh, status),
         "files": list(holdings.files),
         "bytes_held": totals,
-        "skew": skew_of(totals),
+        "skew": ownership.skew_of(totals),
         "tensors": [_held_json(held) for held in holdings.tensors],
     }
 

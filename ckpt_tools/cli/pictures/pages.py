@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.analysis.inspection import Inspection
-from ckpt_tools.analysis.ownership import Holdings, Moved, holdings_of
+from ckpt_tools.analysis.ownership import Holdings, holdings_of
 from ckpt_tools.cli import entries, options, progress, report
 from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, table, text
-from ckpt_tools.cli.pictures.text import moved_words
+from ckpt_tools.cli.pictures.text import After, moved_words
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import CheckpointError
@@ -29,18 +29,17 @@ _STATS_HEADER = ("NAME", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "INF", "ZEROS
 def layout_page(
     inspection: Inspection,
     before: Holdings,
+    after: After | None = None,
     *,
-    target: Holdings | None = None,
-    change: Moved | None = None,
     problems: Sequence[CheckpointError] = (),
 ) -> str:
-    """Who holds what of a checkpoint, and after a reshard when there is a target."""
+    """Who holds what of a checkpoint, and after a reshard if there is one."""
     facts = [counted(len(before.tensors), "tensor")]
     facts.append(format_size(sum(held.nbytes for held in before.tensors)))
-    if target is not None and change is not None:
-        facts.append(moved_words(target, change))
+    if after is not None:
+        facts.append(moved_words(after))
     parts = [*banner(inspection, problems), f"<p>{text(', '.join(facts))}.</p>"]
-    parts += who_holds_what(before, target=target, change=change, damaged=named_by(problems))
+    parts += who_holds_what(before, after, damaged=named_by(problems))
     return page(f"Layout of {inspection.root}", parts)
 
 

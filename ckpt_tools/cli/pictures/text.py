@@ -6,6 +6,7 @@ Without colour the edges and numbers say the same. It knows nothing of options.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from ckpt_tools.analysis.ownership import (
     HeldBox,
@@ -30,6 +31,13 @@ _MAX_HOLDERS = 32
 _MAX_PIECES = 64
 
 Paint = Callable[[str, int], str]
+
+
+class After(NamedTuple):
+    """Who holds what after a reshard, and what moves for it."""
+
+    holdings: Holdings
+    change: Moved
 
 
 def plain(text: str, holder: int) -> str:  # noqa: ARG001 - one of two ways to paint
@@ -239,11 +247,11 @@ def painter(*, color: bool) -> Paint:
     return colors.painted if color else plain
 
 
-def moved_words(target: Holdings, change: Moved) -> str:
+def moved_words(after: After) -> str:
     """How much a reshard moves."""
-    share = change.nbytes / (sum(bytes_held(target)) or 1)
+    share = after.change.nbytes / (sum(bytes_held(after.holdings)) or 1)
     return (
-        f"{format_size(change.nbytes)} move, {share:.0%} of what the new ranks hold, "
+        f"{format_size(after.change.nbytes)} move, {share:.0%} of what the new ranks hold, "
         "if rank n stays where it is"
     )
 

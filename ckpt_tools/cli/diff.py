@@ -12,12 +12,7 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
-from ckpt_tools.proof import (
-    Diff,
-    DiffOptions,
-    EntryDiff,
-    Tolerance,
-)
+from ckpt_tools.proof import Diff, DiffOptions, EntryDiff, Tolerance
 from ckpt_tools.proof import diff as compare_values
 from ckpt_tools.proof import diff_headers as compare_headers
 from ckpt_tools.storage.reader import Files

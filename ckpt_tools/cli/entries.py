@@ -7,12 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from ckpt_tools.analysis.summary import (
-    FoundMesh,
-    Status,
-    layout_of,
-    placement_names,
-)
+from ckpt_tools.analysis.summary import FoundMesh, Status, layout_of, placement_names
 from ckpt_tools.cli.render import Json, columns, cut_to, printable, terminal_width
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh

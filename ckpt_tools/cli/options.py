@@ -20,13 +20,7 @@ from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
 from ckpt_tools.core.names import near_names, select
 from ckpt_tools.core.text import parse_size
 from ckpt_tools.errors import AnswerNo, UsageError, Way
-from ckpt_tools.formats import (
-    SMALL_OBJECT,
-    ReadOptions,
-    is_checkpoint,
-    open_objects,
-    read_index,
-)
+from ckpt_tools.formats import SMALL_OBJECT, ReadOptions, is_checkpoint, open_objects, read_index
 from ckpt_tools.formats.frameworks import whole_of
 from ckpt_tools.storage.reader import Files
 

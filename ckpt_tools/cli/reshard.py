@@ -18,20 +18,11 @@ from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.parallel import choose_threads
-from ckpt_tools.core.mesh_spec import (
-    default_placements,
-    described,
-)
+from ckpt_tools.core.mesh_spec import default_placements, described
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.engines import (
-    ENGINES,
-    Engine,
-    Request,
-    dry_run,
-    reshard_by,
-)
+from ckpt_tools.distributed.engines import ENGINES, Engine, Request, dry_run, reshard_by
 from ckpt_tools.distributed.job import Job, check_room, made_at
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout

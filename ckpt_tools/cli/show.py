@@ -11,12 +11,7 @@ from typing import NamedTuple
 
 import click
 
-from ckpt_tools.analysis.summary import (
-    FoundMesh,
-    layout_of,
-    mesh_of,
-    placement_names,
-)
+from ckpt_tools.analysis.summary import FoundMesh, layout_of, mesh_of, placement_names
 from ckpt_tools.cli import asked, completion, entries, options, render
 from ckpt_tools.cli.render import Json
 from ckpt_tools.core.geometry import Box

@@ -16,12 +16,7 @@ from ckpt_tools.convert.write import Conversion, Locate, Plan
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import (
-    NO_TREE,
-    CheckpointIndex,
-    Section,
-    TensorEntry,
-)
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.text import counted, some

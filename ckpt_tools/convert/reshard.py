@@ -20,25 +20,9 @@ from ckpt_tools.convert.write import Conversion, Locate, Plan, WriteOptions
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import (
-    CheckpointIndex,
-    Section,
-    TensorEntry,
-)
-from ckpt_tools.core.layout import (
-    Layout,
-    Mesh,
-    Placement,
-    Replicate,
-    Shard,
-    on_mesh,
-)
-from ckpt_tools.core.mesh_spec import (
-    PlaceRule,
-    default_placements,
-    described,
-    fsdp_order,
-)
+from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
+from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard, on_mesh
+from ckpt_tools.core.mesh_spec import PlaceRule, default_placements, described, fsdp_order
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.text import counted

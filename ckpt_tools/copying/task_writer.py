@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.copying.read import SLAB_BYTES, ChunkReader, ReadsNearby
 from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, runs_of
-from ckpt_tools.copying.tasks import (
-    SLOT_BYTES,
-    InlineBytes,
-    Slab,
-    Task,
-    contents_of,
-    nbytes_of,
-)
+from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of, nbytes_of
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import slabs
 from ckpt_tools.core.plan import WriteItem

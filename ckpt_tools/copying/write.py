@@ -17,13 +17,7 @@ from itertools import groupby
 
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.copying.resume import TaskRange
-from ckpt_tools.copying.task_writer import (
-    BLOCK,
-    SLOT,
-    Output,
-    Stopped,
-    TaskWriter,
-)
+from ckpt_tools.copying.task_writer import BLOCK, SLOT, Output, Stopped, TaskWriter
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.crc import combine
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem

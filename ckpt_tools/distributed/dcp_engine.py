@@ -186,12 +186,7 @@ def _load_and_save(
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from ckpt_tools.distributed.dcp_planners import (
-        LoadPlanner,
-        OpaqueBytes,
-        SavePlanner,
-        Writer,
-    )
+    from ckpt_tools.distributed.dcp_planners import LoadPlanner, OpaqueBytes, SavePlanner, Writer
 
     chosen = {entry.fqn for entry in plan.objects}
     objects = [entry for entry in index.objects if entry.fqn in chosen]

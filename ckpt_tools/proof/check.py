@@ -15,13 +15,7 @@ from ckpt_tools import formats
 from ckpt_tools.copying.read import read_box, stream_box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    LocatedIndex,
-    ObjectEntry,
-    TensorEntry,
-)
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some

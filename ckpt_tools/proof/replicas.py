@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.read import read_box
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    Chunk,
-    TensorEntry,
-    replicas_differ,
-)
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry, replicas_differ
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import CheckpointError

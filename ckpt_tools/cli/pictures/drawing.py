@@ -9,12 +9,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import islice
 
-from ckpt_tools.analysis.ownership import (
-    HeldTensor,
-    Holdings,
-    bytes_held,
-    skew_of,
-)
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings, bytes_held, skew_of
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import Rect, rects

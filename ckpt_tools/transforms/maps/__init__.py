@@ -17,12 +17,7 @@ from ckpt_tools.transforms.maps.renaming import (
     parse_rename,
     parse_values,
 )
-from ckpt_tools.transforms.maps.toml import (
-    builtin_names,
-    builtins_to_hf,
-    find,
-    parse,
-)
+from ckpt_tools.transforms.maps.toml import builtin_names, builtins_to_hf, find, parse
 
 __all__ = [
     "AutoMapTransform",

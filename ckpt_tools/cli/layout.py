@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 
 from ckpt_tools.analysis import ownership
-from ckpt_tools.analysis.ownership import HeldBox, HeldTensor, Holdings
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings
 from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import asked, completion, entries, options, render
 from ckpt_tools.cli.group import say
@@ -216,14 +216,13 @@ def _held_json(held: HeldTensor) -> render.Json:
         "dtype": held.dtype.name,
         "shape": list(held.shape),
         "placements": list(held.placements),
-        "pieces": [_piece_json(piece) for piece in held.pieces],
-    }
-
-
-def _piece_json(piece: HeldBox) -> render.Json:
-    return {
-        "offsets": list(piece.box.offsets),
-        "sizes": list(piece.box.sizes),
-        "holders": list(piece.holders),
-        "file": piece.file,
+        "pieces": [
+            {
+                "offsets": list(piece.box.offsets),
+                "sizes": list(piece.box.sizes),
+                "holders": list(piece.holders),
+                "file": piece.file,
+            }
+            for piece in held.pieces
+        ],
     }

@@ -288,12 +288,14 @@ def cuts() -> tuple[Cut, ...]:
 
 def dtype_rules() -> tuple[tuple[str, DType | None], ...]:
     """The exceptions from --dtype: patterns and types. Raises UsageError."""
-    return tuple(map(_dtype_rule, click.get_current_context().params["dtype_for"]))
-
-
-def _dtype_rule(text: str) -> tuple[str, DType | None]:
-    pattern, equals, name = text.rpartition("=")
-    dtype = parse_dtype(name)
-    if not equals or not pattern or (name != "keep" and (dtype is None or not dtype.holds_weights)):
-        raise UsageError(f"--dtype-for is written GLOB=TYPE with a floating type, not {text!r}.")
-    return pattern, dtype
+    rules = []
+    for text in click.get_current_context().params["dtype_for"]:
+        pattern, equals, name = text.rpartition("=")
+        dtype = parse_dtype(name)
+        is_known = name == "keep" or (dtype is not None and dtype.holds_weights)
+        if not equals or not pattern or not is_known:
+            raise UsageError(
+                f"--dtype-for is written GLOB=TYPE with a floating type, not {text!r}."
+            )
+        rules.append((pattern, dtype))
+    return tuple(rules)

@@ -76,7 +76,10 @@ def command(
     else:
         render.emit(_lines(statistics))
     if fail_nonfinite and statistics.nonfinite:
-        raise AnswerNo(_nonfinite(index.root, statistics))
+        names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
+        verb = "is" if statistics.nonfinite == 1 else "are"
+        values = counted(statistics.nonfinite, "value")
+        raise AnswerNo(f"{index.root}: {values} {verb} NaN or infinite, in {some(names)}.")
 
 
 def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
@@ -86,13 +89,6 @@ def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
     if not index.tensors:
         raise AnswerNo(f"{index.root} has no tensors.")
     return statistics
-
-
-def _nonfinite(root: str, statistics: Statistics) -> str:
-    names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
-    verb = "is" if statistics.nonfinite == 1 else "are"
-    values = counted(statistics.nonfinite, "value")
-    return f"{root}: {values} {verb} NaN or infinite, in {some(names)}."
 
 
 def _lines(statistics: Statistics) -> Iterator[str]:

@@ -35,7 +35,8 @@ _LONGEST_LIST = 64 << 20  # bytes of a list of parameters' names
 def filters() -> Filters:
     """--include, --exclude and --only."""
     params = click.get_current_context().params
-    return Filters.of(params["include"], params["exclude"], params["only"])
+    only = None if params["only"] == "all" else params["only"]
+    return Filters(params["include"], params["exclude"], only)
 
 
 def filters_of_export() -> Filters:

@@ -11,7 +11,7 @@ from ckpt_tools.analysis.ownership import HeldTensor, Holdings
 from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import asked, completion, entries, options, render
 from ckpt_tools.cli.group import say
-from ckpt_tools.cli.pictures import fold, text
+from ckpt_tools.cli.pictures import colors, fold, text
 from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import format_size
@@ -139,7 +139,8 @@ def _after(chosen: CheckpointIndex, before: Holdings) -> text.After:
 
 def _paint() -> text.Paint:
     context = click.get_current_context()
-    return text.painter(color=context.color is not False and render.terminal_width() is not None)
+    is_coloured = context.color is not False and render.terminal_width() is not None
+    return colors.painted if is_coloured else text.plain
 
 
 def _lines(root: str, before: Holdings, after: text.After | None, *, every: bool) -> Iterator[str]:
@@ -164,7 +165,8 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
         yield ""
     yield from text.load_lines(holdings, paint)
     yield ""
-    rows = fold.each(holdings) if every else fold.rows(holdings)
+    single = [fold.Row(held.fqn, (held,)) for held in holdings.tensors]
+    rows = single if every else fold.rows(holdings)
     yield from text.bar_lines(rows, paint, width=render.terminal_width())
 
 

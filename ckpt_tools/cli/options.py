@@ -108,11 +108,6 @@ class Filters:
     exclude: tuple[str, ...] = ()
     only: Section | None = None
 
-    @classmethod
-    def of(cls, include: tuple[str, ...], exclude: tuple[str, ...], only: str) -> Filters:
-        """The filters that the values of the options in `filters` mean."""
-        return cls(include, exclude, next((name for name in SECTIONS if name == only), None))
-
     @property
     def wants_all(self) -> bool:
         """Whether nothing is filtered at all."""

@@ -75,10 +75,12 @@ def stats(
     located.require_chosen()
     tally = Tally(on_bytes)
 
-    def one(entry: TensorEntry) -> Scan:
-        return scan(entry, files, on_bytes=tally.add)
-
-    scans = in_threads(one, located.tensors, threads=threads, nbytes=lambda entry: entry.nbytes)
+    scans = in_threads(
+        lambda entry: scan(entry, files, on_bytes=tally.add),
+        located.tensors,
+        threads=threads,
+        nbytes=lambda entry: entry.nbytes,
+    )
     anomalies = [anomaly for one in scans for anomaly in anomalies_of(one, files)]
     return Statistics(
         tensors=tuple(map(_stats, scans)),

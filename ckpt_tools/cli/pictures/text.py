@@ -11,7 +11,6 @@ from typing import NamedTuple
 from ckpt_tools.analysis.ownership import HeldBox, HeldTensor, Holdings, Moved, bytes_held, skew_of
 from ckpt_tools.cli import render
 from ckpt_tools.cli.entries import short_shape
-from ckpt_tools.cli.pictures import colors
 from ckpt_tools.cli.pictures.fold import Row
 from ckpt_tools.cli.pictures.shapes import cut_dims
 from ckpt_tools.core.layout import Mesh
@@ -233,11 +232,6 @@ def _extent(piece: HeldBox, dim: int | None, edges: dict[int, int]) -> tuple[int
     if dim is None:
         return edges[0], edges[1]
     return edges[piece.box.offsets[dim]], edges[piece.box.ends[dim]]
-
-
-def painter(*, color: bool) -> Paint:
-    """The way to paint for a terminal with colours, or for anything else."""
-    return colors.painted if color else plain
 
 
 def moved_words(after: After) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import NamedTuple
 
 from ckpt_tools.copying.origin import Origin, require_unchanged, with_states
 from ckpt_tools.copying.out_path import (
@@ -391,7 +390,7 @@ def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
     if not os.path.lexists(out):
         os.rename(manifest.place.folder, out)
         return
-    _link_survivors(out, manifest.place.folder, planned=_Planned.of(spec))
+    _link_survivors(spec, manifest.place.folder)
     mode = stat.S_IMODE(os.stat(out).st_mode)
     os.chmod(manifest.place.folder, mode | stat.S_IRWXU)  # its own right to be renamed goes last
     manifest.mark("replacing")
@@ -404,39 +403,27 @@ def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
     os.chmod(out, mode)
 
 
-class _Planned(NamedTuple):
-    """Paths of the files that are written, and of the folders that they are in; globs of names that
-    go with the old output.
-    """
+def _link_survivors(spec: OutputSpec, new: str) -> None:
+    """Link what is no part of the old checkpoint into the new folder; replacements keep old modes."""
+    files = {file.path for file in spec.plans.files}
+    folders = {path[:at] for path in files for at, one in enumerate(path) if one == "/"}
+    replaceable = (*spec.replaceable, PROOF_FILE)
 
-    files: frozenset[str]
-    folders: frozenset[str]
-    replaceable: tuple[str, ...]
-
-    @classmethod
-    def of(cls, spec: OutputSpec) -> _Planned:
-        files = frozenset(file.path for file in spec.plans.files)
-        folders = {path[:at] for path in files for at, one in enumerate(path) if one == "/"}
-        return cls(files, frozenset(folders), (*spec.replaceable, PROOF_FILE))
-
-
-def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") -> None:
-    """Link what is not part of the old checkpoint into the new folder; replacements keep old modes.
-
-    ``inside`` is the path of both folders in the output, as the plan has it.
-    """
-    for name in sorted(os.listdir(old)):
-        source, target = os.path.join(old, name), os.path.join(new, name)
-        path = f"{inside}{name}"
-        if path in planned.files:
-            _keep_mode(source, target)
-        elif path in planned.folders:
-            if os.path.isdir(source) and not os.path.islink(source):
-                _link_survivors(source, target, planned=planned, inside=f"{path}/")
+    def link_folder(inside: str) -> None:
+        for name in sorted(os.listdir(os.path.join(spec.out, inside))):
+            path = f"{inside}{name}"
+            source, target = os.path.join(spec.out, path), os.path.join(new, path)
+            if path in files:
                 _keep_mode(source, target)
-        elif not any(fnmatch(name, glob) for glob in planned.replaceable):
-            remove(target)  # an earlier try has linked it
-            _link(source, target)
+            elif path in folders:
+                if os.path.isdir(source) and not os.path.islink(source):
+                    link_folder(f"{path}/")
+                    _keep_mode(source, target)
+            elif not any(fnmatch(name, glob) for glob in replaceable):
+                remove(target)  # an earlier try has linked it
+                _link(source, target)
+
+    link_folder("")
 
 
 def _link(source: str, target: str) -> None:

@@ -23,6 +23,7 @@ from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import Box, BoxIndex, slabs
 from ckpt_tools.core.index import ByteRange, TensorEntry
 from ckpt_tools.core.plan import Finder, ReadItem
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.errors import CheckpointError, unreadable
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -217,6 +218,28 @@ def stream_box(
             on_run(ByteRange(run.path, run.source, run.unit), crc)
     if filled:
         yield buffer[:filled]
+
+
+def first_difference(
+    one: TensorEntry,
+    other: TensorEntry,
+    box: Box,
+    *,
+    files: Files,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> int | None:
+    """How many bytes of a box are equal before a piece that differs; None when all are.
+
+    ``on_bytes`` gets the number of bytes that were read of each. Raises what `read_box` raises.
+    """
+    done = 0
+    pieces = zip(read_box(one, box, files=files), read_box(other, box, files=files), strict=True)
+    for here, there in pieces:
+        on_bytes(len(here))
+        if bytes(here) != bytes(there):  # views would be compared element by element
+            return done
+        done += len(here)
+    return None
 
 
 def read_array(entry: TensorEntry, box: Box, *, files: Files) -> bytearray:

@@ -54,7 +54,7 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
             # torch notes no finished files, so it always starts again.
             conversion = job._replace(write=replace(job.write, resume=False)).of(index)
             done = lead_or_follow(group, conversion, _LoadAndSave(group, index, job, device_type))
-            return job.noting_resume(done, engine="dcp")
+            return job.noting_resume(done)
 
 
 @dataclass(frozen=True, slots=True)

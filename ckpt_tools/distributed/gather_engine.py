@@ -39,21 +39,19 @@ from ckpt_tools.storage.reader import Files
 T = TypeVar("T")
 
 
-def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:
+def reshard_by_gather(group: Group, job: Job) -> ReshardPlan:
     """`reshard` from rank files that only their own ranks can open.
 
     Raises what `reshard` raises; UsageError when the job has not one rank for each of the source,
     IncompleteError when a rank does not find its files.
     """
     with group.collective(), devices.process_group(group) as device_type:
-        index, headers = _exchange(group, ckpt, read)
+        index, headers = _exchange(group, job.ckpt, job.read)
         # Rank 0 may not see what it would have to compare, so that all ranks do it themselves.
         alone = job._replace(write=replace(job.write, check=False, resume=False))
         gatherer = _Gatherer(group, index, headers, device_type, job)
         plan = lead_or_follow(group, alone.of(index), gatherer)
-        return job.noting_resume(
-            replace(plan, notes=(*plan.notes, *gatherer.proven)), engine="gather"
-        )
+        return job.noting_resume(replace(plan, notes=(*plan.notes, *gatherer.proven)))
 
 
 class _RanksPart(NamedTuple):
@@ -138,10 +136,10 @@ def _check(
     return statement
 
 
-def plan_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:
+def plan_by_gather(group: Group, job: Job) -> ReshardPlan:
     """What `reshard_by_gather` would do, and refuse; nothing is written."""
     with group.collective(), devices.process_group(group):
-        index, _ = _exchange(group, ckpt, read)
+        index, _ = _exchange(group, job.ckpt, job.read)
         return plan_reshard(index, job.options)
 
 

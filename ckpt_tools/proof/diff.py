@@ -14,6 +14,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.read import first_difference
+from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.errors import UsageError
@@ -184,13 +186,16 @@ def diff(
 
     Raises what keeps either from being whole, and UsageError when two names of one side become one.
     """
-    from ckpt_tools.proof.deltas import delta, same_bytes  # numpy: headers do without it
+    from ckpt_tools.proof.deltas import delta  # numpy: headers do without it
 
     # Of one format, objects that are large are compared by their bytes.
     largest = formats.SMALL_OBJECT if a.format == b.format else None
     here, there = _opened(a, files, largest), _opened(b, files, largest)
     pairs = pair(here, there, options.naming)
     tally = Tally(on_bytes)
+
+    def on_both(nbytes: int) -> None:
+        tally.add(2 * nbytes)
 
     def values(pair: _Both) -> EntryDiff:
         one, other = pair.a, pair.b
@@ -199,8 +204,10 @@ def diff(
             return header
         if header.status not in ("same", "dtype"):
             return header
-        if header.status == "same" and same_bytes(one, other, files, on_bytes=tally.add):
-            return header
+        if header.status == "same":
+            whole = Box.whole(one.shape)
+            if first_difference(one, other, whole, files=files, on_bytes=on_both) is None:
+                return header
         found_delta = delta(one, other, files, tolerance=options.tolerance)
         return _with_delta(header, found_delta, options)
 

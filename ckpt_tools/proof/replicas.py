@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.copying.read import read_box
+from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry, replicas_differ
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted
@@ -81,17 +81,11 @@ def _compare(pair: _ReplicaPair, files: Files, tally: Tally) -> list[CheckpointE
     entry, chunk, other = pair
     one = replace(entry, chunks=(chunk._replace(replicas=()),))
     two = replace(entry, chunks=(chunk._replace(replicas=(), data=other),))
-    done = 0
-    pieces = zip(
-        read_box(one, chunk.box, files=files), read_box(two, chunk.box, files=files), strict=True
-    )
-    for here, there in pieces:
-        tally.add(len(there))
-        if bytes(here) != bytes(there):
-            who = f"({_holder(chunk.data)} and {_holder(other)}, after {done:,} bytes)"
-            return [replicas_differ({entry.fqn: f"{chunk.box} {who}"})]
-        done += len(here)
-    return []
+    equal = first_difference(one, two, chunk.box, files=files, on_bytes=tally.add)
+    if equal is None:
+        return []
+    who = f"({_holder(chunk.data)} and {_holder(other)}, after {equal:,} bytes)"
+    return [replicas_differ({entry.fqn: f"{chunk.box} {who}"})]
 
 
 def _holder(data: ByteRange) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 from ckpt_tools import formats
-from ckpt_tools.copying.read import read_box
+from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
@@ -292,8 +292,4 @@ def same_bytes(one: TensorEntry, other: TensorEntry, files: Files) -> bool:
         return False
     if tuple(one.chunks) == tuple(other.chunks):
         return True
-    whole = Box.whole(one.shape)
-    pieces = zip(
-        read_box(one, whole, files=files), read_box(other, whole, files=files), strict=True
-    )
-    return all(first == second for first, second in pieces)
+    return first_difference(one, other, Box.whole(one.shape), files=files) is None

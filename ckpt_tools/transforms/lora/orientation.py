@@ -77,7 +77,7 @@ def _ways(factors: Factors, parts: AdapterParts) -> set[bool]:
 
 
 def _ways_elsewhere(parts: AdapterParts) -> dict[bool, set[bool]]:
-    """The orientations of other weights, by factors or biases: for names of Conv1D and for others."""
+    """The orientations of other weights, by factors or biases: of names of Conv1D and of others."""
     elsewhere: dict[bool, set[bool]] = {True: set(), False: set()}
     for factors in parts.factors:
         ways = _ways(factors, parts)

@@ -404,7 +404,7 @@ def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
 
 
 def _link_survivors(spec: OutputSpec, new: str) -> None:
-    """Link what is no part of the old checkpoint into the new folder; replacements keep old modes."""
+    """Link all else of the old folder into the new one; what is replaced keeps its old mode."""
     files = {file.path for file in spec.plans.files}
     folders = {path[:at] for path in files for at, one in enumerate(path) if one == "/"}
     replaceable = (*spec.replaceable, PROOF_FILE)

@@ -236,7 +236,7 @@ def first_difference(
     pieces = zip(read_box(one, box, files=files), read_box(other, box, files=files), strict=True)
     for here, there in pieces:
         on_bytes(len(here))
-        if bytes(here) != bytes(there):  # views would be compared element by element
+        if bytearray(here) != there:  # two views would be compared element by element
             return done
         done += len(here)
     return None

@@ -156,10 +156,7 @@ def row(entry: EntryDiff) -> tuple[str, ...]:
 
 
 def _short(text: str | None) -> str:
-    if text is None:
-        return "-"
-    text = render.printable(text)
-    return text if len(text) <= 40 else f"{text[:39]}…"
+    return "-" if text is None else render.cut_to(render.printable(text), 40)
 
 
 def _summary(diff: Diff) -> str:

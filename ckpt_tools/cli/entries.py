@@ -27,8 +27,7 @@ Known = tuple[Layout, Status] | None
 
 def sorted_entries(index: CheckpointIndex) -> list[Entry]:
     """Tensors and objects together, by name."""
-    entries: list[Entry] = [*index.tensors, *index.objects]
-    return sorted(entries, key=lambda entry: entry.fqn)
+    return sorted(index.entries, key=lambda entry: entry.fqn)
 
 
 @lru_cache(maxsize=256)

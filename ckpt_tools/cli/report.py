@@ -222,11 +222,6 @@ def _shards(whole: CheckpointIndex) -> Iterator[str]:
     ]
     header = ("FILE", "RANK", "CHUNKS", "TENSOR BYTES", "FILE BYTES", "")
     yield from render.indented(header, rows, align="lrrrrc")
-    yield from _skew(loads)
-
-
-def _skew(loads: Sequence[FileLoad]) -> Iterator[str]:
-    """How far the fullest file is from the average of those that hold tensors."""
     held = [load.nbytes for load in loads if load.nbytes]
     if len(held) > 1:
         skew = max(held) * len(held) / sum(held)

@@ -247,16 +247,12 @@ def _tensors(report: VerifyReport) -> str:
     lost = f", {len(report.lost):,} missing" if report.lost else ""
     if report.damaged:
         damaged = f"{len(report.damaged):,} of {report.tensors:,} damaged"
-        return f"{damaged}, {_whole(report):,} complete{lost}"
+        return f"{damaged}, {report.tensors - len(report.damaged):,} complete{lost}"
     if lost or any(not problem.about for problem in report.problems):
         there = "all {:,} that exist are" if report.tensors != 1 else "the {} that exists is"
     else:
         there = "all {:,} are" if report.tensors != 1 else "the only one is"
     return f"{there.format(report.tensors)} complete{lost}"
-
-
-def _whole(report: VerifyReport) -> int:
-    return report.tensors - len(report.damaged)
 
 
 def _lost(tensor: DamagedTensor) -> str:
@@ -345,7 +341,7 @@ def as_json(
         "problems": [entries.problem_json(problem) for problem in report.problems],
         "tensors": {
             "total": report.tensors,
-            "whole": _whole(report),
+            "whole": report.tensors - len(report.damaged),
             "hurt": [_damaged_json(one) for one in report.damaged],
         },
         "lost": list(report.lost),

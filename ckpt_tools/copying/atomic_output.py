@@ -72,11 +72,6 @@ class OutputSpec:
     replaceable: Sequence[str] = ()
 
     @property
-    def partial(self) -> str:
-        """The folder in which the output is made."""
-        return partial_of(self.out)
-
-    @property
     def place(self) -> OutputPlace:
         """Where it is made."""
         return place_of(self.out)
@@ -235,7 +230,7 @@ def open_output(spec: OutputSpec) -> Iterator[Started]:
     so; what was at ``out`` before is as it was.
     """
     _refuse_obstacles(spec.out, spec.single_file)
-    with held(spec.partial) as manifest:
+    with held(spec.place.partial) as manifest:
         with _undone_if_unstarted(manifest, spec):
             started = _start(manifest, spec)
         with _kept_on_failure(manifest, spec):
@@ -323,8 +318,8 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
     different = manifest.origin.differences(spec.origin)
     if different:
         raise UsageError(
-            f"{spec.partial} was started with other inputs or options, so it cannot be resumed. "
-            + " ".join(different[:3]),
+            f"{spec.place.partial} was started with other inputs or options, so it cannot be "
+            f"resumed. {' '.join(different[:3])}",
             hint="Without --resume it is removed, and the output is written again.",
         )
     if is_written:
@@ -354,16 +349,16 @@ def _is_about_source(error: BaseException) -> bool:
 
 def _kept(manifest: Manifest, spec: OutputSpec) -> str | None:
     """How to resume with the finished files; None when there are none, and all is removed."""
-    finished = finished_files(spec.place, spec.plans)
+    finished, partial = finished_files(spec.place, spec.plans), spec.place.partial
     if not finished and not manifest.has("complete"):
         manifest.remove()
         return None
     if manifest.has("complete") and not os.path.lexists(manifest.result):
         return None  # it is in place already
     if manifest.has("complete"):
-        return f"All is written in {spec.partial}: run the same command with --resume to finish it."
+        return f"All is written in {partial}: run the same command with --resume to finish it."
     return (
-        f"{_progress(finished, spec)} are finished and kept in {spec.partial}: the same command "
+        f"{_progress(finished, spec)} are finished and kept in {partial}: the same command "
         "with --resume continues; delete that folder to discard it."
     )
 

@@ -14,7 +14,7 @@ from ckpt_tools.copying.strided import (
     Job,
     StridedCopy,
     blocks_of,
-    move_of,
+    copy_of,
     runs_of,
     span_of,
     steps,
@@ -55,21 +55,21 @@ class ChunkReader:
         for read in reads:
             part = read.box.intersect(box)
             if part is not None:
-                self.run(move_of(read, part, within=box, itemsize=itemsize), out)
+                self.run(copy_of(read, part, within=box, itemsize=itemsize), out)
                 filled += part.numel
         if filled != box.numel:
             raise CheckpointError(f"The reads of {box} give {filled:,} of {box.numel:,} elements.")
 
-    def run(self, move: StridedCopy, out: memoryview) -> None:
-        """Carry out one move. Raises UnreadableError."""
-        if not self._files.has_descriptor(move.path):
-            self._run_blocks(None, move, out)
+    def run(self, copy: StridedCopy, out: memoryview) -> None:
+        """Carry out one copy. Raises UnreadableError."""
+        if not self._files.has_descriptor(copy.path):
+            self._run_blocks(None, copy, out)
             return
         try:
-            with self._files.descriptor(move.path) as fd:
-                self._run_blocks(fd, move, out)
+            with self._files.descriptor(copy.path) as fd:
+                self._run_blocks(fd, copy, out)
         except OSError as error:
-            raise unreadable(move.path, error) from error
+            raise unreadable(copy.path, error) from error
 
     def run_jobs(self, jobs: list[Job], out: memoryview) -> None:
         """Carry out many small copies; those that lie close in a file are one read.
@@ -102,18 +102,18 @@ class ChunkReader:
         except OSError as error:
             raise unreadable(path, error) from error
 
-    def _run_blocks(self, fd: int | None, move: StridedCopy, out: memoryview) -> None:
+    def _run_blocks(self, fd: int | None, copy: StridedCopy, out: memoryview) -> None:
         """Read block by block into the staging buffer, and spread each block from there."""
-        blocks = blocks_of(move, limit=len(self._stage))
+        blocks = blocks_of(copy, limit=len(self._stage))
         for source, target in steps(blocks.outer):
-            start, place = move.source + source, move.target + target
+            start, place = copy.source + source, copy.target + target
             if not blocks.inner:
-                self._read_full(fd, move.path, out[place : place + move.unit], start)
+                self._read_full(fd, copy.path, out[place : place + copy.unit], start)
                 continue
             count, by, to = blocks.inner[0]
             for first in range(0, count, blocks.step):
                 cut = Dim(min(blocks.step, count - first), by, to)
-                block = move._replace(
+                block = copy._replace(
                     source=start + first * by,
                     target=place + first * to,
                     dims=(cut, *blocks.inner[1:]),
@@ -172,12 +172,12 @@ def read_box(
     short or cannot be read.
     """
     itemsize = entry.dtype.itemsize
-    sieve = ReadsNearby(Finder(entry).reads(box))
+    nearby = ReadsNearby(Finder(entry).reads(box))
     slab_bytes = max(itemsize, min(slab_bytes, box.numel * itemsize))
     buffer = memoryview(bytearray(slab_bytes))
-    gatherer = ChunkReader(files, stage_bytes=max(slab_bytes, 4096))
+    reader = ChunkReader(files, stage_bytes=max(slab_bytes, 4096))
     for slab in slabs(box, max_numel=slab_bytes // itemsize):
-        gatherer.fill(sieve.near(slab), slab, itemsize=itemsize, out=buffer)
+        reader.fill(nearby.near(slab), slab, itemsize=itemsize, out=buffer)
         yield buffer[: slab.numel * itemsize]
 
 

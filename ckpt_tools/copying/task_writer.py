@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckpt_tools.copying.read import SLAB_BYTES, ChunkReader, ReadsNearby
@@ -189,11 +190,10 @@ class TaskWriter:
         self._memory = memoryview(mmap.mmap(-1, slab + BLOCK))  # which begins with a page
         self._slab = slab
         self._out = self._memory[:slab]
-        self._raw: memoryview | None = None
         self._files = files
-        self._gatherer = ChunkReader(files, stage_bytes=slab)
+        self._reader = ChunkReader(files, stage_bytes=slab)
         self._casters: dict[tuple[str, str], Caster] = {}
-        self._sieve: tuple[WriteItem, ReadsNearby] | None = None
+        self._nearby: tuple[WriteItem, ReadsNearby] | None = None
         self._moved, self._stop, self._in_kernel = moved, stop, in_kernel
 
     def write(self, task: Task, output: Output) -> int:
@@ -205,12 +205,12 @@ class TaskWriter:
             return self._write_piece(task.pieces[0], output)
         late: list[tuple[int, int]] = []
         group = _Batch(0, self._slab)
-        self._lie_as(0)
+        self._align_to(0)
         for content in contents_of(task):
             if not group.has_room(content):
                 self._flush(group, output, late)
                 group = _Batch(content.offset, self._slab)
-                self._lie_as(group.start)
+                self._align_to(group.start)
             if group.has_room(content):
                 self._add(content, group)
             elif isinstance(content, Slab):
@@ -226,23 +226,20 @@ class TaskWriter:
 
     def _write_piece(self, piece: Slab, output: Output) -> int:
         """Write a piece slab by slab, and give its CRC-32 when its item wants one."""
-        item = piece.item
-        is_cast = item.source != item.target
+        item, itemsize = piece.item, piece.item.source.itemsize
+        nearby, is_cast = self._nearby_of(item), item.source != item.target
         if not is_cast and output.direct is None:
-            reads, itemsize = self._sieve_of(item).near(piece.box), item.source.itemsize
-            runs = runs_of(reads, piece.box, itemsize=itemsize)
+            runs = runs_of(nearby.near(piece.box), piece.box, itemsize=itemsize)
             is_long = runs is not None and piece.nbytes >= len(runs) * _LONG_RUN
             if runs and is_long and not any(is_address(run.path) for run in runs):
                 return self._write_runs(runs, piece, output)
-        most = self._slab // max(item.source.itemsize, item.target.itemsize)
-        sieve = self._sieve_of(item)
+        most = self._slab // max(itemsize, item.target.itemsize)
         offset, crc = piece.offset, 0
         for slab in slabs(piece.box, max_numel=most):
             self._check_stop()
-            self._lie_as(offset)
-            itemsize = item.source.itemsize
-            into = self._raw_buffer() if is_cast else self._out
-            self._gatherer.fill(sieve.near(slab), slab, itemsize=itemsize, out=into)
+            self._align_to(offset)
+            into = self._raw if is_cast else self._out
+            self._reader.fill(nearby.near(slab), slab, itemsize=itemsize, out=into)
             view = self._out[: slab.numel * item.target.itemsize]
             if is_cast:
                 self._caster(item).cast(into[: slab.numel * itemsize], view)
@@ -255,7 +252,7 @@ class TaskWriter:
 
     def _write_runs(self, runs: Sequence[StridedCopy], piece: Slab, output: Output) -> int:
         """Write a piece that lies in long runs in files here, in few steps of this interpreter."""
-        self._lie_as(0)
+        self._align_to(0)
         offset, crc = piece.offset, 0
         for run in runs:
             try:
@@ -309,10 +306,10 @@ class TaskWriter:
         if item.source == item.target:
             buffer, jobs, place = self._out, group.jobs, group.size
         else:
-            buffer, jobs, place = self._raw_buffer(), group.raw_jobs, group.add_cast(content)
+            buffer, jobs, place = self._raw, group.raw_jobs, group.add_cast(content)
         if not add_jobs(item, place, jobs):
             reads, itemsize = item.reads, item.source.itemsize
-            self._gatherer.fill(reads, item.box, itemsize=itemsize, out=buffer[place:])
+            self._reader.fill(reads, item.box, itemsize=itemsize, out=buffer[place:])
         if item.crc_at:
             group.checked.append((group.size, content))
         group.size += content.nbytes
@@ -322,10 +319,10 @@ class TaskWriter:
         self._check_stop()
         if not group.size and not group.checked:
             return
-        self._gatherer.run_jobs(group.jobs, self._out)
+        self._reader.run_jobs(group.jobs, self._out)
         if group.casts:
-            raw = self._raw_buffer()
-            self._gatherer.run_jobs(group.raw_jobs, raw)
+            raw = self._raw
+            self._reader.run_jobs(group.raw_jobs, raw)
             for cast in group.casts:
                 out = self._out[cast.out : cast.out_end]
                 self._caster(cast.item).cast(raw[cast.raw : cast.raw_end], out)
@@ -342,7 +339,7 @@ class TaskWriter:
                 else:
                     late.append((slot, crc))
 
-    def _lie_as(self, offset: int) -> None:
+    def _align_to(self, offset: int) -> None:
         """Have the buffer lie in its block of memory as ``offset`` lies in its block of a file."""
         start = offset % BLOCK
         self._out = self._memory[start : start + self._slab]
@@ -351,16 +348,13 @@ class TaskWriter:
         if self._stop.is_set():
             raise Stopped
 
-    def _raw_buffer(self) -> memoryview:
-        """Where elements wait for their cast; most runs have none."""
-        if self._raw is None:
-            self._raw = memoryview(bytearray(self._slab))
-        return self._raw
+    @cached_property
+    def _raw(self) -> memoryview:
+        """Where elements wait for their cast; most tasks have none."""
+        return memoryview(bytearray(self._slab))
 
     def _caster(self, item: WriteItem) -> Caster:
-        from ckpt_tools.copying.cast import (
-            Caster,  # late: numpy comes with it, most copies need none
-        )
+        from ckpt_tools.copying.cast import Caster  # late: numpy comes with it, few copies need it
 
         key = item.source.name, item.target.name
         if key not in self._casters:
@@ -368,7 +362,8 @@ class TaskWriter:
             self._casters[key] = Caster(item.source, item.target, block=block)
         return self._casters[key]
 
-    def _sieve_of(self, item: WriteItem) -> ReadsNearby:
-        if self._sieve is None or self._sieve[0] is not item:
-            self._sieve = item, ReadsNearby(item.reads)
-        return self._sieve[1]
+    def _nearby_of(self, item: WriteItem) -> ReadsNearby:
+        """The reads of an item, kept from one of its slabs to the next."""
+        if self._nearby is None or self._nearby[0] is not item:
+            self._nearby = item, ReadsNearby(item.reads)
+        return self._nearby[1]

@@ -160,27 +160,17 @@ class _Job(NamedTuple):
         shown = ", ".join(dict.fromkeys(names.join(path[:2]) for path in paths))
         return [f"Left out, because this layout has no place for it: {shown}."]
 
-    def step(self) -> int:
-        """The step that the folder of the source is named after, else 1.
+    def step(self) -> tuple[int, list[str]]:
+        """The step that a folder above the source is named after, the nearest first; else 1, with a
+        note.
 
         Never 0 for want of a name: of a step 0 TorchTitan loads the model alone.
         """
-        named = self.named_step()
-        return 1 if named is None else named
-
-    def named_step(self) -> int | None:
-        """The step in the name of a folder above the source, the nearest first."""
         for part in reversed(os.path.abspath(self.source.root).split(os.sep)):
             match = _STEP.fullmatch(part)
             if match:
-                return int(match[1])
-        return None
-
-    def about_step(self) -> list[str]:
-        """A note on a step that is not known."""
-        if self.named_step() is not None:
-            return []
-        return ["No folder name has the step, so it is 1; rename the folder if needed."]
+                return int(match[1]), []
+        return 1, ["No folder name has the step, so it is 1; rename the folder if needed."]
 
 
 def _parts(index: CheckpointIndex) -> _StateParts:
@@ -297,17 +287,19 @@ def _titan(job: _Job) -> Arranged:
     tops = ("lr_scheduler", "train_state", "dataloader")
     taken = job.taken(*tops)
     tree = _together(job.parts.model, _in(("optimizer",), optim), taken)
-    notes = job.about_step() + job.left_out(*tops)
+    step, notes = job.step()
+    notes += job.left_out(*tops)
     absent = ",".join(sorted(set(tops) - set(map(str, taken.parts()))))
     if absent:
         notes = [f"TorchTitan needs: --checkpoint.exclude_from_loading={absent}.", *notes]
-    return Arranged({f"step-{job.step()}": tree}, notes=tuple(notes))
+    return Arranged({f"step-{step}": tree}, notes=tuple(notes))
 
 
 def _verl(job: _Job) -> Arranged:
     """Rank files of verl: the optimizer numbered, as its loader gives it to the optimizer."""
     parts, target = job.parts, job.target
-    folder = f"global_step_{job.step()}/actor"
+    step, notes = job.step()
+    folder = f"global_step_{step}/actor"
     optim = parts.optim
     if optim is not None:
         optim = optimizer.numbered(optim, target.order, digest=target.digest)
@@ -320,7 +312,6 @@ def _verl(job: _Job) -> Arranged:
     )
     rest = parts._replace(other=parts.other.filter(lambda entry: entry.fqn not in own))
     copied = _of_hub(job.source, folder)
-    notes = list(job.about_step())
     if not copied:
         notes.append(
             f"There is no folder {_HUB} (config and tokenizer), which verl's merger wants."
@@ -378,7 +369,7 @@ def _composer(job: _Job) -> Arranged:
     """One sharded checkpoint of Composer: all of it in ``state``."""
     kind = _optimizer_class(job)
     root = os.path.basename(os.path.abspath(job.source.root))
-    folder = root if re.fullmatch(r"ep\d+-ba\d+", root) else f"ep0-ba{job.step()}"
+    folder = root if re.fullmatch(r"ep\d+-ba\d+", root) else f"ep0-ba{job.step()[0]}"
     taken = job.taken("state", "rng")
     if taken.get("rng") is None:
         # Its loader asks for the random states of all ranks that saved them: of none.

@@ -201,7 +201,7 @@ def _plan_layout(
     index: CheckpointIndex, options: ExportOptions, layout: str, locate: Locate
 ) -> ExportPlan:
     """Plan whole tensors and objects as the framework's own loader finds them."""
-    from ckpt_tools.transforms import framework_files, frameworks  # late: few exports ask for them
+    from ckpt_tools.transforms import frameworks  # late: few exports ask for it
 
     ranks = EVERY_RANK if options.keep_rank_states else ONE_FILE
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
@@ -217,7 +217,7 @@ def _plan_layout(
         arranged = frameworks.arrange_whole(located, layout, wanted)
     made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
     targets, kept = _targets(index, made, options)
-    plans = framework_files.plan_files(arranged, located, targets, lambda *_: LazyPlans())
+    plans = frameworks.plan_files(arranged, located, targets, lambda *_: LazyPlans())
     return ExportPlan(
         files=plans,
         targets=targets,

@@ -2,7 +2,8 @@
 
 Entries of any source are taken out of the containers that they stand in and put into those that the
 framework's own loader looks for: a tree in, a tree for each folder out. What a layout has no place
-for is left out and named. This room plans; it opens no file.
+for is left out and named. Which format a folder has, and how its files are planned, is the caller's
+to say. This room plans: of the disk it asks only how long the files are that are copied along.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from functools import partial, reduce
 from itertools import combinations
 from typing import Literal, NamedTuple, get_args
 
+from ckpt_tools import formats
 from ckpt_tools.core import names
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
-from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.errors import AnswerNo, UsageError, unwritable
 from ckpt_tools.formats.frameworks import folder_of_save
 from ckpt_tools.transforms import optimizer, param_names
+from ckpt_tools.transforms.base import copied_file, small_file
 from ckpt_tools.transforms.optimizer import Digest, ParamNames
 from ckpt_tools.transforms.rank_states import TargetRanks
 
@@ -35,6 +39,8 @@ FrameworkLayout = Literal[
     "composer",
 ]
 LAYOUTS: tuple[FrameworkLayout, ...] = get_args(FrameworkLayout)
+# Plans the files of a folder, by its name, from its targets and its part of the index.
+PlanFolder = Callable[[str, Sequence[Target], CheckpointIndex], LazyPlans]
 
 # What verl calls the dimensions of its mesh; torch loads no DTensor of a mesh with other names.
 VERL_MESH = ("ddp", "fsdp")
@@ -401,3 +407,45 @@ def _optimizer_class(job: _Job) -> str:
         if path[:2] == ("state", "optimizers") and len(path) > 2:
             return str(path[2])
     return "AdamW"
+
+
+def plan_files(
+    arranged: Arranged,
+    located: CheckpointIndex,
+    targets: Sequence[Target],
+    plan_folder: PlanFolder,
+) -> LazyPlans:
+    """All files of the arrangement, folder by folder, then what lies beside them.
+
+    ``targets`` equal the source's tensors under their own names; ``plan_folder`` plans the files of
+    a folder, by its name, from its targets and its part of the index, both under new names.
+    """
+    plans = LazyPlans()
+    for folder, tree in arranged.folders.items():
+        moved = located.arranged(tree)
+        if moved.entries:
+            plans += plan_folder(folder, renamed(tree, targets), moved).inside(folder)
+    for name, tree in arranged.beside.items():
+        moved = located.arranged(tree)
+        if moved.entries:
+            wanted = formats.PlanOptions(tree=moved.tree, single_file=name)
+            torch = formats.named("torch")
+            plans += torch.plan_files(renamed(tree, targets), moved.objects, options=wanted)
+    beside = [small_file(name, text.encode()) for name, text in arranged.texts.items()]
+    for name, path in arranged.copied.items():
+        try:
+            beside.append(copied_file(name, path))
+        except OSError as error:
+            raise unwritable(path, error, doing="copied along") from error
+    return plans + LazyPlans.of(beside)
+
+
+def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...]:
+    """The targets of a tree's tensors, under the names of their places, sorted by these."""
+    by_name = {target.fqn: target for target in targets}
+    placed = [
+        by_name[entry.fqn]._replace(fqn=names.join(path), path=path)
+        for path, entry in tree.walk()
+        if isinstance(entry, TensorEntry)
+    ]
+    return tuple(sorted(placed, key=lambda target: target.fqn))

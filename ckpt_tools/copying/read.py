@@ -24,7 +24,7 @@ from ckpt_tools.core.geometry import Box, BoxIndex, slabs
 from ckpt_tools.core.index import ByteRange, TensorEntry
 from ckpt_tools.core.plan import Finder, ReadItem
 from ckpt_tools.core.progress import ignore_bytes
-from ckpt_tools.errors import CheckpointError, unreadable
+from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
@@ -62,14 +62,11 @@ class ChunkReader:
 
     def run(self, copy: StridedCopy, out: memoryview) -> None:
         """Carry out one copy. Raises UnreadableError."""
-        if not self._files.has_descriptor(copy.path):
-            self._run_blocks(None, copy, out)
-            return
-        try:
+        if self._files.has_descriptor(copy.path):
             with self._files.descriptor(copy.path) as fd:
                 self._run_blocks(fd, copy, out)
-        except OSError as error:
-            raise unreadable(copy.path, error) from error
+        else:
+            self._run_blocks(None, copy, out)
 
     def run_jobs(self, jobs: list[Job], out: memoryview) -> None:
         """Carry out many small copies; those that lie close in a file are one read.
@@ -88,19 +85,13 @@ class ChunkReader:
                     break
                 end, last = max(end, source + length), last + 1
             if last == first + 1:
-                self._read(path, start, out[target : target + nbytes])
+                self._files.read_into(path, start, out[target : target + nbytes])
             else:
-                self._read(path, start, stage[: end - start])
+                self._files.read_into(path, start, stage[: end - start])
                 for _, source, length, target in jobs[first:last]:
                     place = source - start
                     out[target : target + length] = stage[place : place + length]
             first = last
-
-    def _read(self, path: str, offset: int, view: memoryview) -> None:
-        try:
-            self._files.read_into(path, offset, view)
-        except OSError as error:
-            raise unreadable(path, error) from error
 
     def _run_blocks(self, fd: int | None, copy: StridedCopy, out: memoryview) -> None:
         """Read block by block into the staging buffer, and spread each block from there."""

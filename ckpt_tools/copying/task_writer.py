@@ -22,7 +22,7 @@ from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, conten
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import slabs
 from ckpt_tools.core.plan import WriteItem
-from ckpt_tools.errors import unreadable, unwritable
+from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
@@ -255,15 +255,12 @@ class TaskWriter:
         self._align_to(0)
         offset, crc = piece.offset, 0
         for run in runs:
-            try:
-                with self._files.descriptor(run.path) as fd:
-                    if self._in_kernel and not piece.item.crc_at:
-                        self._copy(fd, run, output, offset=offset)
-                    else:
-                        for view in self._through_buffer(fd, run, output, offset=offset):
-                            crc = crc32(view, crc) if piece.item.crc_at else 0
-            except OSError as error:
-                raise unreadable(run.path, error) from error
+            with self._files.descriptor(run.path) as fd:
+                if self._in_kernel and not piece.item.crc_at:
+                    self._copy(fd, run, output, offset=offset)
+                else:
+                    for view in self._through_buffer(fd, run, output, offset=offset):
+                        crc = crc32(view, crc) if piece.item.crc_at else 0
             offset += run.unit
             self._moved(run.unit)
         return crc
@@ -286,10 +283,9 @@ class TaskWriter:
         self, fd: int, run: StridedCopy, output: Output, *, offset: int
     ) -> Iterator[memoryview]:
         """Copy one run through a buffer that stays in the processor's cache, and give each part."""
-        stop, most = self._stop, min(_CACHED, self._slab)
+        most = min(_CACHED, self._slab)
         for done in range(0, run.unit, most):
-            if stop.is_set():
-                raise Stopped
+            self._check_stop()
             view = self._out[: min(most, run.unit - done)]
             if os.preadv(fd, [view], run.source + done) != len(view):
                 self._files.read_into(run.path, run.source + done, view)

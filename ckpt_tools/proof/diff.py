@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -194,50 +193,46 @@ def diff(
     pairs = pair(here, there, options.naming)
     tally = Tally(on_bytes)
 
-    def on_both(nbytes: int) -> None:
-        tally.add(2 * nbytes)
-
-    def values(pair: _Both) -> EntryDiff:
-        one, other = pair.a, pair.b
-        header = _header(*pair)
-        if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
-            return header
+    def values(pair: _TensorPair) -> EntryDiff:
+        header, whole = _header(*pair), Box.whole(pair.a.shape)
         if header.status not in ("same", "dtype"):
             return header
         if header.status == "same":
-            whole = Box.whole(one.shape)
-            if first_difference(one, other, whole, files=files, on_bytes=on_both) is None:
+            differing = first_difference(
+                *(pair.a, pair.b, whole), files=files, on_bytes=lambda count: tally.add(2 * count)
+            )
+            if differing is None:
                 return header
-        found_delta = delta(one, other, files, tolerance=options.tolerance)
+        found_delta = delta(pair.a, pair.b, files, tolerance=options.tolerance)
         return _with_delta(header, found_delta, options)
 
-    both = [_Both(name, *entries) for name, entries in pairs.both.items()]
-    tensors = [one for one in both if isinstance(one.a, TensorEntry)]
-    objects = [one for one in both if isinstance(one.a, ObjectEntry)]
+    tensors: list[_TensorPair] = []
+    others: list[tuple[str, Entry, Entry]] = []
+    for name, (one, other) in pairs.both.items():
+        if isinstance(one, TensorEntry) and isinstance(other, TensorEntry):
+            tensors.append(_TensorPair(name, one, other))
+        else:
+            others.append((name, one, other))
     entries = [
         *_one_sided(pairs),
-        *in_threads(values, tensors, threads=threads, nbytes=_nbytes),
-        *map(partial(_object, files), objects),
+        *in_threads(values, tensors, threads=threads, nbytes=lambda pair: pair.a.nbytes),
+        *(_object(name, one, other, files) for name, one, other in others),
     ]
     return _diff(pairs, entries, sides=(here, there), naming=options.naming, values_compared=True)
 
 
-class _Both(NamedTuple):
-    """A name with the entries of both sides."""
+class _TensorPair(NamedTuple):
+    """A name with the tensors of both sides."""
 
     name: str
-    a: Entry
-    b: Entry
+    a: TensorEntry
+    b: TensorEntry
 
 
 def _opened(index: CheckpointIndex, files: Files, largest: int | None) -> LocatedIndex:
     located = formats.locate(index, files)
     located.require_chosen()
     return formats.open_objects(located, files, largest=largest)
-
-
-def _nbytes(pair: _Both) -> int:
-    return pair.a.nbytes if isinstance(pair.a, TensorEntry) else 0
 
 
 def _one_sided(pairs: Pairs) -> Iterator[EntryDiff]:
@@ -271,11 +266,11 @@ def _with_delta(header: EntryDiff, delta: Delta, options: DiffOptions) -> EntryD
     return header._replace(status=status, delta=delta)
 
 
-def _object(files: Files, pair: _Both) -> EntryDiff:
-    header = _header(*pair)
-    if not isinstance(pair.a, ObjectEntry) or not isinstance(pair.b, ObjectEntry):
+def _object(name: str, one: Entry, other: Entry, files: Files) -> EntryDiff:
+    header = _header(name, one, other)
+    if not isinstance(one, ObjectEntry) or not isinstance(other, ObjectEntry):
         return header
-    verdict, detail = compare_objects(pair.a, pair.b, files)
+    verdict, detail = compare_objects(one, other, files)
     status: Status = "unknown" if verdict is None else "same" if verdict else "values"
     return header._replace(status=status, detail=detail)
 

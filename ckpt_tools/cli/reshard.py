@@ -265,16 +265,7 @@ class PlanReport(NamedTuple):
             "tensors": len(plan.targets),
             "nbytes": plan.nbytes,
             "peak_memory": self._memory(plan, predicted),
-            "files": [
-                {
-                    "path": file.path,
-                    "nbytes": file.nbytes,
-                    "boxes": file.boxes,
-                    "read": file.read,
-                    "sources": file.sources,
-                }
-                for file in predicted.files
-            ],
+            "files": [file._asdict() for file in predicted.files],
             "notes": list(plan.notes),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import click
 
@@ -133,25 +134,12 @@ def _json(root: str, statistics: Statistics) -> render.Json:
 
 
 def _tensor_json(tensor: TensorStats) -> render.Json:
-    mean: render.Json = None
+    """The fields of `TensorStats` but the name; complex numbers are pairs."""
+    facts = asdict(tensor)
+    del facts["fqn"]
     if isinstance(tensor.mean, complex):
-        mean = [tensor.mean.real, tensor.mean.imag]
-    elif tensor.mean is not None:
-        mean = tensor.mean
-    return {
-        "section": tensor.section,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "numel": tensor.numel,
-        "mean": mean,
-        "std": tensor.std,
-        "min": tensor.min,
-        "max": tensor.max,
-        "l2": tensor.l2,
-        "nan": tensor.nan,
-        "inf": tensor.inf,
-        "zeros": tensor.zeros,
-    }
+        facts["mean"] = [tensor.mean.real, tensor.mean.imag]
+    return facts
 
 
 def _anomaly_json(anomaly: Anomaly) -> render.Json:

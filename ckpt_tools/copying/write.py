@@ -121,7 +121,7 @@ class _Outputs:
                 status = os.fstat(fd)
                 if status.st_size != plan.length:
                     os.ftruncate(fd, plan.length)
-                direct = _open_direct(path) if _is_for_disk(status, plan.length) else None
+                direct = _open_direct(path, status, plan.length)
             except BaseException:
                 os.close(fd)
                 raise
@@ -130,17 +130,15 @@ class _Outputs:
         return Output(path, fd, direct)
 
 
-def _is_for_disk(status: os.stat_result, length: int) -> bool:
-    """Whether a file is large and on a block device, in blocks that are not larger than ours.
+def _open_direct(path: str, status: os.stat_result, length: int) -> int | None:
+    """A large file on a block device, for writing past the page cache where the system can do that.
 
-    File systems in memory or on a server have a major number of 0: direct I/O is not for them.
+    File systems in memory or on a server have a major number of 0: direct I/O is not for them, nor
+    for those whose blocks are larger than ours.
     """
     is_on_device = os.major(status.st_dev) != 0 and status.st_blksize <= BLOCK
-    return length >= DIRECT_FROM and is_on_device
-
-
-def _open_direct(path: str) -> int | None:
-    """The file for writing past the page cache, where the system can do that."""
+    if length < DIRECT_FROM or not is_on_device:
+        return None
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
     except (OSError, AttributeError):

@@ -112,7 +112,9 @@ class _Findings(NamedTuple):
 
 def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) -> VerifyReport:
     damages = findings.reading.damages if findings.reading is not None else []
-    bad_items = _bad_items(index, located, findings.files)
+    found = {id(problem) for problem in index.problems}
+    new = [problem for problem in located.problems if id(problem) not in found]
+    bad_items = _bad_items(index, new, findings.files)
     ranges = [damage.data for damage in (*bad_items, *damages)]
     condition = DamageMap(located, ranges)
     halves = _halves(located)
@@ -120,7 +122,7 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
     known = {fqn for problem in located.problems for fqn in problem.about}
     problems = [
         *index.problems,
-        *_not_in_damages(index, located, bad_items, damages),
+        *_not_in_damages(index, new, bad_items, damages),
         # The problem of files that are missing or lost says why rows are.
         *([] if located.missing or lost_files else uncovered(located.tensors, known=known)),
         *_about([one for one in damages if one.data.path not in lost_files], located),
@@ -145,10 +147,13 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
     )
 
 
-def _bad_items(index: CheckpointIndex, located: LocatedIndex, files: Files) -> list[Damage]:
-    """Which items of the tensors that could not be located are at fault: each is tried alone."""
-    known = {id(problem) for problem in index.problems}
-    new = [problem for problem in located.problems if id(problem) not in known]
+def _bad_items(
+    index: CheckpointIndex, new: Sequence[CheckpointError], files: Files
+) -> list[Damage]:
+    """Which items of the tensors that could not be located are at fault: each is tried alone.
+
+    ``new`` are the problems that locating found.
+    """
     damages: list[Damage] = []
     for fqn in sorted({fqn for problem in new for fqn in problem.about}):
         entry = index.tensor(fqn)
@@ -165,22 +170,17 @@ def _bad_items(index: CheckpointIndex, located: LocatedIndex, files: Files) -> l
 
 def _not_in_damages(
     index: CheckpointIndex,
-    located: LocatedIndex,
+    new: Sequence[CheckpointError],
     bad_items: Sequence[Damage],
     damages: Sequence[Damage],
 ) -> list[CheckpointError]:
-    """Problems that locating found, without those that a damage describes better."""
-    known = {id(problem) for problem in index.problems}
+    """The ``new`` problems that locating found, without those that a damage describes better."""
     spans = IntervalMap([damage.data for damage in damages])
     names = {
         fqn for damage in bad_items for fqn in damage.error.about if not spans.meeting(damage.data)
     }
     names |= {entry.fqn for entry in index.objects if entry.flaw is not None}
-    return [
-        problem
-        for problem in located.problems
-        if id(problem) not in known and (not problem.about or problem.about & names)
-    ]
+    return [problem for problem in new if not problem.about or problem.about & names]
 
 
 def _about(damages: Sequence[Damage], located: LocatedIndex) -> list[CheckpointError]:

@@ -10,7 +10,6 @@ import click
 from ckpt_tools.cli import asked, options, progress, render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.group import say
-from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.proof import Anomaly
@@ -67,7 +66,11 @@ def command(
         raise UsageError("--csv and --json cannot be used together.")
     index = options.read(ckpt, asked.reading())
     chosen = options.choose(index, asked.filters())
-    statistics = _look(chosen, threads=threads)
+    total = sum(entry.nbytes for entry in chosen.tensors)
+    with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
+        statistics = stats(chosen, files, threads=threads, on_bytes=on_bytes)
+    if not chosen.tensors:
+        raise AnswerNo(f"{index.root} has no tensors.")
     if json:
         render.emit_json(_json(index.root, statistics))
     elif csv:
@@ -81,15 +84,6 @@ def command(
         verb = "is" if statistics.nonfinite == 1 else "are"
         values = counted(statistics.nonfinite, "value")
         raise AnswerNo(f"{index.root}: {values} {verb} NaN or infinite, in {some(names)}.")
-
-
-def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
-    total = sum(entry.nbytes for entry in index.tensors)
-    with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
-        statistics = stats(index, files, threads=threads, on_bytes=on_bytes)
-    if not index.tensors:
-        raise AnswerNo(f"{index.root} has no tensors.")
-    return statistics
 
 
 def _lines(statistics: Statistics) -> Iterator[str]:

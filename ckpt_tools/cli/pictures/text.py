@@ -135,7 +135,12 @@ def _cell(piece: HeldBox, paint: Paint, *, size: int) -> str:
         label = str(piece.holders[0]) if piece.holders else "?"
     text = label if len(label) < size else ""
     edge = "▏" if paint is not plain else "│"
-    return paint(f"{edge}{text}".ljust(size), piece.holders[0] if piece.holders else 7)
+    return paint(f"{edge}{text}".ljust(size), _first(piece))
+
+
+def _first(piece: HeldBox) -> int:
+    """The holder in whose colour a piece is drawn; grey, that of number 7, for none."""
+    return piece.holders[0] if piece.holders else 7
 
 
 def _more(pieces: Sequence[HeldBox]) -> str:
@@ -153,7 +158,7 @@ def _crowded(pieces: Sequence[HeldBox], paint: Paint, *, size: int) -> str:
     if paint is plain:
         return f"│{words.center(size - 2)}│"
     picked = [pieces[place * len(pieces) // size] for place in range(size)]
-    stripe = (paint(" ", piece.holders[0] if piece.holders else 7) for piece in picked)
+    stripe = (paint(" ", _first(piece)) for piece in picked)
     return f"{''.join(stripe)} {words}"
 
 
@@ -224,7 +229,7 @@ def _grid_line(
         if paint is not plain:
             corner, fill = "▏", " "
         body = f"{corner}{label}{' ' if label else ''}"[: right - left].ljust(right - left, fill)
-        text += paint(body, piece.holders[0] if piece.holders else 7)
+        text += paint(body, _first(piece))
     return text
 
 

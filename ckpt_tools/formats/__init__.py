@@ -464,7 +464,8 @@ def of_step(path: str, step: int | None) -> str:
     if not paths.is_dir(path):
         return path  # reading it will say what it is
     saves = checkpoints_in(path)
-    stepped = [one for one in saves if one.step is not None]
+    finished = [one for one in saves if not unfinished.is_unfinished(one.path)]
+    stepped = [one for one in finished if one.step is not None]
     if not stepped and is_checkpoint(path) and step in (None, runs.step_of(paths.absolute(path))):
         return path
     return runs.chosen(path, stepped, step)

@@ -68,6 +68,14 @@ def test_the_latest_is_that_of_the_last_step_whole_or_not(steps: Path) -> None:
     assert run("ls", steps, "--latest").stdout == run("ls", steps / "step-20").stdout
 
 
+def test_the_latest_is_no_output_of_ours_that_is_being_written(steps: Path) -> None:
+    shutil.rmtree(steps / "step-100")
+    shutil.copytree(DCP, steps / "step-20-hf.partial")
+    (steps / "step-20-hf.partial" / ".manifest").touch()
+    for chosen in (("--latest",), ("--step", "20")):
+        assert run("ls", steps, *chosen).stdout == run("ls", steps / "step-20").stdout
+
+
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(steps: Path) -> None:
     result = run("ls", steps, "--step", "10")
     assert result.exit_code == 1

@@ -321,7 +321,7 @@ class Checkpoint:
 
     def _bytes(self, entry: TensorEntry, box: Box) -> bytearray:
         """The packed elements of a box. Raises what is wrong with the tensor."""
-        from ckpt_tools.copying.write import read_box  # late: it needs numpy
+        from ckpt_tools.copying.read import read_box  # late: it needs numpy
 
         data = bytearray(box.numel * entry.dtype.itemsize)
         with Files() as files:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from ckpt_tools.cli.options import Filters
+from ckpt_tools.cli.options import Filters, with_values
 from ckpt_tools.core.index import CheckpointIndex, FileEntry
+from ckpt_tools.errors import UsageError, reason_of
 from ckpt_tools.formats.options import Cut, ReadOptions
 from ckpt_tools.storage import paths
 
@@ -24,15 +25,18 @@ if TYPE_CHECKING:
     from ckpt_tools.convert.reshard import ReshardOptions
     from ckpt_tools.convert.write import WriteOptions
     from ckpt_tools.proof import DiffOptions
+    from ckpt_tools.transforms.optimizer import ParamNames
 
 # PEFT reads one file.
 _ONE_FILE = 1 << 62
+_LONGEST_LIST = 64 << 20  # bytes of a list of parameters' names
 
 
 def filters() -> Filters:
     """--include, --exclude and --only."""
     params = click.get_current_context().params
-    return Filters.of(params["include"], params["exclude"], params["only"])
+    only = None if params["only"] == "all" else params["only"]
+    return Filters(params["include"], params["exclude"], only)
 
 
 def filters_of_export() -> Filters:
@@ -77,7 +81,6 @@ def export(index: CheckpointIndex, *, form: str, is_folder: bool) -> ExportOptio
     from ckpt_tools.convert.export import ExportOptions
 
     params, chosen = click.get_current_context().params, filters_of_export()
-    is_adapter = shaping.is_adapter()
     return ExportOptions(
         format=form,
         dtype=params["dtype"],
@@ -88,9 +91,9 @@ def export(index: CheckpointIndex, *, form: str, is_folder: bool) -> ExportOptio
         include=chosen.include,
         exclude=chosen.exclude,
         only=chosen.only,
-        max_shard_size=_ONE_FILE if is_adapter else params["max_shard_size"],
+        max_shard_size=_ONE_FILE if params["adapter"] else params["max_shard_size"],
         layout=params["layout"],
-        basename="adapter_model" if is_adapter else "model",
+        basename="adapter_model" if params["adapter"] else "model",
     )
 
 
@@ -129,7 +132,7 @@ def reshard(*, form: str) -> ReshardOptions:
 
     Raises UsageError for options that exclude one another, and what reading raises.
     """
-    from ckpt_tools.cli import param_order, shaping
+    from ckpt_tools.cli import shaping
     from ckpt_tools.formats import read_index
 
     params, chosen, read = click.get_current_context().params, filters(), reading()
@@ -139,7 +142,7 @@ def reshard(*, form: str) -> ReshardOptions:
         like=None if like is None else read_index(like, options=read),
         format=form,
         layout=params["layout"],
-        param_names=None if param_names is None else param_order.read(param_names, read),
+        param_names=None if param_names is None else _param_names(param_names, read),
         keep_rank_states=params["keep_rank_states"],
         device_type=params["device_type"],
         dtype=params["dtype"],
@@ -149,3 +152,32 @@ def reshard(*, form: str) -> ReshardOptions:
         only=chosen.only,
         steps=shaping.reshard_steps(params["ckpt"], engine=params["engine"]),
     )
+
+
+def _param_names(text: str, read: ReadOptions) -> ParamNames:
+    """What --param-names means: a list in a file, a checkpoint with names, or the word stored.
+
+    Raises UsageError when nothing is there, or when what is there has no names.
+    """
+    from ckpt_tools import formats
+    from ckpt_tools.transforms import param_names
+    from ckpt_tools.transforms.optimizer import ParamNames
+
+    if text == "stored":
+        return ParamNames()
+    if os.path.isfile(text) and formats.detect(formats.frameworks.member(text)) is None:
+        return ParamNames(param_names.parse_names(_text_of(text), where=text))
+    if not os.path.exists(text):
+        raise UsageError(f"--param-names: {text} does not exist.")
+    return param_names.names_in(with_values(formats.read_index(text, options=read)))
+
+
+def _text_of(path: str) -> str:
+    if os.path.getsize(path) > _LONGEST_LIST:
+        raise UsageError(f"--param-names: {path} is too long for a list of names.")
+    try:
+        with open(paths.open_file(path), encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        why = reason_of(error)
+        raise UsageError(f"--param-names: {path} cannot be read as text: {why}.") from error

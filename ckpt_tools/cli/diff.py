@@ -12,12 +12,7 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
-from ckpt_tools.proof import (
-    Diff,
-    DiffOptions,
-    EntryDiff,
-    Tolerance,
-)
+from ckpt_tools.proof import Diff, EntryDiff, Tolerance
 from ckpt_tools.proof import diff as compare_values
 from ckpt_tools.proof import diff_headers as compare_headers
 from ckpt_tools.storage.reader import Files
@@ -107,11 +102,14 @@ def command(
     chosen = asked.filters()
     a = options.choose(options.read(first, asked.reading()), chosen)
     b = options.choose(options.read(second, asked.reading()), chosen)
-    compared = (
-        compare_headers(a, b, naming=wanted.naming)
-        if header_only
-        else _values(a, b, wanted, threads=threads)
-    )
+    if header_only:
+        compared = compare_headers(a, b, naming=wanted.naming)
+    else:
+        total = sum(entry.nbytes for index in (a, b) for entry in index.tensors)
+        with progress.byte_bar(total, label="diff") as on_bytes, Files() as files:
+            compared = compare_values(
+                a, b, files, options=wanted, threads=threads, on_bytes=on_bytes
+            )
     if json:
         render.emit_json(_json(a, b, compared))
     else:
@@ -122,14 +120,6 @@ def command(
         if not compared.tensors + compared.objects and not clean_names:
             say("No name is on both sides; --clean-names compares them without containers.")
         click.get_current_context().exit(1)
-
-
-def _values(
-    a: CheckpointIndex, b: CheckpointIndex, wanted: DiffOptions, *, threads: int | None
-) -> Diff:
-    total = sum(entry.nbytes for index in (a, b) for entry in index.tensors)
-    with progress.byte_bar(total, label="diff") as on_bytes, Files() as files:
-        return compare_values(a, b, files, options=wanted, threads=threads, on_bytes=on_bytes)
 
 
 def _lines(diff: Diff) -> Iterator[str]:
@@ -166,10 +156,7 @@ def row(entry: EntryDiff) -> tuple[str, ...]:
 
 
 def _short(text: str | None) -> str:
-    if text is None:
-        return "-"
-    text = render.printable(text)
-    return text if len(text) <= 40 else f"{text[:39]}…"
+    return "-" if text is None else render.cut_to(render.printable(text), 40)
 
 
 def _summary(diff: Diff) -> str:

@@ -7,14 +7,9 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from ckpt_tools.analysis.summary import (
-    FoundMesh,
-    Status,
-    layout_of,
-    placement_names,
-)
+from ckpt_tools.analysis.summary import FoundMesh, Status, layout_of, placement_names
 from ckpt_tools.cli.render import Json, columns, cut_to, printable, terminal_width
-from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.text import format_size, rank_spans
@@ -30,10 +25,9 @@ _LONGEST_VALUE = 80  # characters in a list; `show` and the JSON have values who
 Known = tuple[Layout, Status] | None
 
 
-def sorted_entries(index: CheckpointIndex) -> list[TensorEntry | ObjectEntry]:
+def sorted_entries(index: CheckpointIndex) -> list[Entry]:
     """Tensors and objects together, by name."""
-    entries: list[TensorEntry | ObjectEntry] = [*index.tensors, *index.objects]
-    return sorted(entries, key=lambda entry: entry.fqn)
+    return sorted(index.entries, key=lambda entry: entry.fqn)
 
 
 @lru_cache(maxsize=256)
@@ -63,31 +57,23 @@ def value_text(entry: ObjectEntry) -> str:
     return json.dumps(_spelled(entry.value))
 
 
-def row(entry: TensorEntry | ObjectEntry, mesh: FoundMesh | None) -> tuple[str, ...]:
+def row(entry: Entry, mesh: FoundMesh | None) -> tuple[str, ...]:
     """The cells of `HEADER`; an object has its value where a tensor has its placements."""
-    if isinstance(entry, ObjectEntry):
-        return (*_facts(entry), _value(entry))
-    known = layout_of(entry, mesh)
-    return (*_facts(entry), "-" if known is None else short_placements(known[0]))
+    return (*_facts(entry), _last(entry, mesh))
 
 
-def long_row(entry: TensorEntry | ObjectEntry, mesh: FoundMesh | None) -> tuple[str, ...]:
+def long_row(entry: Entry, mesh: FoundMesh | None) -> tuple[str, ...]:
     """The cells of `LONG_HEADER`."""
-    if isinstance(entry, ObjectEntry):
-        return (*_facts(entry), entry.section, "-", "-", "-", _value(entry))
-    known = layout_of(entry, mesh)
-    ranks = {chunk.rank for chunk in entry.chunks if chunk.rank is not None}
-    return (
-        *_facts(entry),
-        entry.section,
-        "-" if known is None else str(known[0].mesh),
-        str(len(entry.chunks)),
-        rank_spans(sorted(ranks)) or "-",
-        "-" if known is None else short_placements(known[0]),
-    )
+    on_mesh = chunks = ranks = "-"
+    if isinstance(entry, TensorEntry):
+        known = layout_of(entry, mesh)
+        on_mesh = "-" if known is None else str(known[0].mesh)
+        chunks = str(len(entry.chunks))
+        ranks = rank_spans(sorted({c.rank for c in entry.chunks if c.rank is not None})) or "-"
+    return (*_facts(entry), entry.section, on_mesh, chunks, ranks, _last(entry, mesh))
 
 
-def _facts(entry: TensorEntry | ObjectEntry) -> tuple[str, str, str, str]:
+def _facts(entry: Entry) -> tuple[str, str, str, str]:
     """Name, type, shape, and size in bytes."""
     if isinstance(entry, ObjectEntry):
         return printable(entry.fqn), "object", "-", format_size(entry.data.length)
@@ -95,8 +81,12 @@ def _facts(entry: TensorEntry | ObjectEntry) -> tuple[str, str, str, str]:
     return printable(entry.fqn), entry.dtype.name, short_shape(entry.shape), size
 
 
-def _value(entry: ObjectEntry) -> str:
-    return f"= {cut_to(printable(value_text(entry)), _LONGEST_VALUE)}"
+def _last(entry: Entry, mesh: FoundMesh | None) -> str:
+    """The placements of a tensor, or the value of an object."""
+    if isinstance(entry, ObjectEntry):
+        return f"= {cut_to(printable(value_text(entry)), _LONGEST_VALUE)}"
+    known = layout_of(entry, mesh)
+    return "-" if known is None else short_placements(known[0])
 
 
 def file_name(path: str, root: str) -> str:
@@ -110,35 +100,25 @@ def mesh_json(mesh: Mesh, status: Status | None) -> Json:
     return {"shape": list(mesh.shape), "dim_names": names, "status": status}
 
 
-def entry_json(entry: TensorEntry | ObjectEntry, mesh: FoundMesh | None) -> dict[str, Json]:
+def entry_json(entry: Entry, mesh: FoundMesh | None) -> dict[str, Json]:
     """An entry as `ls --json` gives it."""
-    if isinstance(entry, ObjectEntry):
-        return {
-            "fqn": entry.fqn,
-            "path": list(entry.path),
-            "kind": "object",
-            "section": entry.section,
-            "dtype": None,
-            "shape": None,
-            "nbytes": entry.data.length,
-            "placements": None,
-            "mesh": None,
-            "chunks": None,
-            "value": plain_json(entry.value),
-        }
-    known = layout_of(entry, mesh)
-    return {
+    facts: dict[str, Json] = {
         "fqn": entry.fqn,
         "path": list(entry.path),
-        "kind": "tensor",
+        "kind": "object" if isinstance(entry, ObjectEntry) else "tensor",
         "section": entry.section,
+        **dict.fromkeys(("dtype", "shape", "nbytes", "placements", "mesh", "chunks", "value")),
+    }
+    if isinstance(entry, ObjectEntry):
+        return facts | {"nbytes": entry.data.length, "value": plain_json(entry.value)}
+    known = layout_of(entry, mesh)
+    return facts | {
         "dtype": entry.dtype.name,
         "shape": list(entry.shape),
         "nbytes": entry.nbytes,
         "placements": None if known is None else list(placement_names(known[0])),
         "mesh": None if known is None else mesh_json(known[0].mesh, known[1]),
         "chunks": len(entry.chunks),
-        "value": None,
     }
 
 
@@ -180,7 +160,7 @@ def problem_json(problem: CheckpointError) -> Json:
     }
 
 
-def csv_row(entry: TensorEntry | ObjectEntry, mesh: FoundMesh | None) -> tuple[str | int, ...]:
+def csv_row(entry: Entry, mesh: FoundMesh | None) -> tuple[str | int, ...]:
     """The cells of `CSV_HEADER`; numbers are exact, and nothing is shortened."""
     if isinstance(entry, ObjectEntry):
         value = value_text(entry) if entry.opened else ""
@@ -200,9 +180,7 @@ def csv_row(entry: TensorEntry | ObjectEntry, mesh: FoundMesh | None) -> tuple[s
     )
 
 
-def lines(
-    listed: Sequence[TensorEntry | ObjectEntry], mesh: FoundMesh | None, *, long: bool
-) -> Iterator[str]:
+def lines(listed: Sequence[Entry], mesh: FoundMesh | None, *, long: bool) -> Iterator[str]:
     """A table of entries; on a terminal long names are folded and long values cut."""
     cells = long_row if long else row
     rows = [cells(entry, mesh) for entry in listed]

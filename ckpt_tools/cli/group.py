@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from types import TracebackType
 from typing import TextIO
@@ -82,27 +82,23 @@ class CommandGroup(click.Group):
         """Run the command; what it raises on purpose becomes one error and its exit code."""
         if os.environ.get("NO_COLOR"):
             ctx.color = False
-        return _ending(ctx, lambda: super(CommandGroup, self).invoke(ctx))
-
-
-def _ending(ctx: click.Context, run: Callable[[], object]) -> object:
-    try:
-        answer = run()
-        sys.stdout.flush()  # here, where a closed pipe or a full disk can still be reported
-    except BrokenPipeError:
-        # Else Python complains of the closed pipe at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        ctx.exit(_PIPE_CLOSED)
-    except CkptError as error:
-        say_error(error)
-        ctx.exit(error.exit_code)
-    except OSError as error:
-        say_error(from_system(error))
-        ctx.exit(_WRITE_FAILED if error.errno in _WRITE_ERRNOS else _UNREADABLE)
-    except KeyboardInterrupt as error:
-        click.echo(" ".join(["Stopped.", *map(str, error.args)]), err=True)
-        ctx.exit(_INTERRUPTED)
-    return answer
+        try:
+            answer: object = super().invoke(ctx)
+            sys.stdout.flush()  # here, where a closed pipe or a full disk can still be reported
+        except BrokenPipeError:
+            # Else Python complains of the closed pipe at its exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(_PIPE_CLOSED)
+        except CkptError as error:
+            say_error(error)
+            ctx.exit(error.exit_code)
+        except OSError as error:
+            say_error(from_system(error))
+            ctx.exit(_WRITE_FAILED if error.errno in _WRITE_ERRNOS else _UNREADABLE)
+        except KeyboardInterrupt as error:
+            click.echo(" ".join(["Stopped.", *map(str, error.args)]), err=True)
+            ctx.exit(_INTERRUPTED)
+        return answer
 
 
 def say_error(error: CkptError) -> None:
@@ -176,11 +172,6 @@ def _wrapped(text: str, *, indent: str, on: TextIO | None = None) -> list[str]:
 def is_quiet() -> bool:
     """Whether --quiet was given to the command that runs."""
     return bool(click.get_current_context().meta.get(_QUIET, False))
-
-
-def set_quiet(ctx: click.Context, *, quiet: bool) -> None:
-    """Switch notes off or on."""
-    ctx.meta[_QUIET] = quiet
 
 
 def verbosity(ctx: click.Context) -> int:

@@ -7,7 +7,7 @@ import click
 from ckpt_tools.cli import asked, options, render, report, run_list
 from ckpt_tools.cli.group import say_error
 from ckpt_tools.errors import CheckpointError, CkptError, UsageError
-from ckpt_tools.formats import ReadOptions, read_index, run_of
+from ckpt_tools.formats import read_index, run_of
 
 _HELP = """Show what a checkpoint is: complete or not, resumable or not, step, format, mesh, sizes.
 
@@ -69,16 +69,18 @@ def command(
     if html is None and (stats or force):
         raise UsageError("--stats and --force belong to --html; `ckpt-tools stats` prints numbers.")
     if html is not None:
-        _page(ckpts, html, (chosen, asked.reading()), stats=stats, force=force, json=json)
+        _page(ckpts, html, stats=stats, force=force, json=json)
         return
     objects: list[render.Json] = []
     codes: list[int] = []
     for ckpt in ckpts:
         try:
-            run = run_of(ckpt)
-            if run:
-                runs = run_list.look(ckpt, run, asked.reading())
-                objects += run_list.printed(runs, json=json)
+            if run := run_of(ckpt):
+                saves = [run_list.line_of(saved, asked.reading()) for saved in run]
+                if json:
+                    objects.append(run_list.as_json(ckpt, saves))
+                else:
+                    render.emit(run_list.lines(ckpt, saves))
                 continue
             whole = read_index(ckpt, options=asked.reading())
             index = options.choose(whole, chosen)
@@ -103,31 +105,21 @@ def _emit_json(objects: list[render.Json], *, several: bool) -> None:
         render.emit_json(objects[0])
 
 
-def _page(
-    ckpts: tuple[str, ...],
-    html: str,
-    given: tuple[options.Filters, ReadOptions],
-    *,
-    stats: bool,
-    force: bool,
-    json: bool,
-) -> None:
+def _page(ckpts: tuple[str, ...], html: str, *, stats: bool, force: bool, json: bool) -> None:
     """Write the report of one checkpoint as a page."""
     from ckpt_tools.cli.pictures import files  # late: most reports are for the terminal
     from ckpt_tools.cli.pictures.banner import page_of_failure
-    from ckpt_tools.cli.pictures.report_page import report_page
-    from ckpt_tools.cli.values import look
+    from ckpt_tools.cli.pictures.pages import look, report_page
     from ckpt_tools.copying import one_file
     from ckpt_tools.formats.frameworks import sources_of
 
     if len(ckpts) > 1 or json:
         raise UsageError("--html reports one checkpoint, and not as --json.")
-    chosen, read = given
     if html != "-":
         one_file.admit(html, sources=ckpts, force=force)
     with page_of_failure(ckpts[0], html, force=force):
-        whole = options.read(ckpts[0], read)
-    index = options.choose(whole, chosen)
+        whole = options.read(ckpts[0], asked.reading())
+    index = options.choose(whole, asked.filters())
     seen, failure = None, None
     try:
         index = options.with_values(index)

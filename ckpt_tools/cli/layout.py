@@ -6,21 +6,12 @@ from collections.abc import Iterator
 
 import click
 
-from ckpt_tools.analysis.ownership import (
-    HeldBox,
-    HeldTensor,
-    Holdings,
-    Moved,
-    after,
-    bytes_held,
-    holdings_of,
-    moved,
-    skew_of,
-)
+from ckpt_tools.analysis import ownership
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings
 from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import asked, completion, entries, options, render
 from ckpt_tools.cli.group import say
-from ckpt_tools.cli.pictures import fold, text
+from ckpt_tools.cli.pictures import colors, fold, text
 from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import format_size
@@ -89,29 +80,28 @@ def command(
     chosen = options.choose(whole, asked.filters())
     if name is not None:
         chosen = _one(whole, name)
-    before = holdings_of(chosen, mesh_of(whole))
-    target = None
+    before = ownership.holdings_of(chosen, mesh_of(whole))
+    after = None
     if to_mesh is not None and not (html and chosen.problems):  # what is broken is shown as it is
-        target = _target(chosen, before)
-    change = None if target is None else moved(before, target)
+        after = _after(chosen, before)
     if json:
-        render.emit_json(_json(whole.root, before, target=target, change=change))
-    elif svg is not None or html is not None:
-        _write(
-            svg=svg,
-            html=html,
-            whole=whole,
-            chosen=chosen,
-            sources=(ckpt, *sources_of(whole)),
-            before=before,
-            target=target,
-            change=change,
-            force=force,
-        )
+        render.emit_json(_json(whole.root, before, after))
+    elif svg is not None:
+        from ckpt_tools.cli.pictures import drawing, files  # late, as `pages`: most runs draw none
+
+        picture = drawing.svg(whole.root, before, after)
+        files.write(svg, picture, sources=(ckpt, *sources_of(whole)), force=force)
+    elif html is not None:
+        from ckpt_tools.cli import report
+        from ckpt_tools.cli.pictures import files, pages
+
+        inspection = report.look(whole, chosen)
+        picture = pages.layout_page(inspection, before, after, problems=whole.problems)
+        files.write(html, picture, sources=(ckpt, *sources_of(whole)), force=force)
     elif name is not None:
-        render.emit(_one_lines(before.tensors[0], before, target=target))
+        render.emit(_one_lines(before.tensors[0], before, after))
     else:
-        render.emit(_lines(whole.root, before, target=target, change=change, every=every))
+        render.emit(_lines(whole.root, before, after, every=every))
     whole.require_whole()
 
 
@@ -134,7 +124,7 @@ def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
     return whole.select({name})
 
 
-def _target(chosen: CheckpointIndex, before: Holdings) -> Holdings:
+def _after(chosen: CheckpointIndex, before: Holdings) -> text.After:
     """Who will hold what after a reshard. Raises what planning that reshard raises."""
     from ckpt_tools.convert.reshard import plan_reshard  # late: most pictures show what is there
     from ckpt_tools.core import mesh_spec
@@ -142,55 +132,28 @@ def _target(chosen: CheckpointIndex, before: Holdings) -> Holdings:
     wanted = asked.target()
     mesh, plan = wanted.mesh, plan_reshard(chosen, wanted)
     say(mesh_spec.described(mesh, wanted.placements or mesh_spec.default_placements(mesh)))
-    return after(before, mesh, {target.fqn: target.layout for target in plan.targets})
-
-
-def _write(
-    *,
-    svg: str | None,
-    html: str | None,
-    whole: CheckpointIndex,
-    chosen: CheckpointIndex,
-    sources: tuple[str, ...],
-    before: Holdings,
-    target: Holdings | None,
-    change: Moved | None,
-    force: bool,
-) -> None:
-    """Write one picture, and say so."""
-    from ckpt_tools.cli import report
-    from ckpt_tools.cli.pictures import drawing, files
-    from ckpt_tools.cli.pictures.page import layout_page
-
-    if svg is not None:
-        picture = drawing.svg(whole.root, before, target=target, change=change)
-        files.write(svg, picture, sources=sources, force=force)
-    elif html is not None:
-        inspection = report.look(whole, chosen)
-        picture = layout_page(
-            inspection, before, target=target, change=change, problems=whole.problems
-        )
-        files.write(html, picture, sources=sources, force=force)
+    layouts = {target.fqn: target.layout for target in plan.targets}
+    holdings = ownership.after(before, mesh, layouts)
+    return text.After(holdings, ownership.moved(before, holdings))
 
 
 def _paint() -> text.Paint:
     context = click.get_current_context()
-    return text.painter(color=context.color is not False and render.terminal_width() is not None)
+    is_coloured = context.color is not False and render.terminal_width() is not None
+    return colors.painted if is_coloured else text.plain
 
 
-def _lines(
-    root: str, before: Holdings, *, target: Holdings | None, change: Moved | None, every: bool
-) -> Iterator[str]:
+def _lines(root: str, before: Holdings, after: text.After | None, *, every: bool) -> Iterator[str]:
     paint = _paint()
     yield render.heading(render.printable(root))
     yield from _side(before, paint, every=every)
-    if target is None or change is None:
+    if after is None:
         return
     yield ""
-    yield render.heading(f"After reshard --to-mesh {target.mesh}")
-    yield from _side(target, paint, every=every)
+    yield render.heading(f"After reshard --to-mesh {after.holdings.mesh}")
+    yield from _side(after.holdings, paint, every=every)
     yield ""
-    yield f"{text.moved_words(target, change)}."
+    yield f"{text.moved_words(after)}."
 
 
 def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str]:
@@ -202,11 +165,12 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
         yield ""
     yield from text.load_lines(holdings, paint)
     yield ""
-    rows = fold.each(holdings) if every else fold.rows(holdings)
+    single = [fold.Row(held.fqn, (held,)) for held in holdings.tensors]
+    rows = single if every else fold.rows(holdings)
     yield from text.bar_lines(rows, paint, width=render.terminal_width())
 
 
-def _one_lines(held: HeldTensor, before: Holdings, *, target: Holdings | None) -> Iterator[str]:
+def _one_lines(held: HeldTensor, before: Holdings, after: text.After | None) -> Iterator[str]:
     paint = _paint()
     yield render.heading(render.printable(held.fqn))
     facts = f"{entries.short_shape(held.shape)} {held.dtype.name}, {format_size(held.nbytes)}"
@@ -214,36 +178,36 @@ def _one_lines(held: HeldTensor, before: Holdings, *, target: Holdings | None) -
     width = render.terminal_width()
     yield from text.grid_lines(held, paint, width=width)
     yield from text.piece_lines(held, before)
-    if target is not None and target.tensors:
+    if after is not None and after.holdings.tensors:
+        target = after.holdings
         yield ""
         yield render.heading(f"After reshard --to-mesh {target.mesh}")
         yield from text.grid_lines(target.tensors[0], paint, width=width)
         yield from text.piece_lines(target.tensors[0], target)
 
 
-def _json(
-    root: str, before: Holdings, *, target: Holdings | None, change: Moved | None
-) -> render.Json:
+def _json(root: str, before: Holdings, after: text.After | None) -> render.Json:
+    moved: render.Json = None
+    if after is not None:
+        moved = {"nbytes": after.change.nbytes, "by_rank": list(after.change.by_rank)}
     return {
         "schema": "ckpt-tools/layout/1",
         "path": root,
         **_holdings_json(before),
-        "after": None if target is None else _holdings_json(target),
-        "moved": None
-        if change is None
-        else {"nbytes": change.nbytes, "by_rank": list(change.by_rank)},
+        "after": None if after is None else _holdings_json(after.holdings),
+        "moved": moved,
     }
 
 
 def _holdings_json(holdings: Holdings) -> dict[str, render.Json]:
     mesh, status = holdings.mesh, holdings.status
-    totals = bytes_held(holdings)
+    totals = ownership.bytes_held(holdings)
     return {
         "unit": holdings.unit,
         "mesh": None if mesh is None else entries.mesh_json(mesh, status),
         "files": list(holdings.files),
         "bytes_held": totals,
-        "skew": skew_of(totals),
+        "skew": ownership.skew_of(totals),
         "tensors": [_held_json(held) for held in holdings.tensors],
     }
 
@@ -254,14 +218,13 @@ def _held_json(held: HeldTensor) -> render.Json:
         "dtype": held.dtype.name,
         "shape": list(held.shape),
         "placements": list(held.placements),
-        "pieces": [_piece_json(piece) for piece in held.pieces],
-    }
-
-
-def _piece_json(piece: HeldBox) -> render.Json:
-    return {
-        "offsets": list(piece.box.offsets),
-        "sizes": list(piece.box.sizes),
-        "holders": list(piece.holders),
-        "file": piece.file,
+        "pieces": [
+            {
+                "offsets": list(piece.box.offsets),
+                "sizes": list(piece.box.sizes),
+                "holders": list(piece.holders),
+                "file": piece.file,
+            }
+            for piece in held.pieces
+        ],
     }

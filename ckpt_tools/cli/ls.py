@@ -185,14 +185,8 @@ def _facts(node: Node, mesh: FoundMesh | None) -> str:
     """The text behind a name: the entry that ends here, or the sum of those below."""
     texts = [cut_to("  ".join(row(leaf.entry, mesh)[1:]), _LONGEST) for leaf in node.leaves]
     if node.below:
-        texts.append(_sum(node))
+        size = format_size(node.nbytes)
+        tensors = [f"{counted(node.tensors, 'tensor')} of {size}"] if node.tensors else []
+        objects = [counted(node.objects, "object")] if node.objects else []
+        texts.append(", ".join([*tensors, *objects]))
     return "".join(f"  {text}" for text in texts)
-
-
-def _sum(node: Node) -> str:
-    parts = []
-    if node.tensors:
-        parts.append(f"{counted(node.tensors, 'tensor')} of {format_size(node.nbytes)}")
-    if node.objects:
-        parts.append(counted(node.objects, "object"))
-    return ", ".join(parts)

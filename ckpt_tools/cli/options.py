@@ -13,20 +13,14 @@ import click
 
 from ckpt_tools import formats
 from ckpt_tools.cli import guesses
-from ckpt_tools.cli.group import say, set_quiet, set_verbosity
+from ckpt_tools.cli.group import say, set_verbosity
 from ckpt_tools.copying import parallel
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
 from ckpt_tools.core.names import near_names, select
 from ckpt_tools.core.text import parse_size
 from ckpt_tools.errors import AnswerNo, UsageError, Way
-from ckpt_tools.formats import (
-    SMALL_OBJECT,
-    ReadOptions,
-    is_checkpoint,
-    open_objects,
-    read_index,
-)
+from ckpt_tools.formats import SMALL_OBJECT, ReadOptions, is_checkpoint, open_objects, read_index
 from ckpt_tools.formats.frameworks import whole_of
 from ckpt_tools.storage.reader import Files
 
@@ -114,11 +108,6 @@ class Filters:
     exclude: tuple[str, ...] = ()
     only: Section | None = None
 
-    @classmethod
-    def of(cls, include: tuple[str, ...], exclude: tuple[str, ...], only: str) -> Filters:
-        """The filters that the values of the options in `filters` mean."""
-        return cls(include, exclude, next((name for name in SECTIONS if name == only), None))
-
     @property
     def wants_all(self) -> bool:
         """Whether nothing is filtered at all."""
@@ -195,7 +184,7 @@ def talk() -> list[click.Parameter]:
             ["-q", "--quiet"],
             is_flag=True,
             expose_value=False,
-            callback=lambda ctx, _param, value: set_quiet(ctx, quiet=value),
+            callback=_remember,
             help="No notes and no progress on stderr.",
         ),
     ]
@@ -234,7 +223,7 @@ def of_step(ctx: click.Context, param: click.Parameter, value: Given) -> Given: 
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:
-    """Keep the value of --latest or --step for the argument CKPT, which is read after them."""
+    """Keep the value of --quiet, and of --latest or --step for CKPT, which is read after them."""
     ctx.meta[f"ckpt_tools.{param.name}"] = value
 
 
@@ -304,19 +293,15 @@ def writing() -> list[click.Parameter]:
             show_default="by cores, files and bytes",
             help="Threads of each process.",
         ),
-        _max_memory(),
+        click.Option(
+            ["--max-memory"],
+            metavar="SIZE",
+            default=lambda: str(parallel.default_memory()),
+            show_default="64MiB; 128MiB with 16 cores or more",
+            callback=_size,
+            help="Total memory of all buffers.",
+        ),
     ]
-
-
-def _max_memory() -> click.Parameter:
-    return click.Option(
-        ["--max-memory"],
-        metavar="SIZE",
-        default=lambda: str(parallel.default_memory()),
-        show_default="64MiB; 128MiB with 16 cores or more",
-        callback=_size,
-        help="Total memory of all buffers.",
-    )
 
 
 def size(name: str, *, default: str, text: str) -> click.Parameter:

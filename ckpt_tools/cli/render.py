@@ -53,22 +53,16 @@ def emit_csv(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]) 
 def _csv_lines(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -> Iterator[str]:
     import csv  # late: one form of one command needs it
 
-    lines: list[str] = []
-    writer = csv.writer(_Collector(lines), lineterminator="")
+    writer = csv.writer(_Echo(), lineterminator="")
     for row in (header, *rows):
-        writer.writerow([printable(cell) if isinstance(cell, str) else cell for cell in row])
-        yield lines.pop()
+        yield writer.writerow([printable(cell) if isinstance(cell, str) else cell for cell in row])
 
 
-class _Collector:
-    """What csv writes to: a list of lines."""
+class _Echo:
+    """What csv writes to: each line is given back by `writerow`."""
 
-    def __init__(self, lines: list[str]) -> None:
-        self._lines = lines
-
-    def write(self, text: str) -> int:
-        self._lines.append(text)
-        return len(text)
+    def write(self, text: str) -> str:
+        return text
 
 
 def terminal_width() -> int | None:

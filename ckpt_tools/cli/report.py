@@ -5,13 +5,14 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 import click
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.inspection import Inspection, VerdictPart, inspect
-from ckpt_tools.analysis.summary import FileLoad, SectionSum, Step
+from ckpt_tools.analysis.summary import SectionSum, Step
 from ckpt_tools.cli import entries, render
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import counted, first_of, format_size, some
@@ -36,11 +37,14 @@ def look(whole: CheckpointIndex, index: CheckpointIndex) -> Inspection:
 def as_json(
     whole: CheckpointIndex, index: CheckpointIndex, *, every: bool, shards: bool
 ) -> render.Json:
-    """The object of schema ckpt-tools/inspect/1: all that `lines` says."""
+    """The object of schema ckpt-tools/inspect/1: all that `lines` says.
+
+    Sections, files, optimizer and step have there the names of their own fields.
+    """
     facts = look(whole, index)
     more: dict[str, render.Json] = {}
     if shards:
-        more["shards"] = [_load_json(load) for load in summary.file_loads(whole)]
+        more["shards"] = [load._asdict() for load in summary.file_loads(whole)]
     if every:
         listed = entries.sorted_entries(index)
         more["entries"] = [entries.entry_json(entry, facts.mesh) for entry in listed]
@@ -55,10 +59,8 @@ def as_json(
         if facts.mesh is None
         else entries.mesh_json(facts.mesh.mesh, facts.mesh.status),
         "placements": [{"tensors": count, "placements": text} for text, count in facts.placements],
-        "sections": {section: _section_json(one) for section, one in facts.sections.items()},
-        "optimizer": None
-        if facts.optimizer is None
-        else {"kind": facts.optimizer.kind, "states": list(facts.optimizer.states)},
+        "sections": {section: asdict(one) for section, one in facts.sections.items()},
+        "optimizer": None if facts.optimizer is None else facts.optimizer._asdict(),
         "step": None if facts.step is None else facts.step._asdict(),
         "resume": {"possible": facts.resume.yes, "reason": facts.resume.reason},
         "saved": None if facts.saved is None else render.utc(facts.saved),
@@ -72,26 +74,6 @@ def as_json(
         "ties": [list(group) for group in whole.ties],
         "notes": list(whole.notes),
         **more,
-    }
-
-
-def _section_json(one: SectionSum) -> render.Json:
-    return {
-        "tensors": one.tensors,
-        "objects": one.objects,
-        "numel": one.numel,
-        "nbytes": one.nbytes,
-        "dtypes": one.dtypes,
-    }
-
-
-def _load_json(load: FileLoad) -> render.Json:
-    return {
-        "path": load.path,
-        "rank": load.rank,
-        "chunks": load.chunks,
-        "nbytes": load.nbytes,
-        "length": load.length,
     }
 
 
@@ -221,11 +203,6 @@ def _shards(whole: CheckpointIndex) -> Iterator[str]:
     ]
     header = ("FILE", "RANK", "CHUNKS", "TENSOR BYTES", "FILE BYTES", "")
     yield from render.indented(header, rows, align="lrrrrc")
-    yield from _skew(loads)
-
-
-def _skew(loads: Sequence[FileLoad]) -> Iterator[str]:
-    """How far the fullest file is from the average of those that hold tensors."""
     held = [load.nbytes for load in loads if load.nbytes]
     if len(held) > 1:
         skew = max(held) * len(held) / sum(held)

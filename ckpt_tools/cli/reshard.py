@@ -18,21 +18,11 @@ from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.parallel import choose_threads
-from ckpt_tools.core.mesh_spec import (
-    default_placements,
-    described,
-)
-from ckpt_tools.core.progress import ignore_bytes
+from ckpt_tools.core.mesh_spec import default_placements, described
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.engines import (
-    ENGINES,
-    Engine,
-    Request,
-    dry_run,
-    reshard_by,
-)
-from ckpt_tools.distributed.job import Job, check_room, made_at
+from ckpt_tools.distributed.engines import dry_run, reshard_by
+from ckpt_tools.distributed.job import ENGINES, Engine, Job, check_room, made_at
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
 
@@ -150,16 +140,15 @@ def command(
     mesh = wanted.mesh
     words = f"{to_mesh} = {described(mesh, wanted.placements or default_placements(mesh))}"
     say(words)
-    request = Request(ckpt, engine, jobs, asked.reading(shaping.cuts()))
-    job = Job(out, wanted, asked.writing(), ignore_bytes)
-    (_dry_run if dry_run else _write)(request, job, said=words, as_json=json)
+    job = Job(ckpt, out, wanted, asked.writing(), engine, jobs, asked.reading(shaping.cuts()))
+    (_dry_run if dry_run else _write)(job, said=words, as_json=json)
 
 
-def _dry_run(request: Request, job: Job, *, said: str, as_json: bool) -> None:
+def _dry_run(job: Job, *, said: str, as_json: bool) -> None:
     """Say what would be done."""
-    plan = dry_run(request, job)
+    plan = dry_run(job)
     _say_notes(plan, said)
-    report = PlanReport(request, job)
+    report = PlanReport(job)
     if as_json:
         render.emit_json(report.json(plan, dry_run=True))
     else:
@@ -167,15 +156,15 @@ def _dry_run(request: Request, job: Job, *, said: str, as_json: bool) -> None:
     check_room(job.out, plan.files)
 
 
-def _write(request: Request, job: Job, *, said: str, as_json: bool) -> None:
+def _write(job: Job, *, said: str, as_json: bool) -> None:
     """Do it, then say on stdout what was done."""
     started = time.monotonic()
     with progress.byte_bar(label="reshard") as bar:
-        plan = reshard_by(request, job._replace(on_bytes=bar, on_total=bar.expect))
+        plan = reshard_by(job._replace(on_bytes=bar, on_total=bar.expect))
     if environment.is_follower():
         return  # rank 0 speaks
     _say_notes(plan, said)
-    report = PlanReport(request, job)
+    report = PlanReport(job)
     if as_json:
         render.emit_json(report.json(plan, dry_run=False))
     else:
@@ -202,9 +191,8 @@ _MOST_FILES = 16
 
 
 class PlanReport(NamedTuple):
-    """What is said of a plan; ``request`` and ``job`` are what was asked for."""
+    """What is said of a plan; ``job`` is what was asked for."""
 
-    request: Request
     job: Job
 
     def summary(self, plan: ReshardPlan, *, seconds: float) -> str:
@@ -227,7 +215,7 @@ class PlanReport(NamedTuple):
         yield from render.facts(
             (
                 ("Mesh", f"{plan.mesh} ({counted(plan.mesh.size, 'rank')}): {self._placements()}"),
-                ("Engine", f"{self.request.engine}, {self._processes(plan)}"),
+                ("Engine", f"{self.job.engine}, {self._processes(plan)}"),
                 ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
                 ("Writes", format_size(plan.nbytes)),
                 ("Memory", f"about {format_size(self._memory(plan, predicted))} a process"),
@@ -243,20 +231,20 @@ class PlanReport(NamedTuple):
 
     def _processes(self, plan: ReshardPlan) -> str:
         here = environment.place()
-        count = self.request.workers if here is None else here.world_size
+        count = self.job.workers if here is None else here.world_size
         chosen = self.job.write.threads or choose_threads(
             plan.nbytes // count, lanes=-(-len(plan.files) // count), processes=count
         )
         threads = counted(chosen, "thread")
         if here is not None:
             return f"{counted(here.world_size, 'rank')} with {threads} each"
-        if self.request.workers > 1:
-            return f"{self.request.workers} workers with {threads} each"
+        if self.job.workers > 1:
+            return f"{self.job.workers} workers with {threads} each"
         return f"one process with {threads}"
 
     def _memory(self, plan: ReshardPlan, predicted: forecast.Forecast) -> int:
-        buffers = self.job.write.max_memory // self.request.workers
-        engine = self.request.engine
+        buffers = self.job.write.max_memory // self.job.workers
+        engine = self.job.engine
         return forecast.peak_memory(plan, predicted.held, engine=engine, buffers=buffers)
 
     def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
@@ -267,7 +255,7 @@ class PlanReport(NamedTuple):
             "schema": "ckpt-tools/reshard/1",
             "output": self.job.out,
             "written": not dry_run,
-            "engine": self.request.engine,
+            "engine": self.job.engine,
             "format": self.job.options.format,
             "mesh": {
                 "shape": list(plan.mesh.shape),
@@ -277,16 +265,7 @@ class PlanReport(NamedTuple):
             "tensors": len(plan.targets),
             "nbytes": plan.nbytes,
             "peak_memory": self._memory(plan, predicted),
-            "files": [
-                {
-                    "path": file.path,
-                    "nbytes": file.nbytes,
-                    "boxes": file.boxes,
-                    "read": file.read,
-                    "sources": file.sources,
-                }
-                for file in predicted.files
-            ],
+            "files": [file._asdict() for file in predicted.files],
             "notes": list(plan.notes),
         }
 

@@ -34,20 +34,8 @@ class Line:
     problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingRun:
-    """A folder, and its checkpoints by their steps, the newest last."""
-
-    path: str
-    lines: tuple[Line, ...]
-
-
-def look(path: str, saves: Sequence[Saved], options: ReadOptions) -> TrainingRun:
-    """Read the headers of every checkpoint of a run, one after the other."""
-    return TrainingRun(path, tuple(_line(saved, options) for saved in saves))
-
-
-def _line(saved: Saved, options: ReadOptions) -> Line:
+def line_of(saved: Saved, options: ReadOptions) -> Line:
+    """Read the headers of one checkpoint."""
     try:
         index = read_index(saved.path, options=options)
     except CkptError as error:
@@ -66,17 +54,9 @@ def _line(saved: Saved, options: ReadOptions) -> Line:
     )
 
 
-def printed(run: TrainingRun, *, json: bool) -> list[render.Json]:
-    """Print a run for people, or return the one object of its JSON, for the caller to print."""
-    if json:
-        return [as_json(run)]
-    render.emit(lines(run))
-    return []
-
-
-def lines(run: TrainingRun) -> Iterator[str]:
+def lines(path: str, run: Sequence[Line]) -> Iterator[str]:
     """The run for people: a heading, one line a checkpoint, and problems."""
-    yield render.heading(f"{render.printable(run.path)}: {counted(len(run.lines), 'checkpoint')}")
+    yield render.heading(f"{render.printable(path)}: {counted(len(run), 'checkpoint')}")
     now = time.time()
     rows = [
         (
@@ -86,12 +66,12 @@ def lines(run: TrainingRun) -> Iterator[str]:
             format_size(line.nbytes) if line.form else "-",
             "-" if line.changed is None else _age(now - line.changed),
             "yes" if line.problem is None else "NO",
-            render.printable(os.path.relpath(line.saved.path, run.path)),
+            render.printable(os.path.relpath(line.saved.path, path)),
         )
-        for line in run.lines
+        for line in run
     ]
     yield from (f"  {row}" for row in render.columns(_HEADER, rows, align="rllrrll", width=None))
-    for line in run.lines:
+    for line in run:
         if line.problem is not None:
             yield f"  not complete: {render.printable(line.problem)}"
     yield ""
@@ -105,11 +85,11 @@ def _age(seconds: float) -> str:
     return f"{max(int(seconds), 0)} s"
 
 
-def as_json(run: TrainingRun) -> render.Json:
+def as_json(path: str, run: Sequence[Line]) -> render.Json:
     """The object of schema ckpt-tools/run/1."""
     return {
         "schema": "ckpt-tools/run/1",
-        "path": run.path,
+        "path": path,
         "checkpoints": [
             {
                 "path": line.saved.path,
@@ -122,6 +102,6 @@ def as_json(run: TrainingRun) -> render.Json:
                 "whole": line.problem is None,
                 "problem": line.problem,
             }
-            for line in run.lines
+            for line in run
         ],
     }

@@ -1,7 +1,7 @@
 """Options on names and types of the output (--map, --rename, LoRA …), and the steps they stand for.
 
-Their values are kept in click's context, so that no command takes them as arguments. The modules of
-steps are imported when one is asked for.
+Their values are read from click's context: no command names them among its arguments. The modules
+of steps are imported when one is asked for.
 """
 
 from __future__ import annotations
@@ -24,36 +24,28 @@ if TYPE_CHECKING:
     from ckpt_tools.formats.options import Cut
     from ckpt_tools.transforms.hf_folder import Assets
 
-_KEY = "ckpt_tools.shaping"
-
 
 def for_export() -> list[click.Parameter]:
     """The options of `export`."""
     return [
         *_names(),
-        _kept(
-            click.Option(
-                ["--vocab-size"],
-                type=click.IntRange(min=1),
-                metavar="N",
-                help="Keep N rows of embeddings and output layers: removes Megatron's padding.",
-            )
+        click.Option(
+            ["--vocab-size"],
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Keep N rows of embeddings and output layers: removes Megatron's padding.",
         ),
-        _kept(
-            click.Option(
-                ["--hf-assets"],
-                metavar="DIR|auto",
-                help="Copy config, tokenizer and chat template from this folder, and refuse "
-                "tensors that do not fit its config. auto: the folder that was "
-                "saved with the checkpoint (verl's huggingface/, or one with config.json).",
-            )
+        click.Option(
+            ["--hf-assets"],
+            metavar="DIR|auto",
+            help="Copy config, tokenizer and chat template from this folder, and refuse "
+            "tensors that do not fit its config. auto: the folder that was "
+            "saved with the checkpoint (verl's huggingface/, or one with config.json).",
         ),
-        _kept(
-            click.Option(
-                ["--allow-mismatch"],
-                is_flag=True,
-                help="With --hf-assets, write the folder even if tensors are missing or extra.",
-            )
+        click.Option(
+            ["--allow-mismatch"],
+            is_flag=True,
+            help="With --hf-assets, write the folder even if tensors are missing or extra.",
         ),
         *_adapters(),
     ]
@@ -61,49 +53,37 @@ def for_export() -> list[click.Parameter]:
 
 def _adapters() -> list[click.Parameter]:
     return [
-        _kept(
-            click.Option(
-                ["--adapter"],
-                is_flag=True,
-                help="Write only the LoRA weights, as an adapter folder for PEFT.",
-            )
+        click.Option(
+            ["--adapter"],
+            is_flag=True,
+            help="Write only the LoRA weights, as an adapter folder for PEFT.",
         ),
-        _kept(
-            click.Option(
-                ["--merge-lora"],
-                is_flag=True,
-                help="Write the base weights with LoRA merged into them, in float32, then cast.",
-            )
+        click.Option(
+            ["--merge-lora"],
+            is_flag=True,
+            help="Write the base weights with LoRA merged into them, in float32, then cast.",
         ),
-        _kept(
-            click.Option(
-                ["--lora-alpha"],
-                type=float,
-                metavar="ALPHA",
-                help="LoRA's alpha; the LoRA rank is read from the tensors.",
-            )
+        click.Option(
+            ["--lora-alpha"],
+            type=float,
+            metavar="ALPHA",
+            help="LoRA's alpha; the LoRA rank is read from the tensors.",
         ),
-        _kept(
-            click.Option(
-                ["--adapter-config"],
-                metavar="FILE",
-                help="The adapter_config.json (or verl's lora_train_meta.json) with alpha.",
-            )
+        click.Option(
+            ["--adapter-config"],
+            metavar="FILE",
+            help="The adapter_config.json (or verl's lora_train_meta.json) with alpha.",
         ),
-        _kept(
-            click.Option(
-                ["--lora-fan-in-fan-out"],
-                type=click.Choice(["yes", "no"]),
-                help="Whether square weights with LoRA are transformers' Conv1D (GPT-2), stored as "
-                "(in, out). Needed only if the checkpoint does not say.",
-            )
+        click.Option(
+            ["--lora-fan-in-fan-out"],
+            type=click.Choice(["yes", "no"]),
+            help="Whether square weights with LoRA are transformers' Conv1D (GPT-2), stored as "
+            "(in, out). Needed only if the checkpoint does not say.",
         ),
-        _kept(
-            click.Option(
-                ["--adapter-name"],
-                metavar="NAME",
-                help="Which adapter, if there are several.",
-            )
+        click.Option(
+            ["--adapter-name"],
+            metavar="NAME",
+            help="Which adapter, if there are several.",
         ),
     ]
 
@@ -112,20 +92,16 @@ def for_reshard() -> list[click.Parameter]:
     """The options of `reshard`."""
     return [
         *_names(),
-        _kept(
-            click.Option(
-                ["--untie"],
-                is_flag=True,
-                help="Also write lm_head if the source has only the embedding that it is tied "
-                "to, for a job that loads both. Applied before --map.",
-            )
+        click.Option(
+            ["--untie"],
+            is_flag=True,
+            help="Also write lm_head if the source has only the embedding that it is tied "
+            "to, for a job that loads both. Applied before --map.",
         ),
-        _kept(
-            click.Option(
-                ["--under"],
-                metavar="NAME",
-                help="Put all names into this container, for a job that loads {NAME: …}.",
-            )
+        click.Option(
+            ["--under"],
+            metavar="NAME",
+            help="Put all names into this container, for a job that loads {NAME: …}.",
         ),
     ]
 
@@ -146,90 +122,48 @@ class _MapOption(click.Option):
 
 def _names() -> list[click.Parameter]:
     return [
-        _kept(
-            click.Option(
-                ["--dtype-for"],
-                multiple=True,
-                metavar="GLOB=TYPE",
-                help="Another --dtype for names that match: '*norm*=fp32', '*.gate.*=keep'.",
-            )
+        click.Option(
+            ["--dtype-for"],
+            multiple=True,
+            metavar="GLOB=TYPE",
+            help="Another --dtype for names that match: '*norm*=fp32', '*.gate.*=keep'.",
         ),
-        _kept(_MapOption(["--map"], multiple=True, metavar="NAME|FILE")),
-        _kept(
-            click.Option(
-                ["--map-value"],
-                multiple=True,
-                metavar="NAME=N",
-                help="A size that a map needs, such as head_dim, if config.json does not have it.",
-            )
+        _MapOption(["--map"], multiple=True, metavar="NAME|FILE"),
+        click.Option(
+            ["--map-value"],
+            multiple=True,
+            metavar="NAME=N",
+            help="A size that a map needs, such as head_dim, if config.json does not have it.",
         ),
-        _kept(
-            click.Option(
-                ["--force-map"],
-                is_flag=True,
-                help="Use the map even if it is for another kind of model.",
-            )
+        click.Option(
+            ["--force-map"],
+            is_flag=True,
+            help="Use the map even if it is for another kind of model.",
         ),
-        _kept(
-            click.Option(
-                ["--rename"],
-                multiple=True,
-                metavar="RE=REPL",
-                help="Replace what matches in every name, after --map. Repeatable, in order.",
-            )
+        click.Option(
+            ["--rename"],
+            multiple=True,
+            metavar="RE=REPL",
+            help="Replace what matches in every name, after --map. Repeatable, in order.",
         ),
     ]
-
-
-def _kept(option: click.Option) -> click.Parameter:
-    """The option, its value kept in the context."""
-
-    def keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
-        ctx.meta.setdefault(_KEY, {})[param.name] = value
-
-    option.expose_value = False
-    option.callback = keep
-    return option
-
-
-def _texts(name: str) -> tuple[str, ...]:
-    value = click.get_current_context().meta.get(_KEY, {}).get(name)
-    return tuple(map(str, value)) if isinstance(value, tuple) else ()
-
-
-def _text(name: str) -> str | None:
-    value = click.get_current_context().meta.get(_KEY, {}).get(name)
-    return value if isinstance(value, str) else None
-
-
-def _flag(name: str) -> bool:
-    return click.get_current_context().meta.get(_KEY, {}).get(name) is True
-
-
-def _real(name: str) -> float | None:
-    value = click.get_current_context().meta.get(_KEY, {}).get(name)
-    return value if isinstance(value, float) else None
-
-
-def _number(name: str) -> int | None:
-    value = click.get_current_context().meta.get(_KEY, {}).get(name)
-    return value if isinstance(value, int) else None
 
 
 def export_steps(
     index: CheckpointIndex, *, dtype: DType | None, is_folder: bool
 ) -> tuple[Transform, ...]:
     """The steps of an export, in their order. Raises UsageError for options that do not fit."""
-    folder = _text("hf_assets")
+    params = click.get_current_context().params
+    folder: str | None = params["hf_assets"]
+    size: int | None = params["vocab_size"]
     if folder is not None and not is_folder:
         raise UsageError("--hf-assets completes a folder of safetensors; OUT is one file.")
-    if is_adapter() and (folder is not None or not is_folder):
+    if params["adapter"] and (folder is not None or not is_folder):
         raise UsageError(
             "--adapter writes a PEFT folder: OUT cannot be a file, and --hf-assets does not apply."
         )
-    if folder is None and _flag("allow_mismatch"):
+    if folder is None and params["allow_mismatch"]:
         raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
-    size = _number("vocab_size")
     if folder is None and size is None:
         return (*_lora_steps(index.root, dtype), *_name_steps(index.root))
     from ckpt_tools.transforms import hf_folder, maps
@@ -242,16 +176,17 @@ def export_steps(
     if size is not None:
         steps.append(maps.VocabularyTransform(size))
     if assets is not None:
-        allowed = _flag("allow_mismatch")
+        allowed = params["allow_mismatch"]
         steps.append(hf_folder.AssetsTransform(assets, index, allowed, dtype, dtype_rules()))
     return tuple(steps)
 
 
 def _lora_steps(ckpt: str, dtype: DType | None) -> list[Transform]:
     """The step of --adapter or --merge-lora, if one is asked for. Raises UsageError."""
-    alone, merged = _flag("adapter"), _flag("merge_lora")
-    file, alpha, name = _text("adapter_config"), _real("lora_alpha"), _text("adapter_name")
-    square = _text("lora_fan_in_fan_out")
+    params = click.get_current_context().params
+    alone, merged = params["adapter"], params["merge_lora"]
+    file, alpha, name = params["adapter_config"], params["lora_alpha"], params["adapter_name"]
+    square = params["lora_fan_in_fan_out"]
     if not alone and not merged:
         if file or name or square or alpha is not None:
             raise UsageError("LoRA options need --adapter or --merge-lora.")
@@ -278,14 +213,15 @@ def _lora_steps(ckpt: str, dtype: DType | None) -> list[Transform]:
 
 def sources() -> tuple[str, ...]:
     """Files and folders that these options name; also names of maps, which are no files."""
-    maps_given = [text.removeprefix("back:") for text in _texts("map")]
-    one = (_text("hf_assets"), _text("adapter_config"), *maps_given)
+    params = click.get_current_context().params
+    maps_given = [text.removeprefix("back:") for text in params["map"]]
+    one = (params.get("hf_assets"), params.get("adapter_config"), *maps_given)
     return tuple(text for text in one if text)
 
 
 def files_read(ckpt: str) -> list[str]:
     """The files that these options have read beside the checkpoint."""
-    assets = _text("hf_assets")
+    assets: str | None = click.get_current_context().params.get("hf_assets")
     if assets is None:
         return [*filter(os.path.isfile, sources())]
     from ckpt_tools.transforms import hf_folder
@@ -297,19 +233,15 @@ def files_read(ckpt: str) -> list[str]:
     return [*taken, *filter(os.path.isfile, sources())]
 
 
-def is_adapter() -> bool:
-    """Whether an adapter alone is asked for."""
-    return _flag("adapter")
-
-
 def reshard_steps(ckpt: str, *, engine: str) -> tuple[Transform, ...]:
     """The steps of a reshard, in their order. Raises UsageError for options that do not fit."""
     steps = [*_name_steps(ckpt)]
-    container = _text("under")
-    if container is not None or _flag("untie"):
+    params = click.get_current_context().params
+    container: str | None = params["under"]
+    if container is not None or params["untie"]:
         from ckpt_tools.transforms import maps
 
-        untie = [maps.UntieTransform()] if _flag("untie") else []
+        untie = [maps.UntieTransform()] if params["untie"] else []
         under = [] if container is None else [maps.UnderTransform(container)]
         steps = [*untie, *steps, *under]
     if steps and engine != "copy":
@@ -321,15 +253,16 @@ def _name_steps(ckpt: str, assets: Assets | None = None) -> Sequence[Transform]:
     """The steps of --map and --rename; the config beside the checkpoint, or that of the assets,
     says sizes.
     """
-    if not any(map(_texts, ("map", "map_value", "rename"))) and not _flag("force_map"):
+    params = click.get_current_context().params
+    if not any(params[name] for name in ("map", "map_value", "rename", "force_map")):
         return ()
     from ckpt_tools.transforms import hf_folder, maps
 
     config = hf_folder.config_beside(ckpt) if assets is None else assets.config
-    values = hf_folder.values_of(config) | maps.parse_values(_texts("map_value"))
-    model_type, force = hf_folder.model_type_of(config), _flag("force_map")
+    values = hf_folder.values_of(config) | maps.parse_values(params["map_value"])
+    model_type, force = hf_folder.model_type_of(config), params["force_map"]
     steps: list[Transform] = []
-    for text in _texts("map"):
+    for text in params["map"]:
         if text == "auto":
             steps.append(maps.AutoMapTransform(values, model_type))
         else:
@@ -337,15 +270,15 @@ def _name_steps(ckpt: str, assets: Assets | None = None) -> Sequence[Transform]:
             steps.append(
                 maps.MapTransform(name_map.forced if force else name_map, values, model_type)
             )
-    if force and set(_texts("map")) <= {"auto"}:
+    if force and set(params["map"]) <= {"auto"}:
         raise UsageError("--force-map takes a map that --map names; here none is named.")
-    renames = tuple(map(maps.parse_rename, _texts("rename")))
+    renames = tuple(map(maps.parse_rename, params["rename"]))
     return [*steps, maps.RenameTransform(renames)] if renames else steps
 
 
 def cuts() -> tuple[Cut, ...]:
     """How tensor-parallel parts are cut, as the first map that is named says it."""
-    given = [text for text in _texts("map") if text != "auto"]
+    given = [text for text in click.get_current_context().params["map"] if text != "auto"]
     if not given:
         return ()
     from ckpt_tools.transforms import maps
@@ -355,12 +288,14 @@ def cuts() -> tuple[Cut, ...]:
 
 def dtype_rules() -> tuple[tuple[str, DType | None], ...]:
     """The exceptions from --dtype: patterns and types. Raises UsageError."""
-    return tuple(map(_dtype_rule, _texts("dtype_for")))
-
-
-def _dtype_rule(text: str) -> tuple[str, DType | None]:
-    pattern, equals, name = text.rpartition("=")
-    dtype = parse_dtype(name)
-    if not equals or not pattern or (name != "keep" and (dtype is None or not dtype.holds_weights)):
-        raise UsageError(f"--dtype-for is written GLOB=TYPE with a floating type, not {text!r}.")
-    return pattern, dtype
+    rules = []
+    for text in click.get_current_context().params["dtype_for"]:
+        pattern, equals, name = text.rpartition("=")
+        dtype = parse_dtype(name)
+        is_known = name == "keep" or (dtype is not None and dtype.holds_weights)
+        if not equals or not pattern or not is_known:
+            raise UsageError(
+                f"--dtype-for is written GLOB=TYPE with a floating type, not {text!r}."
+            )
+        rules.append((pattern, dtype))
+    return tuple(rules)

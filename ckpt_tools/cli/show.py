@@ -11,12 +11,7 @@ from typing import NamedTuple
 
 import click
 
-from ckpt_tools.analysis.summary import (
-    FoundMesh,
-    layout_of,
-    mesh_of,
-    placement_names,
-)
+from ckpt_tools.analysis.summary import FoundMesh, layout_of, mesh_of, placement_names
 from ckpt_tools.cli import asked, completion, entries, options, render
 from ckpt_tools.cli.render import Json
 from ckpt_tools.core.geometry import Box
@@ -102,9 +97,9 @@ def located(one: CheckpointIndex) -> TensorEntry:
 
 
 def _print_bare(values: Corner) -> None:
-    if values.numel != 1:
+    if len(values.values) != 1:
         raise UsageError(
-            f"--raw prints one value, and this part of {values.fqn} has {values.numel:,}.",
+            f"--raw prints one value, and this part of {values.fqn} has {len(values.values):,}.",
             hint="--json prints them all; --slice chooses one.",
         )
     click.echo(render.bare(flat(values)[0]))
@@ -164,7 +159,10 @@ def _show_tensor(
         return
     click.echo(render.heading(render.printable(entry.fqn)))
     render.emit(render.facts(tensor_facts(entry, mesh)))
-    render.emit(["", *_chunk_table(entry, one.root), ""])
+    table = list(render.table(CHUNK_HEADER, chunk_rows(entry, one.root), align="lrlrrr"))
+    if len(entry.chunks) > _CHUNKS_SHOWN:
+        table.append(f"  and {len(entry.chunks) - _CHUNKS_SHOWN:,} more; --json lists all")
+    render.emit(["", *table, ""])
     render.emit(lines(values))
 
 
@@ -213,13 +211,6 @@ def chunk_rows(entry: TensorEntry, root: str, most: int = _CHUNKS_SHOWN) -> list
     ]
 
 
-def _chunk_table(entry: TensorEntry, root: str) -> list[str]:
-    lines = list(render.table(CHUNK_HEADER, chunk_rows(entry, root), align="lrlrrr"))
-    if len(entry.chunks) > _CHUNKS_SHOWN:
-        lines.append(f"  and {len(entry.chunks) - _CHUNKS_SHOWN:,} more; --json lists all")
-    return lines
-
-
 Number = bool | int | float | complex
 
 _ROWS, _COLUMNS = 6, 6
@@ -234,11 +225,6 @@ class Corner(NamedTuple):
     values: Sequence[Number]
     noun: str = "values"
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return len(self.values)
-
 
 def read_corner(entry: TensorEntry, part: str | None) -> Corner:
     """Read what the slice text chooses of a located tensor, or its first corner without one.
@@ -247,7 +233,7 @@ def read_corner(entry: TensorEntry, part: str | None) -> Corner:
     """
     # late: numpy comes with it, only values need it
     from ckpt_tools.copying.cast import decode, has_numbers
-    from ckpt_tools.copying.write import read_array
+    from ckpt_tools.copying.read import read_array
 
     box = first_corner(entry.shape) if part is None else parse_slice(part, entry.shape)
     if box.numel > _MAX_VALUES:

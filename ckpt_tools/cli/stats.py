@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import click
 
 from ckpt_tools.cli import asked, options, progress, render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.group import say
-from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.proof import Anomaly
@@ -66,7 +66,11 @@ def command(
         raise UsageError("--csv and --json cannot be used together.")
     index = options.read(ckpt, asked.reading())
     chosen = options.choose(index, asked.filters())
-    statistics = _look(chosen, threads=threads)
+    total = sum(entry.nbytes for entry in chosen.tensors)
+    with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
+        statistics = stats(chosen, files, threads=threads, on_bytes=on_bytes)
+    if not chosen.tensors:
+        raise AnswerNo(f"{index.root} has no tensors.")
     if json:
         render.emit_json(_json(index.root, statistics))
     elif csv:
@@ -76,23 +80,10 @@ def command(
     else:
         render.emit(_lines(statistics))
     if fail_nonfinite and statistics.nonfinite:
-        raise AnswerNo(_nonfinite(index.root, statistics))
-
-
-def _look(index: CheckpointIndex, *, threads: int | None) -> Statistics:
-    total = sum(entry.nbytes for entry in index.tensors)
-    with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
-        statistics = stats(index, files, threads=threads, on_bytes=on_bytes)
-    if not index.tensors:
-        raise AnswerNo(f"{index.root} has no tensors.")
-    return statistics
-
-
-def _nonfinite(root: str, statistics: Statistics) -> str:
-    names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
-    verb = "is" if statistics.nonfinite == 1 else "are"
-    values = counted(statistics.nonfinite, "value")
-    return f"{root}: {values} {verb} NaN or infinite, in {some(names)}."
+        names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
+        verb = "is" if statistics.nonfinite == 1 else "are"
+        values = counted(statistics.nonfinite, "value")
+        raise AnswerNo(f"{index.root}: {values} {verb} NaN or infinite, in {some(names)}.")
 
 
 def _lines(statistics: Statistics) -> Iterator[str]:
@@ -137,25 +128,12 @@ def _json(root: str, statistics: Statistics) -> render.Json:
 
 
 def _tensor_json(tensor: TensorStats) -> render.Json:
-    mean: render.Json = None
+    """The fields of `TensorStats` but the name; complex numbers are pairs."""
+    facts = asdict(tensor)
+    del facts["fqn"]
     if isinstance(tensor.mean, complex):
-        mean = [tensor.mean.real, tensor.mean.imag]
-    elif tensor.mean is not None:
-        mean = tensor.mean
-    return {
-        "section": tensor.section,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "numel": tensor.numel,
-        "mean": mean,
-        "std": tensor.std,
-        "min": tensor.min,
-        "max": tensor.max,
-        "l2": tensor.l2,
-        "nan": tensor.nan,
-        "inf": tensor.inf,
-        "zeros": tensor.zeros,
-    }
+        facts["mean"] = [tensor.mean.real, tensor.mean.imag]
+    return facts
 
 
 def _anomaly_json(anomaly: Anomaly) -> render.Json:

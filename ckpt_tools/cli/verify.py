@@ -5,8 +5,9 @@ The command, and its report as lines for people and as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import click
 
@@ -31,6 +32,8 @@ from ckpt_tools.proof.damage_map import describe
 from ckpt_tools.proof.fingerprint import is_fingerprint, load
 from ckpt_tools.proof.verify import expecting_ranks
 from ckpt_tools.storage.reader import Files
+
+_Verify = Callable[[CheckpointIndex], VerifyReport]
 
 _HELP = """Check that a checkpoint is complete; say what is damaged, and what is still complete.
 
@@ -98,14 +101,15 @@ def command(
             "--against compares."
         )
     read = asked.reading()
+    verified = partial(_report, quick=quick, threads=threads, ranks=expect_ranks)
     several = [saved.path for ckpt in ckpts for saved in run_of(ckpt) or [Saved(ckpt, None)]]
     if len(several) > 1 or several != list(ckpts):
         if against is not None:
             raise UsageError("--against compares one checkpoint; several were given.")
-        _each(several, read, _Verifier(quick=quick, threads=threads, ranks=expect_ranks), json=json)
+        _each(several, read, verified, json=json)
         return
     index = read_index(ckpts[0], options=read)  # the report has its notes
-    report = _Verifier(quick=quick, threads=threads, ranks=expect_ranks).report(index)
+    report = verified(index)
     compared: Comparison | None = None
     if against is not None and not (report.damaged or report.lost or report.rescued):
         # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
@@ -119,36 +123,26 @@ def command(
         click.get_current_context().exit(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verifier:
-    """How checkpoints are verified: by headers alone, or by reading all of each.
-
-    ``ranks`` is of how many ranks there must be files, None for what the checkpoint says.
-    """
-
-    quick: bool
-    threads: int | None
-    ranks: int | None
-
-    def report(self, index: CheckpointIndex) -> VerifyReport:
-        report = self._read(index)
-        return report if self.ranks is None else expecting_ranks(report, index, self.ranks)
-
-    def _read(self, index: CheckpointIndex) -> VerifyReport:
-        with Files() as files:
-            if self.quick:
-                return verify_quick(index, files)
+def _report(
+    index: CheckpointIndex, *, quick: bool, threads: int | None, ranks: int | None
+) -> VerifyReport:
+    """Verify by headers alone, or by reading all; ``ranks`` is how many there must be, if known."""
+    with Files() as files:
+        if quick:
+            report = verify_quick(index, files)
+        else:
             with progress.byte_bar(bytes_to_read(index), label="verify") as on_bytes:
-                return verify(index, files, threads=self.threads, on_bytes=on_bytes)
+                report = verify(index, files, threads=threads, on_bytes=on_bytes)
+    return report if ranks is None else expecting_ranks(report, index, ranks)
 
 
-def _each(ckpts: Sequence[str], read: ReadOptions, reader: _Verifier, *, json: bool) -> None:
+def _each(ckpts: Sequence[str], read: ReadOptions, verified: _Verify, *, json: bool) -> None:
     """One line or object a checkpoint, unreadable ones too; exits with the worst code."""
     objects: list[render.Json] = []
     worst = 0
     for ckpt in ckpts:
         try:
-            report = reader.report(read_index(ckpt, options=read))
+            report = verified(read_index(ckpt, options=read))
         except CkptError as error:
             worst = max(worst, error.exit_code)
             objects.append({"path": ckpt, "readable": False, "problem": error.message})
@@ -254,16 +248,12 @@ def _tensors(report: VerifyReport) -> str:
     lost = f", {len(report.lost):,} missing" if report.lost else ""
     if report.damaged:
         damaged = f"{len(report.damaged):,} of {report.tensors:,} damaged"
-        return f"{damaged}, {_whole(report):,} complete{lost}"
+        return f"{damaged}, {report.tensors - len(report.damaged):,} complete{lost}"
     if lost or any(not problem.about for problem in report.problems):
         there = "all {:,} that exist are" if report.tensors != 1 else "the {} that exists is"
     else:
         there = "all {:,} are" if report.tensors != 1 else "the only one is"
     return f"{there.format(report.tensors)} complete{lost}"
-
-
-def _whole(report: VerifyReport) -> int:
-    return report.tensors - len(report.damaged)
 
 
 def _lost(tensor: DamagedTensor) -> str:
@@ -352,7 +342,7 @@ def as_json(
         "problems": [entries.problem_json(problem) for problem in report.problems],
         "tensors": {
             "total": report.tensors,
-            "whole": _whole(report),
+            "whole": report.tensors - len(report.damaged),
             "hurt": [_damaged_json(one) for one in report.damaged],
         },
         "lost": list(report.lost),

@@ -16,12 +16,7 @@ from ckpt_tools.convert.write import Conversion, Locate, Plan
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import (
-    NO_TREE,
-    CheckpointIndex,
-    Section,
-    TensorEntry,
-)
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.text import counted, some
@@ -153,7 +148,7 @@ def plan_export(
         located = _whole(chosen, options, locate, files)
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
         outcome = steps.apply(options.steps, made_of(located, renamed), files)
-    targets, kept = _targets(index, outcome, options)
+    targets, kept = _targets(index, outcome.made, options)
     targets = _in_containers(targets, outcome, index, options)
     objects = tuple(e for e in located.objects if keeps_nesting and e.is_writable)
     if keeps_nesting:
@@ -206,7 +201,7 @@ def _plan_layout(
     index: CheckpointIndex, options: ExportOptions, layout: str, locate: Locate
 ) -> ExportPlan:
     """Plan whole tensors and objects as the framework's own loader finds them."""
-    from ckpt_tools.transforms import framework_files, frameworks  # late: few exports ask for them
+    from ckpt_tools.transforms import frameworks  # late: few exports ask for it
 
     ranks = EVERY_RANK if options.keep_rank_states else ONE_FILE
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
@@ -221,9 +216,8 @@ def _plan_layout(
         )
         arranged = frameworks.arrange_whole(located, layout, wanted)
     made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
-    types, kept = casts.chosen_dtypes(made, options.dtype, options.dtypes, source=index)
-    targets = tuple(Target(e.fqn, e.path, e, types[e.fqn]) for e in located.tensors)
-    plans = framework_files.plan_files(arranged, located, targets, lambda *_: LazyPlans())
+    targets, kept = _targets(index, made, options)
+    plans = frameworks.plan_files(arranged, located, targets, lambda *_: LazyPlans())
     return ExportPlan(
         files=plans,
         targets=targets,
@@ -285,20 +279,18 @@ def _in_containers(
 def made_of(located: CheckpointIndex, renamed: Mapping[str, str]) -> tuple[TransformedTensor, ...]:
     """The entries under their output names, before any step."""
     return tuple(
-        TransformedTensor(
-            replace(entry, fqn=renamed[entry.fqn], path=(renamed[entry.fqn],)), (entry.fqn,)
-        )
+        TransformedTensor(entry, (entry.fqn,)).named(renamed[entry.fqn])
         for entry in located.tensors
     )
 
 
 def _targets(
-    index: CheckpointIndex, outcome: TransformResult, options: ExportOptions
+    index: CheckpointIndex, made: Sequence[TransformedTensor], options: ExportOptions
 ) -> tuple[tuple[Target, ...], list[str]]:
     """The targets with their types, and a note on those that keep their own against --dtype."""
-    entries = [one.entry for one in outcome.made]
-    chosen, notes = casts.chosen_dtypes(outcome.made, options.dtype, options.dtypes, source=index)
-    return tuple(Target(e.fqn, e.path, e, chosen[e.fqn]) for e in entries), notes
+    types, notes = casts.chosen_dtypes(made, options.dtype, options.dtypes, source=index)
+    entries = (one.entry for one in made)
+    return tuple(Target(e.fqn, e.path, e, types[e.fqn]) for e in entries), notes
 
 
 def is_single_file(out: str, form: str) -> bool:

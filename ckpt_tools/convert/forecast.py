@@ -18,7 +18,10 @@ _PER_PLANNED_BOX = 2_500
 
 
 class FileForecast(NamedTuple):
-    """One file to write: its bytes and boxes, the bytes read for it, and from how many files."""
+    """One file to write: its bytes and boxes, the bytes read for it, and from how many files.
+
+    `reshard --json` has these names, too.
+    """
 
     path: str
     nbytes: int

@@ -20,32 +20,16 @@ from ckpt_tools.convert.write import Conversion, Locate, Plan, WriteOptions
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import (
-    CheckpointIndex,
-    Section,
-    TensorEntry,
-)
-from ckpt_tools.core.layout import (
-    Layout,
-    Mesh,
-    Placement,
-    Replicate,
-    Shard,
-    on_mesh,
-)
-from ckpt_tools.core.mesh_spec import (
-    PlaceRule,
-    default_placements,
-    described,
-    fsdp_order,
-)
+from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
+from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard, on_mesh
+from ckpt_tools.core.mesh_spec import PlaceRule, default_placements, described, fsdp_order
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
-from ckpt_tools.transforms import param_names
+from ckpt_tools.transforms import frameworks, param_names
 from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
@@ -220,19 +204,16 @@ def _plan_layout(
     if options.layout is None:
         return _plan_files(targets, located, options), targets, located, ()
     folders = [located]
-    from ckpt_tools.transforms import framework_files
-    from ckpt_tools.transforms import frameworks as framework_layouts
-
     order = options.param_names if options.param_names and options.param_names.names else None
     with Files() as files:
-        wanted = framework_layouts.LayoutTarget(
+        wanted = frameworks.LayoutTarget(
             world_size=options.mesh.size,
             ranks=_target_ranks(options),
             order=order,
             digest=arranging.digest_in(located, files),
             by_ranks=options.format == "ranks",
         )
-        arranged = framework_layouts.arrange(located, options.layout, wanted)
+        arranged = frameworks.arrange(located, options.layout, wanted)
 
     def plan_folder(folder: str, part: Sequence[Target], moved: CheckpointIndex) -> LazyPlans:
         folders.append(moved)
@@ -241,8 +222,8 @@ def _plan_layout(
             return _plan_files(part, moved, replace(options, format="dcp"))
         return _plan_files(part, moved, options, rank_name=rank_name)
 
-    plans = framework_files.plan_files(arranged, located, targets, plan_folder)
-    placed = [framework_files.renamed(tree, targets) for tree in arranged.folders.values()]
+    plans = frameworks.plan_files(arranged, located, targets, plan_folder)
+    placed = [frameworks.renamed(tree, targets) for tree in arranged.folders.values()]
     return plans, tuple(chain.from_iterable(placed)), folders[-1], arranged.notes
 
 

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import NamedTuple
 
 from ckpt_tools.copying.origin import Origin, require_unchanged, with_states
 from ckpt_tools.copying.out_path import (
@@ -32,6 +31,7 @@ from ckpt_tools.copying.resume import (
     keep_finished,
     noted_files,
     refuse_foreign,
+    remove,
     sync_files,
 )
 from ckpt_tools.core.index import FileEntry
@@ -70,11 +70,6 @@ class OutputSpec:
     single_file: str | None = None
     resume: bool = False
     replaceable: Sequence[str] = ()
-
-    @property
-    def partial(self) -> str:
-        """The folder in which the output is made."""
-        return partial_of(self.out)
 
     @property
     def place(self) -> OutputPlace:
@@ -166,7 +161,7 @@ def _tidy(manifest: Manifest, out: str) -> None:
     if manifest.has("replacing"):
         replaced = replaced_of(out)
         try:
-            _remove(replaced)
+            remove(replaced)
         except OSError as error:
             raise WriteError(
                 f"{out} is written, but what it replaces cannot be removed: {reason_of(error)}.",
@@ -235,7 +230,7 @@ def open_output(spec: OutputSpec) -> Iterator[Started]:
     so; what was at ``out`` before is as it was.
     """
     _refuse_obstacles(spec.out, spec.single_file)
-    with held(spec.partial) as manifest:
+    with held(spec.place.partial) as manifest:
         with _undone_if_unstarted(manifest, spec):
             started = _start(manifest, spec)
         with _kept_on_failure(manifest, spec):
@@ -323,8 +318,8 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
     different = manifest.origin.differences(spec.origin)
     if different:
         raise UsageError(
-            f"{spec.partial} was started with other inputs or options, so it cannot be resumed. "
-            + " ".join(different[:3]),
+            f"{spec.place.partial} was started with other inputs or options, so it cannot be "
+            f"resumed. {' '.join(different[:3])}",
             hint="Without --resume it is removed, and the output is written again.",
         )
     if is_written:
@@ -354,16 +349,16 @@ def _is_about_source(error: BaseException) -> bool:
 
 def _kept(manifest: Manifest, spec: OutputSpec) -> str | None:
     """How to resume with the finished files; None when there are none, and all is removed."""
-    finished = finished_files(spec.place, spec.plans)
+    finished, partial = finished_files(spec.place, spec.plans), spec.place.partial
     if not finished and not manifest.has("complete"):
         manifest.remove()
         return None
     if manifest.has("complete") and not os.path.lexists(manifest.result):
         return None  # it is in place already
     if manifest.has("complete"):
-        return f"All is written in {spec.partial}: run the same command with --resume to finish it."
+        return f"All is written in {partial}: run the same command with --resume to finish it."
     return (
-        f"{_progress(finished, spec)} are finished and kept in {spec.partial}: the same command "
+        f"{_progress(finished, spec)} are finished and kept in {partial}: the same command "
         "with --resume continues; delete that folder to discard it."
     )
 
@@ -384,22 +379,13 @@ def _publish(manifest: Manifest, spec: OutputSpec) -> None:
     _tidy(manifest, spec.out)
 
 
-def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        from shutil import rmtree  # late: it loads every compressor, and a dry run removes nothing
-
-        rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-
 def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
     """Rename the new folder to OUT, with links to the files of the user in the old one."""
     out = spec.out
     if not os.path.lexists(out):
         os.rename(manifest.place.folder, out)
         return
-    _link_survivors(out, manifest.place.folder, planned=_Planned.of(spec))
+    _link_survivors(spec, manifest.place.folder)
     mode = stat.S_IMODE(os.stat(out).st_mode)
     os.chmod(manifest.place.folder, mode | stat.S_IRWXU)  # its own right to be renamed goes last
     manifest.mark("replacing")
@@ -412,39 +398,27 @@ def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
     os.chmod(out, mode)
 
 
-class _Planned(NamedTuple):
-    """Paths of the files that are written, and of the folders that they are in; globs of names that
-    go with the old output.
-    """
+def _link_survivors(spec: OutputSpec, new: str) -> None:
+    """Link all else of the old folder into the new one; what is replaced keeps its old mode."""
+    files = {file.path for file in spec.plans.files}
+    folders = {path[:at] for path in files for at, one in enumerate(path) if one == "/"}
+    replaceable = (*spec.replaceable, PROOF_FILE)
 
-    files: frozenset[str]
-    folders: frozenset[str]
-    replaceable: tuple[str, ...]
-
-    @classmethod
-    def of(cls, spec: OutputSpec) -> _Planned:
-        files = frozenset(file.path for file in spec.plans.files)
-        folders = {path[:at] for path in files for at, one in enumerate(path) if one == "/"}
-        return cls(files, frozenset(folders), (*spec.replaceable, PROOF_FILE))
-
-
-def _link_survivors(old: str, new: str, *, planned: _Planned, inside: str = "") -> None:
-    """Link what is not part of the old checkpoint into the new folder; replacements keep old modes.
-
-    ``inside`` is the path of both folders in the output, as the plan has it.
-    """
-    for name in sorted(os.listdir(old)):
-        source, target = os.path.join(old, name), os.path.join(new, name)
-        path = f"{inside}{name}"
-        if path in planned.files:
-            _keep_mode(source, target)
-        elif path in planned.folders:
-            if os.path.isdir(source) and not os.path.islink(source):
-                _link_survivors(source, target, planned=planned, inside=f"{path}/")
+    def link_folder(inside: str) -> None:
+        for name in sorted(os.listdir(os.path.join(spec.out, inside))):
+            path = f"{inside}{name}"
+            source, target = os.path.join(spec.out, path), os.path.join(new, path)
+            if path in files:
                 _keep_mode(source, target)
-        elif not any(fnmatch(name, glob) for glob in planned.replaceable):
-            _remove(target)  # an earlier try has linked it
-            _link(source, target)
+            elif path in folders:
+                if os.path.isdir(source) and not os.path.islink(source):
+                    link_folder(f"{path}/")
+                    _keep_mode(source, target)
+            elif not any(fnmatch(name, glob) for glob in replaceable):
+                remove(target)  # an earlier try has linked it
+                _link(source, target)
+
+    link_folder("")
 
 
 def _link(source: str, target: str) -> None:

@@ -1,4 +1,4 @@
-"""Defaults: how many threads do a piece of work, and how much memory they share.
+"""How many threads do a piece of work, how much memory they share, and work in a thread of its own.
 
 Beyond 16 threads of one Python process the interpreter's lock is what they wait for. Below that,
 the cores that this process may use count: its affinity, and the CPU quota of its control groups.
@@ -7,9 +7,13 @@ the cores that this process may use count: its affinity, and the CPU quota of it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
 
 MOST_THREADS = 16
 # Two overlap reading with writing even on one core.
@@ -90,3 +94,35 @@ def _groups(root: str, listing: str) -> Iterator[str]:
 def _text(path: str) -> str:
     with open(path, encoding="ascii") as file:
         return file.read()
+
+
+class Background(Generic[Result]):
+    """Work in a thread of its own that begins at once; left to itself when nobody asks for it.
+
+    `concurrent.futures` is not used: to import it takes 7 ms, which looking commands need not pay.
+    """
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self._results: list[Result] = []
+        self.error: BaseException | None = None  # what it raised so far
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def result(self) -> Result:
+        """What it gave, or raise what it raised, when it is done."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self._results[0]
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether it is done, at the latest after so many seconds; None: when it is done."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asks
+            self.error = error

@@ -238,15 +238,18 @@ class Manifest:
 
     def _clear(self) -> None:
         for name in sorted(os.listdir(self.place.partial)):
-            path = os.path.join(self.place.partial, name)
-            if name == MANIFEST:
-                continue
-            if os.path.isdir(path) and not os.path.islink(path):
-                from shutil import rmtree  # late: a dry run removes nothing
+            if name != MANIFEST:
+                remove(os.path.join(self.place.partial, name))
 
-                rmtree(path)
-            else:
-                os.unlink(path)
+
+def remove(path: str) -> None:
+    """Remove a folder with all in it, a file, or nothing when nothing is there. Raises OSError."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        from shutil import rmtree  # late: it loads every compressor, and a dry run removes nothing
+
+        rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
 
 
 @contextmanager

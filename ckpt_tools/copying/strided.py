@@ -50,7 +50,7 @@ class StridedCopy(NamedTuple):
 Job = tuple[str, int, int, int]
 
 
-def move_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> StridedCopy:
+def copy_of(read: ReadItem, part: Box, *, within: Box, itemsize: int) -> StridedCopy:
     """How ``part`` of a chunk goes into the packed row-major memory of ``within``.
 
     Raises CheckpointError when the chunk's byte range does not hold it, or is not raw bytes.
@@ -118,7 +118,7 @@ def _many_steps(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
 
 
 class Blocks(NamedTuple):
-    """A move cut into blocks that are read in one go.
+    """A copy cut into blocks that are read in one go.
 
     Each step along ``outer`` starts again; along the first dimension of ``inner`` (none: a block is
     one unit) ``step`` elements are one block, and all of the other dimensions.
@@ -129,9 +129,9 @@ class Blocks(NamedTuple):
     step: int
 
 
-def blocks_of(move: StridedCopy, *, limit: int) -> Blocks:
+def blocks_of(copy: StridedCopy, *, limit: int) -> Blocks:
     """The largest blocks whose bytes in the file, gaps included, are few and at most ``limit``."""
-    dims, span, step = move.dims, move.unit, 0
+    dims, span, step = copy.dims, copy.unit, 0
     place = len(dims)
     while place > 0:
         count, source, _ = dims[place - 1]
@@ -145,41 +145,31 @@ def blocks_of(move: StridedCopy, *, limit: int) -> Blocks:
     return Blocks(dims[:place], dims[place:], step)
 
 
-def is_packed(move: StridedCopy) -> bool:
-    """Whether the bytes in the file follow one another without a gap."""
-    span = move.unit
-    for count, source, _ in reversed(move.dims):
-        if source != span:
-            return False
-        span *= count
-    return True
-
-
-def span_of(move: StridedCopy) -> int:
+def span_of(copy: StridedCopy) -> int:
     """Bytes in the file from the first to the last, gaps included."""
-    return move.unit + sum((dim.size - 1) * dim.source for dim in move.dims)
+    return copy.unit + sum((dim.size - 1) * dim.source for dim in copy.dims)
 
 
 def runs_of(reads: Sequence[ReadItem], box: Box, *, itemsize: int) -> list[StridedCopy] | None:
-    """The moves that fill a box, in the order of the buffer, where each is one run of bytes.
+    """The copies that fill a box, in the order of the buffer, where each is one run of bytes.
 
     None when an element lies alone on either side, or the reads do not hold every one once.
-    Raises CheckpointError as `move_of` does.
+    Raises CheckpointError as `copy_of` does.
     """
     runs: list[StridedCopy] = []
     for read in reads:
         part = read.box.intersect(box)
         if part is not None and part.numel:
-            move = move_of(read, part, within=box, itemsize=itemsize)
-            if move.dims:
+            copy = copy_of(read, part, within=box, itemsize=itemsize)
+            if copy.dims:
                 return None
-            runs.append(move)
-    runs.sort(key=lambda move: move.target)
+            runs.append(copy)
+    runs.sort(key=lambda copy: copy.target)
     end = 0
-    for move in runs:
-        if move.target != end:
+    for copy in runs:
+        if copy.target != end:
             return None
-        end += move.unit
+        end += copy.unit
     return runs if end == box.numel * itemsize else None
 
 
@@ -210,15 +200,15 @@ def add_jobs(item: WriteItem, target: int, jobs: list[Job]) -> bool:
             jobs.append((data.path, data.offset, length, target + place))
             nbytes += length
             continue
-        move = move_of(read, part, within=box, itemsize=itemsize)
-        count = prod(dim.size for dim in move.dims)
+        copy = copy_of(read, part, within=box, itemsize=itemsize)
+        count = prod(dim.size for dim in copy.dims)
         if count > _MAX_JOBS:
             del jobs[before:]
             return False
-        nbytes += count * move.unit
-        for source, place in steps(move.dims):
-            start = target + move.target + place
-            jobs.append((data.path, move.source + source, move.unit, start))
+        nbytes += count * copy.unit
+        for source, place in steps(copy.dims):
+            start = target + copy.target + place
+            jobs.append((data.path, copy.source + source, copy.unit, start))
     if nbytes != box.numel * itemsize:
         raise CheckpointError(f"{item.fqn}: {nbytes:,} bytes are to be read for {box}.")
     return True

@@ -12,23 +12,17 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckpt_tools.copying.read import SLAB_BYTES, ChunkReader, ReadsNearby
 from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, runs_of
-from ckpt_tools.copying.tasks import (
-    SLOT_BYTES,
-    InlineBytes,
-    Slab,
-    Task,
-    contents_of,
-    nbytes_of,
-)
+from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of, nbytes_of
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import slabs
 from ckpt_tools.core.plan import WriteItem
-from ckpt_tools.errors import unreadable, unwritable
+from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
@@ -53,6 +47,7 @@ class Stopped(Exception):
     """Another thread has failed, or the user has had enough: the task is left as it is."""
 
 
+@dataclass(slots=True, eq=False)
 class Output:
     """One open output file; ``path`` names it in errors.
 
@@ -60,12 +55,9 @@ class Output:
     there sooner when it does not pass the page cache.
     """
 
-    __slots__ = ("direct", "fd", "path")
-
-    def __init__(self, path: str, fd: int, direct: int | None = None) -> None:
-        self.path = path
-        self.fd = fd
-        self.direct = direct
+    path: str
+    fd: int
+    direct: int | None = None
 
     def close(self) -> None:
         """Close the file."""
@@ -134,25 +126,25 @@ class _Cast:
     out_end: int
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Small contents that follow one another in the file: gathered together, written at once."""
 
-    __slots__ = ("_limit", "casts", "checked", "jobs", "raw_jobs", "raw_size", "size", "start")
-
-    def __init__(self, start: int, limit: int) -> None:
-        self.start, self.size, self.raw_size = start, 0, 0
-        self.jobs: list[Job] = []
-        self.raw_jobs: list[Job] = []
-        self.casts: list[_Cast] = []
-        self.checked: list[tuple[int, Slab]] = []
-        self._limit = limit
+    start: int
+    limit: int
+    size: int = 0
+    raw_size: int = 0
+    jobs: list[Job] = field(default_factory=list)
+    raw_jobs: list[Job] = field(default_factory=list)
+    casts: list[_Cast] = field(default_factory=list)
+    checked: list[tuple[int, Slab]] = field(default_factory=list)
 
     def has_room(self, content: InlineBytes | Slab) -> bool:
         """Whether this content comes next in the file, and fits."""
         if content.offset != self.start + self.size:
             return False
         raw = _raw_nbytes(content)
-        return max(self.size + nbytes_of(content), self.raw_size + raw) <= self._limit
+        return max(self.size + nbytes_of(content), self.raw_size + raw) <= self.limit
 
     def add_cast(self, piece: Slab) -> int:
         """Make room for a piece that is to be cast, and give its place in the raw buffer."""
@@ -198,11 +190,10 @@ class TaskWriter:
         self._memory = memoryview(mmap.mmap(-1, slab + BLOCK))  # which begins with a page
         self._slab = slab
         self._out = self._memory[:slab]
-        self._raw: memoryview | None = None
         self._files = files
-        self._gatherer = ChunkReader(files, stage_bytes=slab)
+        self._reader = ChunkReader(files, stage_bytes=slab)
         self._casters: dict[tuple[str, str], Caster] = {}
-        self._sieve: tuple[WriteItem, ReadsNearby] | None = None
+        self._nearby: tuple[WriteItem, ReadsNearby] | None = None
         self._moved, self._stop, self._in_kernel = moved, stop, in_kernel
 
     def write(self, task: Task, output: Output) -> int:
@@ -214,12 +205,12 @@ class TaskWriter:
             return self._write_piece(task.pieces[0], output)
         late: list[tuple[int, int]] = []
         group = _Batch(0, self._slab)
-        self._lie_as(0)
+        self._align_to(0)
         for content in contents_of(task):
             if not group.has_room(content):
                 self._flush(group, output, late)
                 group = _Batch(content.offset, self._slab)
-                self._lie_as(group.start)
+                self._align_to(group.start)
             if group.has_room(content):
                 self._add(content, group)
             elif isinstance(content, Slab):
@@ -235,23 +226,20 @@ class TaskWriter:
 
     def _write_piece(self, piece: Slab, output: Output) -> int:
         """Write a piece slab by slab, and give its CRC-32 when its item wants one."""
-        item = piece.item
-        is_cast = item.source != item.target
+        item, itemsize = piece.item, piece.item.source.itemsize
+        nearby, is_cast = self._nearby_of(item), item.source != item.target
         if not is_cast and output.direct is None:
-            reads, itemsize = self._sieve_of(item).near(piece.box), item.source.itemsize
-            runs = runs_of(reads, piece.box, itemsize=itemsize)
+            runs = runs_of(nearby.near(piece.box), piece.box, itemsize=itemsize)
             is_long = runs is not None and piece.nbytes >= len(runs) * _LONG_RUN
             if runs and is_long and not any(is_address(run.path) for run in runs):
                 return self._write_runs(runs, piece, output)
-        most = self._slab // max(item.source.itemsize, item.target.itemsize)
-        sieve = self._sieve_of(item)
+        most = self._slab // max(itemsize, item.target.itemsize)
         offset, crc = piece.offset, 0
         for slab in slabs(piece.box, max_numel=most):
             self._check_stop()
-            self._lie_as(offset)
-            itemsize = item.source.itemsize
-            into = self._raw_buffer() if is_cast else self._out
-            self._gatherer.fill(sieve.near(slab), slab, itemsize=itemsize, out=into)
+            self._align_to(offset)
+            into = self._raw if is_cast else self._out
+            self._reader.fill(nearby.near(slab), slab, itemsize=itemsize, out=into)
             view = self._out[: slab.numel * item.target.itemsize]
             if is_cast:
                 self._caster(item).cast(into[: slab.numel * itemsize], view)
@@ -264,18 +252,15 @@ class TaskWriter:
 
     def _write_runs(self, runs: Sequence[StridedCopy], piece: Slab, output: Output) -> int:
         """Write a piece that lies in long runs in files here, in few steps of this interpreter."""
-        self._lie_as(0)
+        self._align_to(0)
         offset, crc = piece.offset, 0
         for run in runs:
-            try:
-                with self._files.descriptor(run.path) as fd:
-                    if self._in_kernel and not piece.item.crc_at:
-                        self._copy(fd, run, output, offset=offset)
-                    else:
-                        for view in self._through_buffer(fd, run, output, offset=offset):
-                            crc = crc32(view, crc) if piece.item.crc_at else 0
-            except OSError as error:
-                raise unreadable(run.path, error) from error
+            with self._files.descriptor(run.path) as fd:
+                if self._in_kernel and not piece.item.crc_at:
+                    self._copy(fd, run, output, offset=offset)
+                else:
+                    for view in self._through_buffer(fd, run, output, offset=offset):
+                        crc = crc32(view, crc) if piece.item.crc_at else 0
             offset += run.unit
             self._moved(run.unit)
         return crc
@@ -298,10 +283,9 @@ class TaskWriter:
         self, fd: int, run: StridedCopy, output: Output, *, offset: int
     ) -> Iterator[memoryview]:
         """Copy one run through a buffer that stays in the processor's cache, and give each part."""
-        stop, most = self._stop, min(_CACHED, self._slab)
+        most = min(_CACHED, self._slab)
         for done in range(0, run.unit, most):
-            if stop.is_set():
-                raise Stopped
+            self._check_stop()
             view = self._out[: min(most, run.unit - done)]
             if os.preadv(fd, [view], run.source + done) != len(view):
                 self._files.read_into(run.path, run.source + done, view)
@@ -318,10 +302,10 @@ class TaskWriter:
         if item.source == item.target:
             buffer, jobs, place = self._out, group.jobs, group.size
         else:
-            buffer, jobs, place = self._raw_buffer(), group.raw_jobs, group.add_cast(content)
+            buffer, jobs, place = self._raw, group.raw_jobs, group.add_cast(content)
         if not add_jobs(item, place, jobs):
             reads, itemsize = item.reads, item.source.itemsize
-            self._gatherer.fill(reads, item.box, itemsize=itemsize, out=buffer[place:])
+            self._reader.fill(reads, item.box, itemsize=itemsize, out=buffer[place:])
         if item.crc_at:
             group.checked.append((group.size, content))
         group.size += content.nbytes
@@ -331,10 +315,10 @@ class TaskWriter:
         self._check_stop()
         if not group.size and not group.checked:
             return
-        self._gatherer.run_jobs(group.jobs, self._out)
+        self._reader.run_jobs(group.jobs, self._out)
         if group.casts:
-            raw = self._raw_buffer()
-            self._gatherer.run_jobs(group.raw_jobs, raw)
+            raw = self._raw
+            self._reader.run_jobs(group.raw_jobs, raw)
             for cast in group.casts:
                 out = self._out[cast.out : cast.out_end]
                 self._caster(cast.item).cast(raw[cast.raw : cast.raw_end], out)
@@ -351,7 +335,7 @@ class TaskWriter:
                 else:
                     late.append((slot, crc))
 
-    def _lie_as(self, offset: int) -> None:
+    def _align_to(self, offset: int) -> None:
         """Have the buffer lie in its block of memory as ``offset`` lies in its block of a file."""
         start = offset % BLOCK
         self._out = self._memory[start : start + self._slab]
@@ -360,16 +344,13 @@ class TaskWriter:
         if self._stop.is_set():
             raise Stopped
 
-    def _raw_buffer(self) -> memoryview:
-        """Where elements wait for their cast; most runs have none."""
-        if self._raw is None:
-            self._raw = memoryview(bytearray(self._slab))
-        return self._raw
+    @cached_property
+    def _raw(self) -> memoryview:
+        """Where elements wait for their cast; most tasks have none."""
+        return memoryview(bytearray(self._slab))
 
     def _caster(self, item: WriteItem) -> Caster:
-        from ckpt_tools.copying.cast import (
-            Caster,  # late: numpy comes with it, most copies need none
-        )
+        from ckpt_tools.copying.cast import Caster  # late: numpy comes with it, few copies need it
 
         key = item.source.name, item.target.name
         if key not in self._casters:
@@ -377,7 +358,8 @@ class TaskWriter:
             self._casters[key] = Caster(item.source, item.target, block=block)
         return self._casters[key]
 
-    def _sieve_of(self, item: WriteItem) -> ReadsNearby:
-        if self._sieve is None or self._sieve[0] is not item:
-            self._sieve = item, ReadsNearby(item.reads)
-        return self._sieve[1]
+    def _nearby_of(self, item: WriteItem) -> ReadsNearby:
+        """The reads of an item, kept from one of its slabs to the next."""
+        if self._nearby is None or self._nearby[0] is not item:
+            self._nearby = item, ReadsNearby(item.reads)
+        return self._nearby[1]

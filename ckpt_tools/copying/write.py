@@ -16,15 +16,8 @@ from contextlib import contextmanager
 from itertools import groupby
 
 from ckpt_tools.copying.parallel import choose_threads
-from ckpt_tools.copying.read import read_array, read_box
 from ckpt_tools.copying.resume import TaskRange
-from ckpt_tools.copying.task_writer import (
-    BLOCK,
-    SLOT,
-    Output,
-    Stopped,
-    TaskWriter,
-)
+from ckpt_tools.copying.task_writer import BLOCK, SLOT, Output, Stopped, TaskWriter
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.crc import combine
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
@@ -32,15 +25,9 @@ from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
-__all__ = ["ALL", "Share", "read_array", "read_box", "write_files"]
-
 _MIN_MEMORY_PER_THREAD = 256 << 10
 # Shorter files are written through the page cache, from which they may well be read next.
 DIRECT_FROM = 64 << 20
-
-
-def _ignore(_part: TaskRange) -> None:
-    """No-op: no log is kept."""
 
 
 def write_files(
@@ -52,7 +39,7 @@ def write_files(
     max_memory: int,
     on_bytes: Callable[[int], None],
     share: Share = ALL,
-    on_file: Callable[[TaskRange], None] = _ignore,
+    on_file: Callable[[TaskRange], None] | None = None,
 ) -> None:
     """Write every file of the plans below the folder ``root``.
 
@@ -134,7 +121,7 @@ class _Outputs:
                 status = os.fstat(fd)
                 if status.st_size != plan.length:
                     os.ftruncate(fd, plan.length)
-                direct = _open_direct(path) if _is_for_disk(status, plan.length) else None
+                direct = _open_direct(path, status, plan.length)
             except BaseException:
                 os.close(fd)
                 raise
@@ -143,17 +130,15 @@ class _Outputs:
         return Output(path, fd, direct)
 
 
-def _is_for_disk(status: os.stat_result, length: int) -> bool:
-    """Whether a file is large and on a block device, in blocks that are not larger than ours.
+def _open_direct(path: str, status: os.stat_result, length: int) -> int | None:
+    """A large file on a block device, for writing past the page cache where the system can do that.
 
-    File systems in memory or on a server have a major number of 0: direct I/O is not for them.
+    File systems in memory or on a server have a major number of 0: direct I/O is not for them, nor
+    for those whose blocks are larger than ours.
     """
     is_on_device = os.major(status.st_dev) != 0 and status.st_blksize <= BLOCK
-    return length >= DIRECT_FROM and is_on_device
-
-
-def _open_direct(path: str) -> int | None:
-    """The file for writing past the page cache, where the system can do that."""
+    if length < DIRECT_FROM or not is_on_device:
+        return None
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
     except (OSError, AttributeError):
@@ -195,7 +180,7 @@ class _Work:
         *,
         outputs: _Outputs,
         on_bytes: Callable[[int], None],
-        on_file: Callable[[TaskRange], None],
+        on_file: Callable[[TaskRange], None] | None,
     ) -> None:
         self._outputs, self._on_bytes, self._on_file = outputs, on_bytes, on_file
         self._checksums = _Checksums(tasks)
@@ -257,7 +242,7 @@ class _Work:
                 with self._lock:
                     self._check(task, value)
                     written = self._outputs.done_with(task.file)
-                if written is not None:
+                if written is not None and self._on_file is not None:
                     self._on_file(written)
         except Stopped:
             return

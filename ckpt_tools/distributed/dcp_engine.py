@@ -7,9 +7,9 @@ what a training job would do, without its model. Each rank holds its own shards,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools import formats
@@ -17,7 +17,6 @@ from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.convert.write import Locate, Plan
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import Target
 from ckpt_tools.core.text import some
 from ckpt_tools.distributed import devices
@@ -52,9 +51,10 @@ def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPla
     with group.collective():
         refuse(index.closed(), job, world_size=group.size)
         with devices.process_group(group) as device_type:
-            conversion = job.without_resume().of(index)
+            # torch notes no finished files, so it always starts again.
+            conversion = job._replace(write=replace(job.write, resume=False)).of(index)
             done = lead_or_follow(group, conversion, _LoadAndSave(group, index, job, device_type))
-            return job.noting_resume(done, engine="dcp")
+            return job.noting_resume(done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,15 @@ class _LoadAndSave:
         """Load into empty tensors in their new placement, save them, see that all is there."""
         group, folder = self.group, place.folder
         begin(group, plan.files, place, source=self.index)
-        placed = _Placed(self.job.options.mesh, self.device_type, group)
+        mesh = devices.device_mesh(self.job.options.mesh, self.device_type)
         mine = [target.entry for target in plan.targets[group.rank :: group.size]]
         with group.collective(), Files() as files:  # no rank may be missing in a collective
             _refuse_parts(self.index, plan)
             formats.located_in(plan.source, mine, files)  # torch loads items of wrong shapes, too
-            state = placed.empty(plan.targets)
+            state = {
+                target.fqn: _empty(target, mesh, self.device_type, rank=group.rank)
+                for target in plan.targets
+            }
         _load_and_save(state, self.index.closed(), plan, folder)
         self.job.on_bytes(plan.files[group.rank :: group.size].length)
         with group.collective():
@@ -127,47 +130,31 @@ def _is_beside(entry: ObjectEntry) -> bool:
     return entry.codec is None or not entry.data.path.endswith(".distcp")
 
 
-class _Placed:
-    """Makes empty tensors in their new placement on torch's own mesh."""
+def _empty(target: Target, mesh: DeviceMesh, device_type: str, *, rank: int) -> torch.Tensor:
+    """An empty tensor in its new placement: a DTensor, or a plain one where all ranks hold all."""
+    import torch
+    from torch.distributed.tensor import DTensor
 
-    def __init__(self, mesh: Mesh, device_type: str, group: Group) -> None:
-        self._mesh = devices.device_mesh(mesh, device_type)
-        self._device_type = device_type
-        self._rank = group.rank
+    from ckpt_tools.core.geometry import row_major_strides
 
-    def empty(self, targets: Sequence[Target]) -> dict[str, torch.Tensor]:
-        """One tensor for each target, by name: a DTensor, or a plain one where all hold all."""
-        return {target.fqn: self._empty(target) for target in targets}
-
-    def _empty(self, target: Target) -> torch.Tensor:
-        import torch
-        from torch.distributed.tensor import DTensor
-
-        from ckpt_tools.core.geometry import row_major_strides
-
-        shape, layout = target.entry.shape, target.layout
-        dtype = devices.torch_dtype(target.dtype.name)
-        if layout is None:
-            return torch.empty(shape, dtype=dtype, device=self._device_type)
-        mesh = self._mesh_of(layout.mesh, target.fqn)
-        sizes = devices.check_box(layout, shape, mesh, fqn=target.fqn, rank=self._rank)
-        local = torch.empty(sizes, dtype=dtype, device=self._device_type)
-        return DTensor.from_local(
-            local,
-            mesh,
-            devices.placements_of(layout),
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=row_major_strides(shape),
+    shape, layout = target.entry.shape, target.layout
+    dtype = devices.torch_dtype(target.dtype.name)
+    if layout is None:
+        return torch.empty(shape, dtype=dtype, device=device_type)
+    if layout.mesh.shape != tuple(mesh.shape):
+        raise UnsupportedError(
+            f"{target.fqn} lies on a mesh of its own, {layout.mesh}, and not on the target's.",
+            hint=_COPY_DOES_IT,
         )
-
-    def _mesh_of(self, mesh: Mesh, fqn: str) -> DeviceMesh:
-        if mesh.shape != tuple(self._mesh.shape):
-            raise UnsupportedError(
-                f"{fqn} lies on a mesh of its own, {mesh}, and not on the target's.",
-                hint=_COPY_DOES_IT,
-            )
-        return self._mesh
+    sizes = devices.check_box(layout, shape, mesh, fqn=target.fqn, rank=rank)
+    return DTensor.from_local(
+        torch.empty(sizes, dtype=dtype, device=device_type),
+        mesh,
+        devices.placements_of(layout),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=row_major_strides(shape),
+    )
 
 
 def _require_saved(plan: Plan, folder: str) -> None:
@@ -199,12 +186,7 @@ def _load_and_save(
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from ckpt_tools.distributed.dcp_planners import (
-        LoadPlanner,
-        OpaqueBytes,
-        SavePlanner,
-        Writer,
-    )
+    from ckpt_tools.distributed.dcp_planners import LoadPlanner, OpaqueBytes, SavePlanner, Writer
 
     chosen = {entry.fqn for entry in plan.objects}
     objects = [entry for entry in index.objects if entry.fqn in chosen]

@@ -91,8 +91,7 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """Torch's mesh of all ranks of the job, numbered row-major."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    names = mesh.names
-    return init_device_mesh(device_type, mesh.shape, mesh_dim_names=names)
+    return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
 
 
 def placements_of(layout: Layout) -> list[Placement]:

@@ -26,7 +26,7 @@ from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
 from ckpt_tools.distributed.executors import lead_or_follow
-from ckpt_tools.distributed.gathering import Gathering, Source, Write
+from ckpt_tools.distributed.gathering import Gathering, Source
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import CkptError, UnsupportedError
@@ -39,21 +39,19 @@ from ckpt_tools.storage.reader import Files
 T = TypeVar("T")
 
 
-def reshard_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:
+def reshard_by_gather(group: Group, job: Job) -> ReshardPlan:
     """`reshard` from rank files that only their own ranks can open.
 
     Raises what `reshard` raises; UsageError when the job has not one rank for each of the source,
     IncompleteError when a rank does not find its files.
     """
     with group.collective(), devices.process_group(group) as device_type:
-        index, headers = _exchange(group, ckpt, read)
+        index, headers = _exchange(group, job.ckpt, job.read)
         # Rank 0 may not see what it would have to compare, so that all ranks do it themselves.
         alone = job._replace(write=replace(job.write, check=False, resume=False))
         gatherer = _Gatherer(group, index, headers, device_type, job)
         plan = lead_or_follow(group, alone.of(index), gatherer)
-        return job.noting_resume(
-            replace(plan, notes=(*plan.notes, *gatherer.proven)), engine="gather"
-        )
+        return job.noting_resume(replace(plan, notes=(*plan.notes, *gatherer.proven)))
 
 
 class _RanksPart(NamedTuple):
@@ -88,7 +86,9 @@ class _Gatherer:
         write = partial(_write, folder=folder, options=self.job.write, on_bytes=progress.add)
         with group.collective(), Files() as files:  # no rank may be missing in a collective
             write(mine.uncut, files)
-        self._gather(mine.cut, write)
+        with Files() as files:
+            source = Source(self.index, self.headers[group.rank].parts(), files)
+            Gathering(group, source, self.device_type).run(mine.cut, write)
         require_all_written(group, plans, folder, nbytes=progress.nbytes, planned=mine.planned)
         if self.job.write.check:
             own = self.headers[group.rank].sizes
@@ -115,13 +115,6 @@ class _Gatherer:
                         mine.append(plan._replace(literals=(), items=(item,)))
         return _RanksPart(uncut, cut, planned)
 
-    def _gather(self, wanted: Mapping[str, Sequence[FilePlan]], write: Write) -> None:
-        parts = self.headers[self.group.rank].parts()
-        with Files() as files:
-            source = Source(self.index, parts, files)
-            gathering = Gathering(self.group, source, self.device_type)
-            gathering.run(wanted, write)
-
 
 def _check(
     group: Group, index: CheckpointIndex, job: Job, folder: str, *, own: Collection[str]
@@ -143,10 +136,10 @@ def _check(
     return statement
 
 
-def plan_by_gather(group: Group, ckpt: str, job: Job, *, read: ReadOptions) -> ReshardPlan:
+def plan_by_gather(group: Group, job: Job) -> ReshardPlan:
     """What `reshard_by_gather` would do, and refuse; nothing is written."""
     with group.collective(), devices.process_group(group):
-        index, _ = _exchange(group, ckpt, read)
+        index, _ = _exchange(group, job.ckpt, job.read)
         return plan_reshard(index, job.options)
 
 

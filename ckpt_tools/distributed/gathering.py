@@ -16,23 +16,12 @@ from ckpt_tools import formats
 from ckpt_tools.copying.read import read_array
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import Box, row_major_strides
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    Chunk,
-    TensorEntry,
-    replicas_differ,
-)
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry, replicas_differ
 from ckpt_tools.core.layout import Layout, Mesh, on_mesh
 from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.group import Group
-from ckpt_tools.errors import (
-    CheckpointError,
-    CkptError,
-    UnreadableError,
-    UnsupportedError,
-)
+from ckpt_tools.errors import CheckpointError, CkptError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.rank_files.parts import RankTensor
 from ckpt_tools.storage.reader import Files
 

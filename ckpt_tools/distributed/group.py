@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from datetime import timedelta
 from itertools import count
 from typing import TypeVar
 
+from ckpt_tools.copying.parallel import Background
 from ckpt_tools.distributed import environment, messages
 from ckpt_tools.distributed.environment import RankPlace, let_it_finish
 from ckpt_tools.distributed.heartbeat import Heartbeat, Store
@@ -37,35 +37,29 @@ _groups = count()
 
 
 class Group:
-    """All ranks of the job. Each makes one, and calls the same methods in the same order."""
+    """All ranks of the job. Each makes one, and calls the same methods in the same order.
+
+    ``place`` is which of them this process is. Others may use the ``store`` under a prefix of their
+    own.
+    """
 
     def __init__(self, store: Store, place: RankPlace, *, heartbeat: Heartbeat) -> None:
-        self._store = store
-        self._place = place
+        self.store = store
+        self.place = place
         self._heartbeat = heartbeat
         self._meetings = 0
         self._is_over = False
         self._stuck: int | None = None  # the exit code of a process with a thread left behind
 
     @property
-    def place(self) -> RankPlace:
-        """Which rank of the job this process is."""
-        return self._place
-
-    @property
     def rank(self) -> int:
         """The number of this rank."""
-        return self._place.rank
+        return self.place.rank
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._place.world_size
-
-    @property
-    def store(self) -> Store:
-        """The store, for others that put a prefix of their own before their keys."""
-        return self._store
+        return self.place.world_size
 
     def barrier(self, error: BaseException | None = None) -> None:
         """Wait for all ranks; raise the error of the lowest rank that has one.
@@ -76,16 +70,16 @@ class Group:
         room = str(self._meetings)
         if error is not None:
             words = messages.encode(error)
-            self._ask(lambda: self._store.set(f"{room}/error/{self.rank}", words))
-            self._ask(lambda: self._store.set("failed", "1"))
-            self._ask(lambda: self._store.add(f"{room}/failed", 1))
+            self._ask(lambda: self.store.set(f"{room}/error/{self.rank}", words))
+            self._ask(lambda: self.store.set("failed", "1"))
+            self._ask(lambda: self.store.add(f"{room}/failed", 1))
         try:
             self._require_all_alive()  # before the others count this rank as well
-            self._ask(lambda: self._store.add(f"{room}/here", 1))
-            self._wait(lambda: self._store.add(f"{room}/here", 0) >= self.size)
+            self._ask(lambda: self.store.add(f"{room}/here", 1))
+            self._wait(lambda: self.store.add(f"{room}/here", 0) >= self.size)
         except PeerFailedError as lost:
             raise self._what_came_first(room) or lost from None
-        if self._ask(lambda: self._store.add(f"{room}/failed", 0)):
+        if self._ask(lambda: self.store.add(f"{room}/failed", 0)):
             self._is_over = True
             raise self._ask(lambda: self._first_error(room))
 
@@ -93,16 +87,16 @@ class Group:
         """The text of rank 0; the argument of other ranks is ignored."""
         if self.rank == 0:
             key = f"{self._meetings + 1}/text"
-            self._ask(lambda: self._store.set(key, text))
+            self._ask(lambda: self.store.set(key, text))
         self.barrier()
-        return self._ask(lambda: self._store.get(f"{self._meetings}/text")).decode()
+        return self._ask(lambda: self.store.get(f"{self._meetings}/text")).decode()
 
     def total(self, number: int) -> int:
         """The sum of the numbers that all ranks bring."""
         key = f"{self._meetings + 1}/total"
-        self._ask(lambda: self._store.add(key, number))
+        self._ask(lambda: self.store.add(key, number))
         self.barrier()
-        return self._ask(lambda: self._store.add(key, 0))
+        return self._ask(lambda: self.store.add(key, 0))
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -127,13 +121,11 @@ class Group:
 
         It runs in a thread, which is left behind in that case. Raises PeerFailedError then.
         """
-        answers: list[T] = []
-        errors: list[BaseException] = []
-        thread = _in_thread(work, answers, errors)
+        working, is_done = Background(work), False
         good = time.monotonic()
-        while thread.is_alive():
+        while not is_done:
             try:
-                thread.join(_LONGEST_PAUSE)
+                is_done = working.wait(_LONGEST_PAUSE)
             except KeyboardInterrupt:
                 self._stuck = _INTERRUPTED
                 raise
@@ -143,9 +135,7 @@ class Group:
             elif now - good > (_LAST_WRITES if trouble else environment.peer_timeout()):
                 self._stuck = PeerFailedError.exit_code
                 raise self._lost(trouble or PeerFailedError("Another rank has failed."))
-        if errors:
-            raise errors[0]
-        return answers[0]
+        return working.result()
 
     def abandon(self, error: BaseException) -> None:
         """Tell the others that this rank ends, when they do not know it."""
@@ -157,10 +147,10 @@ class Group:
         """Exit after rank 0: torchrun kills all ranks as soon as one has failed."""
         with suppress(RuntimeError):  # the store is gone with rank 0, which has exited
             if self.rank == 0:
-                self._store.set("ended", "1")
+                self.store.set("ended", "1")
             is_alone = self.rank == 0 or self._heartbeat.is_leaderless
             end = time.monotonic() + (0 if is_alone else _LAST_WORD)
-            while time.monotonic() < end and not self._store.check(["ended"]):
+            while time.monotonic() < end and not self.store.check(["ended"]):
                 time.sleep(_LONGEST_PAUSE)
         if self._stuck is not None:  # Python's own end may wait for what that thread waits for
             sys.stdout.flush()
@@ -172,14 +162,12 @@ class Group:
 
         Raises PeerFailedError when it gives no answer.
         """
-        answers: list[T] = []
-        errors: list[BaseException] = []
-        _in_thread(call, answers, errors).join(environment.peer_timeout())
-        if answers:
-            return answers[0]
-        if errors and not isinstance(errors[0], RuntimeError):
-            raise errors[0]
-        why = str(errors[0]).partition("\n")[0] if errors else "no answer"
+        asked, why = Background(call), "no answer"
+        if asked.wait(environment.peer_timeout()):
+            try:
+                return asked.result()
+            except RuntimeError as error:
+                why = str(error).partition("\n")[0]
         raise self._lost(self._heartbeat.store_is_gone(why))
 
     def _lost(self, trouble: CkptError) -> CkptError:
@@ -188,7 +176,7 @@ class Group:
             self._is_over = True
             with suppress(RuntimeError):
                 self._await_the_living()
-        if self._heartbeat.is_leaderless and self._place.local_rank == 0:
+        if self._heartbeat.is_leaderless and self.place.local_rank == 0:
             environment.speak()  # rank 0 cannot
         return trouble
 
@@ -197,26 +185,26 @@ class Group:
             self._heartbeat.is_leaderless or self._meetings < 2
         ):  # no rank writes before the second barrier
             return
-        self._store.add("stopped", 1)
+        self.store.add("stopped", 1)
         end = time.monotonic() + _LAST_WRITES
         while self.rank == 0 and time.monotonic() < end:
-            if self._store.add("stopped", 0) >= self.size - 1:
+            if self.store.add("stopped", 0) >= self.size - 1:
                 return
             time.sleep(_LONGEST_PAUSE)
 
     def _what_came_first(self, room: str) -> CkptError | None:
         """An error that a rank raised here before another one was lost, maybe because of it."""
         with suppress(RuntimeError):
-            if not self._heartbeat.is_leaderless and self._store.add(f"{room}/failed", 0):
+            if not self._heartbeat.is_leaderless and self.store.add(f"{room}/failed", 0):
                 error = self._first_error(room)
                 return None if type(error) is CkptError else error
         return None
 
     def _first_error(self, room: str) -> CkptError:
         """The error of the lowest rank that failed, with its number unless it is this rank's."""
-        failed = (r for r in range(self.size) if self._store.check([f"{room}/error/{r}"]))
+        failed = (r for r in range(self.size) if self.store.check([f"{room}/error/{r}"]))
         rank = next(failed)
-        error = messages.decode(self._store.get(f"{room}/error/{rank}").decode())
+        error = messages.decode(self.store.get(f"{room}/error/{rank}").decode())
         return error if rank == 0 else error.at(f"Rank {rank}")
 
     def _wait(self, done: Callable[[], bool]) -> None:
@@ -279,29 +267,31 @@ def _stores(place: RankPlace, name: str) -> tuple[Store, Store]:
         beats = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
         return PrefixStore(name, store), PrefixStore(name, beats)
 
-    answers: list[tuple[Store, Store]] = []
-    errors: list[BaseException] = []
-    thread = _in_thread(connect, answers, errors)
+    connecting = Background(connect)
     end = time.monotonic() + seconds + _ORPHANS_PATIENCE
-    while thread.is_alive() and time.monotonic() < end:
-        thread.join(_LONGEST_PAUSE)
+    while not connecting.wait(_LONGEST_PAUSE) and time.monotonic() < end:
         if environment.is_orphan():  # give the connection time to report it to the others
             end = min(end, time.monotonic() + _ORPHANS_PATIENCE)
-    if answers:
-        return answers[0]
+    if connecting.wait(0) and connecting.error is None:
+        return connecting.result()
+    error = connecting.error
     if place.local_rank == 0:
         environment.speak()  # rank 0 may not be there at all
     if environment.is_orphan():
         raise PeerFailedError(f"The torchrun agent that started rank {place.rank} is gone.")
-    if errors and not isinstance(errors[0], RuntimeError | OSError):
-        raise errors[0]
-    if errors and isinstance(errors[0], ConnectionRefusedError):
+    if error is not None and not isinstance(error, RuntimeError | OSError):
+        raise error
+    if isinstance(error, ConnectionRefusedError):
         raise PeerFailedError(
             f"Nothing listens at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: the "
             "torchrun agent that holds the job's store has ended."
         )
-    why = str(errors[0]).partition("\n")[0] if errors else f"waited {seconds:.0f} seconds"
-    raise _no_group(place, why)
+    why = f"waited {seconds:.0f} seconds" if error is None else str(error).partition("\n")[0]
+    raise UsageError(
+        f"Rank {place.rank} did not find the {place.world_size} ranks of its torchrun job ({why}).",
+        hint="All ranks must run this same command. Inside of another torchrun job, run it without "
+        "that job's variables: env -u RANK ckpt-tools …",
+    )
 
 
 def _require_listener(seconds: float) -> None:
@@ -321,27 +311,3 @@ def _require_listener(seconds: float) -> None:
             time.sleep(_LONGEST_PAUSE)
         else:
             return
-
-
-def _in_thread(
-    call: Callable[[], T], answers: list[T], errors: list[BaseException]
-) -> threading.Thread:
-    """A thread that is started, and puts what ``call`` gives or raises into one of the lists."""
-
-    def run() -> None:
-        try:
-            answers.append(call())
-        except BaseException as error:  # noqa: BLE001 - raised by the one who waits
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
-
-
-def _no_group(place: RankPlace, why: str) -> UsageError:
-    return UsageError(
-        f"Rank {place.rank} did not find the {place.world_size} ranks of its torchrun job ({why}).",
-        hint="All ranks must run this same command. Inside of another torchrun job, run it without "
-        "that job's variables: env -u RANK ckpt-tools …",
-    )

@@ -154,7 +154,16 @@ class Heartbeat:
         if self._looks_since_joined * self._interval >= limit + later:
             ranks = range(self._place.world_size)
             absent = [rank for rank in ranks if not self._store.check([f"beat/{rank}"])]
-            self._report(absent, _not_joined(absent, ranks=len(ranks), after=limit))
+            shown = some(list(map(str, absent)), _NAMED)
+            error = PeerFailedError(
+                f"Of the {len(ranks)} ranks of this torchrun job, {shown} did not join within "
+                f"{limit:.0f} seconds of the last that did: killed as they started, or on a slow "
+                "or lost node.",
+                hint="Check that node, then run the same command again on all of them. Inside of "
+                "another torchrun job, run it without that job's variables: env -u RANK "
+                "ckpt-tools …",
+            )
+            self._report(absent, error)
 
     def _look_for_silent(self) -> None:
         beats = self._store.multi_get([f"beat/{rank}" for rank in self._watched])
@@ -185,13 +194,3 @@ class Heartbeat:
 
 def _gone(text: str) -> PeerFailedError:
     return PeerFailedError(text, hint="Check that node, then run the same command again.")
-
-
-def _not_joined(absent: Sequence[int], *, ranks: int, after: float) -> PeerFailedError:
-    shown = some(list(map(str, absent)), _NAMED)
-    return PeerFailedError(
-        f"Of the {ranks} ranks of this torchrun job, {shown} did not join within {after:.0f} "
-        "seconds of the last that did: killed as they started, or on a slow or lost node.",
-        hint="Check that node, then run the same command again on all of them. Inside of "
-        "another torchrun job, run it without that job's variables: env -u RANK ckpt-tools …",
-    )

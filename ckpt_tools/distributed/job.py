@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, out_path
@@ -13,11 +13,16 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.distributed import environment
+from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 
 if TYPE_CHECKING:
     from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan
+
+
+Engine = Literal["copy", "dcp", "gather"]
+ENGINES: tuple[Engine, ...] = ("copy", "dcp", "gather")
 
 
 def dry_run_output(out: str, write: WriteOptions, sources: Iterable[str]) -> None:
@@ -45,26 +50,28 @@ def made_at(out: str) -> str:
 
 
 class Job(NamedTuple):
-    """A reshard to the folder ``out``; ``on_bytes`` gets the number of bytes that this process
-    wrote, ``on_total`` before that about how many there will be.
+    """A reshard of the checkpoint ``ckpt`` to the folder ``out``.
+
+    ``workers`` are processes started here, 1 for none. ``on_bytes`` gets the number of bytes that
+    this process wrote, ``on_total`` before that about how many there will be.
     """
 
+    ckpt: str
     out: str
     options: ReshardOptions
     write: WriteOptions
-    on_bytes: Callable[[int], None]
+    engine: Engine = "copy"
+    workers: int = 1
+    read: ReadOptions = ReadOptions()
+    on_bytes: Callable[[int], None] = ignore_bytes
     on_total: Callable[[int], None] = ignore_bytes
 
-    def without_resume(self) -> Job:
-        """The same for an engine that logs no finished files, and so always starts again."""
-        return self._replace(write=replace(self.write, resume=False))
-
-    def noting_resume(self, plan: ReshardPlan, *, engine: str) -> ReshardPlan:
-        """The plan, with a note when --resume was asked of such an engine."""
+    def noting_resume(self, plan: ReshardPlan) -> ReshardPlan:
+        """The plan, with a note when --resume was asked of an engine that cannot resume."""
         if not self.write.resume:
             return plan
-        note = f"--engine {engine} records no finished files: --resume started from the beginning."
-        return replace(plan, notes=(*plan.notes, note))
+        note = "records no finished files: --resume started from the beginning."
+        return replace(plan, notes=(*plan.notes, f"--engine {self.engine} {note}"))
 
     def of(self, index: CheckpointIndex) -> Reshard:
         """The conversion of this checkpoint."""

@@ -10,8 +10,12 @@ from ckpt_tools.errors import CkptError
 
 def encode(error: BaseException) -> str:
     """An error as one line of JSON; an error of another class becomes a fault of ckpt-tools."""
-    if not isinstance(error, CkptError):
-        error = _as_ours(error)
+    if isinstance(error, OSError):
+        error = errors.from_system(error)
+    elif isinstance(error, KeyboardInterrupt):
+        error = CkptError("Stopped.")
+    elif not isinstance(error, CkptError):
+        error = CkptError(f"ckpt-tools itself failed: {type(error).__name__}: {error}")
     facts = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     return json.dumps(facts)
 
@@ -22,11 +26,3 @@ def decode(text: str) -> CkptError:
     kind = getattr(errors, facts["kind"], CkptError)
     error = kind(facts["message"], hint=facts["hint"])
     return error if isinstance(error, CkptError) else CkptError(facts["message"])
-
-
-def _as_ours(error: BaseException) -> CkptError:
-    if isinstance(error, OSError):
-        return errors.from_system(error)
-    if isinstance(error, KeyboardInterrupt):
-        return CkptError("Stopped.")
-    return CkptError(f"ckpt-tools itself failed: {type(error).__name__}: {error}")

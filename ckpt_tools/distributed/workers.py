@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.copying.tasks import Share, Task
-from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.core.plan import KnownReads, LazyPlans, ReadItem, WriteItem
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError
@@ -85,18 +85,14 @@ def _located(tasks: list[Task], source: CheckpointIndex, files: Files) -> list[T
             if read.chunk.codec is not None:
                 waiting.append(_Waiting(reads, len(reads), piece.item))
             reads.append(read)
-    waiting.sort(key=_place)  # neighbours in a file are one read
-    groups = [list(group) for _, group in groupby(waiting, key=_stored)]
+    waiting.sort(key=lambda one: one.stored.data[:2])  # neighbours in a file are one read
+    # Views of one chunk are located together, all else alone.
+    grouped = groupby(waiting, key=lambda one: id(one.read.chunk.of or one))
+    groups = [list(group) for _, group in grouped]
     entries = [
-        TensorEntry(
-            group[0].item.fqn,
-            (),
-            "other",
-            group[0].item.source,
-            (),
-            tuple(one.read.chunk for one in group),
-        )
+        TensorEntry(item.fqn, (), "other", item.source, (), tuple(one.read.chunk for one in group))
         for group in groups
+        for item in [group[0].item]
     ]
     if entries:
         from ckpt_tools import formats  # late: where all is located already, no reader is needed
@@ -128,17 +124,10 @@ class _Waiting(NamedTuple):
         """The read itself."""
         return self.reads[self.at]
 
-
-def _place(waiting: _Waiting) -> tuple[str, int]:
-    chunk = waiting.read.chunk
-    path, offset, _ = (chunk.of or chunk).data
-    return path, offset
-
-
-def _stored(waiting: _Waiting) -> int:
-    """Equal for views of one chunk, which is located once."""
-    chunk = waiting.read.chunk
-    return id(chunk.of or waiting)
+    @property
+    def stored(self) -> Chunk:
+        """The chunk in the file, of which that of the read may be a view."""
+        return self.read.chunk.of or self.read.chunk
 
 
 def write_with_workers(orders: Sequence[ShareOrder], *, on_bytes: Callable[[int], None]) -> None:

@@ -27,13 +27,7 @@ from ckpt_tools.proof.diff import (
 from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, are_equal, fingerprint
 from ckpt_tools.proof.replicas import require_equal_replicas
 from ckpt_tools.proof.tolerance import Tolerance
-from ckpt_tools.proof.verify import (
-    RankState,
-    VerifyReport,
-    bytes_to_read,
-    verify,
-    verify_quick,
-)
+from ckpt_tools.proof.verify import RankState, VerifyReport, bytes_to_read, verify, verify_quick
 
 __all__ = [
     "Anomaly",

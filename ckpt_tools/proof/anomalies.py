@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.text import counted
@@ -47,34 +48,30 @@ def anomalies_of(scan: Scan, files: Files) -> Iterator[Anomaly]:
     if len(scan.chunks) < 2:
         return
     for one in scan.chunks:
-        kind = _kind_of(one, scan)
-        if kind is not None:
-            chunk = one.chunk
-            yield Anomaly(
-                scan.entry.fqn, kind, chunk.box, chunk.rank, chunk.data.path, _detail(kind, one)
-            )
+        oddity = _oddity(one, scan)
+        if oddity is not None:
+            yield _of_chunk(scan, one, *oddity)
     yield from _repeated(scan, files)
 
 
-def _kind_of(one: ChunkScan, scan: Scan) -> Kind | None:
+def _of_chunk(scan: Scan, one: ChunkScan, kind: Kind, detail: str) -> Anomaly:
+    chunk = one.chunk
+    return Anomaly(scan.entry.fqn, kind, chunk.box, chunk.rank, chunk.data.path, detail)
+
+
+def _oddity(one: ChunkScan, scan: Scan) -> tuple[Kind, str] | None:
     """How a chunk differs from the rest of its tensor."""
     here, total = one.moments, scan.total
     if here.numel < _MIN_NUMEL:
         return None
     if here.zeros == here.numel and total.zeros < total.numel:
-        return "zero"
+        return "zero", "every element is zero"
     if here.nan == here.numel and total.nan < total.numel:
-        return "nan"
+        return "nan", "every element is NaN"
     is_constant = here.finite == here.numel and here.least == here.greatest and here.m2 == 0
     if is_constant and total.least != total.greatest:
-        return "constant"
+        return "constant", f"every element is {here.mean:g}"
     return None
-
-
-def _detail(kind: Kind, one: ChunkScan) -> str:
-    if kind == "constant":
-        return f"every element is {one.moments.mean:g}"
-    return {"zero": "every element is zero", "nan": "every element is NaN"}[kind]
 
 
 def _repeated(scan: Scan, files: Files) -> Iterator[Anomaly]:
@@ -88,22 +85,12 @@ def _repeated(scan: Scan, files: Files) -> Iterator[Anomaly]:
         first, *others = group
         for other in others:
             if _equal(scan.entry, first, other, files):
-                chunk = other.chunk
                 who = "" if first.chunk.rank is None else f" of rank {first.chunk.rank}"
-                yield Anomaly(
-                    scan.entry.fqn,
-                    "repeated",
-                    chunk.box,
-                    chunk.rank,
-                    chunk.data.path,
-                    f"the same as {first.chunk.box}{who}",
-                )
+                yield _of_chunk(scan, other, "repeated", f"the same as {first.chunk.box}{who}")
 
 
 def _equal(entry: TensorEntry, one: ChunkScan, other: ChunkScan, files: Files) -> bool:
     """Whether two chunks with one CRC-32 hold the same bytes."""
-    from ckpt_tools.copying.write import read_box
-
     alone = [replace(entry, chunks=(scanned.chunk,)) for scanned in (one, other)]
     here = read_box(alone[0], one.chunk.box, files=files)
     there = read_box(alone[1], other.chunk.box, files=files)

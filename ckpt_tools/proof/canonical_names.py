@@ -12,10 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckpt_tools.core import names
-from ckpt_tools.core.index import (
-    CheckpointIndex,
-    Section,
-)
+from ckpt_tools.core.index import CheckpointIndex, Section
 from ckpt_tools.errors import UnsupportedError
 
 # What an optimizer's state dict puts above the parameters' names; Composer puts its class above,

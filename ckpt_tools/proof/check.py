@@ -12,15 +12,10 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.read import read_box, stream_box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    LocatedIndex,
-    ObjectEntry,
-    TensorEntry,
-)
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
@@ -168,7 +163,6 @@ def _digest_as(pair: _Pair, files: Files, on_run: Callable[[ByteRange, int], Non
     if entry.dtype == dtype:
         return digest_of(entry, files, on_run=on_run)
     from ckpt_tools.copying.cast import Caster
-    from ckpt_tools.copying.read import stream_box
 
     caster = Caster(entry.dtype, dtype)
     buffer = memoryview(bytearray(_BLOCK_NUMEL * dtype.itemsize))
@@ -186,7 +180,6 @@ def _digest_as(pair: _Pair, files: Files, on_run: Callable[[ByteRange, int], Non
 def _boxes_differ(pair: _Pair, own: Collection[str], files: Files) -> bool:
     """Whether the result holds anything else in the boxes that these files hold."""
     from ckpt_tools.copying.cast import Caster
-    from ckpt_tools.copying.write import read_box
 
     source, result = pair.source, pair.result
     caster = None if source.dtype == pair.dtype else Caster(source.dtype, pair.dtype)

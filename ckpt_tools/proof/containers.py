@@ -50,9 +50,7 @@ def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersComp
     for form in {formats.named(index.format) for index in (a, b)}:
         here = form.containers(here, is_tensor=lambda fqn: a.tensor(fqn) is not None) or here
         there = form.containers(there, is_tensor=lambda fqn: b.tensor(fqn) is not None) or there
-    comparison = _ContainerComparison(frozenset(here.leaves()), frozenset(there.leaves()))
-    differing = tuple(comparison.of(here, there))
-    return ContainersCompared(comparison.count, differing)
+    return _compared(here, there)
 
 
 def as_read_back(index: CheckpointIndex, form: str) -> CheckpointIndex:
@@ -105,33 +103,30 @@ def _keeps_containers(index: CheckpointIndex) -> bool:
     return keeps and any(isinstance(item, Branch) for item in index.nesting.items)
 
 
-class _ContainerComparison:
-    """One walk through two trees, side by side."""
-
-    def __init__(self, a: frozenset[str], b: frozenset[str]) -> None:
-        self.count = 0
-        self._a = a
-        self._b = b
-
-    def of(self, a: Branch[str], b: Branch[str]) -> Iterator[ContainerDiff]:
-        waiting: list[tuple[Path, Branch[str], Branch[str]]] = [((), a, b)]
-        while waiting:
-            path, one, other = waiting.pop()
-            self.count += 1
-            if _kind(one) != _kind(other):
-                yield ContainerDiff(names.join(path), _words(one), _words(other))
-                continue
-            yield from _keys(path, one, other)
-            theirs = dict(other.pairs())
-            for part, item in one.pairs():
-                there = theirs.pop(part, None)
-                if isinstance(item, Branch) and isinstance(there, Branch):
-                    waiting.append(((*path, part), item, there))
-                elif there is None and _is_other(item, self._b):
-                    yield ContainerDiff(names.join((*path, part)), _words(item), None)
-            for part, there in theirs.items():
-                if _is_other(there, self._a):
-                    yield ContainerDiff(names.join((*path, part)), None, _words(there))
+def _compared(a: Branch[str], b: Branch[str]) -> ContainersCompared:
+    """Walk through two trees side by side."""
+    names_a, names_b = frozenset(a.leaves()), frozenset(b.leaves())
+    count = 0
+    differing: list[ContainerDiff] = []
+    waiting: list[tuple[Path, Branch[str], Branch[str]]] = [((), a, b)]
+    while waiting:
+        path, one, other = waiting.pop()
+        count += 1
+        if _kind(one) != _kind(other):
+            differing.append(ContainerDiff(names.join(path), _words(one), _words(other)))
+            continue
+        differing += _keys(path, one, other)
+        theirs = dict(other.pairs())
+        for part, item in one.pairs():
+            there = theirs.pop(part, None)
+            if isinstance(item, Branch) and isinstance(there, Branch):
+                waiting.append(((*path, part), item, there))
+            elif there is None and _is_other(item, names_b):
+                differing.append(ContainerDiff(names.join((*path, part)), _words(item), None))
+        for part, there in theirs.items():
+            if _is_other(there, names_a):
+                differing.append(ContainerDiff(names.join((*path, part)), None, _words(there)))
+    return ContainersCompared(count, tuple(differing))
 
 
 def _is_other(item: str | Branch[str] | None, names_there: frozenset[str]) -> bool:

@@ -63,7 +63,13 @@ class ReadResult:
         if crc == one.crc:
             self.crcs += 1
         else:
-            self.damages.append(Damage(where, _wrong_crc(where, one, crc)))
+            end = where.offset + where.length
+            error = UnreadableError(
+                f"{where.path}: {one.name} (bytes {where.offset:,} to {end:,}) is damaged: "
+                f"its CRC-32 is {crc:08x}, the archive says {one.crc:08x}.",
+                hint="Use another copy of the file; its data cannot be repaired.",
+            )
+            self.damages.append(Damage(where, error))
 
 
 def read_everything(
@@ -252,12 +258,3 @@ class _Checker:
         if window is None:
             window = self._own.window = Window(self._files, _EDGE if self._seen else _BLOCK)
         return window
-
-
-def _wrong_crc(where: ByteRange, one: Checksummed, crc: int) -> UnreadableError:
-    end = where.offset + where.length
-    return UnreadableError(
-        f"{where.path}: {one.name} (bytes {where.offset:,} to {end:,}) is damaged: "
-        f"its CRC-32 is {crc:08x}, the archive says {one.crc:08x}.",
-        hint="Use another copy of the file; its data cannot be repaired.",
-    )

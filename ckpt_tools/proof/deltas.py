@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools.copying.cast import has_numbers, numbers
-from ckpt_tools.copying.write import read_box
+from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.proof.scan import sum_of_squares
@@ -47,19 +47,6 @@ class Delta:
     def relative_l2(self) -> float | None:
         """The L2 norm of the difference over that of the first tensor; None when that is zero."""
         return sqrt(self.squares / self.reference) if self.reference > 0 else None
-
-
-def same_bytes(
-    a: TensorEntry, b: TensorEntry, files: Files, *, on_bytes: Callable[[int], None]
-) -> bool:
-    """Whether two located tensors of one type and shape are equal bit by bit."""
-    whole = Box.whole(a.shape)
-    here, there = read_box(a, whole, files=files), read_box(b, whole, files=files)
-    for one, other in zip(here, there, strict=True):
-        on_bytes(len(one) + len(other))
-        if not np.array_equal(np.frombuffer(one, "u1"), np.frombuffer(other, "u1")):
-            return False
-    return True
 
 
 def delta(a: TensorEntry, b: TensorEntry, files: Files, *, tolerance: Tolerance) -> Delta:

@@ -7,13 +7,15 @@ headers, objects by value, tensors by their elements. A difference in one entry 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.core.index import CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.copying.read import first_difference
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.errors import UsageError
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
@@ -69,50 +71,43 @@ def parse_rename(text: str) -> Rename:
 
 
 class Pairs(NamedTuple):
-    """Names on both sides, and on one only; each name with what it is called there."""
+    """The entries that both sides have, and those of one side only, by their comparable names."""
 
-    both: dict[str, tuple[str, str]]
-    only_a: dict[str, str]
-    only_b: dict[str, str]
+    both: dict[str, tuple[Entry, Entry]]
+    only_a: dict[str, Entry]
+    only_b: dict[str, Entry]
 
 
 def pair(a: CheckpointIndex, b: CheckpointIndex, naming: Naming) -> Pairs:
-    """Match the tensors and objects of two checkpoints; values of the result are raw names.
+    """Match the tensors and objects of two checkpoints.
 
     Raises UsageError when two names of one side become one.
     """
     here, there = _names(a, naming, "a"), _names(b, naming, "b")
     return Pairs(
-        both={name: (fqn, there[name]) for name, fqn in here.items() if name in there},
-        only_a={name: fqn for name, fqn in here.items() if name not in there},
-        only_b={name: fqn for name, fqn in there.items() if name not in here},
+        both={name: (entry, there[name]) for name, entry in here.items() if name in there},
+        only_a={name: entry for name, entry in here.items() if name not in there},
+        only_b={name: entry for name, entry in there.items() if name not in here},
     )
 
 
-def _names(index: CheckpointIndex, naming: Naming, side: Side) -> dict[str, str]:
-    """The comparable name of each entry of one side, sorted, with its raw name."""
-    rename = _renamer([r for r in naming.renames if r.side in (None, side)])
-    fqns = [entry.fqn for entry in index.tensors] + [entry.fqn for entry in index.objects]
+def _names(index: CheckpointIndex, naming: Naming, side: Side) -> dict[str, Entry]:
+    """The entries of one side by their comparable names, sorted by these."""
     inside = canonical_names(index) if naming.clean else {}
-    fqns_by_name: dict[str, str] = {}
-    for fqn in fqns:
-        place = inside.get(fqn, Inside("model", fqn))
-        name = rename(place.name)
-        if place.section != "model":
-            name = f"{place.section}:{name}"
-        other = fqns_by_name.setdefault(name, fqn)
-        if other != fqn:
-            raise UsageError(f"{index.root}: {other} and {fqn} would both be called {name}.")
-    return dict(sorted(fqns_by_name.items()))
-
-
-def _renamer(renames: Sequence[Rename]) -> Callable[[str], str]:
-    def rename(name: str) -> str:
-        for one in renames:
-            name = one.pattern.sub(one.replacement, name)
-        return name
-
-    return rename
+    by_name: dict[str, Entry] = {}
+    for entry in index.entries:
+        section, name = inside.get(entry.fqn, Inside("model", entry.fqn))
+        for rename in naming.renames:
+            if rename.side in (None, side):
+                name = rename.pattern.sub(rename.replacement, name)
+        if section != "model":
+            name = f"{section}:{name}"
+        other = by_name.setdefault(name, entry)
+        if other.fqn != entry.fqn:
+            raise UsageError(
+                f"{index.root}: {other.fqn} and {entry.fqn} would both be called {name}."
+            )
+    return dict(sorted(by_name.items(), key=itemgetter(0)))
 
 
 Status = Literal[
@@ -169,7 +164,8 @@ class Diff:
 def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming) -> Diff:
     """Compare names, types and shapes; nothing but headers is read, and no values are compared."""
     pairs = pair(a, b, naming)
-    entries = [*_one_sided(a, b, pairs), *(_header(*both) for both in _both(a, b, pairs))]
+    headers = (_header(name, *both) for name, both in pairs.both.items())
+    entries = [*_one_sided(pairs), *headers]
     return _diff(pairs, entries, sides=(a, b), naming=naming, values_compared=False)
 
 
@@ -189,7 +185,7 @@ def diff(
 
     Raises what keeps either from being whole, and UsageError when two names of one side become one.
     """
-    from ckpt_tools.proof.deltas import delta, same_bytes  # numpy: headers do without it
+    from ckpt_tools.proof.deltas import delta  # numpy: headers do without it
 
     # Of one format, objects that are large are compared by their bytes.
     largest = formats.SMALL_OBJECT if a.format == b.format else None
@@ -197,47 +193,40 @@ def diff(
     pairs = pair(here, there, options.naming)
     tally = Tally(on_bytes)
 
-    def values(pair: _Both) -> EntryDiff:
-        one, other = pair.a, pair.b
-        header = _header(*pair)
-        if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
-            return header
+    def values(pair: _TensorPair) -> EntryDiff:
+        header, whole = _header(*pair), Box.whole(pair.a.shape)
         if header.status not in ("same", "dtype"):
             return header
-        if header.status == "same" and same_bytes(one, other, files, on_bytes=tally.add):
-            return header
-        found_delta = delta(one, other, files, tolerance=options.tolerance)
+        if header.status == "same":
+            differing = first_difference(
+                *(pair.a, pair.b, whole), files=files, on_bytes=lambda count: tally.add(2 * count)
+            )
+            if differing is None:
+                return header
+        found_delta = delta(pair.a, pair.b, files, tolerance=options.tolerance)
         return _with_delta(header, found_delta, options)
 
-    both = list(_both(here, there, pairs))
-    tensors = [one for one in both if isinstance(one.a, TensorEntry)]
-    objects = [one for one in both if isinstance(one.a, ObjectEntry)]
+    tensors: list[_TensorPair] = []
+    others: list[tuple[str, Entry, Entry]] = []
+    for name, (one, other) in pairs.both.items():
+        if isinstance(one, TensorEntry) and isinstance(other, TensorEntry):
+            tensors.append(_TensorPair(name, one, other))
+        else:
+            others.append((name, one, other))
     entries = [
-        *_one_sided(here, there, pairs),
-        *in_threads(values, tensors, threads=threads, nbytes=_nbytes),
-        *map(partial(_object, files), objects),
+        *_one_sided(pairs),
+        *in_threads(values, tensors, threads=threads, nbytes=lambda pair: pair.a.nbytes),
+        *(_object(name, one, other, files) for name, one, other in others),
     ]
     return _diff(pairs, entries, sides=(here, there), naming=options.naming, values_compared=True)
 
 
-class _Both(NamedTuple):
-    """A name with the entries of both sides."""
+class _TensorPair(NamedTuple):
+    """A name with the tensors of both sides."""
 
     name: str
-    a: TensorEntry | ObjectEntry
-    b: TensorEntry | ObjectEntry
-
-
-def _both(a: CheckpointIndex, b: CheckpointIndex, pairs: Pairs) -> Iterator[_Both]:
-    for name, (one, other) in pairs.both.items():
-        yield _Both(name, _entry(a, one), _entry(b, other))
-
-
-def _entry(index: CheckpointIndex, fqn: str) -> TensorEntry | ObjectEntry:
-    entry = index.tensor(fqn) or index.object(fqn)
-    if entry is None:
-        raise KeyError(fqn)  # names come from this very index
-    return entry
+    a: TensorEntry
+    b: TensorEntry
 
 
 def _opened(index: CheckpointIndex, files: Files, largest: int | None) -> LocatedIndex:
@@ -246,26 +235,20 @@ def _opened(index: CheckpointIndex, files: Files, largest: int | None) -> Locate
     return formats.open_objects(located, files, largest=largest)
 
 
-def _nbytes(pair: _Both) -> int:
-    return pair.a.nbytes if isinstance(pair.a, TensorEntry) else 0
+def _one_sided(pairs: Pairs) -> Iterator[EntryDiff]:
+    for name, entry in pairs.only_a.items():
+        yield EntryDiff(name, "only a", _words(entry), None)
+    for name, entry in pairs.only_b.items():
+        yield EntryDiff(name, "only b", None, _words(entry))
 
 
-def _one_sided(a: CheckpointIndex, b: CheckpointIndex, pairs: Pairs) -> Iterator[EntryDiff]:
-    for name, fqn in pairs.only_a.items():
-        yield EntryDiff(name, "only a", _words(_entry(a, fqn)), None)
-    for name, fqn in pairs.only_b.items():
-        yield EntryDiff(name, "only b", None, _words(_entry(b, fqn)))
-
-
-def _words(entry: TensorEntry | ObjectEntry) -> str:
+def _words(entry: Entry) -> str:
     if isinstance(entry, TensorEntry):
         return f"{entry.dtype.name} {list(entry.shape)}"
     return f"object {entry.value!r}" if entry.opened else f"object ({entry.type_name or 'closed'})"
 
 
-def _header(
-    name: str, one: TensorEntry | ObjectEntry, other: TensorEntry | ObjectEntry
-) -> EntryDiff:
+def _header(name: str, one: Entry, other: Entry) -> EntryDiff:
     """A pair compared by its headers."""
     same = EntryDiff(name, "same", _words(one), _words(other))
     if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
@@ -283,11 +266,11 @@ def _with_delta(header: EntryDiff, delta: Delta, options: DiffOptions) -> EntryD
     return header._replace(status=status, delta=delta)
 
 
-def _object(files: Files, pair: _Both) -> EntryDiff:
-    header = _header(*pair)
-    if not isinstance(pair.a, ObjectEntry) or not isinstance(pair.b, ObjectEntry):
+def _object(name: str, one: Entry, other: Entry, files: Files) -> EntryDiff:
+    header = _header(name, one, other)
+    if not isinstance(one, ObjectEntry) or not isinstance(other, ObjectEntry):
         return header
-    verdict, detail = compare_objects(pair.a, pair.b, files)
+    verdict, detail = compare_objects(one, other, files)
     status: Status = "unknown" if verdict is None else "same" if verdict else "values"
     return header._replace(status=status, detail=detail)
 
@@ -300,7 +283,7 @@ def _diff(
     naming: Naming,
     values_compared: bool,
 ) -> Diff:
-    objects = sum(sides[0].object(fqn) is not None for fqn, _ in pairs.both.values())
+    objects = sum(isinstance(one, ObjectEntry) for one, _ in pairs.both.values())
     containers = None if naming.clean or naming.renames else compare_containers(*sides)
     entries += [
         EntryDiff(one.name or "(all)", "container", one.a, one.b)

@@ -29,6 +29,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.read import stream_box
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
@@ -124,10 +125,6 @@ def digest_of(
 
     ``on_run`` is that of `stream_box`.
     """
-    from ckpt_tools.copying.read import (
-        stream_box,  # late: looking commands go without
-    )
-
     state = sha256()
     for piece in stream_box(entry, Box.whole(entry.shape), files=files, on_run=on_run):
         state.update(piece)

@@ -11,13 +11,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.core.index import (
-    ByteRange,
-    CheckpointIndex,
-    Chunk,
-    TensorEntry,
-    replicas_differ,
-)
+from ckpt_tools.copying.read import first_difference
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry, replicas_differ
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import CheckpointError
@@ -45,10 +40,6 @@ def differing_replicas(
 
     ``is_good`` says which byte ranges can be read; only those are compared.
     """
-
-    def compare(pair: _ReplicaPair) -> list[CheckpointError]:
-        return _compare(pair, files, tally)
-
     pairs = [
         _ReplicaPair(entry, chunk, other)
         for entry in tensors
@@ -56,7 +47,12 @@ def differing_replicas(
         for other in chunk.replicas
         if chunk.codec is None and chunk.box.numel and is_good(chunk.data) and is_good(other)
     ]
-    errors = in_threads(compare, pairs, threads=threads, nbytes=lambda pair: pair.other.length)
+    errors = in_threads(
+        lambda pair: _compare(pair, files, tally),
+        pairs,
+        threads=threads,
+        nbytes=lambda pair: pair.other.length,
+    )
     return list(chain.from_iterable(errors))
 
 
@@ -82,24 +78,14 @@ def require_equal_replicas(index: CheckpointIndex, files: Files, *, threads: int
 
 
 def _compare(pair: _ReplicaPair, files: Files, tally: Tally) -> list[CheckpointError]:
-    from ckpt_tools.copying.write import (
-        read_box,  # numpy comes with it, and looking commands go without
-    )
-
     entry, chunk, other = pair
     one = replace(entry, chunks=(chunk._replace(replicas=()),))
     two = replace(entry, chunks=(chunk._replace(replicas=(), data=other),))
-    done = 0
-    pieces = zip(
-        read_box(one, chunk.box, files=files), read_box(two, chunk.box, files=files), strict=True
-    )
-    for here, there in pieces:
-        tally.add(len(there))
-        if bytes(here) != bytes(there):
-            who = f"({_holder(chunk.data)} and {_holder(other)}, after {done:,} bytes)"
-            return [replicas_differ({entry.fqn: f"{chunk.box} {who}"})]
-        done += len(here)
-    return []
+    equal = first_difference(one, two, chunk.box, files=files, on_bytes=tally.add)
+    if equal is None:
+        return []
+    who = f"({_holder(chunk.data)} and {_holder(other)}, after {equal:,} bytes)"
+    return [replicas_differ({entry.fqn: f"{chunk.box} {who}"})]
 
 
 def _holder(data: ByteRange) -> str:

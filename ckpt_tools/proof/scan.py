@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools.copying.cast import exact_extremes, has_numbers, numbers
-from ckpt_tools.copying.write import read_box
+from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import Chunk, TensorEntry

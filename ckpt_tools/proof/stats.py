@@ -13,7 +13,7 @@ import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools import formats
 from ckpt_tools.copying.cast import numbers
-from ckpt_tools.copying.write import read_box
+from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
@@ -75,10 +75,12 @@ def stats(
     located.require_chosen()
     tally = Tally(on_bytes)
 
-    def one(entry: TensorEntry) -> Scan:
-        return scan(entry, files, on_bytes=tally.add)
-
-    scans = in_threads(one, located.tensors, threads=threads, nbytes=lambda entry: entry.nbytes)
+    scans = in_threads(
+        lambda entry: scan(entry, files, on_bytes=tally.add),
+        located.tensors,
+        threads=threads,
+        nbytes=lambda entry: entry.nbytes,
+    )
     anomalies = [anomaly for one in scans for anomaly in anomalies_of(one, files)]
     return Statistics(
         tensors=tuple(map(_stats, scans)),

@@ -1,8 +1,6 @@
 """Runs work on many tensors in a few threads, the largest tensors first.
 
 Reading, hashing and numpy all release the GIL. What the work is, is not known here.
-`concurrent.futures` is not used: to import it takes 7 ms, and looking commands need it
-for nothing else.
 """
 
 from __future__ import annotations
@@ -10,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from ckpt_tools.copying.parallel import choose_threads
+from ckpt_tools.copying.parallel import Background, choose_threads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -77,31 +75,3 @@ def _groups(items: Sequence[Item], nbytes: Callable[[Item], int]) -> list[list[i
         group.append(place)
         left -= size + 4096  # opening an item costs something, too
     return groups
-
-
-class Background(Generic[Result]):
-    """Work in a thread of its own that begins at once; left to itself when nobody asks for it."""
-
-    def __init__(self, work: Callable[[], Result]) -> None:
-        self._work = work
-        self._results: list[Result] = []
-        self._errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def result(self) -> Result:
-        """What it gave, or raise what it raised, when it is done."""
-        self.wait()
-        for error in self._errors:
-            raise error
-        return self._results[0]
-
-    def wait(self) -> None:
-        """Return when it is done."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._results.append(self._work())
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asks
-            self._errors.append(error)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.parallel import Background
 from ckpt_tools.core.coverage import uncovered
-from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted, rank_spans
@@ -23,7 +23,6 @@ from ckpt_tools.proof.consistency import Consistency, compare_model_and_optimize
 from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
 from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
-from ckpt_tools.proof.threads import Background
 from ckpt_tools.storage.reader import Files
 
 
@@ -113,7 +112,9 @@ class _Findings(NamedTuple):
 
 def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) -> VerifyReport:
     damages = findings.reading.damages if findings.reading is not None else []
-    bad_items = _bad_items(index, located, findings.files)
+    found = {id(problem) for problem in index.problems}
+    new = [problem for problem in located.problems if id(problem) not in found]
+    bad_items = _bad_items(index, new, findings.files)
     ranges = [damage.data for damage in (*bad_items, *damages)]
     condition = DamageMap(located, ranges)
     halves = _halves(located)
@@ -121,7 +122,7 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
     known = {fqn for problem in located.problems for fqn in problem.about}
     problems = [
         *index.problems,
-        *_not_in_damages(index, located, bad_items, damages),
+        *_not_in_damages(index, new, bad_items, damages),
         # The problem of files that are missing or lost says why rows are.
         *([] if located.missing or lost_files else uncovered(located.tensors, known=known)),
         *_about([one for one in damages if one.data.path not in lost_files], located),
@@ -146,49 +147,40 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
     )
 
 
-def _bad_items(index: CheckpointIndex, located: LocatedIndex, files: Files) -> list[Damage]:
-    """Which items of the tensors that could not be located are at fault: each is tried alone."""
-    known = {id(problem) for problem in index.problems}
-    new = [problem for problem in located.problems if id(problem) not in known]
+def _bad_items(
+    index: CheckpointIndex, new: Sequence[CheckpointError], files: Files
+) -> list[Damage]:
+    """Which items of the tensors that could not be located are at fault: each is tried alone.
+
+    ``new`` are the problems that locating found.
+    """
     damages: list[Damage] = []
     for fqn in sorted({fqn for problem in new for fqn in problem.about}):
         entry = index.tensor(fqn)
-        for chunk in entry.chunks if entry is not None else ():
-            one = _with_chunk(index, fqn, chunk.box)
-            alone = formats.locate(one, files).problems
-            damages += [Damage(chunk.data, problem) for problem in alone]
+        if entry is None:
+            continue
+        for chunk in entry.chunks:
+            same_box = tuple(other for other in entry.chunks if other.box == chunk.box)
+            alone = replace(entry, chunks=same_box)
+            one = replace(index, tensors=(alone,), objects=(), problems=())
+            faults = formats.locate(one, files).problems
+            damages += [Damage(chunk.data, problem) for problem in faults]
     return damages
-
-
-def _with_chunk(index: CheckpointIndex, fqn: str, box: Box) -> CheckpointIndex:
-    """A checkpoint of only this chunk, with no problems yet."""
-    entry = index.tensor(fqn)
-    tensors = (
-        ()
-        if entry is None
-        else (replace(entry, chunks=tuple(chunk for chunk in entry.chunks if chunk.box == box)),)
-    )
-    return replace(index, tensors=tensors, objects=(), problems=())
 
 
 def _not_in_damages(
     index: CheckpointIndex,
-    located: LocatedIndex,
+    new: Sequence[CheckpointError],
     bad_items: Sequence[Damage],
     damages: Sequence[Damage],
 ) -> list[CheckpointError]:
-    """Problems that locating found, without those that a damage describes better."""
-    known = {id(problem) for problem in index.problems}
+    """The ``new`` problems that locating found, without those that a damage describes better."""
     spans = IntervalMap([damage.data for damage in damages])
     names = {
         fqn for damage in bad_items for fqn in damage.error.about if not spans.meeting(damage.data)
     }
     names |= {entry.fqn for entry in index.objects if entry.flaw is not None}
-    return [
-        problem
-        for problem in located.problems
-        if id(problem) not in known and (not problem.about or problem.about & names)
-    ]
+    return [problem for problem in new if not problem.about or problem.about & names]
 
 
 def _about(damages: Sequence[Damage], located: LocatedIndex) -> list[CheckpointError]:

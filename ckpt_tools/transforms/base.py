@@ -7,11 +7,13 @@ compute are a `Materialize` to do before the files are written. No step is known
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from ckpt_tools.core.index import CheckpointIndex, TensorEntry
-from ckpt_tools.core.plan import FilePlan
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.plan import FilePlan, Finder, WriteItem, object_entry_as_tensor
 from ckpt_tools.errors import UsageError
+from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
 
@@ -20,6 +22,10 @@ class TransformedTensor(NamedTuple):
 
     entry: TensorEntry
     origins: tuple[str, ...]
+
+    def named(self, fqn: str) -> TransformedTensor:
+        """The same tensor under another name, in no container."""
+        return self._replace(entry=replace(self.entry, fqn=fqn, path=(fqn,)))
 
 
 class Materialize(Protocol):
@@ -67,6 +73,22 @@ def apply(
             (*outcome.works, *one.works),
         )
     return outcome
+
+
+def small_file(path: str, body: bytes) -> FilePlan:
+    """A file of these bytes beside the tensors."""
+    return FilePlan(path, len(body), ((0, body),), ())
+
+
+def copied_file(path: str, source: str) -> FilePlan:
+    """A file beside the tensors that is a copy of the file ``source``. Raises OSError."""
+    length = paths.size(source)
+    entry = object_entry_as_tensor(
+        ObjectEntry(path, (path,), "other", ByteRange(source, 0, length))
+    )
+    box = entry.chunks[0].box
+    item = WriteItem(path, path, 0, box, entry.dtype, entry.dtype, Finder(entry))
+    return FilePlan(path, length, (), (item,) if length else ())
 
 
 def refuse_collisions(made: Sequence[TransformedTensor]) -> None:

@@ -2,7 +2,8 @@
 
 Entries of any source are taken out of the containers that they stand in and put into those that the
 framework's own loader looks for: a tree in, a tree for each folder out. What a layout has no place
-for is left out and named. This room plans; it opens no file.
+for is left out and named. Which format a folder has, and how its files are planned, is the caller's
+to say. This room plans: of the disk it asks only how long the files are that are copied along.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from functools import partial, reduce
 from itertools import combinations
 from typing import Literal, NamedTuple, get_args
 
+from ckpt_tools import formats
 from ckpt_tools.core import names
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
-from ckpt_tools.errors import AnswerNo, UsageError
+from ckpt_tools.errors import AnswerNo, UsageError, unwritable
 from ckpt_tools.formats.frameworks import folder_of_save
 from ckpt_tools.transforms import optimizer, param_names
+from ckpt_tools.transforms.base import copied_file, small_file
 from ckpt_tools.transforms.optimizer import Digest, ParamNames
 from ckpt_tools.transforms.rank_states import TargetRanks
 
@@ -35,6 +39,8 @@ FrameworkLayout = Literal[
     "composer",
 ]
 LAYOUTS: tuple[FrameworkLayout, ...] = get_args(FrameworkLayout)
+# Plans the files of a folder, by its name, from its targets and its part of the index.
+PlanFolder = Callable[[str, Sequence[Target], CheckpointIndex], LazyPlans]
 
 # What verl calls the dimensions of its mesh; torch loads no DTensor of a mesh with other names.
 VERL_MESH = ("ddp", "fsdp")
@@ -160,27 +166,17 @@ class _Job(NamedTuple):
         shown = ", ".join(dict.fromkeys(names.join(path[:2]) for path in paths))
         return [f"Left out, because this layout has no place for it: {shown}."]
 
-    def step(self) -> int:
-        """The step that the folder of the source is named after, else 1.
+    def step(self) -> tuple[int, list[str]]:
+        """The step that a folder above the source is named after, the nearest first; else 1, with a
+        note.
 
         Never 0 for want of a name: of a step 0 TorchTitan loads the model alone.
         """
-        named = self.named_step()
-        return 1 if named is None else named
-
-    def named_step(self) -> int | None:
-        """The step in the name of a folder above the source, the nearest first."""
         for part in reversed(os.path.abspath(self.source.root).split(os.sep)):
             match = _STEP.fullmatch(part)
             if match:
-                return int(match[1])
-        return None
-
-    def about_step(self) -> list[str]:
-        """A note on a step that is not known."""
-        if self.named_step() is not None:
-            return []
-        return ["No folder name has the step, so it is 1; rename the folder if needed."]
+                return int(match[1]), []
+        return 1, ["No folder name has the step, so it is 1; rename the folder if needed."]
 
 
 def _parts(index: CheckpointIndex) -> _StateParts:
@@ -299,17 +295,19 @@ def _titan(job: _Job) -> Arranged:
     tops = ("lr_scheduler", "train_state", "dataloader")
     taken = job.taken(*tops)
     tree = _together(job.parts.model, _in(("optimizer",), optim), taken)
-    notes = job.about_step() + job.left_out(*tops)
+    step, notes = job.step()
+    notes += job.left_out(*tops)
     absent = ",".join(sorted(set(tops) - set(map(str, taken.parts()))))
     if absent:
         notes = [f"TorchTitan needs: --checkpoint.exclude_from_loading={absent}.", *notes]
-    return Arranged({f"step-{job.step()}": tree}, notes=tuple(notes))
+    return Arranged({f"step-{step}": tree}, notes=tuple(notes))
 
 
 def _verl(job: _Job) -> Arranged:
     """Rank files of verl: the optimizer numbered, as its loader gives it to the optimizer."""
     parts, target = job.parts, job.target
-    folder = f"global_step_{job.step()}/actor"
+    step, notes = job.step()
+    folder = f"global_step_{step}/actor"
     optim = parts.optim
     if optim is not None:
         optim = optimizer.numbered(optim, target.order, digest=target.digest)
@@ -322,7 +320,6 @@ def _verl(job: _Job) -> Arranged:
     )
     rest = parts._replace(other=parts.other.filter(lambda entry: entry.fqn not in own))
     copied = _of_hub(job.source, folder)
-    notes = list(job.about_step())
     if not copied:
         notes.append(
             f"There is no folder {_HUB} (config and tokenizer), which verl's merger wants."
@@ -380,7 +377,7 @@ def _composer(job: _Job) -> Arranged:
     """One sharded checkpoint of Composer: all of it in ``state``."""
     kind = _optimizer_class(job)
     root = os.path.basename(os.path.abspath(job.source.root))
-    folder = root if re.fullmatch(r"ep\d+-ba\d+", root) else f"ep0-ba{job.step()}"
+    folder = root if re.fullmatch(r"ep\d+-ba\d+", root) else f"ep0-ba{job.step()[0]}"
     taken = job.taken("state", "rng")
     if taken.get("rng") is None:
         # Its loader asks for the random states of all ranks that saved them: of none.
@@ -412,3 +409,45 @@ def _optimizer_class(job: _Job) -> str:
         if path[:2] == ("state", "optimizers") and len(path) > 2:
             return str(path[2])
     return "AdamW"
+
+
+def plan_files(
+    arranged: Arranged,
+    located: CheckpointIndex,
+    targets: Sequence[Target],
+    plan_folder: PlanFolder,
+) -> LazyPlans:
+    """All files of the arrangement, folder by folder, then what lies beside them.
+
+    ``targets`` equal the source's tensors under their own names; ``plan_folder`` plans the files of
+    a folder, by its name, from its targets and its part of the index, both under new names.
+    """
+    plans = LazyPlans()
+    for folder, tree in arranged.folders.items():
+        moved = located.arranged(tree)
+        if moved.entries:
+            plans += plan_folder(folder, renamed(tree, targets), moved).inside(folder)
+    for name, tree in arranged.beside.items():
+        moved = located.arranged(tree)
+        if moved.entries:
+            wanted = formats.PlanOptions(tree=moved.tree, single_file=name)
+            torch = formats.named("torch")
+            plans += torch.plan_files(renamed(tree, targets), moved.objects, options=wanted)
+    beside = [small_file(name, text.encode()) for name, text in arranged.texts.items()]
+    for name, path in arranged.copied.items():
+        try:
+            beside.append(copied_file(name, path))
+        except OSError as error:
+            raise unwritable(path, error, doing="copied along") from error
+    return plans + LazyPlans.of(beside)
+
+
+def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...]:
+    """The targets of a tree's tensors, under the names of their places, sorted by these."""
+    by_name = {target.fqn: target for target in targets}
+    placed = [
+        by_name[entry.fqn]._replace(fqn=names.join(path), path=path)
+        for path, entry in tree.walk()
+        if isinstance(entry, TensorEntry)
+    ]
+    return tuple(sorted(placed, key=lambda target: target.fqn))

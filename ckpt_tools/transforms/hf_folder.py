@@ -14,22 +14,17 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 from ckpt_tools import formats
-from ckpt_tools.copying.read import read_box
-from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.copying.read import first_difference
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry, TensorEntry
-from ckpt_tools.core.plan import (
-    FilePlan,
-    Finder,
-    WriteItem,
-    object_entry_as_tensor,
-)
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError, reason_of
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import hf_architecture, hf_config
-from ckpt_tools.transforms.base import TransformedTensor, TransformResult
+from ckpt_tools.transforms.base import TransformedTensor, TransformResult, copied_file, small_file
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.hf_architecture import Needed, Shapes
 from ckpt_tools.transforms.hf_config import CONFIG
@@ -90,7 +85,13 @@ def files_read(folder: str) -> list[str]:
 
 
 def _files_in(folder: str, wanted: Sequence[str]) -> list[str]:
-    return [name for name in _names_in(folder) if _is_asset(name, wanted)]
+    """The files in a folder that match a glob of the same depth, but never weights."""
+    return [
+        name
+        for name in _names_in(folder)
+        if not any(fnmatch(name, glob) for glob in _NEVER)
+        and any(fnmatch(name, glob) and name.count("/") == glob.count("/") for glob in wanted)
+    ]
 
 
 def _names_in(folder: str) -> list[str]:
@@ -171,13 +172,6 @@ def values_of(config: Mapping[str, object]) -> dict[str, int]:
     return values
 
 
-def _is_asset(name: str, wanted: Sequence[str]) -> bool:
-    unwanted = any(fnmatch(name, glob) for glob in _NEVER)
-    return not unwanted and any(
-        fnmatch(name, glob) and name.count("/") == glob.count("/") for glob in wanted
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class AssetsTransform:
     """Puts the assets beside the weights, once these are what the config's model needs.
@@ -226,11 +220,12 @@ class AssetsTransform:
 
     def _files(self, config: Mapping[str, object]) -> tuple[FilePlan, ...]:
         """The assets as they are, but for a config that was changed."""
-        plans = [_copied(self.assets.folder, name) for name in self.assets.files]
+        folder = self.assets.folder
+        plans = [copied_file(name, os.path.join(folder, name)) for name in self.assets.files]
         if config == self.assets.config:
             return tuple(plans)
         body = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-        changed = FilePlan(CONFIG, len(body), ((0, body),), ())
+        changed = small_file(CONFIG, body)
         return tuple(changed if plan.path == CONFIG else plan for plan in plans)
 
     def _compared(self, shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> str:
@@ -297,21 +292,4 @@ def same_bytes(one: TensorEntry, other: TensorEntry, files: Files) -> bool:
         return False
     if tuple(one.chunks) == tuple(other.chunks):
         return True
-    whole = Box.whole(one.shape)
-    pieces = zip(
-        read_box(one, whole, files=files), read_box(other, whole, files=files), strict=True
-    )
-    return all(first == second for first, second in pieces)
-
-
-def _copied(folder: str, name: str) -> FilePlan:
-    """A plan that copies one file of the folder byte for byte."""
-    path = os.path.join(folder, name)
-    length = paths.size(path)
-    if not length:
-        return FilePlan(name, 0, (), ())
-    data = ByteRange(path, 0, length)
-    entry = object_entry_as_tensor(ObjectEntry(name, (name,), "other", data))
-    box = Box.whole(entry.shape)
-    byte = BY_NAME["uint8"]
-    return FilePlan(name, length, (), (WriteItem(name, name, 0, box, byte, byte, Finder(entry)),))
+    return first_difference(one, other, Box.whole(one.shape), files=files) is None

@@ -239,11 +239,8 @@ def _common_letters(one: str, other: str) -> int:
 
 def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:
     """The packed tensors of a module, with their families."""
-    families = {}
-    for name, entry in group.items():
-        family = _family(name, entry, group)
-        if family is not None:
-            families[name] = family
+    known = {name: _family(name, entry, group) for name, entry in group.items()}
+    families = {name: family for name, family in known.items() if family is not None}
     codes = {name: family for name, family in families.items() if not name.endswith(_ZERO)}
     return codes or families
 

@@ -114,11 +114,8 @@ def without_old_ranks(
 
 
 def _count(states: _States) -> str:
-    return (
-        "of an unknown number of ranks"
-        if states.ranks is None
-        else f"{states.ranks} {states.whose}"
-    )
+    known = states.ranks is not None
+    return f"{states.ranks} {states.whose}" if known else "of an unknown number of ranks"
 
 
 def _states(index: CheckpointIndex) -> dict[str, _States]:

@@ -21,7 +21,7 @@ from ckpt_tools.analysis.ownership import (
 )
 from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli.pictures import colors, drawing, fold, shapes, text
-from ckpt_tools.cli.pictures.page import layout_page
+from ckpt_tools.cli.pictures.pages import layout_page
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
 
@@ -39,8 +39,8 @@ def _holdings(layers: int, *, layout: Layout = HSDP, extra: tuple[str, ...] = ()
 
 def _page(found: Holdings, *, root: str = "run", target: Holdings | None = None) -> str:
     told = inspect(replace(builders.index(), root=root), step=None, saved=0.0)
-    change = None if target is None else moved(found, target)
-    return layout_page(told, found, target=target, change=change)
+    after = None if target is None else text.After(target, moved(found, target))
+    return layout_page(told, found, after)
 
 
 def _ranks(count: int, *, layers: int = 1) -> Holdings:
@@ -155,7 +155,8 @@ def test_before_and_after_are_drawn_on_one_scale() -> None:
     page = _page(before, target=target)
     columns = re.findall(r'<b class="[^"]*" style="height:(\d+)px">', page)
     assert columns == ["24"] * 4 + ["48"] * 2
-    assert len(re.findall('height="32"', drawing.svg("run", before, target=target))) == 4
+    after = text.After(target, moved(before, target))
+    assert len(re.findall('height="32"', drawing.svg("run", before, after))) == 4
 
 
 @pytest.mark.parametrize(("ranks", "lines"), [(32, 1), (64, 2)])

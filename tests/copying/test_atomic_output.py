@@ -168,7 +168,7 @@ def test_an_old_output_that_cannot_be_removed_is_named(
     def refuse(path: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(atomic_output, "_remove", refuse)
+    monkeypatch.setattr(atomic_output, "remove", refuse)
     match = "out is written, but what it replaces cannot be removed: Permission denied"
     for again in (False, True):
         with pytest.raises(WriteError, match=match) as caught:

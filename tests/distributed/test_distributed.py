@@ -46,7 +46,7 @@ from ckpt_tools.core.plan import FilePlan, KnownReads, LazyPlans, WriteItem
 from ckpt_tools.distributed import agreement, dcp_engine, environment, gathering, messages
 from ckpt_tools.distributed import group as group_module
 from ckpt_tools.distributed.agreement import identity
-from ckpt_tools.distributed.engines import Request, reshard_by
+from ckpt_tools.distributed.engines import reshard_by
 from ckpt_tools.distributed.environment import RankPlace
 from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.distributed.group import Group
@@ -90,7 +90,7 @@ def nothing(_: int) -> None:
 
 
 def job(out: Path, *, mesh: str = "4x8") -> Job:
-    return Job(str(out), ReshardOptions(parse_mesh(mesh)), WriteOptions(), nothing)
+    return Job(str(DCP), str(out), ReshardOptions(parse_mesh(mesh)), WriteOptions())
 
 
 def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPlan:
@@ -562,7 +562,7 @@ def test_a_worker_that_dies_is_an_error_that_says_how(orders: list[ShareOrder]) 
 @pytest.mark.parametrize("engine", ["dcp", "gather"])
 def test_an_engine_of_a_job_says_how_to_start_one(tmp_path: Path, engine: str) -> None:
     with pytest.raises(UsageError, match="needs a torchrun job") as refused:
-        reshard_by(Request(str(DCP), engine), job(tmp_path / "out"))
+        reshard_by(job(tmp_path / "out")._replace(engine=engine))
     assert "torchrun --nproc-per-node" in (refused.value.hint or "")
 
 
@@ -571,7 +571,7 @@ def test_only_copy_rearranges_what_it_moves(tmp_path: Path, engine: str) -> None
     asked = job(tmp_path / "out")
     asked = asked._replace(options=replace(asked.options, param_names=("w",)))
     with pytest.raises(UsageError, match="moves tensors as they are"):
-        reshard_by(Request(str(DCP), engine), asked)
+        reshard_by(asked._replace(engine=engine))
 
 
 def test_workers_of_workers_are_refused(
@@ -579,7 +579,7 @@ def test_workers_of_workers_are_refused(
 ) -> None:
     under_torchrun(0)
     with pytest.raises(UsageError, match="-j 2 starts workers of its own"):
-        reshard_by(Request(str(DCP), workers=2), job(tmp_path / "out"))
+        reshard_by(job(tmp_path / "out")._replace(workers=2))
 
 
 def test_plans_of_another_checkpoint_have_another_digest() -> None:

@@ -15,23 +15,19 @@ from ckpt_tools.convert.reshard import ReshardOptions
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.mesh_spec import parse_mesh, parse_rule
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.engines import Request, reshard_by
+from ckpt_tools.distributed.engines import reshard_by
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import CkptError
-
-
-def _ignore(_: int) -> None:
-    """Take the news and do nothing."""
 
 
 def run(task: dict[str, object], rank: int) -> None:
     mesh = parse_mesh(str(task["mesh"]))
     rules = tuple(parse_rule(text, mesh) for text in task.get("place", ()))
     write = WriteOptions(check=bool(task.get("check")))
-    job = Job(str(task["out"]), ReshardOptions(mesh, rules=rules), write, _ignore)
-    request = Request(str(task["ckpt"]).replace("{rank}", str(rank)), str(task["engine"]))
+    ckpt = str(task["ckpt"]).replace("{rank}", str(rank))
+    options = ReshardOptions(mesh, rules=rules)
     try:
-        plan = reshard_by(request, job)
+        plan = reshard_by(Job(ckpt, str(task["out"]), options, write, str(task["engine"])))
         Path(f"{task['out']}.notes.{rank}").write_text("\n".join(plan.notes))
     except CkptError as error:
         Path(f"{task['out']}.error.{rank}").write_text(f"{type(error).__name__}: {error.message}")

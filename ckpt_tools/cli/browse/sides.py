@@ -51,7 +51,7 @@ class Sides:
     def _pairs(self) -> Pairs:
         if self.two:
             return pair(self.indexes[0], self.indexes[1], self._naming)
-        return Pairs({}, {entry.fqn: entry.fqn for entry in self.indexes[0].entries}, {})
+        return Pairs({}, {entry.fqn: entry for entry in self.indexes[0].entries}, {})
 
     @cached_property
     def _damaged(self) -> frozenset[str]:
@@ -61,13 +61,9 @@ class Sides:
 
     def entries(self, name: str) -> tuple[Entry | None, ...]:
         """What each side has under a comparable name."""
-        one, other = self._pairs.both.get(
-            name, (self._pairs.only_a.get(name), self._pairs.only_b.get(name))
-        )
-        named = zip(self.indexes, (one, other), strict=False)
-        return tuple(
-            None if fqn is None else index.tensor(fqn) or index.object(fqn) for index, fqn in named
-        )
+        pairs = self._pairs
+        held = pairs.both.get(name, (pairs.only_a.get(name), pairs.only_b.get(name)))
+        return held[: len(self.indexes)]
 
     def leaves(self, arrangement: Arrangement, text: str, *, differing: bool) -> list[Leaf]:
         """Every entry whose name has the text in it, or matches it as --include does, in its place.

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved, bytes_held, skew_of
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings, bytes_held, skew_of
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import rects
 from ckpt_tools.cli.pictures.shell import table, text
+from ckpt_tools.cli.pictures.text import After, place_words
 from ckpt_tools.core.text import counted, format_size, rank_spans, some
 
 _COLUMN = 48  # pixels
@@ -28,25 +29,21 @@ Side = tuple[str, Holdings]
 
 
 def who_holds_what(
-    before: Holdings,
-    *,
-    target: Holdings | None = None,
-    change: Moved | None = None,
-    damaged: frozenset[str] = frozenset(),
+    before: Holdings, after: After | None = None, *, damaged: frozenset[str] = frozenset()
 ) -> Iterator[str]:
-    """The ranks, then the rows; of both sides when there is a target, on one scale."""
-    sides: list[Side] = (
-        [("", before)] if target is None else [("before", before), ("after", target)]
-    )
+    """The ranks, then the rows; of both sides when there is a reshard, on one scale."""
+    sides: list[Side] = [("", before)]
+    if after is not None:
+        sides = [("before", before), ("after", after.holdings)]
     most = max((load for _, side in sides for load in bytes_held(side)), default=0)
     for title, side in sides:
-        gets = change.by_rank if change is not None and side is target else None
+        gets = after.change.by_rank if after is not None and side is after.holdings else None
         yield from _holders(side, title, most=most, gets=gets)
     if len(sides) > 1:
         yield f'<p class="quiet">Both on one scale: a full column is {format_size(most)}.</p>'
     repeated = colors.repeated(max(side.holders for _, side in sides))
     yield f'<p class="quiet">{repeated}</p>' if repeated else ""
-    yield from _rows(sides, change, damaged)
+    yield from _rows(sides, after, damaged)
 
 
 # ------------------------------------------------------------------------- the ranks, or the files
@@ -93,8 +90,7 @@ def _name(side: Holdings, holder: int) -> str:
         return f"{holder}: {side.files[holder]}{lost}"
     if side.mesh is None or holder >= side.mesh.size:
         return f"rank {holder}"
-    places = zip(side.mesh.names, side.mesh.coordinate(holder), strict=True)
-    return f"rank {holder}: {', '.join(f'{name}={index}' for name, index in places)}"
+    return f"rank {holder}: {place_words(side.mesh, holder)}"
 
 
 def _load_words(side: Holdings, loads: Sequence[int]) -> str:
@@ -126,20 +122,19 @@ def _column(holder: int, load: int, *, most: int, hover: str) -> str:
 # ------------------------------------------------------------------------------------- the tensors
 
 
-def _rows(sides: Sequence[Side], change: Moved | None, damaged: frozenset[str]) -> Iterator[str]:
+def _rows(sides: Sequence[Side], after: After | None, damaged: frozenset[str]) -> Iterator[str]:
     """A row for tensors with the same pieces and holders, folded: it opens to pieces and names."""
-    before, target = sides[0][1], sides[1][1] if len(sides) > 1 else None
     moves: dict[str, int] = {}
-    if target is not None and change is not None:
-        names = (held.fqn for held in target.tensors)
-        moves = dict(zip(names, change.by_tensor, strict=True))
+    if after is not None:
+        names = (held.fqn for held in after.holdings.tensors)
+        moves = dict(zip(names, after.change.by_tensor, strict=True))
     later = [{held.fqn: held for held in side.tensors} for _, side in sides[1:]]
     yield _TOOLS
     words = ["name", "shape", "bytes", "who holds what", *(["moves"] if later else [])]
     cells = (f'<span class="{"n" if w in ("bytes", "moves") else ""}">{w}</span>' for w in words)
     yield f'<div{" class=two" if later else ""}><div class="row heads">{"".join(cells)}</div>'
     budget = _BUDGET
-    for row in fold.rows(before, target):
+    for row in fold.rows(*(side for _, side in sides)):
         then = [
             [held_of[held.fqn] for held in row.tensors if held.fqn in held_of] for held_of in later
         ]

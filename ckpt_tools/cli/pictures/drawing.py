@@ -9,17 +9,11 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import islice
 
-from ckpt_tools.analysis.ownership import (
-    HeldTensor,
-    Holdings,
-    Moved,
-    bytes_held,
-    skew_of,
-)
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings, bytes_held, skew_of
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import Rect, rects
-from ckpt_tools.cli.pictures.text import moved_words
+from ckpt_tools.cli.pictures.text import After, moved_words, place_words
 from ckpt_tools.cli.render import cut_to, printable
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.text import counted, format_size, rank_spans
@@ -41,12 +35,10 @@ text{fill:#e6edf3}.q{fill:#9198a1}.page{fill:#0d1117}.box{stroke:#0d1117}}
 """
 
 
-def svg(
-    root: str, before: Holdings, *, target: Holdings | None = None, change: Moved | None = None
-) -> str:
-    """The picture of a checkpoint, and of the same after a reshard when there is a target."""
+def svg(root: str, before: Holdings, after: After | None = None) -> str:
+    """The picture of a checkpoint, and of the same after a reshard if there is one."""
     parts: list[str] = [_text(_MARGIN, 36, root, style="t")]
-    sides = [before] if target is None else [before, target]
+    sides = [before] if after is None else [before, after.holdings]
     width = (_WIDTH - 2 * _MARGIN) // len(sides)
     most = max((load for side in sides for load in bytes_held(side)), default=0)
     bottom = 48
@@ -54,14 +46,14 @@ def svg(
         lines = list(_head(side, left=_MARGIN + place * width, width=width - 24, most=most))
         parts += [text for _, text in lines]
         bottom = max([bottom, *(low for low, _ in lines)])
-    if change is not None and target is not None:
-        parts.append(_text(_MARGIN, bottom + 28, moved_words(target, change), style="h"))
+    if after is not None:
+        parts.append(_text(_MARGIN, bottom + 28, moved_words(after), style="h"))
         bottom += 28
     words = colors.repeated(max(side.holders for side in sides))
     if words is not None:
         parts.append(_text(_MARGIN, bottom + 28, words, style="q"))
         bottom += 28
-    drawn, height = _rows(before, target, top=bottom + 36)
+    drawn, height = _rows(*sides, top=bottom + 36)
     return _document([*parts, *drawn], height=height + _MARGIN)
 
 
@@ -103,12 +95,7 @@ def _mesh(mesh: Mesh, *, left: int, top: int, width: int) -> Iterator[tuple[int,
     for rank in range(mesh.size):
         x = left + rank % across * _CELL
         y = top + rank // across * _CELL
-        yield y + _CELL, _square(x, y, rank, hover=f"rank {rank}: {_place(mesh, rank)}")
-
-
-def _place(mesh: Mesh, rank: int) -> str:
-    pairs = zip(mesh.names, mesh.coordinate(rank), strict=True)
-    return ", ".join(f"{name}={index}" for name, index in pairs)
+        yield y + _CELL, _square(x, y, rank, hover=f"rank {rank}: {place_words(mesh, rank)}")
 
 
 def _square(x: float, y: float, rank: int, *, hover: str) -> str:
@@ -171,7 +158,7 @@ def _loads(side: Holdings, place: tuple[int, int, int], *, most: int) -> Iterato
         yield base + 18, _text(left, base + 16, rest, style="q")
 
 
-def _rows(before: Holdings, target: Holdings | None, *, top: int) -> tuple[list[str], int]:
+def _rows(before: Holdings, target: Holdings | None = None, *, top: int) -> tuple[list[str], int]:
     """A bar for each row of tensors, or two; and where the last one ends."""
     rows = fold.rows(before, target)
     later = {} if target is None else {held.fqn: held for held in target.tensors}

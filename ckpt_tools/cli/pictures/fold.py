@@ -74,8 +74,3 @@ def _label(names: Sequence[str]) -> str:
     parts = _NUMBER.split(names[0])
     pairs = zip(parts, [*texts, ""], strict=True)
     return "".join(part + text for part, text in pairs)
-
-
-def each(holdings: Holdings) -> list[Row]:
-    """One row for each tensor."""
-    return [Row(held.fqn, (held,)) for held in holdings.tensors]

@@ -6,18 +6,11 @@ Without colour the edges and numbers say the same. It knows nothing of options.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from ckpt_tools.analysis.ownership import (
-    HeldBox,
-    HeldTensor,
-    Holdings,
-    Moved,
-    bytes_held,
-    skew_of,
-)
+from ckpt_tools.analysis.ownership import HeldBox, HeldTensor, Holdings, Moved, bytes_held, skew_of
 from ckpt_tools.cli import render
 from ckpt_tools.cli.entries import short_shape
-from ckpt_tools.cli.pictures import colors
 from ckpt_tools.cli.pictures.fold import Row
 from ckpt_tools.cli.pictures.shapes import cut_dims
 from ckpt_tools.core.layout import Mesh
@@ -30,6 +23,13 @@ _MAX_HOLDERS = 32
 _MAX_PIECES = 64
 
 Paint = Callable[[str, int], str]
+
+
+class After(NamedTuple):
+    """Who holds what after a reshard, and what moves for it."""
+
+    holdings: Holdings
+    change: Moved
 
 
 def plain(text: str, holder: int) -> str:  # noqa: ARG001 - one of two ways to paint
@@ -56,6 +56,12 @@ def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
         for first in range(start, start + across, per_line):
             ranks = range(first, min(first + per_line, start + across))
             yield "  " + "".join(paint(str(rank).center(cell), rank) for rank in ranks)
+
+
+def place_words(mesh: Mesh, rank: int) -> str:
+    """Where a rank is in a mesh: ``dp=1, tp=0``."""
+    places = zip(mesh.names, mesh.coordinate(rank), strict=True)
+    return ", ".join(f"{name}={index}" for name, index in places)
 
 
 def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
@@ -129,7 +135,12 @@ def _cell(piece: HeldBox, paint: Paint, *, size: int) -> str:
         label = str(piece.holders[0]) if piece.holders else "?"
     text = label if len(label) < size else ""
     edge = "▏" if paint is not plain else "│"
-    return paint(f"{edge}{text}".ljust(size), piece.holders[0] if piece.holders else 7)
+    return paint(f"{edge}{text}".ljust(size), _first(piece))
+
+
+def _first(piece: HeldBox) -> int:
+    """The holder in whose colour a piece is drawn; grey, that of number 7, for none."""
+    return piece.holders[0] if piece.holders else 7
 
 
 def _more(pieces: Sequence[HeldBox]) -> str:
@@ -147,7 +158,7 @@ def _crowded(pieces: Sequence[HeldBox], paint: Paint, *, size: int) -> str:
     if paint is plain:
         return f"│{words.center(size - 2)}│"
     picked = [pieces[place * len(pieces) // size] for place in range(size)]
-    stripe = (paint(" ", piece.holders[0] if piece.holders else 7) for piece in picked)
+    stripe = (paint(" ", _first(piece)) for piece in picked)
     return f"{''.join(stripe)} {words}"
 
 
@@ -218,7 +229,7 @@ def _grid_line(
         if paint is not plain:
             corner, fill = "▏", " "
         body = f"{corner}{label}{' ' if label else ''}"[: right - left].ljust(right - left, fill)
-        text += paint(body, piece.holders[0] if piece.holders else 7)
+        text += paint(body, _first(piece))
     return text
 
 
@@ -228,16 +239,11 @@ def _extent(piece: HeldBox, dim: int | None, edges: dict[int, int]) -> tuple[int
     return edges[piece.box.offsets[dim]], edges[piece.box.ends[dim]]
 
 
-def painter(*, color: bool) -> Paint:
-    """The way to paint for a terminal with colours, or for anything else."""
-    return colors.painted if color else plain
-
-
-def moved_words(target: Holdings, change: Moved) -> str:
+def moved_words(after: After) -> str:
     """How much a reshard moves."""
-    share = change.nbytes / (sum(bytes_held(target)) or 1)
+    share = after.change.nbytes / (sum(bytes_held(after.holdings)) or 1)
     return (
-        f"{format_size(change.nbytes)} move, {share:.0%} of what the new ranks hold, "
+        f"{format_size(after.change.nbytes)} move, {share:.0%} of what the new ranks hold, "
         "if rank n stays where it is"
     )
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.core.text import counted
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import TransformedTensor, TransformResult
+from ckpt_tools.transforms.base import TransformedTensor, TransformResult, small_file
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks, content_of
 from ckpt_tools.transforms.lora.parts import PREFIX, AdapterParts, parts_of
 
@@ -36,17 +35,13 @@ class AdapterTransform:
             whole = counted(len(parts.saved), "tensor")
             notes.append(f"With {whole} of modules that were trained whole.")
         notes.append(f"Left out {len(made) - len(out)} other tensors: those of the base model.")
-        return TransformResult(out, tuple(notes), (FilePlan(_CONFIG, len(data), ((0, data),), ()),))
+        return TransformResult(out, tuple(notes), (small_file(_CONFIG, data),))
 
 
 def _renamed(parts: AdapterParts) -> Iterator[TransformedTensor]:
     for one in parts.factors:
         for side, made in (("A", one.a), ("B", one.b)):
             kind = f"lora_embedding_{side}" if one.embedding else f"lora_{side}.weight"
-            yield _named(f"{PREFIX}{one.module}.{kind}", made)
+            yield made.named(f"{PREFIX}{one.module}.{kind}")
     for name, made in parts.saved.items():
-        yield _named(f"{PREFIX}{name}", made)
-
-
-def _named(fqn: str, made: TransformedTensor) -> TransformedTensor:
-    return made._replace(entry=replace(made.entry, fqn=fqn, path=(fqn,)))
+        yield made.named(f"{PREFIX}{name}")

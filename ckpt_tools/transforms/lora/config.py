@@ -146,10 +146,18 @@ def check_ranks(config: LoraConfig, parts: AdapterParts) -> None:
     Also for alpha alone where modules have different ranks: no tensor says what alphas they have
     then, and whether rsLoRA divides by the root of the rank.
     """
-    if config.said is None:
-        _refuse_ranks({one.rank for one in parts.factors})
-        return
     said = config.said
+    ranks = {one.rank for one in parts.factors}
+    if said is None and len(ranks) > 1:
+        raise UsageError(
+            f"The modules have ranks {', '.join(map(str, sorted(ranks)))} (PEFT's rank_pattern), "
+            "and --lora-alpha alone does not say whether alphas differ, too (alpha_pattern), or "
+            "are divided by the root of the rank (use_rslora).",
+            hint="--adapter-config FILE, the job's adapter_config.json. When it is one alpha "
+            'divided by each rank, a file with {"lora_alpha": ALPHA} says so.',
+        )
+    if said is None:
+        return
     usual, patterns = said.get("r"), said.get("rank_pattern") or {}
     if usual is None or not isinstance(patterns, dict):
         return
@@ -161,17 +169,6 @@ def check_ranks(config: LoraConfig, parts: AdapterParts) -> None:
                 f"{one.module}: the configuration says rank {wanted}, its tensors have {one.rank}.",
                 hint="It is of another adapter; give the one that this job was trained with.",
             )
-
-
-def _refuse_ranks(ranks: set[int]) -> None:
-    if len(ranks) > 1:
-        raise UsageError(
-            f"The modules have ranks {', '.join(map(str, sorted(ranks)))} (PEFT's rank_pattern), "
-            "and --lora-alpha alone does not say whether alphas differ, too (alpha_pattern), or "
-            "are divided by the root of the rank (use_rslora).",
-            hint="--adapter-config FILE, the job's adapter_config.json. When it is one alpha "
-            'divided by each rank, a file with {"lora_alpha": ALPHA} says so.',
-        )
 
 
 def content_of(config: LoraConfig, parts: AdapterParts) -> bytes:

@@ -72,33 +72,30 @@ class Merge:
         """These rows of the merged weight, as raw bytes of its type."""
         import numpy as np  # late, as torch: a dry run needs none of it
 
-        from ckpt_tools.copying.cast import Caster
-
         base, left = (_floats(one, files, start=start, count=count) for one in operands[:2])
         right = _floats(operands[2], files, start=0, count=self.right.shape[0])
         merged = base + np.float32(self.scale) * (left @ right)
-        if self.dtype.name == "float32":
-            return bytes(merged.tobytes())
-        out = bytearray(merged.size * self.dtype.itemsize)
-        caster = Caster(BY_NAME["float32"], self.dtype)
-        caster.cast(memoryview(merged.tobytes()), memoryview(out))
-        return bytes(out)
+        return bytes(_cast(merged.tobytes(), BY_NAME["float32"], self.dtype))
 
 
 def _floats(entry: TensorEntry, files: Files, *, start: int, count: int) -> Floats:
     """Rows of a matrix as float32, in memory."""
     import numpy as np
 
-    from ckpt_tools.copying.cast import Caster
-
     shape = (count, entry.shape[1])
     raw = read_array(entry, Box((start, 0), shape), files=files)
-    if entry.dtype.name != "float32":
-        words = bytearray(4 * count * entry.shape[1])
-        caster = Caster(entry.dtype, BY_NAME["float32"])
-        caster.cast(memoryview(raw), memoryview(words))
-        raw = words
-    return np.frombuffer(raw, "<f4").reshape(shape)
+    return np.frombuffer(_cast(raw, entry.dtype, BY_NAME["float32"]), "<f4").reshape(shape)
+
+
+def _cast(raw: bytes | bytearray, source: DType, target: DType) -> bytes | bytearray:
+    """Raw elements of one type as those of another."""
+    if source == target:
+        return raw
+    from ckpt_tools.copying.cast import Caster
+
+    out = bytearray(len(raw) // source.itemsize * target.itemsize)
+    Caster(source, target).cast(memoryview(raw), memoryview(out))
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +134,7 @@ class MergeTransform:
             origins = (*parts.base[name].origins, *factors.a.origins, *factors.b.origins)
             merged[name] = TransformedTensor(_entry_of(work), origins)
         every = parts.base | parts.saved | merged
-        out = tuple(
-            made._replace(entry=replace(made.entry, fqn=name, path=(name,)))
-            for name, made in sorted(every.items())
-        )
+        out = tuple(made.named(name) for name, made in sorted(every.items()))
         return TransformResult(out, tuple(self._notes(parts)), works=tuple(works))
 
     def _merge(self, parts: AdapterParts, factors: Factors, *, path: str, turned: bool) -> Merge:
@@ -151,7 +145,7 @@ class MergeTransform:
                 hint="Merge into a checkpoint that holds the base, or write the adapter alone with "
                 "--adapter.",
             )
-        base = replace(parts.base[name].entry, fqn=name, path=(name,))
+        base = parts.base[name].named(name).entry
         left, right = factors.b.entry, factors.a.entry
         if factors.embedding or turned:
             left, right = _transposed(right), _transposed(left)

@@ -30,13 +30,10 @@ def transposed(parts: AdapterParts, *, said: bool | None, asked: bool) -> frozen
     other than the weights beside them.
     """
     modules, open_ones = set(), []
-    elsewhere = {
-        True: set(_ways_elsewhere(parts, conv1d=True)),
-        False: set(_ways_elsewhere(parts, conv1d=False)),
-    }
+    elsewhere = _ways_elsewhere(parts)
     for factors in parts.factors:
         ways = _ways(factors, parts)
-        beside = elsewhere[_CONV1D.fullmatch(factors.module) is not None]
+        beside = elsewhere[_is_conv1d(factors.module)]
         if len(ways) > 1:
             others = _by_others(factors.module, said=said, beside=beside)
             ways = {said is True} if asked else others
@@ -57,7 +54,7 @@ def transposed(parts: AdapterParts, *, said: bool | None, asked: bool) -> frozen
 
 def is_transposed(parts: AdapterParts, *, said: bool | None) -> bool:
     """The value for a new configuration; PEFT itself corrects it by the module's class."""
-    seen = {way for conv1d in (True, False) for way in _ways_elsewhere(parts, conv1d=conv1d)}
+    seen = set().union(*_ways_elsewhere(parts).values())
     return seen == {True} if said is None else said
 
 
@@ -79,17 +76,21 @@ def _ways(factors: Factors, parts: AdapterParts) -> set[bool]:
     return {way for way in (False, True) if made.entry.shape == (fits[::-1] if way else fits)}
 
 
-def _ways_elsewhere(parts: AdapterParts, *, conv1d: bool) -> Iterator[bool]:
-    """The orientations of other weights, by factors or biases; ``conv1d`` for names of Conv1D."""
+def _ways_elsewhere(parts: AdapterParts) -> dict[bool, set[bool]]:
+    """The orientations of other weights, by factors or biases: of names of Conv1D and of others."""
+    elsewhere: dict[bool, set[bool]] = {True: set(), False: set()}
     for factors in parts.factors:
         ways = _ways(factors, parts)
-        same = (_CONV1D.fullmatch(factors.module) is not None) == conv1d
-        if same and len(ways) == 1 and not factors.embedding:
-            yield from ways
+        if len(ways) == 1 and not factors.embedding:
+            elsewhere[_is_conv1d(factors.module)] |= ways
     for module, shape, bias in _with_biases(parts):
-        same = (_CONV1D.fullmatch(module) is not None) == conv1d
-        if same and shape[0] != shape[1] and bias in shape:
-            yield bias == shape[1]
+        if shape[0] != shape[1] and bias in shape:
+            elsewhere[_is_conv1d(module)].add(bias == shape[1])
+    return elsewhere
+
+
+def _is_conv1d(module: str) -> bool:
+    return _CONV1D.fullmatch(module) is not None
 
 
 def _with_biases(parts: AdapterParts) -> Iterator[tuple[str, tuple[int, ...], int]]:

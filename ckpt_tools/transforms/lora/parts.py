@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.index import TensorEntry
@@ -74,7 +74,9 @@ def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> AdapterP
     UnsupportedError for weights of another kind of adapter.
     """
     factors, rest = _factors(made)
-    name = _chosen({adapter for _, adapter in factors} | set(_saved_adapters(rest)), adapter)
+    saved = (_SAVED.fullmatch(one.entry.fqn) for one in rest)
+    adapters = {match["adapter"] for match in saved if match is not None}
+    name = _chosen({adapter for _, adapter in factors} | adapters, adapter)
     parts = AdapterParts(name)
     sides: dict[tuple[str, bool], dict[str, TransformedTensor]] = {}
     for (factor, of), one in factors.items():
@@ -157,13 +159,6 @@ def _not_understood(name: str) -> UnsupportedError:
         "embeddings, and modules_to_save, are understood.",
         hint="PEFT itself can merge or save it. --exclude leaves out what is not the model's.",
     )
-
-
-def _saved_adapters(rest: Sequence[TransformedTensor]) -> Iterator[str]:
-    for one in rest:
-        match = _SAVED.fullmatch(one.entry.fqn)
-        if match is not None:
-            yield match["adapter"]
 
 
 def _chosen(names: set[str | None], asked: str | None) -> str | None:

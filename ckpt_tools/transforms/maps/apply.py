@@ -1,7 +1,8 @@
 """Applies a map to the entries of a checkpoint, and checks it from both sides.
 
 Every source name is used once, every name of the result is made once; whatever a map does not know
-is refused and listed. Tensors become views of the same bytes; nothing is read.
+is refused and listed. Tensors become views of the same bytes; nothing is read. A map is chosen by
+the names alone, and only when they leave no doubt.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from ckpt_tools.transforms.maps.model import (
     pattern,
     placeholders,
 )
+from ckpt_tools.transforms.maps.toml import builtin_names, builtins_to_hf
 from ckpt_tools.transforms.maps.views import View
+
+_ON_HUB = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,33 @@ class MapTransform:
     def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Apply the map. Raises what `apply` raises."""
         return apply(self.tensor_map, made, values=self.values, model_type=self.model_type)
+
+
+@dataclass(frozen=True, slots=True)
+class AutoMapTransform:
+    """Applies the one built-in map to Hugging Face's names that knows every name."""
+
+    values: Mapping[str, int]
+    model_type: str | None = None
+
+    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
+        """Choose and apply a map, or none when the names are Hugging Face's already.
+
+        Raises UsageError when no map, or more than one, knows all names, and what `apply` raises.
+        """
+        names = [one.entry.fqn for one in made]
+        known = [one for one in builtins_to_hf() if not one.keeps_rest and _knows_all(one, names)]
+        if len(known) == 1:
+            outcome = apply(known[0], made, values=self.values, model_type=self.model_type)
+            chosen = f"--map auto chose {known[0].name}: the only map that knows all names."
+            return outcome._replace(notes=(chosen, *outcome.notes))
+        if _ON_HUB in names and not known:
+            return TransformResult(made, ("--map auto: the names are Hugging Face's already.",))
+        fitting = ", ".join(one.name for one in known) or "no built-in map"
+        raise UsageError(
+            f"--map auto is not certain: {fitting} would fit all {len(names)} names.",
+            hint=f"Name the map: {', '.join(builtin_names())}, or a file of your own.",
+        )
 
 
 def apply(
@@ -79,7 +110,7 @@ def apply(
     return TransformResult((*out, *sorted_out.kept), tuple(notes))
 
 
-def knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:
+def _knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:
     """Whether a map has a rule for each of these names, and they are those that it is for."""
     patterns = [pattern(text) for rule in tensor_map.rules for text in rule.sources]
     patterns += [pattern(text) for text in tensor_map.drop]

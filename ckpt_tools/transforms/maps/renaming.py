@@ -72,7 +72,7 @@ def _renamed(one: TransformedTensor, text: str, *, by: str) -> TransformedTensor
         return one
     if not fqn:
         raise UsageError(f"--rename '{text}={by}' leaves nothing of the name {one.entry.fqn}.")
-    return one._replace(entry=replace(one.entry, fqn=fqn, path=(fqn,)))
+    return one.named(fqn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +137,8 @@ class UntieTransform:
             return TransformResult(made, (f"--untie: {self.name} already exists.",))
         if self.source not in by_fqn:
             raise UsageError(f"--untie: there is no {self.source} that {self.name} could equal.")
-        entry = replace(by_fqn[self.source].entry, fqn=self.name, path=(self.name,))
         note = f"--untie: {self.name} is written too, with the values of {self.source}."
-        return TransformResult(
-            (*made, TransformedTensor(entry, by_fqn[self.source].origins)), (note,)
-        )
+        return TransformResult((*made, by_fqn[self.source].named(self.name)), (note,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +149,20 @@ class UnderTransform:
 
     def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
         """Put the container before every name and path."""
-        above = tuple(self.container.split("."))
+        name, above = self.container, tuple(self.container.split("."))
         entries = (
-            replace(one.entry, fqn=f"{self.container}.{one.entry.fqn}", path=above + one.entry.path)
-            for one in made
+            replace(entry, fqn=f"{name}.{entry.fqn}", path=above + entry.path) for entry, _ in made
         )
         moved = zip(made, entries, strict=True)
         return TransformResult(tuple(one._replace(entry=entry) for one, entry in moved))
 
 
-def parse_value(text: str) -> tuple[str, int]:
-    """The name and the number of ``NAME=N``. Raises UsageError."""
-    name, equals, number = text.partition("=")
-    if not equals or not number.isdecimal() or not name:
-        raise UsageError(f"A value is written NAME=N, not {text!r}.")
-    return name, int(number)
-
-
 def parse_values(texts: Sequence[str]) -> dict[str, int]:
-    """Several of them; the last of one name counts."""
-    return dict(map(parse_value, texts))
+    """The numbers of ``NAME=N`` by their names; the last of one name counts. Raises UsageError."""
+    values = {}
+    for text in texts:
+        name, equals, number = text.partition("=")
+        if not equals or not number.isdecimal() or not name:
+            raise UsageError(f"A value is written NAME=N, not {text!r}.")
+        values[name] = int(number)
+    return values

@@ -36,13 +36,7 @@ from dataclasses import replace
 from importlib import resources
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transforms.maps.model import (
-    ROTARY,
-    Rotary,
-    Rule,
-    TensorMap,
-    placeholders,
-)
+from ckpt_tools.transforms.maps.model import ROTARY, Rotary, Rule, TensorMap, placeholders
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -1,24 +1,63 @@
-"""The report of `inspect` as a page for a colleague: facts, sections, values, who holds what."""
+"""Pages for a colleague: the report of `inspect`, and who holds what before and after a reshard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.analysis.ownership import holdings_of
-from ckpt_tools.cli import entries, options, report
+from ckpt_tools.analysis.inspection import Inspection
+from ckpt_tools.analysis.ownership import Holdings, holdings_of
+from ckpt_tools.cli import entries, options, progress, report
 from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, table, text
-from ckpt_tools.cli.values import Seen
+from ckpt_tools.cli.pictures.text import After, moved_words
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
-from ckpt_tools.core.text import counted
+from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.proof import Anomaly
-from ckpt_tools.proof.stats import TensorStats
+from ckpt_tools.storage.reader import Files
+
+if TYPE_CHECKING:
+    from ckpt_tools.proof import Anomaly
+    from ckpt_tools.proof.stats import Statistics, TensorStats
 
 _MAX_OBJECTS, _MAX_STATS, _MAX_OPEN = 500, 5_000, 60
 _WIDE, _HIGH = 120, 20
 _STATS_HEADER = ("NAME", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "INF", "ZEROS", "SPREAD")
+
+
+def layout_page(
+    inspection: Inspection,
+    before: Holdings,
+    after: After | None = None,
+    *,
+    problems: Sequence[CheckpointError] = (),
+) -> str:
+    """Who holds what of a checkpoint, and after a reshard if there is one."""
+    facts = [counted(len(before.tensors), "tensor")]
+    facts.append(format_size(sum(held.nbytes for held in before.tensors)))
+    if after is not None:
+        facts.append(moved_words(after))
+    parts = [*banner(inspection, problems), f"<p>{text(', '.join(facts))}.</p>"]
+    parts += who_holds_what(before, after, damaged=named_by(problems))
+    return page(f"Layout of {inspection.root}", parts)
+
+
+class Seen(NamedTuple):
+    """All values of a checkpoint: statistics, and the counts of each tensor's histogram by name."""
+
+    statistics: Statistics
+    histograms: Mapping[str, tuple[int, ...]]
+
+
+def look(index: CheckpointIndex) -> Seen:
+    """Read every tensor, twice. Raises what keeps the tensors from being whole."""
+    from ckpt_tools.proof.stats import histograms, stats  # late: both need numpy
+
+    total = 2 * sum(entry.nbytes for entry in index.tensors)
+    with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
+        statistics = stats(index, files, on_bytes=on_bytes)
+        return Seen(statistics, histograms(index, files, statistics, on_bytes=on_bytes))
 
 
 def report_page(

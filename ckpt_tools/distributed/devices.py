@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
+from ckpt_tools.core.layout import Layout, Mesh, Replicate
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import PeerFailedError, UnsupportedError, UsageError
 
@@ -108,21 +108,12 @@ def placements_of(layout: Layout) -> list[Placement]:
         if isinstance(placement, Replicate):
             placements.append(TorchReplicate())
             continue
-        factor = _split_factor(layout, mesh_dim, placement)
+        factor = layout.split_factor(mesh_dim)
         if factor == 1:
             placements.append(TorchShard(placement.dim))
         else:
             placements.append(_StridedShard(placement.dim, split_factor=factor))
     return placements
-
-
-def _split_factor(layout: Layout, mesh_dim: int, placement: Shard) -> int:
-    """Into how many parts mesh dimensions to the right have cut before this one does."""
-    factor = 1
-    for other in layout.order[: layout.order.index(mesh_dim)]:
-        if layout.placements[other] == placement and other > mesh_dim:
-            factor *= layout.mesh.shape[other]
-    return factor
 
 
 def check_box(

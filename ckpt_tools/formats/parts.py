@@ -343,8 +343,4 @@ def _values(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Bra
         raise UnreadableError(f"{path} is not valid JSON: {error}.") from error
     state = flatten(value, where=path, under=[str(part) for part in place])
     data = ByteRange(path, 0, length)
-    entries = [
-        ObjectEntry(leaf.fqn, leaf.path, "other", data, value=leaf.value, opened=True)
-        for leaf in state.objects
-    ]
-    return entries, state.tree
+    return [leaf.entry("other", data) for leaf in state.objects], state.tree

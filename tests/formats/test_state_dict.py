@@ -52,13 +52,18 @@ def test_containers_are_walked_as_dcp_walks_them(
         ({b"key": 2}, "dict"),
         (1 << 20_000, "int"),
         ("half a character \ud800", "str"),
-        ([0] * 200_000, "list"),
+        ([0] * 3_000_000, "list"),
     ],
     ids=["opaque", "opaque inside", "odd keys", "huge", "no text", "long"],
 )
 def test_what_is_not_plain_is_named_only(value: object, type_name: str) -> None:
     (leaf,) = flatten({"a": value}, where="x.pt").objects
     assert (leaf.value, leaf.type_name) == (None, type_name)
+
+
+def test_the_samples_of_an_epoch_are_a_value() -> None:
+    (leaf,) = flatten({"seen": [0] * 1_500_000}, where="x.pt").objects
+    assert leaf.value == [0] * 1_500_000
 
 
 def test_random_states_and_lists_of_names_are_plain() -> None:

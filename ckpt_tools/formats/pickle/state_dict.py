@@ -28,8 +28,8 @@ Stored = StoredTensor | StoredDTensor
 # A pickle of a few KB can say one list so often that its items are more than memory holds.
 _MAX_REPEATED = 200_000
 # Python's and numpy's generators have 625 numbers, a sampler's state may list an epoch's samples.
-_MAX_PLAIN = 100_000
-_MAX_PLAIN_IN_ALL = 5_000_000
+_MAX_PLAIN = 2_000_000
+_MAX_PLAIN_IN_ALL = 10_000_000
 # Python refuses to print numbers of thousands of digits.
 _MAX_INT = 1 << 512
 _SCALARS = frozenset({bool, float, complex, bytes, TorchValue, PickledValue})

@@ -173,3 +173,31 @@ def test_rank_files_in_folders_of_their_own_are_one_checkpoint_and_no_run(
     index = formats.read_index(globs[0])
     assert _values(index) == _values(formats.read_index(str(FLAT)))
     assert any("rank_3/model.pt is of rank 3" in note for note in index.notes)
+
+
+def test_a_rank_file_in_a_folder_without_the_others_is_not_sent_to_that_folder(
+    tmp_path: Path,
+) -> None:
+    folder = _renamed(tmp_path / "saved", ["rank_0.pt", "rank_1.pt"])
+    for names, told in (["rank_0.pt", "rank_1.pt"], True), (["rank_0.pt"], False):
+        for path in folder.iterdir():
+            if path.name not in names:
+                path.unlink()
+        with pytest.raises(IncompleteError, match="not whole tensors") as caught:
+            formats.read_index(str(folder / "rank_0.pt")).require_whole()
+        assert (f"ckpt-tools inspect {folder}" in str(caught.value.hint)) == told
+
+
+@pytest.mark.parametrize("name", ["rank_{}.pt", "shard{}.pt"])
+def test_nodes_that_count_their_own_ranks_are_one_checkpoint(name: str, tmp_path: Path) -> None:
+    for rank in range(4):
+        node = tmp_path / f"node{rank // 2}"
+        node.mkdir(exist_ok=True)
+        shutil.copy(FLAT / f"model_rank{rank}.pt", node / name.format(rank % 2))
+    every = str(tmp_path / "node*" / name.format("*"))
+    index = formats.read_index(every)
+    assert _values(index) == _values(formats.read_index(str(FLAT)))
+    assert any(f"node1/{name.format(0)} is of rank 2" in note for note in index.notes)
+    (tmp_path / "node1" / name.format(1)).unlink()
+    with pytest.raises(IncompleteError, match="a mesh of 4 ranks"):
+        formats.read_index(every)

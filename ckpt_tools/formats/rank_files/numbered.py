@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ckpt_tools.core.text import some
@@ -51,11 +52,13 @@ def families(paths: Iterable[str], options: ReadOptions) -> list[Family]:
         for pattern, group in _groups(paths)
         if (mesh := _mesh(group[0], options)) is not None
     ]
-    sized = [
-        (pattern, group)
-        for pattern, group, size in groups
-        if len(group) == size and _are_of_different_ranks(group, options)
-    ]
+    sized = list(
+        {
+            frozenset(group): (pattern, group)
+            for pattern, group, size in groups
+            if len(group) == size and _are_of_different_ranks(group, options)
+        }.values()
+    )
     last = [(pattern, group) for pattern, group, _ in groups if _LAST_STAR.search(pattern)]
     return [_family(pattern, group, options) for pattern, group in sized or last]
 
@@ -69,14 +72,19 @@ def _are_of_different_ranks(group: Sequence[str], options: ReadOptions) -> bool:
 
 def _groups(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Files whose names, or those of their folders, differ in one number alone, in its order; two
-    or more of each pattern.
+    or more of each pattern. Names that are in several folders are grouped over all of them, too:
+    the nodes of a job may number their files alike.
     """
     groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    paths = list(paths)
+    times = Counter(map(os.path.basename, paths))
     for path in paths:
         stem, suffix = os.path.splitext(path)
         if suffix.lower() not in SUFFIXES:
             continue
         folder, name = os.path.split(stem)
+        if times[name + suffix] > 1 and _NUMBER.search(name):
+            groups.setdefault(("", _NUMBER.sub("*", name) + suffix), []).append((0, path))
         above, inner = os.path.split(folder)
         for parent, text in ((folder, name), (above, os.path.join(inner, name))):
             for number in _NUMBER.finditer(text, 0, len(text) if parent == folder else len(inner)):

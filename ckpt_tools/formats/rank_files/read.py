@@ -71,7 +71,12 @@ def read_index(
     folders = {os.path.dirname(file) for file in file_paths}
     around = next(iter(folders)) if len(folders) == 1 else os.path.commonpath(folders)
     root = path if isinstance(path, str) else around or "."
-    named = file_names.families(file_paths)
+    try:
+        named = file_names.families(file_paths)
+    except UnsupportedError:
+        if len(folders) == 1:
+            raise
+        named = []  # nodes that each count their own ranks: the meshes tell
     candidates = named or numbered.families(file_paths, options)
     families = file_names.joined(candidates, where=root)
     with Files(max_open=_MAX_OPEN) as files, collector_paused():

@@ -181,9 +181,18 @@ def _problems(
         f"{len(shards)} of {len(leaves)} tensors, {fqn} among them. "
         f"The files of the other {layout.mesh.size - 1} ranks are needed.",
         hint="Give the folder of all ranks' files, or a quoted glob of them.",
-        instead=paths_instead(path, [paths.folder_of(path)]),
+        instead=None if _lies_alone(path) else paths_instead(path, [paths.folder_of(path)]),
         about=tuple(name for name, _, _ in shards),
     )
+
+
+def _lies_alone(path: str) -> bool:
+    """Whether its folder has no other file of this kind, so that the folder means the same."""
+    try:
+        names = paths.listdir(paths.folder_of(path))
+    except OSError:
+        return False
+    return sum(name.endswith(os.path.splitext(path)[1]) for name in names) == 1
 
 
 def _is_whole(layout: Layout) -> bool:

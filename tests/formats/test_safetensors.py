@@ -225,7 +225,7 @@ def test_a_header_in_the_middle_of_a_file_counts_bytes_from_its_start(tmp_path: 
 def test_any_bytes_end_in_our_own_error(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, length: int
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    path = tmp_path_factory.mktemp("any") / "any.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b"{" + data)
     with suppress(CheckpointError):  # anything else fails the test
         read(path)
@@ -238,7 +238,7 @@ def test_any_damage_to_a_real_file_ends_in_our_own_error(
     raw = bytearray((SHARDED / "shard-00001-model-00001-of-00001.safetensors").read_bytes())
     place = data.draw(st.integers(0, 1480))
     raw[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
+    path = tmp_path_factory.mktemp("damaged") / "damaged.safetensors"
     path.write_bytes(raw)
     with suppress(CheckpointError):  # anything else fails the test
         read(path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import click
@@ -143,6 +144,7 @@ def _show_tensor(
 ) -> None:
     entry = located(one)
     values = read_corner(entry, part)
+    entry = _in_its_files(entry, one)
     if json:
         render.emit_json(
             {
@@ -164,6 +166,14 @@ def _show_tensor(
         table.append(f"  and {len(entry.chunks) - _CHUNKS_SHOWN:,} more; --json lists all")
     render.emit(["", *table, ""])
     render.emit(lines(values))
+
+
+def _in_its_files(entry: TensorEntry, one: CheckpointIndex) -> TensorEntry:
+    """The located tensor; chunks that were unpacked to be read are again where they are stored."""
+    files = {file.path for file in one.files}
+    pairs = zip(entry.chunks, one.tensors[0].chunks, strict=True)
+    chunks = tuple(there if there.data.path in files else stored for there, stored in pairs)
+    return replace(entry, chunks=chunks)
 
 
 def tensor_facts(entry: TensorEntry, mesh: FoundMesh | None) -> Sequence[tuple[str, str]]:

@@ -261,6 +261,11 @@ def test_show_lists_each_chunk_and_the_values_of_a_slice() -> None:
 # ----------------------------------------------------------------------------------------- export
 
 
+def test_show_names_the_files_of_chunks_that_were_unpacked_to_be_read() -> None:
+    result = run("show", str(REAL / "dcp_zstd_4r" / "ckpt"), "model.blocks.0.fc1.bias")
+    assert "  __3_0.distcp      6,330      636 " in result.stdout
+
+
 def test_export_says_on_stdout_what_it_wrote_and_on_stderr_what_it_did(tmp_path: Path) -> None:
     result = run("export", DCP, "-o", str(tmp_path / "out"))
     assert result.exit_code == 0

@@ -7,6 +7,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from pickled import CASES, CHECKPOINTS, archive_of, saved_files
 
 from ckpt_tools.errors import UnreadableError, UnsupportedError
@@ -142,6 +143,42 @@ def test_a_record_outside_of_the_archive_is_refused() -> None:
         data[place : place + 4] = (10_000).to_bytes(4, "little")
     with pytest.raises(UnreadableError, match="lies outside of the archive"):
         opened(bytes(data)).record("data.pkl")
+
+
+@pytest.mark.parametrize(
+    ("header", "at", "bit", "words"),
+    [
+        (b"PK\x01\x02", 8, 0x20, "compressed or encrypted"),
+        (b"PK\x01\x02", 8, 0x40, "compressed or encrypted"),
+        (b"PK\x01\x02", 9, 0x20, "compressed or encrypted"),
+        (b"PK\x01\x02", 34, 0x02, r"'\S+' that it is on another disk"),
+        (b"PK\x01\x02", 38, 0x10, r"'\S+' that it is a folder"),
+        (b"PK\x06\x06", 4, 0x04, "the end record"),
+        (b"PK\x06\x06", 16, 0x02, "one of several disks"),
+        (b"PK\x06\x06", 20, 0x02, "one of several disks"),
+        (b"PK\x06\x06", 24, 0x80, "one of several disks"),
+        (b"PK\x06\x07", 16, 0x02, "one of several disks"),
+    ],
+)
+def test_a_directory_that_torch_does_not_load_is_refused(
+    header: bytes, at: int, bit: int, words: str
+) -> None:
+    """With the folder's bit set, torch.load gives memory that was never written."""
+    buffer = io.BytesIO()
+    torch.save({"w": torch.arange(9.0)}, buffer)
+    data = bytearray(buffer.getvalue())
+    data[data.rindex(header) + at] ^= bit
+    with pytest.raises(UnreadableError, match=words):
+        opened(bytes(data))
+
+
+def test_folders_that_a_packer_adds_are_no_damage() -> None:
+    buffer = io.BytesIO(archive_of(RECORDS))
+    folder = zipfile.ZipInfo("archive/data/")
+    folder.external_attr = 0x10
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.writestr(folder, b"")
+    assert opened(buffer.getvalue()).read("data/0") == PAYLOAD
 
 
 def test_a_hostile_directory_size_takes_no_memory() -> None:

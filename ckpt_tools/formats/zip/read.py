@@ -44,14 +44,16 @@ _MAX_RECORD_IN_MEMORY = 1 << 30
 _BLOCK = 4 << 20
 
 _LOCAL = Struct("<4s22x2H")  # only the fields that are used, here and below
-_CENTRAL = Struct("<8x2H4x3L3H8xL")
-_END = Struct("<10xH2LH")
-_END64 = Struct("<4s28x3Q")
-_LOCATOR64 = Struct("<8xQ4x")
+_CENTRAL = Struct("<8x2H4x3L4H2x2L")
+_END = Struct("<4xL2H2LH")
+_END64 = Struct("<4sQ4x5Q")
+_END64_REST = _END64.size - 12  # the length that the record itself gives
+_LOCATOR64 = Struct("<8xQL")
 _EXTRA = Struct("<2H")
 _ZIP64 = 1
 _CRC_AT = 16
-_ENCRYPTED = 0x1
+_UNPLAIN = 0x2061  # flags: encrypted (0x1, 0x40, 0x2000), or a patch (0x20)
+_FOLDER = 0x10  # an attribute: torch then gives memory that was never written, and no error
 _ABSENT_32 = 0xFFFFFFFF
 
 _FOREIGN: dict[Kind, str] = {
@@ -368,16 +370,24 @@ def _directory_place(source: _Source) -> tuple[int, int, int]:
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < _END.size:
         source.refuse()
-    count, size, start, comment = _END.unpack_from(tail, at)
+    disks, here, count, size, start, comment = _END.unpack_from(tail, at)
     if at + _END.size + comment != len(tail):
         source.refuse()
     end = source.length - len(tail) + at
     locator = source.take(end - _LOCATOR64.size, _LOCATOR64.size) if end >= _LOCATOR64.size else b""
     if locator.startswith(b"PK\x06\x07"):
-        (end,) = _LOCATOR64.unpack(locator)
-        magic, count, size, start = _END64.unpack(source.take(end, _END64.size))
-        if magic != b"PK\x06\x06":
+        end, total = _LOCATOR64.unpack(locator)
+        magic, rest, disks, *counts = _END64.unpack(source.take(end, _END64.size))
+        here, count, size, start = counts
+        disks = disks or total != 1
+        if magic != b"PK\x06\x06" or rest < _END64_REST:
             raise UnreadableError(f"{source.where}: the end record of the archive is damaged.")
+    if disks or here != count:
+        raise UnreadableError(
+            f"{source.where}: its end record says that it is one of several disks, as no archive "
+            "of torch.save is; torch does not load it.",
+            hint="The end record is damaged: copy the file again.",
+        )
     if start + size > end:
         raise UnreadableError(
             f"{source.where} is damaged: its central directory (bytes {start:,} to "
@@ -393,7 +403,8 @@ def _directory(data: bytes, where: str, *, start: int) -> Iterator[_DirectoryEnt
         if len(data) - at < _CENTRAL.size or not data.startswith(b"PK\x01\x02", at):
             raise UnreadableError(f"{where}: its central directory is damaged at byte {at:,}.")
         fields = _CENTRAL.unpack_from(data, at)
-        flags, method, crc, packed, length, name_length, extra_length, comment, header = fields
+        flags, method, crc, packed, length, name_length, extra_length, comment = fields[:8]
+        disk, attributes, header = fields[8:]
         name_at, crc_at = at + _CENTRAL.size, start + at + _CRC_AT
         extra_at = name_at + name_length
         at = extra_at + extra_length + comment
@@ -403,7 +414,14 @@ def _directory(data: bytes, where: str, *, start: int) -> Iterator[_DirectoryEnt
         if _ABSENT_32 in (packed, length, header):
             extra = data[extra_at:at]
             length, packed, header = _wide_fields(extra, (length, packed, header), where)
-        if method or packed != length or flags & _ENCRYPTED:
+        if disk or (length and attributes & _FOLDER):
+            shown = name.decode("utf-8", "backslashreplace")
+            raise UnreadableError(
+                f"{where}: its central directory says of record {shown!r} that it is "
+                f"{'on another disk' if disk else 'a folder'}, so torch does not read it.",
+                hint="The directory is damaged: copy the file again.",
+            )
+        if method or packed != length or flags & _UNPLAIN:
             shown = name.decode("utf-8", "backslashreplace")
             raise UnreadableError(
                 f"{where}: record {shown!r} is compressed or encrypted, which torch.save never "

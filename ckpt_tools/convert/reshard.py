@@ -30,7 +30,7 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import frameworks, param_names
-from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
+from ckpt_tools.transforms.base import Transform, TransformedTensor
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.optimizer import ParamNames
@@ -122,13 +122,7 @@ def plan_reshard(
     stepped: list[str] = []
     made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
     if options.steps:
-        outcome, stepped = _stepped(index, located, options)
-        made = outcome.made
-        located = replace(
-            located,
-            tensors=tuple(one.entry for one in made),
-            tree=located.nesting.filter(lambda fqn: located.object(fqn) is not None),
-        )
+        located, made, stepped = _stepped(index, located, options)
         sharded = frozenset(one.entry.fqn for one in made if not sharded.isdisjoint(one.origins))
     layouts = _layouts(located.tensors, options, sharded=sharded)
     chosen_types, kept = chosen_dtypes(made, options.dtype, options.dtypes, source=index)
@@ -229,14 +223,34 @@ def _plan_layout(
 
 def _stepped(
     index: CheckpointIndex, located: CheckpointIndex, options: ReshardOptions
-) -> tuple[TransformResult, list[str]]:
-    """The tensors after all steps, in the order of their new names, and notes."""
+) -> tuple[CheckpointIndex, tuple[TransformedTensor, ...], list[str]]:
+    """The index after all steps, its tensors in the order of their new names, and notes.
+
+    Raises UsageError for an optimizer whose groups list the names that a step changes.
+    """
+    from ckpt_tools.transforms.maps import UnderTransform
+
+    under = [step for step in options.steps if isinstance(step, UnderTransform)]
+    if located.objects and len(under) == len(options.steps):
+        moved = located
+        for step in under:
+            moved = step.everything(moved)
+        pairs = zip(sorted(located.tensors, key=lambda e: e.fqn), moved.tensors, strict=True)
+        return moved, tuple(TransformedTensor(new, (old.fqn,)) for old, new in pairs), []
+    groups = next((e.fqn for e in located.objects if "param_groups" in e.path), None)
+    if groups is not None:
+        raise UsageError(
+            f"--map, --rename and --untie are for models: {groups} is of an optimizer, whose "
+            "groups keep the old names.",
+            hint="Give --only model.",
+        )
     renamed, notes = rename(index, located.tensors, keep_names=False)
-    made = made_of(located, renamed)
     with Files() as files:
-        outcome = steps.apply(options.steps, made, files)
-    ordered = tuple(sorted(outcome.made, key=lambda one: one.entry.fqn))
-    return outcome._replace(made=ordered), [*notes, *outcome.notes]
+        outcome = steps.apply(options.steps, made_of(located, renamed), files)
+    made = tuple(sorted(outcome.made, key=lambda one: one.entry.fqn))
+    tree = located.nesting.filter(lambda fqn: located.object(fqn) is not None)
+    located = replace(located, tensors=tuple(one.entry for one in made), tree=tree)
+    return located, made, [*notes, *outcome.notes]
 
 
 def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:

@@ -355,7 +355,9 @@ def _lightning(job: _Job, trainers: str = "") -> Arranged:
     """
     parts = job.parts
     model = trainers or _own(job.source, "model", "model")
-    optim = _own(job.source, "optim", "optimizer_0" if trainers else "optimizer")
+    optim = _own(job.source, "optim", "optimizer")
+    if trainers and not re.fullmatch(r"optimizer_\d+", optim):  # in its one file: optimizer_states
+        optim = "optimizer_0"
     folders = {"": _together(_in((model,), parts.model), _in((optim,), job.nested()))}
     meta = os.path.join(job.source.root, "meta.pt")
     if job.source.framework == "lightning" and os.path.isfile(meta):

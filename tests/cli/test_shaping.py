@@ -87,6 +87,26 @@ def test_reshard_takes_a_map_untie_and_under(hub: Path, tmp_path: Path) -> None:
     assert np.array_equal(found["lm_head.weight"], HUB["model.embed_tokens.weight"])
 
 
+def test_under_takes_objects_and_containers_along(tmp_path: Path) -> None:
+    source = REAL / "fsdp2_dcp_1d_4r" / "ckpt"
+    ran("reshard", source, "-o", tmp_path / "plain", "--to-mesh", 2)
+    ran("reshard", source, "-o", tmp_path / "under", "--to-mesh", 2, "--under", "run.state")
+    plain, under = (formats.read_index(str(tmp_path / name)) for name in ("plain", "under"))
+    assert plain.objects
+    assert {e.path for e in under.entries} == {("run", "state", *e.path) for e in plain.entries}
+    assert under.nesting.get("run", "state") == plain.nesting.map(lambda fqn: f"run.state.{fqn}")
+    ran("diff", tmp_path / "plain", tmp_path / "under", "--rename", r"b:^run\.state\.=")
+
+
+def test_names_of_an_optimizer_with_groups_are_not_changed(tmp_path: Path) -> None:
+    words = ("reshard", REAL / "fsdp2_dcp_1d_4r" / "ckpt", "-o", tmp_path / "out", "--to-mesh", 2)
+    result = run(*words, "--rename", "blocks=layers")
+    assert result.exit_code == 2
+    assert "keep the old names" in result.stderr
+    assert "--only model" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_a_sharded_job_held_whole_stays_whole_under_other_names(tmp_path: Path) -> None:
     plain, other = tmp_path / "plain", tmp_path / "other"
     source = REAL / "fsdp2_dcp_1d_4r" / "ckpt"

@@ -175,6 +175,22 @@ def test_each_strategy_of_lightnings_trainer_finds_its_own_container(
     assert (tmp_path / "out" / "meta.pt").read_bytes() == (LIGHTNING / "meta.pt").read_bytes()
 
 
+def test_the_one_file_of_lightnings_trainer_becomes_what_its_sharded_strategies_load(
+    tmp_path: Path,
+) -> None:
+    group = {"lr": 0.1, "params": [0]}
+    held = {"state": {0: {"momentum_buffer": torch.ones(4)}}, "param_groups": [group]}
+    state = {"state_dict": {"net.w": torch.ones(4)}, "optimizer_states": [held]}
+    torch.save(state | {"pytorch-lightning_version": "2.6.6", "epoch": 3}, tmp_path / "last.ckpt")
+    (tmp_path / "names.txt").write_text("net.w\n")
+    words = ("--param-names", str(tmp_path / "names.txt"))
+    lay_out(tmp_path / "last.ckpt", tmp_path / "out", "lightning-fsdp2", *words)
+    found = {entry.fqn for entry in read_index(str(tmp_path / "out")).entries}
+    assert {"state_dict.net.w", "optimizer_0.state.net.w.momentum_buffer"} <= found
+    assert not any(name.startswith("optimizer_states") for name in found)
+    assert torch.load(tmp_path / "out" / "meta.pt", weights_only=True)["epoch"] == 3
+
+
 def test_a_flattened_optimizer_becomes_nested_and_back_again(tmp_path: Path) -> None:
     lay_out(TITAN, tmp_path / "plain", "plain")
     assert "optim.param_groups.0.params" in names_of(tmp_path / "plain")

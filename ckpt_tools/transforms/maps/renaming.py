@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ckpt_tools.core.index import CheckpointIndex, Entry
+from ckpt_tools.core.state_tree import Branch, dict_of
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.reader import Files
@@ -155,6 +157,13 @@ class UnderTransform:
         )
         moved = zip(made, entries, strict=True)
         return TransformResult(tuple(one._replace(entry=entry) for one, entry in moved))
+
+    def everything(self, index: CheckpointIndex) -> CheckpointIndex:
+        """The same checkpoint with all of it in the container, its objects, too."""
+        tree: Branch[Entry] = index.entry_tree()
+        for part in reversed(self.container.split(".")):
+            tree = dict_of({part: tree})
+        return index.arranged(tree)
 
 
 def parse_values(texts: Sequence[str]) -> dict[str, int]:

@@ -237,11 +237,11 @@ def _stepped(
             moved = step.everything(moved)
         pairs = zip(sorted(located.tensors, key=lambda e: e.fqn), moved.tensors, strict=True)
         return moved, tuple(TransformedTensor(new, (old.fqn,)) for old, new in pairs), []
-    groups = next((e.fqn for e in located.objects if "param_groups" in e.path), None)
-    if groups is not None:
+    kept = next((entry.fqn for entry in located.objects if entry.section == "optim"), None)
+    if kept is not None:
         raise UsageError(
-            f"--map, --rename and --untie are for models: {groups} is of an optimizer, whose "
-            "groups keep the old names.",
+            f"--map, --rename and --untie are for models: {kept} is of an optimizer, whose groups "
+            "would keep the old names.",
             hint="Give --only model.",
         )
     renamed, notes = rename(index, located.tensors, keep_names=False)

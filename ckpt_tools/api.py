@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -18,6 +19,7 @@ from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.summary import FoundMesh
 from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_of
 from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.copying.origin import reading
 from ckpt_tools.core.dtypes import DType, require_dtype
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
@@ -299,8 +301,8 @@ class Checkpoint:
         entry = self.index.object(fqn)
         if entry is None:
             raise self._unknown(fqn, "object")
-        with Files() as files:
-            self.index.select({fqn}).require_whole()
+        self.index.select({fqn}).require_whole()
+        with self._reading({entry.data.path}), Files() as files:
             opened = formats.open_object(self.index, entry, files)
         closed = opened.value if isinstance(opened.value, PickledValue) else None
         if not opened.opened or closed is not None:
@@ -324,7 +326,8 @@ class Checkpoint:
         from ckpt_tools.copying.read import read_box  # late: it needs numpy
 
         data = bytearray(box.numel * entry.dtype.itemsize)
-        with Files() as files:
+        held = {one.path for chunk in entry.chunks for one in (chunk.data, *chunk.replicas)}
+        with self._reading(held), Files() as files:
             located = formats.locate(self.index.select({entry.fqn}), files)
             located.require_whole()
             done = 0
@@ -332,6 +335,10 @@ class Checkpoint:
                 data[done : done + len(piece)] = piece
                 done += len(piece)
         return data
+
+    def _reading(self, held: Collection[str]) -> AbstractContextManager[None]:
+        """Raises UnreadableError when one of these files is not as it was when it was opened."""
+        return reading(file for file in self.index.files if file.path in held)
 
     def _unknown(self, fqn: str, noun: str) -> NoSuchEntry:
         """The error for a name that does not exist. Raises what is wrong when the name is lost."""

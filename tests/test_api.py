@@ -21,6 +21,7 @@ from ckpt_tools.errors import (
     AnswerNo,
     IncompleteError,
     OutputExistsError,
+    UnreadableError,
     UnsupportedError,
     UsageError,
 )
@@ -136,6 +137,32 @@ def test_a_tensor_with_a_lost_shard_is_refused(tmp_path: Path) -> None:
     hurt = open_checkpoint(str(tmp_path / "ckpt"))
     with pytest.raises(IncompleteError):
         hurt.read(_matrix(hurt).fqn)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda old: old["w"].torch(),
+        lambda old: old["w"][1:3],
+        lambda old: old["text"],
+        ckpt_tools.verify,
+        ckpt_tools.verify_quick,
+        ckpt_tools.fingerprint,
+        ckpt_tools.stats,
+        lambda old: ckpt_tools.diff(old, DCP),
+    ],
+)
+def test_what_was_saved_anew_is_not_read_by_the_old_headers(
+    use: Callable[[Checkpoint], object], tmp_path: Path
+) -> None:
+    """The bytes of another tensor stand there now."""
+    path = tmp_path / "model.pt"
+    torch.save({"w": torch.zeros(6), "text": "a" * 5000}, path)
+    old = open_checkpoint(path)
+    use(open_checkpoint(path))
+    torch.save({"before": torch.arange(50), "w": torch.zeros(6), "text": "b" * 5000}, path)
+    with pytest.raises(UnreadableError, match=r"model\.pt has changed since it was first read"):
+        use(old)
 
 
 def test_reshard_from_python_gives_the_same_tensors(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from ckpt_tools.core.plain_values import closed_in
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.errors import UnsafePickleError
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import UnsafePickleError, WriteError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import Index
 from ckpt_tools.storage.reader import Files
@@ -63,7 +64,8 @@ def check(
     with Files() as files:
         closed = chain.from_iterable(closed_in(entry.value) for entry in written.objects)
         allowed = ReadOptions(tuple({name for one in closed for name in one.unlisted}))
-        result = _opened(formats.read_written(folder, options=allowed), files)
+        back = formats.read_written(folder, options=allowed)
+        result = _opened(back, files)
         wanted = _expected(written, source, result.format, files)
         seen = proof.KnownCrcs()
         statement = proof.same_tensors(
@@ -77,10 +79,23 @@ def check(
         )
         if own is None:
             statement += proof.same_objects(wanted, result, files)
+            if back.format != "safetensors":  # it has neither replicas nor checksums
+                _require_whole(proof.verify(back, files, threads=threads))
             statement += proof.require_equal_replicas(source, files, threads=threads)
         else:
             source = _held_in(source, own)
         return statement + proof.require_undamaged(source, files, seen=seen, threads=threads)
+
+
+def _require_whole(report: proof.VerifyReport) -> None:
+    """Raise WriteError for damage where no tensor is read: replicas, and what is around them."""
+    if not report.whole:
+        raise WriteError(
+            f"{report.root}, read back, is damaged: "
+            f"{some([problem.message for problem in report.problems])}",
+            hint="OUT was not created. Write it again; if this happens again, suspect the disk or "
+            "the memory of this machine.",
+        )
 
 
 def _expected(

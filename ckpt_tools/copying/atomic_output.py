@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from ckpt_tools.copying.origin import Origin, require_unchanged, with_states
+from ckpt_tools.copying.origin import Origin, writing_from
 from ckpt_tools.copying.out_path import (
     existing_parent,
     partial_of,
@@ -235,25 +235,9 @@ def open_output(spec: OutputSpec) -> Iterator[Started]:
             started = _start(manifest, spec)
         with _kept_on_failure(manifest, spec):
             _check_space(spec.out, spec.plans)
-            with _one_source(spec):
+            with writing_from(spec.source):
                 yield started
             _publish(manifest, spec)
-
-
-@contextmanager
-def _one_source(spec: OutputSpec) -> Iterator[None]:
-    """Raise SourceChangedError when the source changes during the block, whatever else failed."""
-    source = with_states(spec.source)
-    require_unchanged(source)
-    try:
-        yield
-    except (CkptError, OSError) as error:
-        try:
-            require_unchanged(source)
-        except SourceChangedError as changed:
-            raise changed from error
-        raise
-    require_unchanged(source)
 
 
 @contextmanager

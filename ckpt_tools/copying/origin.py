@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ckpt_tools._version import __version__
 from ckpt_tools.copying.tasks import TASK_BYTES
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex, FileEntry
 from ckpt_tools.core.plan import LazyPlans
-from ckpt_tools.errors import SourceChangedError
+from ckpt_tools.errors import CkptError, SourceChangedError, UnreadableError
 from ckpt_tools.storage import paths
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +67,75 @@ class Origin:
         return differing
 
 
-def with_states(files: Sequence[FileEntry]) -> list[FileEntry]:
+def with_states(files: Iterable[FileEntry]) -> list[FileEntry]:
     """The same files; those without a state, with the states that they have now."""
+    files = tuple(files)
     now = paths.states_now(file.path for file in files if file.state is None)
     return [file._replace(state=file.state or now.get(file.path)) for file in files]
 
 
-def require_unchanged(files: Sequence[FileEntry]) -> None:
-    """Raise SourceChangedError when a file is not as it was before its first byte was read."""
+@contextmanager
+def writing_from(files: Iterable[FileEntry]) -> Iterator[None]:
+    """Raise SourceChangedError when a file changes before the block ends, whatever else failed."""
+    source = with_states(files)
+    _require_unchanged(source, SourceChangedError)
+    with _unchanged(source, SourceChangedError):
+        yield
+
+
+@contextmanager
+def reading(files: Iterable[FileEntry]) -> Iterator[None]:
+    """Raise UnreadableError when a file is no longer as it was before its first byte was read,
+    whatever else failed: what the block has read may be of two saves.
+    """
+    with _unchanged(with_states(files), UnreadableError):
+        yield
+
+
+def reads_one_save(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function whose checkpoints must stay as they are: it is done inside of `reading`."""
+
+    @wraps(function)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        given = (*args, *kwargs.values())
+        indexes = (one for one in given if isinstance(one, CheckpointIndex))
+        with reading(file for index in indexes for file in index.files):
+            return function(*args, **kwargs)
+
+    return guarded
+
+
+@contextmanager
+def _unchanged(source: Sequence[FileEntry], error: type[CkptError]) -> Iterator[None]:
+    try:
+        yield
+    except (CkptError, OSError) as other:
+        try:
+            _require_unchanged(source, error)
+        except error as changed:
+            raise changed from other
+        raise
+    _require_unchanged(source, error)
+
+
+_AGAIN = {
+    SourceChangedError: "The output would mix two sources, so OUT was not created. Run the command "
+    "again when nothing writes there any more.",
+    UnreadableError: "What was read may be of two saves. Read it again when nothing writes there "
+    "any more.",
+}
+
+
+def _require_unchanged(files: Sequence[FileEntry], error: type[CkptError]) -> None:
     now = paths.states_now(file.path for file in files)
     changed = [file for file in files if file.state != now.get(file.path)]
     if changed:
         first = changed[0]
         was, new = first.state or "not there", now.get(first.path) or "not there"
         more = f" {len(changed) - 1} more files have changed, too." if len(changed) > 1 else ""
-        raise SourceChangedError(
+        raise error(
             f"{first.path} has changed since it was first read: was {was}, is {new}.{more}",
-            hint="The output would mix two sources, so OUT was not created. Run the "
-            "command again when nothing writes there any more.",
+            hint=_AGAIN[error],
         )
 
 

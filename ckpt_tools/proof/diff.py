@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
@@ -169,6 +170,7 @@ def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming) -> D
     return _diff(pairs, entries, sides=(a, b), naming=naming, values_compared=False)
 
 
+@reads_one_save
 def diff(
     a: CheckpointIndex,
     b: CheckpointIndex,

@@ -29,6 +29,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.read import stream_box
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
@@ -83,6 +84,7 @@ class Fingerprint:
         )
 
 
+@reads_one_save
 def fingerprint(
     index: CheckpointIndex,
     files: Files,

@@ -13,6 +13,7 @@ import numpy as np  # noqa: TID253 - imported late, and only to read values
 
 from ckpt_tools import formats
 from ckpt_tools.copying.cast import numbers
+from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
@@ -59,6 +60,7 @@ class Statistics:
         return sum(tensor.nan + tensor.inf for tensor in self.tensors)
 
 
+@reads_one_save
 def stats(
     index: CheckpointIndex,
     files: Files,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.parallel import Background
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
@@ -60,12 +61,14 @@ class VerifyReport:
         return not self.problems
 
 
+@reads_one_save
 def verify_quick(index: CheckpointIndex, files: Files) -> VerifyReport:
     """Check a checkpoint by its headers: files, lengths, coverage, shapes, optimizer names."""
     located = formats.locate(index, files)
     return _report(index, located, _Findings(files))
 
 
+@reads_one_save
 def verify(
     index: CheckpointIndex,
     files: Files,

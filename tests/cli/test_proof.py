@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from ckpt_tools import formats
 from ckpt_tools.cli import cli
+from ckpt_tools.core.index import CheckpointIndex, LocatedIndex
+from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data"
 CHECKPOINTS = DATA / "checkpoints"
@@ -102,6 +105,23 @@ def test_verify_json(damaged: str) -> None:
     assert told["tensors"]["whole"] + len(told["tensors"]["hurt"]) == 18
     assert told["problems"][0]["about"] == [hurt["fqn"] for hurt in told["tensors"]["hurt"]]
     assert told["against"] is None
+
+
+@pytest.mark.parametrize("verb", ["verify", "verify --quick", "fingerprint", "stats", "diff"])
+def test_a_checkpoint_that_is_saved_while_it_is_read_has_no_answer(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(DCP, tmp_path / "ckpt")
+    locate = formats.locate
+
+    def locate_late(index: CheckpointIndex, files: Files) -> LocatedIndex:
+        os.utime(path / "__0_0.distcp", (0, 0))
+        return locate(index, files)
+
+    monkeypatch.setattr(formats, "locate", locate_late)
+    result = run(*verb.split(), str(path), *([DCP] if verb == "diff" else []))
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "__0_0.distcp has changed since it was first read" in result.stderr
 
 
 def test_filters_without_against_mean_nothing() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import struct
 from contextlib import nullcontext
 from pathlib import Path
 from zlib import crc32
@@ -78,6 +79,33 @@ def test_an_output_with_a_wrong_value_never_gets_its_name(
     result = run(command, DCP, "-o", str(tmp_path / "out"), "--check", *more)
     assert result.exit_code in (3, 4)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "file", "record"),
+    [
+        ("ranks", "model_world_size_4_rank_3.pt", "data/0"),  # a replica of rank 1's
+        ("dcp", "__1_0.distcp", ".data/serialization_id"),  # torch reads it, too
+    ],
+)
+def test_an_output_that_is_wrong_where_no_tensor_is_read_never_gets_its_name(
+    form: str, file: str, record: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = copy.write_files
+
+    def faulty(plans: object, **options: object) -> None:
+        real(plans, **options)
+        path = Path(str(options["root"])) / file
+        data = bytearray(path.read_bytes())
+        local = data.rindex(b"PK\3\4", 0, data.index(f"/{record}".encode()))
+        data[local + 30 + sum(struct.unpack_from("<2H", data, local + 26))] ^= 1
+        path.write_bytes(data)
+
+    monkeypatch.setattr(copy, "write_files", faulty)
+    out = str(tmp_path / "out")
+    result = run("reshard", DCP, "-o", out, "--to-mesh", "2x2", "--format", form, "--check")
+    assert (result.exit_code, (tmp_path / "out").exists()) == (4, False)
+    assert "read back, is damaged" in result.stderr
 
 
 def test_the_check_of_several_folders_is_refused(tmp_path: Path) -> None:

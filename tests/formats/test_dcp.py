@@ -200,7 +200,26 @@ def _edit(save: Path, change: str) -> None:
         other = next(i for i in metadata.storage_data if i.fqn == fqn and tuple(i.offset) == (9, 0))
         data = metadata.storage_data
         data[index], data[other] = data[other], data[index]
+    elif change == "one place":
+        other = next(i for i in metadata.storage_data if i.fqn == fqn and tuple(i.offset) == (6, 0))
+        metadata.storage_data[index] = metadata.storage_data[other]
+    elif change == "no nesting":
+        metadata.__dict__["planner_dati"] = metadata.__dict__.pop("planner_data")
     path.write_bytes(pickle.dumps(metadata))
+
+
+def test_two_items_at_one_place_are_refused(save: Path) -> None:
+    _edit(save, "one place")
+    problem = _only_problem(save)
+    assert isinstance(problem, UnreadableError)
+    assert "several items at the same bytes, of app.model.emb.weight." in problem.message
+    assert problem.about == {"app.model.emb.weight"}
+
+
+def test_a_metadata_whose_nesting_has_lost_its_name_is_refused(save: Path) -> None:
+    _edit(save, "no nesting")
+    with pytest.raises(UnreadableError, match="has no planner_data, but 'planner_dati'"):
+        dcp.read_index(str(save))
 
 
 def test_a_hole_is_refused_with_its_place(save: Path) -> None:

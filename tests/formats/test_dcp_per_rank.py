@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from launching import job
 
 import ckpt_tools
-from ckpt_tools import proof
+from ckpt_tools import formats, proof
 from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.errors import IncompleteError, UnsupportedError
@@ -93,12 +93,12 @@ def test_a_lost_file_names_what_replicas_still_hold(saved: Path, tmp_path: Path)
 
 def test_a_damaged_replica_is_found(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "same", tmp_path / "ckpt")
-    index = ckpt_tools.open_checkpoint(str(tmp_path / "ckpt"))
+    index = formats.read_index(str(tmp_path / "ckpt"))
     path, offset, length = index.tensor("model.large").chunks[0].replicas[1]
     with open(path, "r+b") as file:
         file.seek(offset + length // 2)
         file.write(os.urandom(8))
     with Files() as files:
-        report = proof.verify(index.index, files)
+        report = proof.verify(formats.read_index(str(tmp_path / "ckpt")), files)
     assert not report.whole
     assert [hurt.fqn for hurt in report.damaged] == ["model.large"]

@@ -302,6 +302,6 @@ def test_one_ranks_zeros_in_a_real_directory_are_found(tmp_path: Path) -> None:
                     chunk.data.length
                 )
     file.write_bytes(content)
-    odd = of(index).anomalies
+    odd = of(formats.read_index(str(path))).anomalies
     assert {(one.kind, one.rank) for one in odd} == {("zero", 2)}
     assert len(odd) > 5

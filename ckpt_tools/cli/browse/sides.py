@@ -14,6 +14,7 @@ from ckpt_tools.cli.diff import WORDS
 from ckpt_tools.cli.ls import Leaf, parts_of
 from ckpt_tools.cli.render import facts, printable
 from ckpt_tools.cli.show import located, object_facts, tensor_facts
+from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.names import selector
 from ckpt_tools.core.text import counted, format_size
@@ -194,16 +195,21 @@ class Sides:
         one = self.indexes[side].select({entry.fqn})
         if any(entry.fqn in problem.about for problem in one.problems):
             one.require_whole()
-        if isinstance(entry, TensorEntry):
-            if part is not None and show.parse_slice(part, entry.shape).numel > _MOST_VALUES:
-                raise UsageError(f"At most {_MOST_VALUES:,} values are shown at once.")
-            return show.read_corner(located(one), part)
-        with Files() as files:
-            opened = open_object(one, entry, files)
-        if not opened.opened:
-            return entries.value_text(opened)
-        text = json.dumps(entries.plain_json(opened.value), indent=2)
-        return "\n".join(map(printable, text.splitlines()[:_MOST_LINES]))
+        return _values(one, entry, part)
+
+
+@reads_one_save
+def _values(one: CheckpointIndex, entry: Entry, part: str | None) -> show.Corner | str:
+    if isinstance(entry, TensorEntry):
+        if part is not None and show.parse_slice(part, entry.shape).numel > _MOST_VALUES:
+            raise UsageError(f"At most {_MOST_VALUES:,} values are shown at once.")
+        return show.read_corner(located(one), part)
+    with Files() as files:
+        opened = open_object(one, entry, files)
+    if not opened.opened:
+        return entries.value_text(opened)
+    text = json.dumps(entries.plain_json(opened.value), indent=2)
+    return "\n".join(map(printable, text.splitlines()[:_MOST_LINES]))
 
 
 def status_text(status: str) -> str:

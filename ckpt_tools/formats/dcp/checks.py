@@ -7,10 +7,10 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckpt_tools.core.coverage import uncovered
-from ckpt_tools.core.index import CheckpointIndex, Grid, GridChunks
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Grid, GridChunks
 from ckpt_tools.core.text import are, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
@@ -44,21 +44,24 @@ def problems_of(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Checkp
 
 
 def _file_problems(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[CheckpointError]:
-    """Missing and short files, each with the names that it damages."""
-    needs: dict[str, int] = defaultdict(int)
+    """Missing and short files, each with the names that it damages, and items at one place."""
+    ends: dict[str, list[int]] = defaultdict(list)
     for path, end in _ends(index):
-        if end > needs[path]:  # noqa: PLR1730 - max would take twice as long, a million times
-            needs[path] = end
+        ends[path].append(end)
+    needs = {path: max(own) for path, own in ends.items()}
+    shared = {path for path, own in ends.items() if len(set(own)) < len(own)}
+    problems: list[CheckpointError] = []
+    if shared and index.format == "dcp":  # of safetensors, an empty chunk ends with its neighbour
+        problems.append(_at_one_place(index, shared))
     bad = {}
     for path, need in needs.items():
         size = sizes.get(os.path.relpath(path, index.root))
         if size is None or size < need:
             bad[path] = size
     if not bad:
-        return []
+        return problems
     damaged = _names_in(index, bad)
     missing = sorted(path for path, size in bad.items() if size is None)
-    problems: list[CheckpointError] = []
     if missing:
         shown = ", ".join(os.path.basename(path) for path in missing)
         problems.append(
@@ -99,17 +102,38 @@ def _ends(index: CheckpointIndex) -> Iterator[tuple[str, int]]:
 def _names_in(index: CheckpointIndex, bad: Mapping[str, int | None]) -> dict[str, set[str]]:
     """The names that have bytes past the end of each bad file."""
     damaged: dict[str, set[str]] = {path: set() for path in bad}
+    for fqn, (path, offset, length), sizes in _items(index):
+        if path in bad and offset + length > (bad[path] or 0) and 0 not in sizes:
+            damaged[path].add(fqn)
+    return damaged
+
+
+def _at_one_place(index: CheckpointIndex, files: Collection[str]) -> CheckpointError:
+    """The error for items of these files that lie at the same bytes, as torch never writes them.
+
+    A flipped bit in a pickle's reference gives an item the file of another, at its own offset.
+    """
+    names: dict[ByteRange, list[str]] = defaultdict(list)
+    for fqn, data, _ in _items(index):
+        if data.path in files:
+            names[data].append(fqn)
+    wrong = {fqn for own in names.values() if len(own) > 1 for fqn in own}
+    return UnreadableError(
+        f"{index.root}/.metadata is damaged: it has several items at the same bytes, of "
+        f"{some(sorted(wrong))}.",
+        hint="Take .metadata from another copy; which item lies there cannot be known.",
+        about=wrong,
+    )
+
+
+def _items(index: CheckpointIndex) -> Iterator[tuple[str, ByteRange, tuple[int, ...]]]:
+    """The name, place and sizes of each chunk and object."""
     for entry in index.tensors:
         for chunk in entry.chunks:
-            for path, offset, length in (chunk.data, *chunk.replicas):
-                is_lost = path in bad and offset + length > (bad[path] or 0)
-                if is_lost and 0 not in chunk.box.sizes:
-                    damaged[path].add(entry.fqn)
+            for data in (chunk.data, *chunk.replicas):
+                yield entry.fqn, data, chunk.box.sizes
     for item in index.objects:
-        path, offset, length = item.data
-        if path in bad and offset + length > (bad[path] or 0):
-            damaged[path].add(item.fqn)
-    return damaged
+        yield item.fqn, item.data, ()
 
 
 def _damage(index: CheckpointIndex, damaged: Mapping[str, set[str]], paths: Sequence[str]) -> str:

@@ -177,6 +177,9 @@ def _first(args: tuple[object, ...]) -> object:
 # a file can have two million sizes. `tuple` itself would turn a long string into a longer tuple.
 _SIZE = ().__add__
 
+_FIELDS = frozenset(
+    {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+)
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath")
@@ -259,6 +262,9 @@ def _metadata(value: object) -> Metadata:
             objects.add(fqn)
         else:
             raise UnreadableError(f"describes {fqn} as {shown(entry)}.")
+    strangers = value.state.keys() - _FIELDS
+    if strangers and "planner_data" not in value.state:  # a flipped bit in the field's name
+        raise UnreadableError(f"has no planner_data, but {shown(min(strangers, key=str))}.")
     meta = value.state.get("storage_meta")
     return Metadata(
         tensors,

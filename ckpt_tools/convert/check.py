@@ -80,7 +80,9 @@ def check(
         if own is None:
             statement += proof.same_objects(wanted, result, files)
             if back.format != "safetensors":  # it has neither replicas nor checksums
-                _require_whole(proof.verify(back, files, threads=threads))
+                _require_whole(
+                    proof.verify(back, files, threads=threads, seen=seen, on_bytes=on_bytes)
+                )
             statement += proof.require_equal_replicas(source, files, threads=threads)
         else:
             source = _held_in(source, own)

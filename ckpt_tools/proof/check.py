@@ -54,7 +54,7 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
     ``renamed`` gives the name in the result of each source tensor that was written, ``dtypes`` the
     type that it was to have there; where that is another one, the source is cast again, in memory.
     With ``own``, the only files of the source that can be read here, the boxes that they hold are
-    compared instead. ``seen`` gets the CRC-32s of what is read of the source in its order,
+    compared instead. ``seen`` gets the CRC-32s of what is read of either side in its order,
     ``on_bytes`` gets how many bytes of the result were read.
     Returns one line that says what was proven.
 
@@ -72,7 +72,7 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
         if own is not None:
             return _boxes_differ(pair, own, files)
         expected = _digest_as(pair, files, on_run)
-        return digest_of(pair.result, files, on_bytes=tally.add) != expected
+        return digest_of(pair.result, files, on_bytes=tally.add, on_run=on_run) != expected
 
     verdicts = in_threads(differs, pairs, threads=threads, nbytes=lambda pair: pair.source.nbytes)
     wrong = [pair.result.fqn for pair, bad in zip(pairs, verdicts, strict=True) if bad]

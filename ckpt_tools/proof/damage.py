@@ -73,13 +73,18 @@ class ReadResult:
 
 
 def read_everything(
-    index: CheckpointIndex, files: Files, *, threads: int | None, on_bytes: Callable[[int], None]
+    index: CheckpointIndex,
+    files: Files,
+    *,
+    seen: KnownCrcs,
+    threads: int | None,
+    on_bytes: Callable[[int], None],
 ) -> ReadResult:
-    """Read everything that a checkpoint needs, several ranges at a time.
+    """Read everything that a checkpoint needs and was not ``seen``, several ranges at a time.
 
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
     """
-    checker = _Checker(files, Tally(on_bytes), KnownCrcs())
+    checker = _Checker(files, Tally(on_bytes), seen)
     return _read(list(formats.checksummed(index, files)), checker, threads)
 
 

@@ -21,7 +21,7 @@ from ckpt_tools.core.text import counted, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.proof.canonical_names import tensors_inside
 from ckpt_tools.proof.consistency import Consistency, compare_model_and_optimizer
-from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
+from ckpt_tools.proof.damage import Damage, KnownCrcs, ReadResult, read_everything
 from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.storage.reader import Files
@@ -74,16 +74,19 @@ def verify(
     files: Files,
     *,
     threads: int | None = None,
+    seen: KnownCrcs | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> VerifyReport:
     """Check a checkpoint by reading every byte range of it once, and replicas against one another.
 
-    Several ranges are read at a time, with about 4 MiB of memory for each of ``threads``.
+    Several ranges are read at a time, with about 4 MiB of memory for each of ``threads``. What was
+    ``seen`` is read again only as a replica.
     ``on_bytes`` gets the number of bytes read since its last call; `bytes_to_read` estimates their
     sum.
     """
     locating = Background(lambda: formats.locate(index, files))
-    reading = read_everything(index, files, threads=threads, on_bytes=on_bytes)
+    seen = KnownCrcs() if seen is None else seen
+    reading = read_everything(index, files, seen=seen, threads=threads, on_bytes=on_bytes)
     located = locating.result()
     condition = DamageMap(located, [damage.data for damage in reading.damages])
     known = frozenset(fqn for problem in located.problems for fqn in problem.about)

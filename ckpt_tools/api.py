@@ -205,7 +205,7 @@ class Checkpoint:
         self,
         out: str | os.PathLike[str],
         *,
-        dtype: str | DType | None = None,
+        dtype: str | DType | torch.dtype | None = None,
         only: Section | Literal["all"] | None = None,
         force: bool = False,
         check: bool = False,
@@ -214,7 +214,7 @@ class Checkpoint:
         return export(self, out, dtype=dtype, only=only, force=force, check=check)
 
     def reshard(
-        self, out: str | os.PathLike[str], to_mesh: str | Mesh, *, force: bool = False
+        self, out: str | os.PathLike[str], to_mesh: str | int | Mesh, *, force: bool = False
     ) -> ReshardPlan:
         """Write the shards of another mesh, as the function `reshard` does."""
         return reshard(self, out, to_mesh, force=force)
@@ -375,7 +375,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
     source: Source | Checkpoint,
     out: str | os.PathLike[str],
     *,
-    dtype: str | DType | None = None,
+    dtype: str | DType | torch.dtype | None = None,
     only: Section | Literal["all"] | None = None,
     force: bool = False,
     check: bool = False,
@@ -408,9 +408,9 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
 def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
     source: Source | Checkpoint,
     out: str | os.PathLike[str],
-    to_mesh: str | Mesh | None = None,
+    to_mesh: str | int | Mesh | None = None,
     *,
-    dtype: str | DType | None = None,
+    dtype: str | DType | torch.dtype | None = None,
     force: bool = False,
     check: bool = False,
     options: ReshardOptions | None = None,
@@ -426,7 +426,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     from ckpt_tools.distributed.executors import Here, Listener
 
     if to_mesh is not None and options is None:
-        options = ReshardOptions(parse_mesh(to_mesh) if isinstance(to_mesh, str) else to_mesh)
+        options = ReshardOptions(to_mesh if isinstance(to_mesh, Mesh) else parse_mesh(str(to_mesh)))
     elif to_mesh is not None or options is None:
         raise UsageError("reshard takes a mesh, for example '4x8', or options with one.")
     if dtype is not None:

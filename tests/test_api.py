@@ -308,7 +308,7 @@ def test_each_verb_takes_a_path_or_a_checkpoint(kind: Callable[[str], object]) -
 
 
 def test_export_takes_what_people_guess(tmp_path: Path) -> None:
-    ckpt_tools.export(DCP, tmp_path / "half", dtype="bf16", check=True)
+    ckpt_tools.export(DCP, tmp_path / "half", dtype=torch.bfloat16, check=True)
     half = open_checkpoint(tmp_path / "half")
     assert {e.dtype.name for e in half.tensors if e.fqn != "seen"} == {"bfloat16"}
     ckpt_tools.export(DCP, tmp_path / "model.pt")
@@ -320,9 +320,13 @@ def test_export_takes_what_people_guess(tmp_path: Path) -> None:
         ckpt_tools.export(DCP, tmp_path / "x", dtype="bf17")
 
 
-def test_reshard_takes_a_mesh_as_text(tmp_path: Path) -> None:
+def test_reshard_takes_a_mesh_as_text_or_a_number_of_ranks(tmp_path: Path) -> None:
     ckpt_tools.reshard(DCP, tmp_path / "out", "2x2")
     assert open_checkpoint(tmp_path / "out").mesh.shape == (2, 2)  # type: ignore[union-attr]
+    ckpt_tools.reshard(DCP, tmp_path / "three", 3)
+    assert open_checkpoint(tmp_path / "three").mesh.shape == (3,)  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="not a mesh"):
+        ckpt_tools.reshard(DCP, tmp_path / "none", (2, 2))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="takes a mesh"):
         ckpt_tools.reshard(DCP, tmp_path / "none")
 

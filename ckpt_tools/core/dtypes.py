@@ -98,9 +98,12 @@ def parse_dtype(text: str) -> DType | None:
     return BY_NAME.get(_SHORT.get(name, name))
 
 
-def require_dtype(dtype: str | DType) -> DType:
-    """The element type of a name such as ``bf16``. Raises UsageError for one that is not known."""
-    known = parse_dtype(dtype) if isinstance(dtype, str) else dtype
+def require_dtype(dtype: object) -> DType:
+    """The element type that a name such as ``bf16`` or a ``torch.dtype`` means.
+
+    Raises UsageError for one that is not known.
+    """
+    known = dtype if isinstance(dtype, DType) else parse_dtype(str(dtype))
     if known is None:
         raise UsageError(f"{dtype!r} is not an element type; use bf16, fp16 or fp32.")
     return known

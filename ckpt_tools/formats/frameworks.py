@@ -187,7 +187,7 @@ def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
 
 
 def _by_accelerate_names(name: str, folder: str) -> tuple[str, str] | None:
-    ours = r"(pytorch_model_fsdp|optimizer)(_\d+|\.bin)|pytorch_model_fsdp_\d+"
+    ours = r"(pytorch_model_fsdp|optimizer)(_\d+(\.bin)?|\.bin)"
     if not re.fullmatch(ours, name):
         return None
     if paths.is_file(os.path.join(folder, "trainer_state.json")):

@@ -47,6 +47,13 @@ def test_the_framework_is_named_when_something_tells_it(path: str, framework: st
     assert len(told) == (framework is not None)
 
 
+def test_the_second_model_of_an_accelerate_folder_is_of_accelerate(tmp_path: Path) -> None:
+    state = REAL / "accelerate_fsdp1_full_llama_tied_4r" / "ckpt" / "state"
+    shutil.copy(state / "pytorch_model_fsdp.bin", tmp_path / "pytorch_model_fsdp_1.bin")
+    index = formats.read_index(str(tmp_path / "pytorch_model_fsdp_1.bin"))
+    assert index.framework == "accelerate"
+
+
 @pytest.mark.parametrize(
     ("path", "inside"),
     [

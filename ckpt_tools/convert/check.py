@@ -77,16 +77,16 @@ def check(
             seen=seen,
             on_bytes=on_bytes,
         )
-        if own is None:
-            statement += proof.same_objects(wanted, result, files)
-            if back.format != "safetensors":  # it has neither replicas nor checksums
-                _require_whole(
-                    proof.verify(back, files, threads=threads, seen=seen, on_bytes=on_bytes)
-                )
-            statement += proof.require_equal_replicas(source, files, threads=threads)
-        else:
+        if own is not None:
             source = _held_in(source, own)
-        return statement + proof.require_undamaged(source, files, seen=seen, threads=threads)
+            return statement + proof.require_undamaged(source, files, seen=seen, threads=threads)
+        statement += proof.same_objects(wanted, result, files)
+        statement += proof.require_equal_replicas(source, files, threads=threads)
+        # First the source: what is copied as it is would make the output look at fault.
+        statement += proof.require_undamaged(source, files, seen=seen, threads=threads)
+        if back.format != "safetensors":  # it has neither replicas nor checksums
+            _require_whole(proof.verify(back, files, threads=threads, seen=seen, on_bytes=on_bytes))
+        return statement
 
 
 def _require_whole(report: proof.VerifyReport) -> None:

@@ -177,6 +177,20 @@ def test_a_damaged_object_of_the_source_is_never_proven(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_damage_that_is_copied_along_is_said_of_the_source(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    dcp.save({"w": torch.ones(3), "odd": {1, 2}}, checkpoint_id=source, **ALONE)
+    (data,) = (entry.data for entry in formats.read_index(str(source)).objects)
+    raw = bytearray(Path(data.path).read_bytes())
+    place = raw.index(b"serialization_id", data.offset)
+    raw[place + 15] = ord("f")
+    Path(data.path).write_bytes(raw)
+    result = run("reshard", str(source), "-o", str(tmp_path / "out"), "--to-mesh", "2", "--check")
+    assert result.exit_code == 3
+    assert f"{source}: what was read of it is damaged: odd." in result.stderr
+
+
 def test_the_proof_says_when_a_source_has_no_checksums(tmp_path: Path) -> None:
     source = tmp_path / "model.safetensors"
     save_file({"w": torch.ones(3)}, source)

@@ -10,7 +10,7 @@ it is called.
 from __future__ import annotations
 
 from ckpt_tools.proof.anomalies import Anomaly
-from ckpt_tools.proof.check import same_objects, same_tensors
+from ckpt_tools.proof.check import require_intact, same_objects, same_tensors
 from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
 from ckpt_tools.proof.damage import KnownCrcs, require_undamaged
 from ckpt_tools.proof.damage_map import DamagedTensor, Rescue
@@ -54,6 +54,7 @@ __all__ = [
     "fingerprint",
     "parse_rename",
     "require_equal_replicas",
+    "require_intact",
     "require_undamaged",
     "same_objects",
     "same_tensors",

@@ -21,12 +21,17 @@ from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
-from ckpt_tools.proof.damage import KnownCrcs
+from ckpt_tools.proof.damage import KnownCrcs, read_everything
 from ckpt_tools.proof.fingerprint import digest_of
+from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 
 _BLOCK_NUMEL = 128 << 10
+_AGAIN = (
+    "OUT was not created. Write it again, without --resume; if this happens again, suspect the "
+    "disk or the memory of this machine."
+)
 
 
 class _Pair(NamedTuple):
@@ -80,10 +85,37 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
         raise WriteError(
             f"{result.root}: {len(wrong)} of {len(pairs)} tensors, read back, are not what the "
             f"source holds: {some(wrong)}.",
-            hint="OUT was not created. Write it again; if this happens again, suspect the disk or "
-            "the memory of this machine.",
+            hint=_AGAIN,
         )
     return _statement(pairs, method="SHA-256" if own is None else "comparison on every rank")
+
+
+def require_intact(
+    result: CheckpointIndex,
+    files: Files,
+    *,
+    seen: KnownCrcs,
+    threads: int | None,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> None:
+    """Check the bytes of ``result`` that no tensor is read from: replicas, and all around items.
+
+    ``result`` is as its reader gave it; what was ``seen`` is read again only as a replica. Raises
+    WriteError for a wrong CRC-32, and for replicas that differ.
+    """
+    reading = read_everything(result, files, seen=seen, threads=threads, on_bytes=on_bytes)
+    faults = [damage.error for damage in reading.damages] or differing_replicas(
+        formats.locate(result, files).tensors,
+        files,
+        is_good=lambda _: True,
+        threads=threads,
+        tally=Tally(on_bytes),
+    )
+    if faults:
+        raise WriteError(
+            f"{result.root}, read back, is damaged: {some([fault.message for fault in faults])}",
+            hint=_AGAIN,
+        )
 
 
 def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files) -> str:

@@ -74,19 +74,16 @@ def verify(
     files: Files,
     *,
     threads: int | None = None,
-    seen: KnownCrcs | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> VerifyReport:
     """Check a checkpoint by reading every byte range of it once, and replicas against one another.
 
-    Several ranges are read at a time, with about 4 MiB of memory for each of ``threads``. What was
-    ``seen`` is read again only as a replica.
+    Several ranges are read at a time, with about 4 MiB of memory for each of ``threads``.
     ``on_bytes`` gets the number of bytes read since its last call; `bytes_to_read` estimates their
     sum.
     """
     locating = Background(lambda: formats.locate(index, files))
-    seen = KnownCrcs() if seen is None else seen
-    reading = read_everything(index, files, seen=seen, threads=threads, on_bytes=on_bytes)
+    reading = read_everything(index, files, seen=KnownCrcs(), threads=threads, on_bytes=on_bytes)
     located = locating.result()
     condition = DamageMap(located, [damage.data for damage in reading.damages])
     known = frozenset(fqn for problem in located.problems for fqn in problem.about)

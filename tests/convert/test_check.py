@@ -177,6 +177,13 @@ def test_a_damaged_object_of_the_source_is_never_proven(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_an_optimizer_without_its_weights_is_proven_too(tmp_path: Path) -> None:
+    words = ["reshard", DCP, "-o", str(tmp_path / "out"), "--to-mesh", "2", "--check"]
+    result = run(*words, "-x", "re:model.*weight")
+    assert result.exit_code == 0
+    assert "Proven by SHA-256" in result.stderr
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_damage_that_is_copied_along_is_said_of_the_source(tmp_path: Path) -> None:
     source = tmp_path / "source"

@@ -25,7 +25,6 @@ from ckpt_tools.core.index import ByteRange, TensorEntry
 from ckpt_tools.core.plan import Finder, ReadItem
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.errors import CheckpointError
-from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 SLAB_BYTES = 2 << 20
@@ -188,7 +187,7 @@ def stream_box(
     """
     itemsize = entry.dtype.itemsize
     runs = runs_of(Finder(entry).reads(box), box, itemsize=itemsize)
-    if runs is None or any(is_address(run.path) for run in runs):
+    if runs is None or not all(files.has_descriptor(run.path) for run in runs):
         yield from read_box(entry, box, files=files)
         return
     buffer = memoryview(bytearray(min(_STREAM_BYTES, box.numel * itemsize)))

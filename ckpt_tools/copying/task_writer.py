@@ -23,7 +23,6 @@ from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import slabs
 from ckpt_tools.core.plan import WriteItem
 from ckpt_tools.errors import unwritable
-from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ class TaskWriter:
         if not is_cast and output.direct is None:
             runs = runs_of(nearby.near(piece.box), piece.box, itemsize=itemsize)
             is_long = runs is not None and piece.nbytes >= len(runs) * _LONG_RUN
-            if runs and is_long and not any(is_address(run.path) for run in runs):
+            if runs and is_long and all(self._files.has_descriptor(run.path) for run in runs):
                 return self._write_runs(runs, piece, output)
         most = self._slab // max(itemsize, item.target.itemsize)
         offset, crc = piece.offset, 0

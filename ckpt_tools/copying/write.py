@@ -40,21 +40,23 @@ def write_files(
     on_bytes: Callable[[int], None],
     share: Share = ALL,
     on_file: Callable[[TaskRange], None] | None = None,
-) -> None:
-    """Write every file of the plans below the folder ``root``.
+) -> int:
+    """Write every file of the plans below the folder ``root``; gives the bytes of all tasks done.
 
     Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together; without a number
     of ``threads`` it is chosen for the cores and the files. ``on_bytes`` gets the number of
     bytes written since its last call, ``on_file`` each file of which this worker's part is written.
     A file that exists with the right length is written into, not created again. With a ``share``,
-    one of several workers does its part: together they write every byte once, in any order.
+    one of several workers does its part: together they write every byte once, in any order. The
+    result is then its part of the plans' bytes. It counts whole tasks, when they are done: what
+    ``on_bytes`` was told is for people, and proves nothing.
 
     Raises UsageError for too little memory, WriteError when an output cannot be written,
     UnreadableError when a source cannot be read, and KeyboardInterrupt as it comes; what was
     written so far stays.
     """
     check_memory(threads, max_memory)
-    outputs = _Outputs(root)
+    outputs, done = _Outputs(root), 0
     try:
         for group, tasks in groups_of(plans, share):
             work = _Work(share.locate(tasks), outputs=outputs, on_bytes=on_bytes, on_file=on_file)
@@ -65,8 +67,10 @@ def write_files(
                 max(1, work.left),
             )
             work.run(files, threads=count, memory=max_memory // count)
+            done += work.done
     finally:
         outputs.close()
+    return done
 
 
 class _Outputs:
@@ -189,6 +193,7 @@ class _Work:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._in_kernel = True
+        self.done = 0  # bytes of the tasks that are done
 
     @property
     def left(self) -> int:
@@ -242,6 +247,7 @@ class _Work:
                 with self._lock:
                     self._check(task, value)
                     written = self._outputs.done_with(task.file)
+                    self.done += task.nbytes
                 if written is not None and self._on_file is not None:
                     self._on_file(written)
         except Stopped:

@@ -120,8 +120,8 @@ def require_all_written(
     planned: int | None = None,
 ) -> None:
     """Raise WriteError on all ranks unless rank 0 finds every file with its length, and the
-    ``nbytes`` that each rank wrote are together the ``planned`` ones: by default all bytes of the
-    plans, which leave no byte out.
+    ``nbytes`` of tasks that each rank did are together the ``planned`` ones: by default all bytes
+    of the plans, which leave no byte out.
     """
     written = group.total(nbytes)
     error = None
@@ -181,15 +181,13 @@ def _sample(path: str, files: Files) -> bytes:
 
 
 class Progress:
-    """Counts the bytes that this rank writes, and stops it soon after another has failed."""
+    """Reports the bytes that this rank writes, and stops it soon after another has failed."""
 
     def __init__(self, group: Group, on_bytes: Callable[[int], None]) -> None:
         self._group = group
         self._on_bytes = on_bytes
-        self.nbytes = 0
 
     def add(self, nbytes: int) -> None:
-        """Count some bytes. Raises PeerFailedError."""
+        """Report some bytes. Raises PeerFailedError."""
         self._group.check_peers()
-        self.nbytes += nbytes
         self._on_bytes(nbytes)

@@ -139,8 +139,8 @@ class _Sharing:
                 _do(_needed(plan.works, left, Share(group.rank, group.size)), files, plan.source)
             share = Share(group.rank, group.size)
             order = _share_order(self.ranks.options, replace(plan, files=left), place, share)
-            write_share(order, on_bytes=progress.add)
-        require_all_written(group, left, place.folder, nbytes=progress.nbytes)
+            nbytes = write_share(order, on_bytes=progress.add)
+        require_all_written(group, left, place.folder, nbytes=nbytes)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from ckpt_tools import formats
@@ -83,13 +82,18 @@ class _Gatherer:
         _create(group, plans, folder)
         mine = self._part_of(plans)
         progress = Progress(group, self.job.on_bytes)
-        write = partial(_write, folder=folder, options=self.job.write, on_bytes=progress.add)
+        options, done = self.job.write, 0
+
+        def write(plans: Sequence[FilePlan], files: Files) -> None:
+            nonlocal done
+            done += _write(plans, files, folder=folder, options=options, on_bytes=progress.add)
+
         with group.collective(), Files() as files:  # no rank may be missing in a collective
             write(mine.uncut, files)
         with Files() as files:
             source = Source(self.index, self.headers[group.rank].parts(), files)
             Gathering(group, source, self.device_type).run(mine.cut, write)
-        require_all_written(group, plans, folder, nbytes=progress.nbytes, planned=mine.planned)
+        require_all_written(group, plans, folder, nbytes=done, planned=mine.planned)
         if self.job.write.check:
             own = self.headers[group.rank].sizes
             self.proven.append(_check(group, self.index, self.job, folder, own=own))
@@ -183,9 +187,9 @@ def _write(
     folder: str,
     options: WriteOptions,
     on_bytes: Callable[[int], None],
-) -> None:
-    """Write parts of files, without a log of finished ones."""
-    write_files(
+) -> int:
+    """Write parts of files, without a log of finished ones; gives the bytes of the tasks done."""
+    return write_files(
         LazyPlans.of(plans),
         root=folder,
         files=files,

@@ -47,9 +47,10 @@ class ShareOrder(NamedTuple):
     source: CheckpointIndex | None = None
 
 
-def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None]) -> None:
-    """Do one share in this process. Raises what `copy.write_files` raises, and what keeps a chunk
-    that it reads from being used.
+def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None]) -> int:
+    """Do one share in this process; gives the bytes of its tasks, as `copy.write_files` does.
+
+    Raises what that raises, and what keeps a chunk that it reads from being used.
 
     ``on_bytes`` is called with 0 first, as soon as this process holds the lock of its share.
     """
@@ -63,7 +64,7 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None]) -> None:
             return tasks if order.source is None else _located(tasks, order.source, files)
 
         on_bytes(0)
-        copy.write_files(
+        return copy.write_files(
             order.plans,
             root=order.place.folder,
             files=files,

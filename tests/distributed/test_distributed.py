@@ -691,11 +691,13 @@ def in_memory(folder: Path, item: WriteItem, values: np.ndarray, *, length: int)
     return (folder / "file").read_bytes()
 
 
+@pytest.mark.parametrize("long_run", [1, 1 << 18])
 @pytest.mark.parametrize("task", [16, 1 << 24])
 def test_a_box_of_a_tensor_in_memory_is_written_with_its_crc(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: int, long_run: int
 ) -> None:
     monkeypatch.setattr("ckpt_tools.copying.tasks.TASK_BYTES", task)
+    monkeypatch.setattr("ckpt_tools.copying.task_writer._LONG_RUN", long_run)
     values = np.arange(24, dtype=np.float32).reshape(4, 6)
     float32 = dtype_named("float32")
     item = WriteItem(

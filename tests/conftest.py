@@ -6,6 +6,9 @@ import os
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import settings
+from size_records import DEFAULT, TINY, use
+
+from ckpt_tools.core.sizes import Sizes
 
 # No deadlines: processes share the cores, so one example's time says nothing about the code.
 settings.register_profile("local", deadline=None)
@@ -16,6 +19,14 @@ if "mix_stderr" in inspect.signature(CliRunner).parameters:  # click 8.1: behave
     assert CliRunner.__init__.__defaults__ is not None
     CliRunner.__init__.__defaults__ = (*CliRunner.__init__.__defaults__[:-1], False)
     Result.output = property(lambda self: self.stdout + self.stderr)
+
+
+@pytest.fixture(params=["default", "tiny"])
+def each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sizes:
+    """Runs a test with the sizes that users have, and again with tiny ones."""
+    sizes = TINY if request.param == "tiny" else DEFAULT
+    use(sizes, monkeypatch)
+    return sizes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

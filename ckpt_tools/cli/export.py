@@ -12,6 +12,7 @@ from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.parallel import choose_threads
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.executors import Listener, available
@@ -153,7 +154,7 @@ def _workers(plan: convert.ExportPlan) -> str:
     params = click.get_current_context().params
     jobs: int = params["jobs"]
     threads: int = params["threads"] or choose_threads(
-        plan.nbytes // jobs, lanes=-(-len(plan.files) // jobs), processes=jobs
+        plan.nbytes // jobs, Sizes(), lanes=-(-len(plan.files) // jobs), processes=jobs
     )
     each = counted(threads, "thread")
     return each if jobs == 1 else f"{counted(jobs, 'worker')} of {each}"

@@ -208,7 +208,7 @@ class PlanReport(NamedTuple):
 
     def dry_run(self, plan: ReshardPlan) -> Iterator[str]:
         """What will be read, written and held in memory, in all and for each file."""
-        predicted = forecast.of(plan)
+        predicted = forecast.of(plan, self.job.write.sizes)
         files, sources = predicted.files, counted(predicted.sources, "file")
         free = atomic_output.free_space(made_at(self.job.out))
         yield f"{self._what(plan)}; not written (--dry-run)"
@@ -233,7 +233,10 @@ class PlanReport(NamedTuple):
         here = environment.place()
         count = self.job.workers if here is None else here.world_size
         chosen = self.job.write.threads or choose_threads(
-            plan.nbytes // count, lanes=-(-len(plan.files) // count), processes=count
+            plan.nbytes // count,
+            self.job.write.sizes,
+            lanes=-(-len(plan.files) // count),
+            processes=count,
         )
         threads = counted(chosen, "thread")
         if here is not None:
@@ -250,7 +253,7 @@ class PlanReport(NamedTuple):
     def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
         """All of it as one JSON object."""
         names = plan.mesh.dim_names
-        predicted = forecast.of(plan)
+        predicted = forecast.of(plan, self.job.write.sizes)
         return {
             "schema": "ckpt-tools/reshard/1",
             "output": self.job.out,

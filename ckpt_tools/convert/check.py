@@ -44,6 +44,7 @@ class Written(NamedTuple):
 def check(
     folder: str,
     written: Written,
+    files: Files,
     *,
     source: CheckpointIndex,
     threads: int | None,
@@ -60,32 +61,31 @@ def check(
     source's own checksums say that what was read is damaged, and UnsupportedError when its replicas
     differ.
     """
-    with Files() as files:
-        closed = chain.from_iterable(closed_in(entry.value) for entry in written.objects)
-        allowed = ReadOptions(tuple({name for one in closed for name in one.unlisted}))
-        back = formats.read_written(folder, options=allowed)
-        result = _opened(back, files)
-        wanted = _expected(written, source, result.format, files)
-        seen = proof.KnownCrcs()
-        statement = proof.same_tensors(
-            *(wanted, result, files),
-            renamed={entry.fqn: entry.fqn for entry in wanted.tensors},
-            dtypes={target.fqn: target.dtype for target in written.targets},
-            threads=threads,
-            own=own,
-            seen=seen,
-            on_bytes=on_bytes,
-        )
-        if own is not None:
-            source = _held_in(source, own)
-            return statement + proof.require_undamaged(source, files, seen=seen, threads=threads)
-        statement += proof.same_objects(wanted, result, files)
-        statement += proof.require_equal_replicas(source, files, threads=threads)
-        # First the source: what is copied as it is would make the output look at fault.
-        statement += proof.require_undamaged(source, files, seen=seen, threads=threads)
-        if back.format != "safetensors":  # it has neither replicas nor checksums
-            proof.require_intact(back, files, seen=seen, threads=threads, on_bytes=on_bytes)
-        return statement
+    closed = chain.from_iterable(closed_in(entry.value) for entry in written.objects)
+    allowed = ReadOptions(tuple({name for one in closed for name in one.unlisted}))
+    back = formats.read_written(folder, options=allowed)
+    result = _opened(back, files)
+    wanted = _expected(written, source, result.format, files)
+    seen = proof.KnownCrcs()
+    statement = proof.same_tensors(
+        *(wanted, result, files),
+        renamed={entry.fqn: entry.fqn for entry in wanted.tensors},
+        dtypes={target.fqn: target.dtype for target in written.targets},
+        threads=threads,
+        own=own,
+        seen=seen,
+        on_bytes=on_bytes,
+    )
+    if own is not None:
+        source = _held_in(source, own)
+        return statement + proof.require_undamaged(source, files, seen=seen, threads=threads)
+    statement += proof.same_objects(wanted, result, files)
+    statement += proof.require_equal_replicas(source, files, threads=threads)
+    # First the source: what is copied as it is would make the output look at fault.
+    statement += proof.require_undamaged(source, files, seen=seen, threads=threads)
+    if back.format != "safetensors":  # it has neither replicas nor checksums
+        proof.require_intact(back, files, seen=seen, threads=threads, on_bytes=on_bytes)
+    return statement
 
 
 def _expected(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckpt_tools.convert.reshard import ReshardPlan
-from ckpt_tools.copying.tasks import GROUP_BYTES, GROUP_FILES, MOST_GROUP_BYTES
+from ckpt_tools.core.sizes import Sizes
 
 # Measured on Linux, Python 3.11: the process with numpy, the process with torch 2.13, what is known
 # of each box of all files, and what one box takes in the plan of its file, with the read that fills
@@ -38,7 +38,7 @@ class Forecast(NamedTuple):
     held: int
 
 
-def of(plan: ReshardPlan) -> Forecast:
+def of(plan: ReshardPlan, sizes: Sizes) -> Forecast:
     """The forecast of a plan, in one pass over its files."""
     files, sources = [], set()
     for file in plan.files:
@@ -50,7 +50,7 @@ def of(plan: ReshardPlan) -> Forecast:
         files.append(FileForecast(*facts))
     boxes = sum(file.boxes for file in files)
     largest = max((file.boxes for file in files), default=0) * _PER_PLANNED_BOX
-    group = max(GROUP_BYTES, min(GROUP_FILES * largest, MOST_GROUP_BYTES)) + largest
+    group = max(sizes.plans, min(sizes.plan_files * largest, sizes.most_plans)) + largest
     held = boxes * _PER_BOX + min(boxes * _PER_PLANNED_BOX, group)
     return Forecast(tuple(files), len(sources), held)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from ckpt_tools.copying import atomic_output, out_path
@@ -20,6 +20,7 @@ from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.progress import ignore_bytes
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
@@ -35,7 +36,8 @@ class WriteOptions:
     Without a number of threads, the cores and the work choose it (`copying.parallel`).
     ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
     are never written over. ``watched`` are those of them that must stay as they were before they
-    were read. Raises UsageError for no thread, or less than 1 MiB of memory.
+    were read. ``sizes`` decide which way bytes go, and no byte of what is written.
+    Raises UsageError for no thread, or less than 1 MiB of memory.
     """
 
     force: bool = False
@@ -45,6 +47,7 @@ class WriteOptions:
     check: bool = False
     sources: tuple[str, ...] = ()
     watched: tuple[FileEntry, ...] = ()
+    sizes: Sizes = field(default_factory=Sizes)
 
     def __post_init__(self) -> None:
         check_memory(self.threads, self.max_memory)
@@ -150,7 +153,7 @@ def write(
     spec = atomic_output.OutputSpec(
         out,
         plan.files,
-        Origin.of(index, plan.files, conversion.settings(plan)),
+        Origin.of(index, plan.files, conversion.settings(plan), task_bytes=options.sizes.task),
         source=conversion.read,
         single_file=plan.single_file,
         resume=options.resume,
@@ -171,9 +174,10 @@ def _check(
 
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
     wanted = checking.Written(plan.targets, plan.objects, plan.tree)
-    threads = conversion.write.threads
-    statement = checking.check(
-        written, wanted, source=plan.chosen, threads=threads, on_bytes=on_bytes
-    )
+    options = conversion.write
+    with Files(sizes=options.sizes) as files:
+        statement = checking.check(
+            written, wanted, files, source=plan.chosen, threads=options.threads, on_bytes=on_bytes
+        )
     conversion.record(plan, folder, statement)
     return (statement,)

@@ -10,7 +10,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ckpt_tools._version import __version__
-from ckpt_tools.copying.tasks import TASK_BYTES
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex, FileEntry
 from ckpt_tools.core.plan import LazyPlans
@@ -39,14 +38,21 @@ class Origin:
     layout: str
 
     @classmethod
-    def of(cls, index: CheckpointIndex, plans: LazyPlans, options: Mapping[str, str]) -> Origin:
+    def of(
+        cls,
+        index: CheckpointIndex,
+        plans: LazyPlans,
+        options: Mapping[str, str],
+        *,
+        task_bytes: int,
+    ) -> Origin:
         """The origin of these plans, made with these options for this checkpoint."""
         top = index.root if paths.is_dir(index.root) else os.path.dirname(index.root)
         sources = {
             os.path.relpath(file.path, top or "."): str(file.state or "not there")
             for file in sorted(with_states(index.files))
         }
-        layout = f"{plans.digest} in tasks of {TASK_BYTES}"
+        layout = f"{plans.digest} in tasks of {task_bytes}"
         return cls(__version__, sources, dict(options), layout)
 
     def differences(self, now: Origin) -> list[str]:

@@ -13,18 +13,21 @@ from contextlib import suppress
 from functools import cache
 from typing import Generic, TypeVar
 
+from ckpt_tools.core.sizes import Sizes
+
 Result = TypeVar("Result")
 
 MOST_THREADS = 16
 # Two overlap reading with writing even on one core.
 _LEAST_THREADS = 2
-_BYTES_PER_THREAD = 4 << 20
 _MEMORY_PER_THREAD = 8 << 20
 _LEAST_MEMORY = 64 << 20
 _CGROUPS = "/sys/fs/cgroup"
 
 
-def choose_threads(nbytes: int, *, lanes: int, processes: int = 1, far: bool = False) -> int:
+def choose_threads(
+    nbytes: int, sizes: Sizes, *, lanes: int, processes: int = 1, far: bool = False
+) -> int:
     """How many threads of this process should work on so many bytes.
 
     A store that is ``far`` is waited for: then cores count for nothing, open requests do.
@@ -36,7 +39,7 @@ def choose_threads(nbytes: int, *, lanes: int, processes: int = 1, far: bool = F
     cores = max(_LEAST_THREADS, min(MOST_THREADS, usable_cores() // processes))
     if far:
         cores, lanes = MOST_THREADS, MOST_THREADS
-    useful = min(2 * lanes, -(-nbytes // _BYTES_PER_THREAD))
+    useful = min(2 * lanes, -(-nbytes // sizes.thread_work))
     return max(1, min(cores, useful))
 
 

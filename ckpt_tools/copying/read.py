@@ -27,22 +27,14 @@ from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.reader import Files
 
-SLAB_BYTES = 2 << 20
-# Stays in a core's cache: with 4 MiB, SHA-256 in 16 threads took 15 % more processor time.
-_STREAM_BYTES = 1 << 20
-# Rows shorter than this are spread by numpy, longer ones one by one, without importing it. To read
-# them straight to their places, without the staging buffer, was 1.2 x as fast: too little.
-_LONG_ROW = 1 << 10
-# Small reads that lie this close are one read: the bytes between cost less than a system call.
-_NEAR = 8 << 10
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
 class ChunkReader:
     """Fills buffers with boxes; it has one staging buffer, so each thread needs its own."""
 
-    def __init__(self, files: Files, *, stage_bytes: int = SLAB_BYTES) -> None:
-        self._files = files
+    def __init__(self, files: Files, *, stage_bytes: int) -> None:
+        self._files, self._sizes = files, files.sizes
         self._stage = memoryview(bytearray(stage_bytes))
 
     def fill(self, reads: Sequence[ReadItem], box: Box, *, itemsize: int, out: memoryview) -> None:
@@ -74,14 +66,14 @@ class ChunkReader:
         Sorts ``jobs`` in place. Raises UnreadableError.
         """
         jobs.sort()
-        stage, limit = self._stage, len(self._stage)
+        stage, limit, near = self._stage, len(self._stage), self._sizes.near
         first, count = 0, len(jobs)
         while first < count:
             path, start, nbytes, target = jobs[first]
             end, last = start + nbytes, first + 1
             while last < count:
                 other, source, length, _ = jobs[last]
-                if other != path or source - end > _NEAR or source + length - start > limit:
+                if other != path or source - end > near or source + length - start > limit:
                     break
                 end, last = max(end, source + length), last + 1
             if last == first + 1:
@@ -95,7 +87,7 @@ class ChunkReader:
 
     def _run_blocks(self, fd: int | None, copy: StridedCopy, out: memoryview) -> None:
         """Read block by block into the staging buffer, and spread each block from there."""
-        blocks = blocks_of(copy, limit=len(self._stage))
+        blocks = blocks_of(copy, limit=len(self._stage), gap=self._sizes.gap)
         for source, target in steps(blocks.outer):
             start, place = copy.source + source, copy.target + target
             if not blocks.inner:
@@ -115,7 +107,8 @@ class ChunkReader:
         """Read a block into the staging buffer, and copy it from there to its places."""
         stage = self._stage[: span_of(block)]
         self._read_full(fd, block.path, stage, block.source)
-        if block.unit >= _LONG_ROW:
+        # Straight to their places, without the staging buffer, was 1.2 x as fast: too little.
+        if block.unit >= self._sizes.long_row:
             for source, target in steps(block.dims):
                 place = block.target + target
                 out[place : place + block.unit] = stage[source : source + block.unit]
@@ -140,9 +133,9 @@ class ChunkReader:
 class ReadsNearby:
     """The reads of one item that may meet a box, found without trying them all."""
 
-    def __init__(self, reads: Sequence[ReadItem]) -> None:
+    def __init__(self, reads: Sequence[ReadItem], *, few: int) -> None:
         self._reads = reads
-        self._nearby = BoxIndex([read.box for read in reads]) if len(reads) > 4 else None
+        self._nearby = BoxIndex([read.box for read in reads]) if len(reads) > few else None
 
     def near(self, box: Box) -> Sequence[ReadItem]:
         """The reads that may meet this box."""
@@ -152,9 +145,10 @@ class ReadsNearby:
 
 
 def read_box(
-    entry: TensorEntry, box: Box, *, files: Files, slab_bytes: int = SLAB_BYTES
+    entry: TensorEntry, box: Box, *, files: Files, slab_bytes: int | None = None
 ) -> Iterator[memoryview]:
-    """The raw bytes of a box of a tensor, packed row-major, in pieces of about ``slab_bytes``.
+    """The raw bytes of a box of a tensor, packed row-major, in pieces of about ``slab_bytes``, by
+    default those of a slab.
 
     Each piece holds whole elements. All pieces share one buffer: use or copy a piece before asking
     for the next. Twice ``slab_bytes`` are held in memory, whatever the size of the box.
@@ -163,8 +157,9 @@ def read_box(
     short or cannot be read.
     """
     itemsize = entry.dtype.itemsize
-    nearby = ReadsNearby(Finder(entry).reads(box))
-    slab_bytes = max(itemsize, min(slab_bytes, box.numel * itemsize))
+    nearby = ReadsNearby(Finder(entry).reads(box), few=files.sizes.few_chunks)
+    wanted = files.sizes.slab if slab_bytes is None else slab_bytes
+    slab_bytes = max(itemsize, min(wanted, box.numel * itemsize))
     buffer = memoryview(bytearray(slab_bytes))
     reader = ChunkReader(files, stage_bytes=max(slab_bytes, 4096))
     for slab in slabs(box, max_numel=slab_bytes // itemsize):
@@ -179,7 +174,7 @@ def stream_box(
     files: Files,
     on_run: Callable[[ByteRange, int], None] | None = None,
 ) -> Iterator[memoryview]:
-    """The bytes that `read_box` gives, in pieces of at most 1 MiB that share one buffer.
+    """The bytes that `read_box` gives, in pieces of one step each that share one buffer.
 
     Where each chunk is one run of bytes of a local file, a piece takes two steps of the
     interpreter: for many threads that only look at bytes in their order. ``on_run`` then gets each
@@ -190,7 +185,7 @@ def stream_box(
     if runs is None or not all(files.has_descriptor(run.path) for run in runs):
         yield from read_box(entry, box, files=files)
         return
-    buffer = memoryview(bytearray(min(_STREAM_BYTES, box.numel * itemsize)))
+    buffer = memoryview(bytearray(min(files.sizes.stream, box.numel * itemsize)))
     filled = 0
     for run in runs:
         crc = done = 0

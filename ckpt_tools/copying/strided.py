@@ -15,11 +15,6 @@ from ckpt_tools.core.index import Chunk
 from ckpt_tools.core.plan import ReadItem, WriteItem
 from ckpt_tools.errors import CheckpointError
 
-# Reading this many useless bytes costs about as much as one more system call and its Python step.
-_GAP = 16 << 10
-# A small item in more pieces than this is gathered on its own.
-_MAX_JOBS = 64
-
 
 class Dim(NamedTuple):
     """``size`` steps of ``source`` bytes in the file and ``target`` bytes in the buffer."""
@@ -129,14 +124,16 @@ class Blocks(NamedTuple):
     step: int
 
 
-def blocks_of(copy: StridedCopy, *, limit: int) -> Blocks:
-    """The largest blocks whose bytes in the file, gaps included, are few and at most ``limit``."""
+def blocks_of(copy: StridedCopy, *, limit: int, gap: int) -> Blocks:
+    """The largest blocks whose bytes in the file, gaps of at most ``gap`` included, are at most
+    ``limit``.
+    """
     dims, span, step = copy.dims, copy.unit, 0
     place = len(dims)
     while place > 0:
         count, source, _ = dims[place - 1]
         fit = count if source == 0 else min(count, (limit - span) // source + 1)
-        if fit < 2 or source - span > _GAP:
+        if fit < 2 or source - span > gap:
             break
         place, step = place - 1, fit
         if fit < count:
@@ -173,10 +170,10 @@ def runs_of(reads: Sequence[ReadItem], box: Box, *, itemsize: int) -> list[Strid
     return runs if end == box.numel * itemsize else None
 
 
-def add_jobs(item: WriteItem, target: int, jobs: list[Job]) -> bool:
+def add_jobs(item: WriteItem, target: int, jobs: list[Job], *, most: int) -> bool:
     """Append the copies that gather a small item to byte ``target`` of a buffer.
 
-    Returns False, and appends nothing, when they are too many to be worth it.
+    Returns False, and appends nothing, when those of one chunk are more than ``most``.
     Raises CheckpointError when the reads do not hold every element once.
     """
     box, itemsize = item.box, item.source.itemsize
@@ -202,7 +199,7 @@ def add_jobs(item: WriteItem, target: int, jobs: list[Job]) -> bool:
             continue
         copy = copy_of(read, part, within=box, itemsize=itemsize)
         count = prod(dim.size for dim in copy.dims)
-        if count > _MAX_JOBS:
+        if count > most:
             del jobs[before:]
             return False
         nbytes += count * copy.unit

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckpt_tools.copying.read import SLAB_BYTES, ChunkReader, ReadsNearby
+from ckpt_tools.copying.read import ChunkReader, ReadsNearby
 from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, runs_of
 from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of, nbytes_of
 from ckpt_tools.core.crc import crc32
@@ -32,12 +32,6 @@ SLOT = struct.Struct("<I")
 # What is written past the page cache is whole blocks of this: a page that the cache holds, or a
 # block that it writes back, must never lie partly in them. No disk asks for more than 4096.
 BLOCK = max(4096, mmap.PAGESIZE)
-_LEAST_DIRECT = 128 << 10
-# Runs of bytes as long as this are copied one by one, past the slab.
-_LONG_RUN = 256 << 10
-SEND_BYTES = 8 << 20
-# Read, summed and written at a time: with 2 MiB of L2 a core, 1 MiB takes a fifth less than 4.
-_CACHED = 1 << 20
 _WIDEST = 16  # bytes of the largest element
 _CAST_SCRATCH = 16  # bytes of a slab for each element that is cast in one step
 
@@ -51,12 +45,13 @@ class Output:
     """One open output file; ``path`` names it in errors.
 
     ``direct`` is the same file, opened with O_DIRECT: what is to be on the disk in the end gets
-    there sooner when it does not pass the page cache.
+    there sooner when it does not pass the page cache. Less than ``direct_least`` bytes do.
     """
 
     path: str
     fd: int
     direct: int | None = None
+    direct_least: int = 0
 
     def close(self) -> None:
         """Close the file."""
@@ -72,7 +67,7 @@ class Output:
         """
         end = offset + len(data)
         first, last = -(-offset // BLOCK) * BLOCK, end // BLOCK * BLOCK
-        if self.direct is None or last - first < _LEAST_DIRECT:
+        if self.direct is None or last - first < max(BLOCK, self.direct_least):
             self.write(offset, data)
             return
         try:
@@ -185,7 +180,8 @@ class TaskWriter:
         stop: threading.Event,
         in_kernel: bool = True,
     ) -> None:
-        slab = max(_WIDEST, min(SLAB_BYTES, memory // 4) // _WIDEST * _WIDEST)
+        self._sizes = files.sizes
+        slab = max(_WIDEST, min(self._sizes.slab, memory // 4) // _WIDEST * _WIDEST)
         self._memory = memoryview(mmap.mmap(-1, slab + BLOCK))  # which begins with a page
         self._slab = slab
         self._out = self._memory[:slab]
@@ -229,7 +225,7 @@ class TaskWriter:
         nearby, is_cast = self._nearby_of(item), item.source != item.target
         if not is_cast and output.direct is None:
             runs = runs_of(nearby.near(piece.box), piece.box, itemsize=itemsize)
-            is_long = runs is not None and piece.nbytes >= len(runs) * _LONG_RUN
+            is_long = runs is not None and piece.nbytes >= len(runs) * self._sizes.long_run
             if runs and is_long and all(self._files.has_descriptor(run.path) for run in runs):
                 return self._write_runs(runs, piece, output)
         most = self._slab // max(itemsize, item.target.itemsize)
@@ -269,7 +265,8 @@ class TaskWriter:
         done = 0
         while done < run.unit:
             self._check_stop()
-            length, source = min(SEND_BYTES, run.unit - done), run.source + done
+            length = min(self._sizes.kernel_copy, run.unit - done)
+            source = run.source + done
             count = output.copy_from(fd, source=source, offset=offset + done, length=length)
             if not count:
                 rest = run._replace(source=source, unit=run.unit - done)
@@ -282,7 +279,7 @@ class TaskWriter:
         self, fd: int, run: StridedCopy, output: Output, *, offset: int
     ) -> Iterator[memoryview]:
         """Copy one run through a buffer that stays in the processor's cache, and give each part."""
-        most = min(_CACHED, self._slab)
+        most = min(self._sizes.stream, self._slab)
         for done in range(0, run.unit, most):
             self._check_stop()
             view = self._out[: min(most, run.unit - done)]
@@ -302,7 +299,7 @@ class TaskWriter:
             buffer, jobs, place = self._out, group.jobs, group.size
         else:
             buffer, jobs, place = self._raw, group.raw_jobs, group.add_cast(content)
-        if not add_jobs(item, place, jobs):
+        if not add_jobs(item, place, jobs, most=self._sizes.pieces):
             reads, itemsize = item.reads, item.source.itemsize
             self._reader.fill(reads, item.box, itemsize=itemsize, out=buffer[place:])
         if item.crc_at:
@@ -360,5 +357,5 @@ class TaskWriter:
     def _nearby_of(self, item: WriteItem) -> ReadsNearby:
         """The reads of an item, kept from one of its slabs to the next."""
         if self._nearby is None or self._nearby[0] is not item:
-            self._nearby = item, ReadsNearby(item.reads)
+            self._nearby = item, ReadsNearby(item.reads, few=self._sizes.few_chunks)
         return self._nearby[1]

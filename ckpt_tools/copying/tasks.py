@@ -14,16 +14,11 @@ from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import UsageError, WriteError
 
-TASK_BYTES = 16 << 20
 MIN_MEMORY = 1 << 20
-# Plans are made when it is their turn: bytes of them at a time, more while there are fewer files
-# than threads may write; and about what an item takes.
-GROUP_BYTES = 16 << 20
-GROUP_FILES = 16
-MOST_GROUP_BYTES = 64 << 20
-_ITEM_BYTES = 2_500
+_ITEM_BYTES = 2_500  # about what an item of a plan takes
 SLOT_BYTES = 4
 
 
@@ -114,16 +109,16 @@ def contents_of(task: Task) -> list[InlineBytes | Slab]:
     return contents
 
 
-def cut(plan: FilePlan) -> Iterator[Task]:
+def cut(plan: FilePlan, task_bytes: int) -> Iterator[Task]:
     """The tasks of one file, in ascending order of their ranges.
 
-    A large item becomes tasks of about ``TASK_BYTES``, small ones that lie together become one.
+    A large item becomes tasks of about ``task_bytes``, small ones that lie together become one.
     The four bytes of a CRC-32 that a task cannot write itself are left out of every literal, so
     that no order between tasks matters.
 
     Raises WriteError when the plan writes a byte twice or beyond the end of the file.
     """
-    ranges = list(_ranges(_contents(plan)))
+    ranges = list(_ranges(_contents(plan), task_bytes))
     slots = sorted(slot for part in ranges for slot in _foreign_slots(part))
     for number, part in enumerate(ranges):
         literals = part.literals
@@ -161,21 +156,21 @@ def nbytes_of(content: InlineBytes | Slab) -> int:
     return content.nbytes if isinstance(content, Slab) else len(content.data)
 
 
-def _ranges(contents: Iterable[InlineBytes | Slab]) -> Iterator[_Range]:
-    """Group contents into ranges of about ``TASK_BYTES``; what is larger is cut or stands alone."""
+def _ranges(contents: Iterable[InlineBytes | Slab], most: int) -> Iterator[_Range]:
+    """Group contents into ranges of about ``most`` bytes; what is larger is cut or stands alone."""
     group = _Range([], [], None)
     size = 0
     for content in contents:
         nbytes = nbytes_of(content)
-        if size and size + nbytes > TASK_BYTES:
+        if size and size + nbytes > most:
             yield group
             group, size = _Range([], [], None), 0
         if isinstance(content, InlineBytes):
             group.literals.append(content)
-        elif nbytes > TASK_BYTES:
+        elif nbytes > most:
             if size:
                 yield group
-            yield from _split(content)
+            yield from _split(content, most)
             group, size = _Range([], [], None), 0
             continue
         else:
@@ -185,10 +180,10 @@ def _ranges(contents: Iterable[InlineBytes | Slab]) -> Iterator[_Range]:
         yield group
 
 
-def _split(piece: Slab) -> Iterator[_Range]:
+def _split(piece: Slab, most: int) -> Iterator[_Range]:
     itemsize = piece.item.target.itemsize
     offset = piece.offset
-    for box in slabs(piece.box, max_numel=TASK_BYTES // itemsize):
+    for box in slabs(piece.box, max_numel=most // itemsize):
         nbytes = box.numel * itemsize
         yield _Range([], [Slab(offset, nbytes, piece.item, box)], piece.item)
         offset += nbytes
@@ -250,7 +245,9 @@ def files_of_share(plans: LazyPlans, share: Share) -> tuple[LazyPlans, Share]:
     return plans[first or 0 : end], replace(share, before=start, total=total)
 
 
-def groups_of(plans: LazyPlans, share: Share) -> Iterator[tuple[list[FilePlan], list[Task]]]:
+def groups_of(
+    plans: LazyPlans, share: Share, sizes: Sizes
+) -> Iterator[tuple[list[FilePlan], list[Task]]]:
     """Plans of the files that a worker writes in, and its tasks in them.
 
     Plans are made here, a bounded part of them at a time.
@@ -261,11 +258,11 @@ def groups_of(plans: LazyPlans, share: Share) -> Iterator[tuple[list[FilePlan], 
     tasks: list[Task] = []
     for plan in plans:
         group.append(plan)
-        tasks += _part_of(list(cut(plan)), share, before=before, total=share.total or 0)
+        tasks += _part_of(list(cut(plan, sizes.task)), share, before=before, total=share.total or 0)
         before += plan.length
         literals = {id(data): len(data) for _, data in plan.literals}  # many items share theirs
         held += sum(literals.values()) + _ITEM_BYTES * len(plan.items)
-        if held > (GROUP_BYTES if len(group) >= GROUP_FILES else MOST_GROUP_BYTES):
+        if held > (sizes.plans if len(group) >= sizes.plan_files else sizes.most_plans):
             yield group, tasks
             group, tasks, held = [], [], 0
     yield group, tasks

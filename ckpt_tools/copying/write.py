@@ -21,13 +21,10 @@ from ckpt_tools.copying.task_writer import BLOCK, SLOT, Output, Stopped, TaskWri
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
 from ckpt_tools.core.crc import combine
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
-
-_MIN_MEMORY_PER_THREAD = 256 << 10
-# Shorter files are written through the page cache, from which they may well be read next.
-DIRECT_FROM = 64 << 20
 
 
 def write_files(
@@ -56,14 +53,15 @@ def write_files(
     written so far stays.
     """
     check_memory(threads, max_memory)
-    outputs, done = _Outputs(root), 0
+    sizes = files.sizes
+    outputs, done = _Outputs(root, sizes), 0
     try:
-        for group, tasks in groups_of(plans, share):
+        for group, tasks in groups_of(plans, share, sizes):
             work = _Work(share.locate(tasks), outputs=outputs, on_bytes=on_bytes, on_file=on_file)
             outputs.create(plan for plan in group if not plan.literals and not plan.items)
             count = min(
-                threads or work.threads(processes=share.count),
-                max_memory // _MIN_MEMORY_PER_THREAD,
+                threads or work.threads(sizes, processes=share.count),
+                max_memory // min(sizes.thread_memory, max_memory),
                 max(1, work.left),
             )
             work.run(files, threads=count, memory=max_memory // count)
@@ -76,8 +74,8 @@ def write_files(
 class _Outputs:
     """The open output files: each is open from its first task to its last."""
 
-    def __init__(self, root: str) -> None:
-        self._root = root
+    def __init__(self, root: str, sizes: Sizes) -> None:
+        self._root, self._sizes = root, sizes
         self._open: dict[str, Output] = {}
         self._left: Counter[str] = Counter()
         self._parts: dict[str, TaskRange] = {}
@@ -117,7 +115,7 @@ class _Outputs:
         self._open.clear()
 
     def _make(self, plan: FilePlan) -> Output:
-        path = os.path.join(self._root, plan.path)
+        path, least = os.path.join(self._root, plan.path), self._sizes.direct_from
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -125,23 +123,23 @@ class _Outputs:
                 status = os.fstat(fd)
                 if status.st_size != plan.length:
                     os.ftruncate(fd, plan.length)
-                direct = _open_direct(path, status, plan.length)
+                direct = _open_direct(path, status) if plan.length >= least else None
             except BaseException:
                 os.close(fd)
                 raise
         except OSError as error:
             raise unwritable(path, error) from error
-        return Output(path, fd, direct)
+        return Output(path, fd, direct, self._sizes.direct_least)
 
 
-def _open_direct(path: str, status: os.stat_result, length: int) -> int | None:
-    """A large file on a block device, for writing past the page cache where the system can do that.
+def _open_direct(path: str, status: os.stat_result) -> int | None:
+    """A file on a block device, for writing past the page cache where the system can do that.
 
     File systems in memory or on a server have a major number of 0: direct I/O is not for them, nor
     for those whose blocks are larger than ours.
     """
     is_on_device = os.major(status.st_dev) != 0 and status.st_blksize <= BLOCK
-    if length < DIRECT_FROM or not is_on_device:
+    if not is_on_device:
         return None
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -200,14 +198,14 @@ class _Work:
         """Number of tasks that no thread has taken yet."""
         return sum(map(len, self._left))
 
-    def threads(self, *, processes: int) -> int:
+    def threads(self, sizes: Sizes, *, processes: int) -> int:
         """How many threads this process should start, when ``processes`` share the machine."""
         left = [task for part in self._left for task in part]
         files = {task.file.path for task in left}
         nbytes = sum(task.nbytes for task in left)
         first = next((task.pieces[0].item.reads for task in left if task.pieces), ())
         far = any(is_address(read.chunk.data.path) for read in first[:1])
-        return choose_threads(nbytes, lanes=len(files), processes=processes, far=far)
+        return choose_threads(nbytes, sizes, lanes=len(files), processes=processes, far=far)
 
     def run(self, files: Files, *, threads: int, memory: int) -> None:
         """Do all that is left; the first error of any thread stops the others and is raised."""

@@ -15,23 +15,24 @@ from hashlib import blake2b
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import LazyPlans, PlannedFile
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError, WriteError
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 _PATIENCE = 5.0  # seconds: a file system over the network may show a new file late
-# Files of which bytes are compared, evenly out of all, and how many and how long samples of each,
-# from its head to its tail: there a torch.save archive has the CRC-32s of its records.
+# Files of which bytes are compared, evenly out of all, and how many samples of each, from its head
+# to its tail: there a torch.save archive has the CRC-32s of its records.
 _MAX_SAMPLED = 256
 _SAMPLES = 8
-_SAMPLE = 4 << 10
 
 
 def begin(
     group: Group,
     plans: LazyPlans,
     place: OutputPlace,
+    sizes: Sizes,
     *,
     source: CheckpointIndex | None = None,
 ) -> LazyPlans:
@@ -46,13 +47,13 @@ def begin(
         left = set(json.loads(group.broadcast(json.dumps([file.path for file in plans.files]))))
         plans = plans.without({file.path for file in plans.files} - left)
     if plans:
-        require_same_plan(group, plans, source=source)
+        require_same_plan(group, plans, sizes, source=source)
         require_same_folder(group, place)
     return plans
 
 
 def require_same_plan(
-    group: Group, plans: LazyPlans, *, source: CheckpointIndex | None = None
+    group: Group, plans: LazyPlans, sizes: Sizes, *, source: CheckpointIndex | None = None
 ) -> None:
     """Raise UnreadableError when a rank has planned other files than rank 0, or has another source.
 
@@ -63,7 +64,7 @@ def require_same_plan(
     error = None
     if source is not None:
         try:
-            mine = f"{mine}, {identity(source)}"
+            mine = f"{mine}, {identity(source, sizes.sample)}"
         except CkptError as failure:  # the others wait for this rank at the barrier
             error = failure
     if group.broadcast(mine) != mine and error is None:
@@ -149,10 +150,10 @@ def _fault(plan: PlannedFile, folder: str) -> str | None:
     return f"{plan.path} has {length:,} bytes, and {plan.length:,} were planned"
 
 
-def identity(index: CheckpointIndex) -> str:
+def identity(index: CheckpointIndex, sample: int) -> str:
     """A short text that differs for two saves, though their layouts are the same.
 
-    Digest of the lengths of all files, the objects that were read, and samples of the bytes of
+    Digest of the lengths of all files, the objects that were read, and samples of so many bytes of
     files on disks; of stores the version. Paths and times are no part of it.
     """
     state = blake2b(digest_size=16)
@@ -168,16 +169,16 @@ def identity(index: CheckpointIndex) -> str:
     with Files() as opened:
         for file in files[::step]:
             if not is_address(file.path):
-                state.update(_sample(file.path, opened))
+                state.update(_samples(file.path, opened, sample))
     return state.hexdigest()
 
 
-def _sample(path: str, files: Files) -> bytes:
+def _samples(path: str, files: Files, nbytes: int) -> bytes:
     size = files.size(path)
-    if size <= _SAMPLES * _SAMPLE:
+    if size <= _SAMPLES * nbytes:
         return files.read(path, 0, size)
-    starts = ((size - _SAMPLE) * n // (_SAMPLES - 1) for n in range(_SAMPLES))
-    return b"".join(files.read(path, start, _SAMPLE) for start in starts)
+    starts = ((size - nbytes) * n // (_SAMPLES - 1) for n in range(_SAMPLES))
+    return b"".join(files.read(path, start, nbytes) for start in starts)
 
 
 class Progress:

@@ -70,7 +70,7 @@ class _LoadAndSave:
     def run(self, plan: Plan, place: OutputPlace) -> None:
         """Load into empty tensors in their new placement, save them, see that all is there."""
         group, folder = self.group, place.folder
-        begin(group, plan.files, place, source=self.index)
+        begin(group, plan.files, place, self.job.write.sizes, source=self.index)
         mesh = devices.device_mesh(self.job.options.mesh, self.device_type)
         mine = [target.entry for target in plan.targets[group.rank :: group.size]]
         with group.collective(), Files() as files:  # no rank may be missing in a collective

@@ -22,6 +22,7 @@ from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, gro
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.progress import ignore_bytes
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.storage.paths import is_address
@@ -75,7 +76,7 @@ class Here:
         """Do the works of a plan and write its files."""
         if not plan.files:
             return
-        with Files() as files:
+        with Files(sizes=self.options.sizes) as files:
             _do(plan.works, files, plan.source)
         times = 2 if self.options.check else 1  # written, and read back
         self.listener.on_total(times * plan.files.length)
@@ -127,17 +128,17 @@ class _Sharing:
         # Late: only ranks of a job agree.
         from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
 
-        group, listener = self.ranks.group, self.ranks.listener
-        left = begin(group, plan.files, place, source=self.source)
+        group, listener, sizes = self.ranks.group, self.ranks.listener, self.ranks.options.sizes
+        left = begin(group, plan.files, place, sizes, source=self.source)
         if not left:
             return
         read_back = left.length if self.ranks.options.check else 0  # by rank 0, which prints
         listener.on_total(left.length // group.size + read_back)
         progress = Progress(group, listener.on_bytes)
         with group.collective():  # no rank writes any more when rank 0 cleans up
-            with Files() as files:
-                _do(_needed(plan.works, left, Share(group.rank, group.size)), files, plan.source)
             share = Share(group.rank, group.size)
+            with Files(sizes=sizes) as files:
+                _do(_needed(plan.works, left, share, sizes), files, plan.source)
             order = _share_order(self.ranks.options, replace(plan, files=left), place, share)
             nbytes = write_share(order, on_bytes=progress.add)
         require_all_written(group, left, place.folder, nbytes=nbytes)
@@ -180,7 +181,8 @@ def _admit(out: str, options: WriteOptions) -> None:
 
 def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: Share) -> ShareOrder:
     plans, share = files_of_share(plan.files, share)
-    return ShareOrder(plans, share, place, options.threads, options.max_memory, plan.source)
+    threads, memory = options.threads, options.max_memory
+    return ShareOrder(plans, share, place, threads, memory, options.sizes, plan.source)
 
 
 def _do(works: Sequence[Materialize], files: Files, source: CheckpointIndex) -> None:
@@ -189,13 +191,15 @@ def _do(works: Sequence[Materialize], files: Files, source: CheckpointIndex) -> 
         work(files, source)
 
 
-def _needed(works: Sequence[Materialize], plans: LazyPlans, share: Share) -> list[Materialize]:
+def _needed(
+    works: Sequence[Materialize], plans: LazyPlans, share: Share, sizes: Sizes
+) -> list[Materialize]:
     """The works whose bytes this share reads: each rank makes them on its own disk."""
     if not works:
         return []
     read = {
         read.chunk.data.path
-        for _, tasks in groups_of(plans, share)
+        for _, tasks in groups_of(plans, share, sizes)
         for task in tasks
         for piece in task.pieces
         for read in piece.item.reads

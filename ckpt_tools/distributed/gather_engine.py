@@ -77,8 +77,8 @@ class _Gatherer:
 
     def run(self, plan: Plan, place: OutputPlace) -> None:
         """Copy what was saved whole, gather the rest, and check that all is written."""
-        group, plans, folder = self.group, plan.files, place.folder
-        begin(group, plans, place)
+        group, plans, folder, sizes = self.group, plan.files, place.folder, self.job.write.sizes
+        begin(group, plans, place, sizes)
         _create(group, plans, folder)
         mine = self._part_of(plans)
         progress = Progress(group, self.job.on_bytes)
@@ -88,9 +88,10 @@ class _Gatherer:
             nonlocal done
             done += _write(plans, files, folder=folder, options=options, on_bytes=progress.add)
 
-        with group.collective(), Files() as files:  # no rank may be missing in a collective
+        # No rank may be missing in a collective.
+        with group.collective(), Files(sizes=sizes) as files:
             write(mine.uncut, files)
-        with Files() as files:
+        with Files(sizes=sizes) as files:
             source = Source(self.index, self.headers[group.rank].parts(), files)
             Gathering(group, source, self.device_type).run(mine.cut, write)
         require_all_written(group, plans, folder, nbytes=done, planned=mine.planned)
@@ -126,11 +127,12 @@ def _check(
     """Have every rank compare what it holds of the source with the output; says what is proven."""
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
-    with group.collective():
+    with group.collective(), Files(sizes=job.write.sizes) as files:
         plan = plan_reshard(index, job.options)
         statement = checking.check(
             folder,
             checking.Written(plan.targets),
+            files,
             source=plan.chosen,
             threads=job.write.threads,
             own=own,

@@ -19,6 +19,7 @@ from ckpt_tools.core.geometry import Box, row_major_strides
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry, replicas_differ
 from ckpt_tools.core.layout import Layout, Mesh, on_mesh
 from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import CheckpointError, CkptError, UnreadableError, UnsupportedError
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
 
 # Writes parts of files, with the bytes that are read from these.
 Write = Callable[[Sequence[FilePlan], Files], None]
-
-# Ranks exchange errors after so many bytes: a rank that fails takes part until then, so that no
-# other waits for it in a collective.
-_MEET_EVERY = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +97,7 @@ class Gathering:
                 continue
             error = self._do(entry, wanted[fqn], write, error)
             unmet += entry.nbytes
-            if unmet >= _MEET_EVERY:
+            if unmet >= self._source.files.sizes.met:
                 self._group.barrier(error)
                 unmet = 0
         self._group.barrier(error)
@@ -130,7 +127,7 @@ class Gathering:
             return error or differing
         try:
             _check(entry, whole, box, shard)
-            write_from_memory(parts, whole, write)
+            write_from_memory(parts, whole, write, self._source.files.sizes)
         except CkptError as failure:
             return failure
         return None
@@ -196,11 +193,11 @@ class Gathering:
         return self._mesh
 
 
-def write_from_memory(parts: Sequence[FilePlan], whole: Bytes, write: Write) -> None:
+def write_from_memory(parts: Sequence[FilePlan], whole: Bytes, write: Write, sizes: Sizes) -> None:
     """Write boxes of a tensor that is in memory, of shape (…, itemsize)."""
     name = "a gathered tensor"
     chunk = Chunk(Box.whole(whole.shape[:-1]), ByteRange(name, 0, whole.nbytes))
-    with Files() as files:
+    with Files(sizes=sizes) as files:
         files.lend(name, np.ascontiguousarray(whole).reshape(-1).data)
         write([_read_from(chunk, part) for part in parts], files)
 

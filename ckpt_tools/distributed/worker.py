@@ -14,14 +14,12 @@ from ckpt_tools.distributed import messages
 from ckpt_tools.distributed.workers import ShareOrder, write_share
 from ckpt_tools.errors import CkptError
 
-_SEND_EVERY = 16 << 20
-
 
 class _Progress:
-    """Sends the parent how many bytes were written, once every 16 MiB."""
+    """Sends the parent how many bytes were written, once ``every`` so many."""
 
-    def __init__(self, parent: Connection[object, object]) -> None:
-        self._connection = parent
+    def __init__(self, parent: Connection[object, object], *, every: int) -> None:
+        self._connection, self._every = parent, every
         self._unsent = 0
         self._parent = os.getppid()
 
@@ -33,7 +31,7 @@ class _Progress:
         if os.getppid() != self._parent:
             raise BrokenPipeError
         self._unsent += nbytes
-        if self._unsent >= _SEND_EVERY or nbytes == 0:
+        if self._unsent >= self._every or nbytes == 0:
             self.send()
 
     def send(self) -> None:
@@ -46,7 +44,7 @@ def _work(parent: Connection[object, object]) -> None:
     order = parent.recv()
     if not isinstance(order, ShareOrder):
         raise CkptError(f"A worker was given {type(order).__name__} instead of an order.")
-    progress = _Progress(parent)
+    progress = _Progress(parent, every=order.sizes.reported)
     write_share(order, on_bytes=progress.add)
     progress.send()
 

@@ -21,6 +21,7 @@ from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.copying.tasks import Share, Task
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.core.plan import KnownReads, LazyPlans, ReadItem, WriteItem
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError
 from ckpt_tools.storage.reader import Files
@@ -44,6 +45,7 @@ class ShareOrder(NamedTuple):
     place: OutputPlace
     threads: int | None
     max_memory: int
+    sizes: Sizes
     source: CheckpointIndex | None = None
 
 
@@ -58,7 +60,7 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None]) -> int:
         write as copy,  # numpy comes with it: only those who write pay for it
     )
 
-    with Files() as files, logged(order.place, order.share.index) as log:
+    with Files(sizes=order.sizes) as files, logged(order.place, order.share.index) as log:
 
         def locate(tasks: list[Task]) -> list[Task]:
             return tasks if order.source is None else _located(tasks, order.source, files)

@@ -27,7 +27,6 @@ from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
 
-_BLOCK_NUMEL = 128 << 10
 _AGAIN = (
     "OUT was not created. Write it again, without --resume; if this happens again, suspect the "
     "disk or the memory of this machine."
@@ -79,7 +78,9 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
         expected = _digest_as(pair, files, on_run)
         return digest_of(pair.result, files, on_bytes=tally.add, on_run=on_run) != expected
 
-    verdicts = in_threads(differs, pairs, threads=threads, nbytes=lambda pair: pair.source.nbytes)
+    verdicts = in_threads(
+        differs, pairs, files.sizes, threads=threads, nbytes=lambda pair: pair.source.nbytes
+    )
     wrong = [pair.result.fqn for pair, bad in zip(pairs, verdicts, strict=True) if bad]
     if wrong:
         raise WriteError(
@@ -196,9 +197,9 @@ def _digest_as(pair: _Pair, files: Files, on_run: Callable[[ByteRange, int], Non
         return digest_of(entry, files, on_run=on_run)
     from ckpt_tools.copying.cast import Caster
 
-    caster = Caster(entry.dtype, dtype)
-    buffer = memoryview(bytearray(_BLOCK_NUMEL * dtype.itemsize))
-    block = _BLOCK_NUMEL * entry.dtype.itemsize
+    caster, most = Caster(entry.dtype, dtype), files.sizes.numbers
+    buffer = memoryview(bytearray(most * dtype.itemsize))
+    block = most * entry.dtype.itemsize
     state = sha256()
     for piece in stream_box(entry, Box.whole(entry.shape), files=files, on_run=on_run):
         for start in range(0, len(piece), block):
@@ -224,7 +225,9 @@ def _boxes_differ(pair: _Pair, own: Collection[str], files: Files) -> bool:
     for chunk in held:
         alone = replace(source, chunks=(chunk,))
         sides = (
-            read_box(entry, chunk.box, files=files, slab_bytes=_BLOCK_NUMEL * entry.dtype.itemsize)
+            read_box(
+                entry, chunk.box, files=files, slab_bytes=files.sizes.numbers * entry.dtype.itemsize
+            )
             for entry in (alone, result)
         )
         for here, there in zip(*sides, strict=True):

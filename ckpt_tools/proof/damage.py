@@ -17,6 +17,7 @@ from ckpt_tools import formats
 from ckpt_tools.core.crc import combine, crc32
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.core.progress import Tally, ignore_bytes
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart
@@ -24,12 +25,6 @@ from ckpt_tools.proof.damage_map import IntervalMap
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
-
-# Each block is two turns at the interpreter's lock: with 1 MiB, 16 threads wait for it a third of
-# their time.
-_BLOCK = 4 << 20
-# Where most bytes were seen before, only what stands around them is read.
-_EDGE = 64 << 10
 
 
 class Damage(NamedTuple):
@@ -85,7 +80,7 @@ def read_everything(
     ``index`` is as its reader gave it, not located. Files that are not there are left out.
     """
     checker = _Checker(files, Tally(on_bytes), seen)
-    return _read(list(formats.checksummed(index, files)), checker, threads)
+    return _read(list(formats.checksummed(index, files)), checker, files.sizes, threads)
 
 
 class KnownCrcs:
@@ -144,7 +139,8 @@ def require_undamaged(
         for part in formats.checksummed(needed, files)
         if wanted.meeting(part.data)
     ]
-    reading = _read(parts, _Checker(files, Tally(ignore_bytes), seen), threads)
+    checker = _Checker(files, Tally(ignore_bytes), seen)
+    reading = _read(parts, checker, files.sizes, threads)
     if reading.damages:
         raise _damaged(index, reading.damages)
     if not reading.crcs:
@@ -177,13 +173,16 @@ def _place(one: Checksummed) -> ByteRange:
     return one.stored or one.record or one.data
 
 
-def _read(parts: Sequence[ChecksumPart], checker: _Checker, threads: int | None) -> ReadResult:
+def _read(
+    parts: Sequence[ChecksumPart], checker: _Checker, sizes: Sizes, threads: int | None
+) -> ReadResult:
     total, far = ReadResult(), any(is_address(part.data.path) for part in parts[:1])
     # As they lie in the files, so that small ones are read together.
     places = sorted(range(len(parts)), key=lambda place: parts[place].data)
     results = in_threads(
         lambda place: checker.check(parts[place]),
         places,
+        sizes,
         threads=threads,
         nbytes=lambda place: parts[place].nbytes,
         far=far,
@@ -261,5 +260,7 @@ class _Checker:
     def _window(self) -> Window:
         window: Window | None = getattr(self._own, "window", None)
         if window is None:
-            window = self._own.window = Window(self._files, _EDGE if self._seen else _BLOCK)
+            sizes = self._files.sizes
+            nbytes = sizes.checked_edge if self._seen else sizes.checked
+            window = self._own.window = Window(self._files, nbytes)
         return window

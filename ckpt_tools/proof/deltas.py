@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     Flags = NDArray[np.bool_]
 
-_SLAB_NUMEL = 256 << 10
-
 
 @dataclass(slots=True)
 class Delta:
@@ -52,7 +50,7 @@ class Delta:
 def delta(a: TensorEntry, b: TensorEntry, files: Files, *, tolerance: Tolerance) -> Delta:
     """Compare two located tensors of one shape by their values, whatever their types."""
     sums = Delta(a.numel)
-    for box in slabs(Box.whole(a.shape), max_numel=_SLAB_NUMEL):
+    for box in slabs(Box.whole(a.shape), max_numel=files.sizes.numbers):
         for one, other in zip(_slab(a, box, files), _slab(b, box, files), strict=True):
             with np.errstate(over="ignore", invalid="ignore"):
                 _add(sums, one, other, a=a, b=b, box=box, tolerance=tolerance)
@@ -61,7 +59,7 @@ def delta(a: TensorEntry, b: TensorEntry, files: Files, *, tolerance: Tolerance)
 
 def _slab(entry: TensorEntry, box: Box, files: Files) -> Iterator[memoryview]:
     """All of a slab as one piece."""
-    return read_box(entry, box, files=files, slab_bytes=_SLAB_NUMEL * entry.dtype.itemsize)
+    return read_box(entry, box, files=files, slab_bytes=files.sizes.numbers * entry.dtype.itemsize)
 
 
 def _add(

@@ -217,7 +217,9 @@ def diff(
             others.append((name, one, other))
     entries = [
         *_one_sided(pairs),
-        *in_threads(values, tensors, threads=threads, nbytes=lambda pair: pair.a.nbytes),
+        *in_threads(
+            values, tensors, files.sizes, threads=threads, nbytes=lambda pair: pair.a.nbytes
+        ),
         *(_object(name, one, other, files) for name, one, other in others),
     ]
     return _diff(pairs, entries, sides=(here, there), naming=options.naming, values_compared=True)

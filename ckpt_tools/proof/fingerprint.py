@@ -112,7 +112,14 @@ def fingerprint(
 
     far = is_address(index.root)
     return of_tensors(
-        in_threads(digest, located.tensors, threads=threads, nbytes=lambda e: e.nbytes, far=far)
+        in_threads(
+            digest,
+            located.tensors,
+            files.sizes,
+            threads=threads,
+            nbytes=lambda e: e.nbytes,
+            far=far,
+        )
     )
 
 

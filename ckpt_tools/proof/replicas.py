@@ -50,6 +50,7 @@ def differing_replicas(
     errors = in_threads(
         lambda pair: _compare(pair, files, tally),
         pairs,
+        files.sizes,
         threads=threads,
         nbytes=lambda pair: pair.other.length,
     )

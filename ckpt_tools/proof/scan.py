@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from ckpt_tools.copying.cast import Numbers
 
-_BLOCK = 64 << 10  # elements: 512 KiB of float64 stay in the cache
-
 
 @dataclass(slots=True)
 class Moments:
@@ -76,10 +74,10 @@ def _known(*values: float | None) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def moments_of(piece: memoryview, dtype: DType) -> Moments:
-    """The moments of the raw elements in these bytes."""
+def moments_of(piece: memoryview, dtype: DType, *, at_once: int) -> Moments:
+    """The moments of the raw elements in these bytes, so many at once."""
     total = Moments()
-    step = _BLOCK * dtype.itemsize
+    step = at_once * dtype.itemsize
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(piece), step):
             block = piece[start : start + step]
@@ -161,7 +159,11 @@ def scan(entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None]) -
         moments, crc = Moments(), 0
         for piece in read_box(entry, chunk.box, files=files):
             crc = crc32(piece, crc)
-            part = moments_of(piece, entry.dtype) if has_numbers(entry.dtype) else Moments()
+            part = (
+                moments_of(piece, entry.dtype, at_once=files.sizes.numbers)
+                if has_numbers(entry.dtype)
+                else Moments()
+            )
             moments.join(part)
             if rows is not None:
                 rows.see(piece, may_be_zero=part.zeros > 0)

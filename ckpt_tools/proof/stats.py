@@ -80,6 +80,7 @@ def stats(
     scans = in_threads(
         lambda entry: scan(entry, files, on_bytes=tally.add),
         located.tensors,
+        files.sizes,
         threads=threads,
         nbytes=lambda entry: entry.nbytes,
     )
@@ -140,7 +141,9 @@ def histograms(
     def count(entry: TensorEntry) -> tuple[int, ...]:
         return _counts(entry, files, spreads[entry.fqn], on_bytes=tally.add)
 
-    counted = in_threads(count, entries, threads=threads, nbytes=lambda entry: entry.nbytes)
+    counted = in_threads(
+        count, entries, files.sizes, threads=threads, nbytes=lambda entry: entry.nbytes
+    )
     return {entry.fqn: counts for entry, counts in zip(entries, counted, strict=True)}
 
 

@@ -11,17 +11,16 @@ from itertools import chain
 from typing import TypeVar
 
 from ckpt_tools.copying.parallel import Background, choose_threads
+from ckpt_tools.core.sizes import Sizes
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-# Smaller items are worked on in groups of this many bytes.
-_GROUP_BYTES = 4 << 20
 
 
 def in_threads(
     work: Callable[[Item], Result],
     items: Sequence[Item],
+    sizes: Sizes,
     *,
     threads: int | None,
     nbytes: Callable[[Item], int],
@@ -33,7 +32,9 @@ def in_threads(
     ``threads``, the machine and the items choose it. The first error ends it all and is raised.
     """
     results: dict[int, Result] = {}
-    left = iter(_groups(items, nbytes))  # each thread takes its next group from it
+    left = iter(
+        _groups(items, nbytes, sizes.proof_group)
+    )  # each thread takes its next group from it
     stop = threading.Event()
 
     def run() -> None:
@@ -47,7 +48,7 @@ def in_threads(
                 raise
 
     if threads is None:
-        threads = choose_threads(sum(map(nbytes, items)), lanes=len(items), far=far)
+        threads = choose_threads(sum(map(nbytes, items)), sizes, lanes=len(items), far=far)
     pool = [Background(run) for _ in range(min(max(1, threads), len(items)))]
     try:
         for one in pool:
@@ -59,18 +60,18 @@ def in_threads(
     return [results[place] for place in range(len(items))]
 
 
-def _groups(items: Sequence[Item], nbytes: Callable[[Item], int]) -> list[list[int]]:
+def _groups(items: Sequence[Item], nbytes: Callable[[Item], int], most: int) -> list[list[int]]:
     """Places of the items: large ones alone and first, small ones together in their own order."""
     sizes = [nbytes(item) for item in items]
-    large = [place for place, size in enumerate(sizes) if size >= _GROUP_BYTES]
+    large = [place for place, size in enumerate(sizes) if size >= most]
     groups = [[place] for place in sorted(large, key=lambda place: -sizes[place])]
     group: list[int] = []
     left = 0
     for place, size in enumerate(sizes):
-        if size >= _GROUP_BYTES:
+        if size >= most:
             continue
         if left <= 0 or not group:
-            group, left = [], _GROUP_BYTES
+            group, left = [], most
             groups.append(group)
         group.append(place)
         left -= size + 4096  # opening an item costs something, too

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, unreadable
 from ckpt_tools.storage import fsspec_store, paths
 
@@ -34,9 +35,13 @@ class _Handle:
 
 
 class Files:
-    """Open files, read by ranges; the least recently used is closed when too many are open."""
+    """Open files, read by ranges; the least recently used is closed when too many are open.
 
-    def __init__(self, *, max_open: int = _MAX_OPEN) -> None:
+    ``sizes`` are those that all who read them go by.
+    """
+
+    def __init__(self, *, max_open: int = _MAX_OPEN, sizes: Sizes | None = None) -> None:
+        self.sizes = Sizes() if sizes is None else sizes
         self._open: OrderedDict[str, _Handle] = OrderedDict()
         self._lock = threading.Lock()
         self._max_open = max_open

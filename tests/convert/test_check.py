@@ -291,6 +291,7 @@ def test_each_rank_that_gathers_compares_its_own_replicas(tmp_path: Path) -> Non
             checking.check(
                 str(tmp_path / "out"),
                 checking.Written(plan.targets),
+                Files(),
                 source=plan.chosen,
                 threads=1,
                 own={str(source / f"rank{rank}.pt")},
@@ -311,6 +312,7 @@ def test_each_rank_that_gathers_checks_the_checksums_of_its_own_files(tmp_path: 
             checking.check(
                 str(tmp_path / "out"),
                 checking.Written(plan.targets),
+                Files(),
                 source=plan.chosen,
                 threads=1,
                 own={str(path)},

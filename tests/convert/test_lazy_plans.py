@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from reader_contract import DATA
+from size_records import use
 
 from ckpt_tools import formats
 from ckpt_tools.cli import cli
@@ -16,6 +17,7 @@ from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.copying.tasks import ALL, Share, cut, groups_of
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.plan import FilePlan, LazyPlans, PlannedFile
+from ckpt_tools.core.sizes import Sizes
 
 SOURCE = str(DATA / "checkpoints" / "fsdp2_dcp_1d_4r" / "ckpt")
 VERL = str(DATA / "checkpoints" / "verl_fsdp2_4r" / "ckpt")
@@ -37,14 +39,11 @@ def test_what_is_said_of_a_file_before_it_is_planned_holds(many: LazyPlans) -> N
         assert plan == file.make()
 
 
-def test_plans_that_were_made_are_not_kept(
-    many: LazyPlans, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ckpt_tools.copying.tasks.GROUP_BYTES", 100_000)
-    monkeypatch.setattr("ckpt_tools.copying.tasks.GROUP_FILES", 1)
+def test_plans_that_were_made_are_not_kept(many: LazyPlans) -> None:
+    sizes = Sizes(plans=100_000, plan_files=1)
     one = sum(len(data) for _, data in many[0].literals)
     tracemalloc.start()
-    for _ in groups_of(many, ALL):
+    for _ in groups_of(many, ALL, sizes):
         pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -53,14 +52,11 @@ def test_plans_that_were_made_are_not_kept(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 60])
-def test_workers_do_every_task_of_lazy_plans_once(
-    many: LazyPlans, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ckpt_tools.copying.tasks.GROUP_BYTES", 100_000)
-    monkeypatch.setattr("ckpt_tools.copying.tasks.TASK_BYTES", 4_000)
-    wanted = Counter((task.file.path, task.number) for plan in many for task in cut(plan))
+def test_workers_do_every_task_of_lazy_plans_once(many: LazyPlans, count: int) -> None:
+    sizes = Sizes(plans=100_000, task=4_000)
+    wanted = Counter((task.file.path, task.number) for plan in many for task in cut(plan, 4_000))
     shares = [
-        [task for _, tasks in groups_of(many, Share(n, count)) for task in tasks]
+        [task for _, tasks in groups_of(many, Share(n, count), sizes) for task in tasks]
         for n in range(count)
     ]
     found = chain.from_iterable(shares)
@@ -79,7 +75,7 @@ def test_lazy_plans_stay_lazy_in_a_folder_and_beside_others(many: LazyPlans) -> 
 def test_lazy_plans_write_the_same_bytes_by_any_number_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.copying.tasks.GROUP_BYTES", 100_000)
+    use(Sizes(plans=100_000), monkeypatch)
     for out in ("one", "two"):
         flags = ("-j", "2") if out == "two" else ("--check",)
         args = ("reshard", VERL, "-o", str(tmp_path / out), "--to-mesh", "3x2", "--format", "ranks")
@@ -119,7 +115,7 @@ def test_a_worker_plans_no_file_that_its_share_is_not_in(form: str) -> None:
     assert (len(plans.digest), plans.length > 0) == (32, True)
     for number in range(4):
         made.clear()
-        for _ in groups_of(plans, Share(number, 4)):
+        for _ in groups_of(plans, Share(number, 4), Sizes()):
             pass
         assert set(made.values()) == {1}
         assert len(made) <= len(plans) / 2

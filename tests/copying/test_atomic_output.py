@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from reader_contract import DATA
+from size_records import use
 
 from ckpt_tools import api, formats
 from ckpt_tools.cli import cli
@@ -21,6 +22,7 @@ from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, resume
 from ckpt_tools.copying import write as copy
 from ckpt_tools.core.plan import FilePlan, LazyPlans
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import executors
 from ckpt_tools.errors import (
     OutputExistsError,
@@ -46,7 +48,7 @@ OPTIONS = ExportOptions(max_shard_size=500)
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tasks in a small checkpoint, each file noted at once, and none waits for a disk."""
     monkeypatch.setattr(os, "fsync", _nothing)
-    monkeypatch.setattr("ckpt_tools.copying.tasks.TASK_BYTES", 512)
+    use(Sizes(task=512), monkeypatch)
     monkeypatch.setattr(resume, "SYNC_PAUSE", 0.0)
 
 

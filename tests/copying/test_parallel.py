@@ -8,6 +8,7 @@ import pytest
 
 from ckpt_tools.copying import parallel
 from ckpt_tools.copying.parallel import choose_threads, default_memory, quotas
+from ckpt_tools.core.sizes import Sizes
 
 TIB = 1 << 40
 
@@ -40,7 +41,7 @@ def test_threads_follow_cores_files_bytes_and_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cores(monkeypatch, count)
-    assert choose_threads(nbytes, lanes=lanes, processes=processes) == expected
+    assert choose_threads(nbytes, Sizes(), lanes=lanes, processes=processes) == expected
 
 
 @pytest.mark.parametrize(("count", "mib"), [(1, 64), (8, 64), (12, 96), (16, 128), (128, 128)])

@@ -16,6 +16,7 @@ from ckpt_tools.copying.read import ChunkReader, read_array, read_box, stream_bo
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.storage.reader import Files
 
@@ -47,12 +48,8 @@ def test_any_box_of_any_layout_is_numpys(data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_a_stream_gives_the_bytes_of_the_box(data: st.DataObject) -> None:
-    with (
-        TemporaryDirectory() as folder,
-        Files() as files,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr("ckpt_tools.copying.read._STREAM_BYTES", data.draw(st.integers(1, 64)))
+    sizes = Sizes(stream=data.draw(st.integers(1, 64)))
+    with TemporaryDirectory() as folder, Files(sizes=sizes) as files:
         dtype = BY_NAME[DTYPES[data.draw(st.sampled_from([1, 2, 4, 8, 16]))]]
         source = Source(folder, data.draw, dtype=dtype, name="t")
         shape = source.entry.shape
@@ -170,7 +167,7 @@ def test_small_copies_that_lie_close_are_one_read(
         read_into = files.read_into
         monkeypatch.setattr(files, "read_into", lambda *args: calls.append(1) or read_into(*args))
         out = memoryview(bytearray(10_000))
-        ChunkReader(files).run_jobs(jobs, out)
+        ChunkReader(files, stage_bytes=2 << 20).run_jobs(jobs, out)
     data = path.read_bytes()
     assert bytes(out) == b"".join(data[100 * n : 100 * n + 10] for n in range(1000))
     assert len(calls) == 1

@@ -61,16 +61,16 @@ def test_an_element_that_is_spread_is_read_for_every_place_of_it() -> None:
 
 def test_narrow_rows_close_together_are_one_block() -> None:
     columns = copy((1000, 64), Box((0, 0), (1000, 32)))
-    assert blocks_of(columns, limit=1 << 20) == ((), columns.dims, 1000)
+    assert blocks_of(columns, limit=1 << 20, gap=16 << 10) == ((), columns.dims, 1000)
 
 
 def test_rows_far_apart_are_read_one_by_one() -> None:
     columns = copy((1000, 1 << 20), Box((0, 0), (1000, 32)))
-    assert blocks_of(columns, limit=1 << 30) == (columns.dims, (), 0)
+    assert blocks_of(columns, limit=1 << 30, gap=16 << 10) == (columns.dims, (), 0)
 
 
 def test_a_block_is_no_larger_than_its_buffer() -> None:
     columns = copy((1000, 64), Box((0, 0), (1000, 32)))
-    outer, inner, step = blocks_of(columns, limit=4096)
+    outer, inner, step = blocks_of(columns, limit=4096, gap=16 << 10)
     assert (outer, inner, step) == ((), columns.dims, 16)
     assert span_of(columns._replace(dims=(Dim(step, *inner[0][1:]),))) <= 4096

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from ckpt_tools.copying.tasks import (
     ALL,
-    TASK_BYTES,
     Share,
     Task,
     contents_of,
@@ -24,6 +23,7 @@ from ckpt_tools.core.plan import FilePlan, KnownReads, WriteItem
 from ckpt_tools.errors import WriteError
 
 BYTE = BY_NAME["uint8"]
+TASK_BYTES = 1 << 20
 
 
 def item(offset: int, nbytes: int, crc_at: tuple[int, ...] = ()) -> WriteItem:
@@ -49,7 +49,7 @@ def plans(draw: st.DrawFn) -> FilePlan:
 def test_tasks_write_every_byte_once_but_the_slots_of_others(plan: FilePlan) -> None:
     spans = [
         (content.offset, content.offset + nbytes_of(content))
-        for task in cut(plan)
+        for task in cut(plan, TASK_BYTES)
         for content in contents_of(task)
         if nbytes_of(content)
     ]
@@ -66,7 +66,7 @@ def test_a_slot_is_a_literals_only_where_its_item_is_a_whole_part_of_the_task(
     plan: FilePlan,
 ) -> None:
     owners = {slot: one for one in plan.items for slot in one.crc_at}
-    for task in cut(plan):
+    for task in cut(plan, TASK_BYTES):
         for literal in task.literals:
             for slot in owners.keys() & range(
                 literal.offset - 3, literal.offset + len(literal.data)
@@ -77,19 +77,19 @@ def test_a_slot_is_a_literals_only_where_its_item_is_a_whole_part_of_the_task(
 
 @given(plans())
 def test_no_task_is_larger_than_it_should_be(plan: FilePlan) -> None:
-    assert all(task.nbytes <= TASK_BYTES for task in cut(plan))
+    assert all(task.nbytes <= TASK_BYTES for task in cut(plan, TASK_BYTES))
 
 
 @given(plans(), st.integers(1, 5))
 def test_shares_hold_every_task_once(plan: FilePlan, count: int) -> None:
-    tasks = list(cut(plan))
+    tasks = list(cut(plan, TASK_BYTES))
     parts = [share_of(tasks, Share(index, count)) for index in range(count)]
     assert [task.number for part in parts for task in part] == [task.number for task in tasks]
 
 
 @given(plans(), st.integers(1, 5))
 def test_an_item_with_a_crc_is_one_workers(plan: FilePlan, count: int) -> None:
-    tasks = list(cut(plan))
+    tasks = list(cut(plan, TASK_BYTES))
     owners: dict[int, set[int]] = {}
     for index in range(count):
         for task in share_of(tasks, Share(index, count)):
@@ -99,7 +99,7 @@ def test_an_item_with_a_crc_is_one_workers(plan: FilePlan, count: int) -> None:
 
 
 def test_shares_are_even() -> None:
-    tasks = list(cut(FilePlan("f", 64 * TASK_BYTES, (), (item(0, 64 * TASK_BYTES),))))
+    tasks = list(cut(FilePlan("f", 64 * TASK_BYTES, (), (item(0, 64 * TASK_BYTES),)), TASK_BYTES))
     loads = [sum(map(nbytes, share_of(tasks, Share(index, 8)))) for index in range(8)]
     assert loads == [8 * TASK_BYTES] * 8
 
@@ -109,21 +109,21 @@ def nbytes(task: Task) -> int:
 
 
 def test_one_worker_does_all() -> None:
-    tasks = list(cut(FilePlan("f", 9, (), (item(0, 9),))))
+    tasks = list(cut(FilePlan("f", 9, (), (item(0, 9),)), TASK_BYTES))
     assert share_of(tasks, ALL) == tasks
 
 
 def test_many_small_items_are_one_task() -> None:
     small = tuple(item(8 * n, 8) for n in range(10_000))
-    assert len(list(cut(FilePlan("f", 80_000, (), small)))) == 1
+    assert len(list(cut(FilePlan("f", 80_000, (), small), TASK_BYTES))) == 1
 
 
 def test_a_plan_that_writes_a_byte_twice_is_refused() -> None:
     plan = FilePlan("f", 20, ((4, b"1234"),), (item(7, 9),))
     with pytest.raises(WriteError, match="byte 7 twice"):
-        list(cut(plan))
+        list(cut(plan, TASK_BYTES))
 
 
 def test_a_plan_that_writes_beyond_its_end_is_refused() -> None:
     with pytest.raises(WriteError, match="beyond its 20 bytes"):
-        list(cut(FilePlan("f", 20, (), (item(12, 9),))))
+        list(cut(FilePlan("f", 20, (), (item(12, 9),)), TASK_BYTES))

@@ -10,8 +10,7 @@ import threading
 import time
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,6 +26,7 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
 from ckpt_tools.core.plan import FilePlan, Finder, KnownReads, LazyPlans, WriteItem
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import (
     CheckpointError,
     UnreadableError,
@@ -34,6 +34,8 @@ from ckpt_tools.errors import (
     WriteError,
 )
 from ckpt_tools.storage.reader import Files
+
+SMALL = Sizes(slab=1024, task=4096)
 
 
 @settings(max_examples=150)
@@ -58,27 +60,10 @@ def test_any_layout_to_any_layout_equals_numpy_slicing(data: st.DataObject) -> N
         plans = [FilePlan(path, ends[path], (), tuple(items[path])) for path in items]
         threads = data.draw(st.integers(1, 4))
         slab = data.draw(st.sampled_from([16, 64, 4096]))
-        with runs_from(data.draw(st.sampled_from([1, 1 << 20]))):
-            write(plans, folder, files, threads=threads, slab=slab)
+        long_run = data.draw(st.sampled_from([1, 1 << 20]))
+        write(plans, folder, files, threads=threads, slab=slab, long_run=long_run)
         for path, offset, raw in expected:
             assert Path(folder, path).read_bytes()[offset : offset + len(raw)] == raw
-
-
-@contextmanager
-def runs_from(nbytes: int) -> Iterator[None]:
-    """Runs of bytes as long as this are copied one by one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_tools.copying.task_writer._LONG_RUN", nbytes)
-        yield
-
-
-@contextmanager
-def small_steps(slab: int) -> Iterator[None]:
-    """Slabs of this many bytes, and tasks of four."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_tools.copying.task_writer.SLAB_BYTES", slab)
-        patch.setattr("ckpt_tools.copying.tasks.TASK_BYTES", 4 * slab)
-        yield
 
 
 def write(
@@ -90,20 +75,25 @@ def write(
     slab: int = 1 << 20,
     share: Share = ALL,
     parts: list[TaskRange] | None = None,
+    **sizes: int,
 ) -> int:
-    """Write with slabs and tasks of this size; gives the number of bytes that were reported."""
+    """Write with slabs of this size and tasks of four; gives the number of bytes reported."""
     parts = [] if parts is None else parts
     told: list[int] = []
-    with small_steps(slab):
-        write_files(
-            LazyPlans.of(plans),
-            root=folder,
-            files=files,
-            threads=threads,
-            max_memory=threads << 20,
-            on_bytes=told.append,
-            share=share,
-            on_file=parts.append,
+    files.sizes = Sizes(slab=slab, task=4 * slab, **sizes)
+    done = write_files(
+        LazyPlans.of(plans),
+        root=folder,
+        files=files,
+        threads=threads,
+        max_memory=threads << 20,
+        on_bytes=told.append,
+        share=share,
+        on_file=parts.append,
+    )
+    if share == ALL:
+        assert done == sum(len(data) for plan in plans for _, data in plan.literals) + sum(
+            item.box.numel * item.target.itemsize for plan in plans for item in plan.items
         )
     return sum(told)
 
@@ -262,11 +252,9 @@ def test_whole_blocks_may_go_past_the_page_cache(
         return pwrite(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", write_some)
-    monkeypatch.setattr("ckpt_tools.copying.write.DIRECT_FROM", 0)
-    monkeypatch.setattr("ckpt_tools.copying.task_writer._LEAST_DIRECT", 4096)
     plan = checked_plan(tmp_path, sizes=(50_000, 3, 4096, 300_000, 8000, 9000))
     with Files() as files:
-        write([plan], str(tmp_path), files, slab=slab)
+        write([plan], str(tmp_path), files, slab=slab, direct_from=0, direct_least=4096)
     assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
     assert not any(offset % 4096 or length % 4096 for offset, length in passed)
     assert len(passed) > 5 or os.major(tmp_path.stat().st_dev) == 0
@@ -339,7 +327,7 @@ def test_an_error_stops_the_other_threads(tmp_path: Path) -> None:
         if len(told) >= 2:
             raise UnreadableError("truncated")
 
-    with Files() as files, pytest.raises(UnreadableError), small_steps(1024):
+    with Files(sizes=SMALL) as files, pytest.raises(UnreadableError):
         write_files(
             LazyPlans.of([plan]),
             root=str(tmp_path),
@@ -362,7 +350,7 @@ def test_ctrl_c_stops_all_threads_at_once(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)  # let the main thread take it
 
-    with Files() as files, pytest.raises(KeyboardInterrupt), small_steps(1024):
+    with Files(sizes=SMALL) as files, pytest.raises(KeyboardInterrupt):
         write_files(
             LazyPlans.of([plan]),
             root=str(tmp_path),

@@ -43,6 +43,7 @@ from ckpt_tools.core.layout import (
 )
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.plan import FilePlan, KnownReads, LazyPlans, WriteItem
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import agreement, dcp_engine, environment, gathering, messages
 from ckpt_tools.distributed import group as group_module
 from ckpt_tools.distributed.agreement import identity
@@ -466,12 +467,13 @@ def test_a_rank_finds_a_wrong_value_in_the_rows_that_it_alone_can_read(
     chunks = [chunk for e in index.tensors for chunk in e.chunks if 0 not in chunk.box.sizes]
     own = {chunk.data.path for chunk in chunks if chunk.rank == rank}
     assert own
-    asked = {"source": index, "threads": 1, "own": own}
+    asked = str(tmp_path / "out"), checking.Written(plan.targets), Files()
+    named = {"source": index, "threads": 1, "own": own}
     if rank == 0:
         with pytest.raises(WriteError, match=re.escape(target.fqn)):
-            checking.check(str(tmp_path / "out"), checking.Written(plan.targets), **asked)
+            checking.check(*asked, **named)
     else:
-        words = checking.check(str(tmp_path / "out"), checking.Written(plan.targets), **asked)
+        words = checking.check(*asked, **named)
         assert "comparison on every rank" in words
 
 
@@ -539,7 +541,10 @@ def orders(tmp_path: Path) -> list[ShareOrder]:
     out.mkdir()
     plan = plan_reshard(read_index(str(source)), ReshardOptions(parse_mesh("4x8")))
     place = OutputPlace(str(out))
-    return [ShareOrder(plan.files, Share(n, 2), place, 1, 4 << 20, plan.source) for n in range(2)]
+    return [
+        ShareOrder(plan.files, Share(n, 2), place, 1, 4 << 20, Sizes(), plan.source)
+        for n in range(2)
+    ]
 
 
 def test_what_one_worker_raises_is_raised(orders: list[ShareOrder], tmp_path: Path) -> None:
@@ -592,11 +597,12 @@ def test_plans_of_another_checkpoint_have_another_digest() -> None:
 
 def test_copies_of_one_checkpoint_have_one_identity_and_two_saves_have_two(tmp_path: Path) -> None:
     shutil.copytree(DCP, tmp_path / "copy", copy_function=shutil.copyfile)
-    assert identity(read_index(str(tmp_path / "copy"))) == identity(read_index(str(DCP)))
+    theirs = identity(read_index(str(DCP)), 4096)
+    assert identity(read_index(str(tmp_path / "copy")), 4096) == theirs
     with (tmp_path / "copy" / "__3_0.distcp").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"?")
-    assert identity(read_index(str(tmp_path / "copy"))) != identity(read_index(str(DCP)))
+    assert identity(read_index(str(tmp_path / "copy")), 4096) != theirs
 
 
 # -------------------------------------------------------------------------------------- layout
@@ -673,7 +679,14 @@ def test_headers_of_each_rank_alone_give_the_index_of_all_files(name: str) -> No
     )
 
 
-def in_memory(folder: Path, item: WriteItem, values: np.ndarray, *, length: int) -> bytes:
+def in_memory(
+    folder: Path,
+    item: WriteItem,
+    values: np.ndarray,
+    *,
+    length: int,
+    sizes: Sizes | None = None,
+) -> bytes:
     """What is in a file of this length when an item of these values is written into it."""
 
     def write(plans: Sequence[FilePlan], files: Files) -> None:
@@ -687,23 +700,23 @@ def in_memory(folder: Path, item: WriteItem, values: np.ndarray, *, length: int)
         )
 
     whole = values.view(np.uint8).reshape(*values.shape, values.itemsize)
-    gathering.write_from_memory([FilePlan("file", length, (), (item,))], whole, write)
+    plans = [FilePlan("file", length, (), (item,))]
+    gathering.write_from_memory(plans, whole, write, sizes or Sizes())
     return (folder / "file").read_bytes()
 
 
 @pytest.mark.parametrize("long_run", [1, 1 << 18])
 @pytest.mark.parametrize("task", [16, 1 << 24])
 def test_a_box_of_a_tensor_in_memory_is_written_with_its_crc(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: int, long_run: int
+    tmp_path: Path, task: int, long_run: int
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.copying.tasks.TASK_BYTES", task)
-    monkeypatch.setattr("ckpt_tools.copying.task_writer._LONG_RUN", long_run)
+    sizes = Sizes(task=task, long_run=long_run)
     values = np.arange(24, dtype=np.float32).reshape(4, 6)
     float32 = dtype_named("float32")
     item = WriteItem(
         "w", "file", 8, Box((1, 2), (2, 3)), float32, float32, KnownReads(()), crc_at=(40,)
     )
-    written = in_memory(tmp_path, item, values, length=64)
+    written = in_memory(tmp_path, item, values, length=64, sizes=sizes)
     expected = values[1:3, 2:5].tobytes()
     assert written[8:32] == expected
     assert int.from_bytes(written[40:44], "little") == zlib.crc32(expected)
@@ -805,7 +818,7 @@ def shares_of(plan: Plan, out: Path, count: int) -> list[ShareOrder]:
     (out / "new").mkdir(parents=True)
     place = OutputPlace(str(out))
     return [
-        ShareOrder(plan.files, Share(n, count), place, 1, 4 << 20, plan.source)
+        ShareOrder(plan.files, Share(n, count), place, 1, 4 << 20, Sizes(), plan.source)
         for n in range(count)
     ]
 
@@ -941,4 +954,4 @@ def test_a_plan_leaves_no_byte_of_its_files_out(name: str, form: str) -> None:
         options = ExportOptions(format=form, only=None, max_shard_size=2000)
         plan = plan_export(index, options, single_file="x.pt" if form == "torch" else None)
     for file in plan.files:
-        assert sum(task.nbytes for task in cut(file)) == file.length
+        assert sum(task.nbytes for task in cut(file, 4096)) == file.length

@@ -88,7 +88,7 @@ def test_joined_moments_are_those_of_all_values(parts: list[list[float]]) -> Non
     total = Moments()
     for part in parts:
         data = np.array(part, np.float32).tobytes()
-        total.join(moments_of(memoryview(data), BY_NAME["float32"]))
+        total.join(moments_of(memoryview(data), BY_NAME["float32"], at_once=1 << 16))
     values = np.array([v for part in parts for v in part], np.float32).astype(np.float64)
     assert total.numel == len(values)
     assert total.mean == pytest.approx(values.mean(), rel=1e-9, abs=1e-6)
@@ -99,7 +99,8 @@ def test_joined_moments_are_those_of_all_values(parts: list[list[float]]) -> Non
 
 def moments(*values: float, dtype: str = "float32") -> Moments:
     words = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "uint64": np.uint64}
-    return moments_of(memoryview(np.array(values, words[dtype]).tobytes()), BY_NAME[dtype])
+    data = np.array(values, words[dtype]).tobytes()
+    return moments_of(memoryview(data), BY_NAME[dtype], at_once=1 << 16)
 
 
 def test_odd_values_are_counted_and_left_out() -> None:
@@ -126,7 +127,7 @@ def test_half_precision_does_not_overflow() -> None:
 def test_a_small_spread_around_a_large_mean_is_kept() -> None:
     values = np.full(1 << 20, 1e4, np.float32)
     values[::2] += 1
-    found = moments_of(memoryview(values.tobytes()), BY_NAME["float32"])
+    found = moments_of(memoryview(values.tobytes()), BY_NAME["float32"], at_once=1 << 16)
     assert found.std == pytest.approx(0.5, rel=1e-9)
 
 
@@ -137,7 +138,7 @@ def test_extremes_of_large_integers_are_exact(dtype: str, value: int) -> None:
 
 def test_extremes_of_complex_numbers_are_magnitudes() -> None:
     data = np.array([3 + 4j, 0], np.complex64).tobytes()
-    found = moments_of(memoryview(data), BY_NAME["complex64"])
+    found = moments_of(memoryview(data), BY_NAME["complex64"], at_once=1 << 16)
     assert (found.least, found.greatest, found.l2, found.mean) == (0, 5, 5, 1.5 + 2j)
 
 

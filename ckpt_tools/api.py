@@ -28,7 +28,7 @@ from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.names import near_names
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
-from ckpt_tools.core.progress import ignore_bytes
+from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import AnswerNo, CheckpointError, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions
@@ -391,7 +391,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
     UsageError for what cannot be meant, WriteError when it cannot be written; then ``out`` is as it
     was.
     """
-    from ckpt_tools.distributed.executors import Here, Listener  # late: few also write
+    from ckpt_tools.distributed.executors import Here  # late: few also write
 
     path = os.fspath(out)
     if options is None:
@@ -423,7 +423,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     what `export` raises.
     """
     from ckpt_tools.convert.reshard import Reshard, ReshardOptions  # late: few also write
-    from ckpt_tools.distributed.executors import Here, Listener
+    from ckpt_tools.distributed.executors import Here
 
     if to_mesh is not None and options is None:
         options = ReshardOptions(to_mesh if isinstance(to_mesh, Mesh) else parse_mesh(str(to_mesh)))

@@ -32,6 +32,22 @@ _ONE_FILE = 1 << 62
 _LONGEST_LIST = 64 << 20  # bytes of a list of parameters' names
 
 
+# Options that may differ from rank to rank: what each reads, how much it uses, how it speaks.
+_OWN = frozenset({"ckpt", "threads", "max_memory", "quiet", "verbose", "json"})
+
+
+def texts() -> dict[str, str]:
+    """The options of this command line that all ranks of a job must share, by their flags."""
+    ctx = click.get_current_context()
+    flags = {param.name: max(param.opts, key=len) for param in ctx.command.params}
+    given = {name: value for name, value in ctx.params.items() if value not in (None, ())}
+    return {
+        flags[name]: str(getattr(value, "name", value))
+        for name, value in given.items()
+        if name not in _OWN
+    }
+
+
 def filters() -> Filters:
     """--include, --exclude and --only."""
     params = click.get_current_context().params

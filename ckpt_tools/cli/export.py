@@ -12,10 +12,11 @@ from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.parallel import choose_threads
+from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.executors import Listener, available
+from ckpt_tools.distributed.executors import available
 from ckpt_tools.distributed.job import check_room, dry_run_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
@@ -79,6 +80,7 @@ def command(
     **_shared: object,
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
+    environment.refuse_lone_task()
     started = time.monotonic()
     form = _form("torch" if layout is not None and form is None else form, out)
     if dry_run and environment.is_follower():
@@ -108,7 +110,12 @@ def _write(ckpt: str, out: str, form: str, *, jobs: int) -> convert.ExportPlan:
     write = asked.writing()
     with (
         progress.byte_bar(label="export") as bar,
-        available(write, workers=jobs, listener=Listener(bar, bar.expect)) as executor,
+        available(
+            write,
+            workers=jobs,
+            listener=Listener(bar, bar.expect, say),
+            texts=asked.texts(),
+        ) as executor,
     ):
         with executor.together():
             executor.admit(out)

@@ -19,6 +19,7 @@ from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.mesh_spec import default_placements, described
+from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import dry_run, reshard_by
@@ -128,6 +129,7 @@ def command(
     **_shared: object,
 ) -> None:
     """Plan and write the output, then say on stdout what it is."""
+    environment.refuse_lone_task()
     wanted = asked.reshard(form=_format(form, layout))
     if engine != "copy" and (layout is not None or param_names is not None):
         raise UsageError(
@@ -140,7 +142,16 @@ def command(
     mesh = wanted.mesh
     words = f"{to_mesh} = {described(mesh, wanted.placements or default_placements(mesh))}"
     say(words)
-    job = Job(ckpt, out, wanted, asked.writing(), engine, jobs, asked.reading(shaping.cuts()))
+    job = Job(
+        ckpt,
+        out,
+        wanted,
+        asked.writing(),
+        engine,
+        jobs,
+        asked.reading(shaping.cuts()),
+        asked.texts(),
+    )
     (_dry_run if dry_run else _write)(job, said=words, as_json=json)
 
 
@@ -160,7 +171,7 @@ def _write(job: Job, *, said: str, as_json: bool) -> None:
     """Do it, then say on stdout what was done."""
     started = time.monotonic()
     with progress.byte_bar(label="reshard") as bar:
-        plan = reshard_by(job._replace(on_bytes=bar, on_total=bar.expect))
+        plan = reshard_by(job._replace(listener=Listener(bar, bar.expect, say)))
     if environment.is_follower():
         return  # rank 0 speaks
     _say_notes(plan, said)

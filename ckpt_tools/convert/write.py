@@ -19,9 +19,10 @@ from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Target
-from ckpt_tools.core.progress import ignore_bytes
+from ckpt_tools.core.progress import SILENT, Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.errors import OutputExistsError
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
@@ -34,6 +35,8 @@ class WriteOptions:
     """How to write: ``threads`` of this process, ``max_memory`` of all buffers in bytes.
 
     Without a number of threads, the cores and the work choose it (`copying.parallel`).
+    With ``resume`` a run goes on with what an earlier one of the same command has finished; when it
+    was ``restarted``, an earlier attempt may have begun it, or not.
     ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
     are never written over. ``watched`` are those of them that must stay as they were before they
     were read. ``sizes`` decide which way bytes go, and no byte of what is written.
@@ -44,6 +47,7 @@ class WriteOptions:
     threads: int | None = None
     max_memory: int = 64 << 20
     resume: bool = False
+    restarted: bool = False
     check: bool = False
     sources: tuple[str, ...] = ()
     watched: tuple[FileEntry, ...] = ()
@@ -129,12 +133,8 @@ class Executor(Protocol):
         """Do the works of a plan and write its files; none when all is written already."""
 
 
-def write(
-    conversion: Conversion[P], executor: Executor, on_bytes: Callable[[int], None] = ignore_bytes
-) -> P:
+def write(conversion: Conversion[P], executor: Executor, listener: Listener = SILENT) -> P:
     """Write the output of a conversion; for an address, locally first, and then sent.
-
-    ``on_bytes`` gets how many bytes of the output --check has read back.
 
     Raises what its `plan`, the executor, `atomic_output.open_output` and `upload.staged` raise; in
     every case what was at ``out`` before is as it was.
@@ -147,23 +147,45 @@ def write(
         out_path.refuse_source(out, sources)
         last = formats.index_files()
         with upload.staged(out, force=options.force, resume=options.resume, last=last) as here:
-            return write(replace(conversion, out=here), executor, on_bytes)
-    out = atomic_output.admit(out, sources=sources, force=options.force, resume=options.resume)
+            return write(replace(conversion, out=here), executor, listener)
+    resume = options.resume or options.restarted
+    out = atomic_output.admit(out, sources=sources, force=options.force, resume=resume)
     plan = conversion.plan(executor.locate)
+    if resume and atomic_output.is_settled(out):
+        if _is_there(out, plan, options.sizes):
+            executor.run(replace(plan, files=LazyPlans()), atomic_output.place_of(out))
+            return replace(plan, notes=(*plan.notes, f"{out} is already complete."))
+        if not options.force:
+            raise OutputExistsError(
+                f"{out} exists, and is not what this command writes from this source.",
+                hint="Choose another output, or use --force to replace the checkpoint files in it.",
+            )
     spec = atomic_output.OutputSpec(
         out,
         plan.files,
         Origin.of(index, plan.files, conversion.settings(plan), task_bytes=options.sizes.task),
         source=conversion.read,
         single_file=plan.single_file,
-        resume=options.resume,
+        resume=resume,
+        restarted=options.restarted,
         replaceable=formats.checkpoint_files(),
+        on_note=listener.on_note,
     )
     with atomic_output.open_output(spec) as started:
         executor.run(replace(plan, files=started.plans), started.place)
         folder = started.place.folder
-        proven = _check(conversion, plan, folder, on_bytes) if options.check else ()
+        proven = _check(conversion, plan, folder, listener.on_bytes) if options.check else ()
     return replace(plan, notes=(*plan.notes, *started.notes, *proven))
+
+
+def _is_there(out: str, plan: Plan, sizes: Sizes) -> bool:
+    from ckpt_tools.convert import finished  # late: it reads, and few runs come after their end
+
+    with Files(sizes=sizes) as files:
+        for work in plan.works:
+            work(files, plan.source)
+    name = plan.single_file
+    return finished.is_written(out, plan.files, plan.source, single_file=name, sizes=sizes)
 
 
 def _check(

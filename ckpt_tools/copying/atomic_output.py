@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -36,6 +36,7 @@ from ckpt_tools.copying.resume import (
 )
 from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.plan import LazyPlans
+from ckpt_tools.core.progress import ignore_note
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import (
     CheckpointError,
@@ -58,9 +59,10 @@ class OutputSpec:
     """An output to make at ``out`` from ``origin``; ``single_file`` of the plans is all of it.
 
     ``source`` are the files that it is made from, which must not change before it is done.
-    ``resume`` keeps what an earlier run of the same command has finished. ``replaceable`` are
-    globs of what may be replaced in a folder that already exists: a loader would take it for part
-    of a checkpoint. Anything else in the folder is the user's and survives.
+    ``resume`` keeps what an earlier run of the same command has finished; one that was
+    ``restarted`` begins again when there is none. ``on_note`` gets what is discarded.
+    ``replaceable`` are globs of what may be replaced in a folder that already exists: a loader
+    would take it for part of a checkpoint. Anything else in the folder is the user's and survives.
     """
 
     out: str
@@ -69,7 +71,9 @@ class OutputSpec:
     source: Sequence[FileEntry] = ()
     single_file: str | None = None
     resume: bool = False
+    restarted: bool = False
     replaceable: Sequence[str] = ()
+    on_note: Callable[[str], None] = ignore_note
 
     @property
     def place(self) -> OutputPlace:
@@ -99,22 +103,25 @@ def admit(out: str, *, sources: Iterable[str], force: bool, resume: bool = False
 
     Raises what `out_path.real` and `out_path.refuse_source` raise, and OutputExistsError when
     something is at ``out`` and may not be replaced. What a killed run left half renamed is put
-    right first. With ``resume``, its result may be there when that run was killed just before it
-    would have ended.
+    right first. With ``resume`` something may be there: maybe all that is to be written.
     """
     out = _checked(out, sources)
     if os.path.lexists(partial_of(out)) and _recover(out, resume=resume):
         return out
-    _refuse_taken(out, force=force)
+    _refuse_taken(out, force=force or (resume and is_settled(out)))
     return out
+
+
+def is_settled(out: str) -> bool:
+    """Whether something is at ``out`` that no run is about to replace."""
+    return os.path.lexists(out) and not os.path.lexists(partial_of(out))
 
 
 def dry_run(out: str, *, sources: Iterable[str], force: bool, resume: bool = False) -> str:
     """The checks of `admit`; what a killed run left stays as it is."""
     out = _checked(out, sources)
     refuse_foreign(partial_of(out))
-    if not (resume and os.path.lexists(partial_of(out))):
-        _refuse_taken(out, force=force)
+    _refuse_taken(out, force=force or resume)
     return out
 
 
@@ -283,11 +290,12 @@ def _start(manifest: Manifest, spec: OutputSpec) -> Started:
         resumed = _resumed(manifest, spec)
         if resumed is not None:
             return resumed
-        notes = ("Nothing to resume: started from the beginning.",)
+        notes = () if spec.restarted else ("Nothing to resume: started from the beginning.",)
     if os.path.lexists(replaced_of(spec.out)):
         raise OutputExistsError(
             f"{replaced_of(spec.out)} exists; its content must not be lost.", hint="Move it away."
         )
+    _say_discarded(manifest, spec)
     manifest.begin(spec.origin, single_file=spec.single_file)
     return Started(spec.place, spec.plans, notes)
 
@@ -300,6 +308,8 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
     if not is_written and not noted_files(spec.place):
         return None
     different = manifest.origin.differences(spec.origin)
+    if different and spec.restarted:
+        return None
     if different:
         raise UsageError(
             f"{spec.place.partial} was started with other inputs or options, so it cannot be "
@@ -313,6 +323,19 @@ def _resumed(manifest: Manifest, spec: OutputSpec) -> Started | None:
         return None
     note = f"Resuming: {_progress(finished, spec)} were already finished."
     return Started(spec.place, spec.plans.without(finished), (note,))
+
+
+def _say_discarded(manifest: Manifest, spec: OutputSpec) -> None:
+    """Say what is about to be removed of an earlier run."""
+    partial = spec.place.partial
+    files = [
+        os.path.join(at, name) for at, _, names in os.walk(spec.place.folder) for name in names
+    ]
+    nbytes = sum(map(_allocated, files))
+    if manifest.origin is not None and nbytes:
+        same = not spec.resume and not manifest.origin.differences(spec.origin)
+        advice = " --resume would go on with what is finished." if same else ""
+        spec.on_note(f"{partial} of an earlier run is removed ({format_size(nbytes)}).{advice}")
 
 
 def _progress(finished: Collection[str], spec: OutputSpec) -> str:

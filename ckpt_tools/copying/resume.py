@@ -31,7 +31,7 @@ Mark = Literal["complete", "replacing"]
 # After a sync the next one waits so many times as long as it took: small files are synced together.
 SYNC_PAUSE = 10.0
 _LOG = ".finished."
-_PATIENCE = 1.0  # seconds: a process that was killed needs a moment to be gone
+_PATIENCE = 5.0  # seconds: a process that was killed, or lost its job, needs a moment to be gone
 _PAUSE = 0.05
 _TRIES = 10
 

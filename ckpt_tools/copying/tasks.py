@@ -123,7 +123,7 @@ def cut(plan: FilePlan, task_bytes: int) -> Iterator[Task]:
     for number, part in enumerate(ranges):
         literals = part.literals
         if slots:
-            literals = [left for literal in literals for left in _without_slots(literal, slots)]
+            literals = [left for literal in literals for left in without_slots(literal, slots)]
         checked = part.checked if part.checked is not None and part.checked.crc_at else None
         pieces = tuple(part.pieces)
         yield Task(plan, number, part.nbytes, tuple(literals), pieces, checked, len(ranges))
@@ -200,7 +200,7 @@ def _foreign_slots(part: _Range) -> Iterator[int]:
             yield slot
 
 
-def _without_slots(literal: InlineBytes, slots: Sequence[int]) -> Iterator[InlineBytes]:
+def without_slots(literal: InlineBytes, slots: Sequence[int]) -> Iterator[InlineBytes]:
     """The parts of a literal around the slots (sorted) that lie in it."""
     offset, data = literal
     start, end = offset, offset + len(data)

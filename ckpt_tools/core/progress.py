@@ -1,9 +1,10 @@
-"""Progress in bytes: a callback gets how many were done since its last call."""
+"""Progress: callbacks that get how many bytes were done since their last call, and notes."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 
 class Tally:
@@ -23,3 +24,23 @@ class Tally:
 
 def ignore_bytes(nbytes: int) -> None:
     """No-op progress callback."""
+
+
+def ignore_note(note: str) -> None:
+    """No-op callback for notes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who hears of the progress of a conversion.
+
+    ``on_bytes`` gets the number of bytes that this process wrote or read back, ``on_total`` before
+    that about how many there will be, ``on_note`` what a person must know before it is done.
+    """
+
+    on_bytes: Callable[[int], None] = ignore_bytes
+    on_total: Callable[[int], None] = ignore_bytes
+    on_note: Callable[[str], None] = ignore_note
+
+
+SILENT = Listener()

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 
@@ -50,6 +50,21 @@ def begin(
         require_same_plan(group, plans, sizes, source=source)
         require_same_folder(group, place)
     return plans
+
+
+def require_same_options(group: Group, mine: Mapping[str, str]) -> None:
+    """Raise UsageError on all ranks when one has other options than rank 0."""
+    theirs = json.loads(group.broadcast(json.dumps(dict(mine))))
+    error = None
+    for name in sorted({*mine, *theirs}):
+        here, there = mine.get(name, "not given"), theirs.get(name, "not given")
+        if here != there:
+            error = UsageError(
+                f"{name} differs: {here} here, and {there} on rank 0.",
+                hint="Start all ranks with one command line.",
+            )
+            break
+    group.barrier(error)
 
 
 def require_same_plan(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools import formats
 from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.convert.write import Locate, Plan
-from ckpt_tools.copying.resume import OutputPlace
+from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import Target
 from ckpt_tools.core.text import some
@@ -70,7 +70,13 @@ class _LoadAndSave:
     def run(self, plan: Plan, place: OutputPlace) -> None:
         """Load into empty tensors in their new placement, save them, see that all is there."""
         group, folder = self.group, place.folder
-        begin(group, plan.files, place, self.job.write.sizes, source=self.index)
+        if not begin(group, plan.files, place, self.job.write.sizes, source=self.index):
+            return
+        with logged(place, group.rank):  # another attempt waits for the lock
+            self._run(plan, folder)
+
+    def _run(self, plan: Plan, folder: str) -> None:
+        group = self.group
         mesh = devices.device_mesh(self.job.options.mesh, self.device_type)
         mine = [target.entry for target in plan.targets[group.rank :: group.size]]
         with group.collective(), Files() as files:  # no rank may be missing in a collective
@@ -81,7 +87,7 @@ class _LoadAndSave:
                 for target in plan.targets
             }
         _load_and_save(state, self.index.closed(), plan, folder)
-        self.job.on_bytes(plan.files[group.rank :: group.size].length)
+        self.job.listener.on_bytes(plan.files[group.rank :: group.size].length)
         with group.collective():
             if group.rank == 0:
                 _require_saved(plan, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard, refuse_check
 from ckpt_tools.copying import out_path
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.executors import Listener, Ranks, available
+from ckpt_tools.distributed.executors import Ranks, available
 from ckpt_tools.distributed.group import Group, join
 from ckpt_tools.distributed.job import Job, dry_run_output
 from ckpt_tools.errors import UsageError
@@ -22,8 +22,9 @@ def reshard_by(job: Job) -> ReshardPlan:
     _refuse_unfit(job)
     if environment.place() is None:
         _refuse_alone(job)
-    listener = Listener(job.on_bytes, job.on_total)
-    with available(job.write, workers=job.workers, listener=listener) as executor:
+    with available(
+        job.write, workers=job.workers, listener=job.listener, texts=job.texts
+    ) as executor:
         if job.engine == "gather" and isinstance(executor, Ranks):
             return _by_gather(executor.group, job)
         with executor.together():

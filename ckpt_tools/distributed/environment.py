@@ -10,14 +10,24 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
+
+from ckpt_tools.errors import UsageError
 
 # What torchrun and compatible launchers set for each process.
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Commands whose work is shared between the ranks; any other is done by rank 0 alone.
 SHARED_COMMANDS = frozenset({"export", "reshard"})
+
+# What other launchers call a process's number, and how many there are.
+_LAUNCHERS = (
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE"),
+)
 
 _PEER_TIMEOUT = "CKPT_TOOLS_PEER_TIMEOUT"
 _PARENT = os.getppid()
@@ -43,6 +53,34 @@ def place() -> RankPlace | None:
     except ValueError:
         return None
     return RankPlace(rank, world_size, local_rank, local_world_size)
+
+
+def attempt() -> int:
+    """How many times torchrun (--max-restarts) has started this job's ranks before."""
+    with suppress(ValueError):
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return 0
+
+
+def refuse_lone_task() -> None:
+    """Raise UsageError where srun or mpirun has started several of this process, and no torchrun.
+
+    None would know of the others, and each would do the whole work.
+    """
+    if place() is not None:
+        return
+    for program, number, count in _LAUNCHERS:
+        here, tasks = os.environ.get(number, ""), os.environ.get(count, "1")
+        # A batch script is task 0 itself, and has no step.
+        if (here.isdigit() and int(here) > 0) or (here == "0" and tasks not in ("0", "1")):
+            raise UsageError(
+                f"{program} has started this as task {here} of several ({number} is set), and "
+                f"there is no {', '.join(n for n in _NEEDED if n not in os.environ)}: each task "
+                "would do all of the work.",
+                hint="torchrun sets these variables. On one task a node: "
+                f"{program} torchrun --nnodes … --nproc-per-node … -m ckpt_tools reshard …, or "
+                "start one task alone, with -j N.",
+            )
 
 
 def is_follower() -> bool:

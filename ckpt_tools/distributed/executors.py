@@ -9,7 +9,7 @@ these read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, groups_of
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import LazyPlans
-from ckpt_tools.core.progress import ignore_bytes
+from ckpt_tools.core.progress import SILENT, Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
@@ -31,19 +31,6 @@ from ckpt_tools.transforms.base import Materialize
 
 if TYPE_CHECKING:
     from ckpt_tools.distributed.group import Group
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """``on_bytes`` gets the number of bytes that this process wrote, ``on_total`` before that about
-    how many there will be.
-    """
-
-    on_bytes: Callable[[int], None] = ignore_bytes
-    on_total: Callable[[int], None] = ignore_bytes
-
-
-SILENT = Listener()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +57,7 @@ class Here:
 
     def write(self, conversion: Conversion[P]) -> P:
         """`convert.write`. Raises what it raises, and WriteError when a worker dies."""
-        return write(conversion, self, self.listener.on_bytes)
+        return write(conversion, self, self.listener)
 
     def run(self, plan: Plan, place: OutputPlace) -> None:
         """Do the works of a plan and write its files."""
@@ -112,7 +99,7 @@ class Ranks:
         """`convert.write`. Raises what it raises, on all ranks the same."""
         with self.group.collective():
             sharing = _Sharing(self, conversion.index)
-            return lead_or_follow(self.group, conversion, sharing, self.listener.on_bytes)
+            return lead_or_follow(self.group, conversion, sharing, self.listener)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +132,24 @@ class _Sharing:
 
 
 @contextmanager
-def available(options: WriteOptions, *, workers: int, listener: Listener) -> Iterator[Here | Ranks]:
+def available(
+    options: WriteOptions, *, workers: int, listener: Listener, texts: Mapping[str, str]
+) -> Iterator[Here | Ranks]:
     """All ranks when this process is one of a torchrun job's, else this machine.
 
-    Raises UsageError for workers beside ranks.
+    Raises UsageError for workers beside ranks, and for ranks whose ``texts``, options as a person
+    gave them, are not all the same.
     """
     place = environment.place()
     if place is None:
         yield Here(options, workers, listener)
         return
-    from ckpt_tools.distributed.group import join  # late: only ranks of a job have others
+    # Late: only ranks of a job have others.
+    from ckpt_tools.distributed.agreement import require_same_options
+    from ckpt_tools.distributed.group import join
 
     with join(place, workers=workers) as group:
+        require_same_options(group, texts)
         yield Ranks(group, options, listener)
 
 
@@ -164,19 +157,48 @@ def lead_or_follow(
     group: Group,
     conversion: Conversion[P],
     executor: Executor,
-    on_bytes: Callable[[int], None] = ignore_bytes,
+    listener: Listener = SILENT,
 ) -> P:
-    """Plan on every rank, and write in the folder that rank 0 makes and renames."""
+    """Plan on every rank, and write in the folder that rank 0 makes and renames.
+
+    A later attempt of the job goes on with what an earlier one has left.
+    """
+    attempt, out = environment.attempt(), conversion.out
+    if attempt:
+        conversion = replace(conversion, write=replace(conversion.write, restarted=True))
+        if group.has_written(out):
+            plan = conversion.plan(executor.locate)
+            note = f"Attempt {attempt} of this job had already finished {out}."
+            return replace(plan, notes=(*plan.notes, note))
     if group.rank == 0:
-        return write(conversion, executor, on_bytes)
+        return write(conversion, _Noting(group, executor, out), listener)
     plan = conversion.plan(executor.locate)
-    executor.run(plan, atomic_output.place_of(conversion.out))
+    executor.run(plan, atomic_output.place_of(out))
     return plan
 
 
+@dataclass(frozen=True, slots=True)
+class _Noting:
+    """Executes as another does, and has later attempts of the job know that ``out`` is written."""
+
+    group: Group
+    executor: Executor
+    out: str
+
+    @property
+    def locate(self) -> Locate:
+        """As the other."""
+        return self.executor.locate
+
+    def run(self, plan: Plan, place: OutputPlace) -> None:
+        """What is written next is renamed to ``out``."""
+        self.executor.run(plan, place)
+        self.group.note_written(self.out)
+
+
 def _admit(out: str, options: WriteOptions) -> None:
-    sources, force, resume = options.sources, options.force, options.resume
-    atomic_output.admit(out, sources=sources, force=force, resume=resume)
+    resume = options.resume or environment.attempt() > 0
+    atomic_output.admit(out, sources=options.sources, force=options.force, resume=resume)
 
 
 def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: Share) -> ShareOrder:

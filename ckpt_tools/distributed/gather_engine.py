@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from ckpt_tools import formats
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
 from ckpt_tools.convert.write import Locate, Plan, WriteOptions
-from ckpt_tools.copying.resume import OutputPlace
+from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
@@ -77,11 +77,16 @@ class _Gatherer:
 
     def run(self, plan: Plan, place: OutputPlace) -> None:
         """Copy what was saved whole, gather the rest, and check that all is written."""
-        group, plans, folder, sizes = self.group, plan.files, place.folder, self.job.write.sizes
-        begin(group, plans, place, sizes)
+        plans = begin(self.group, plan.files, place, self.job.write.sizes)
+        if plans:
+            with logged(place, self.group.rank):  # another attempt waits for the lock
+                self._run(plans, place.folder)
+
+    def _run(self, plans: LazyPlans, folder: str) -> None:
+        group, sizes = self.group, self.job.write.sizes
         _create(group, plans, folder)
         mine = self._part_of(plans)
-        progress = Progress(group, self.job.on_bytes)
+        progress = Progress(group, self.job.listener.on_bytes)
         options, done = self.job.write, 0
 
         def write(plans: Sequence[FilePlan], files: Files) -> None:

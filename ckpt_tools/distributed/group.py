@@ -16,6 +16,7 @@ from datetime import timedelta
 from itertools import count
 from typing import TypeVar
 
+from ckpt_tools.copying.out_path import partial_of
 from ckpt_tools.copying.parallel import Background
 from ckpt_tools.distributed import environment, messages
 from ckpt_tools.distributed.environment import RankPlace, let_it_finish
@@ -40,11 +41,14 @@ class Group:
     """All ranks of the job. Each makes one, and calls the same methods in the same order.
 
     ``place`` is which of them this process is. Others may use the ``store`` under a prefix of their
-    own.
+    own. What is in the ``lasting`` one, later attempts of the job see.
     """
 
-    def __init__(self, store: Store, place: RankPlace, *, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, store: Store, place: RankPlace, *, heartbeat: Heartbeat, lasting: Store | None = None
+    ) -> None:
         self.store = store
+        self._lasting = store if lasting is None else lasting
         self.place = place
         self._heartbeat = heartbeat
         self._meetings = 0
@@ -97,6 +101,17 @@ class Group:
         self._ask(lambda: self.store.add(key, number))
         self.barrier()
         return self._ask(lambda: self.store.add(key, 0))
+
+    def note_written(self, out: str) -> None:
+        """Have later attempts of this job know that all of ``out`` is written."""
+        self._ask(lambda: self._lasting.set(f"written/{os.path.abspath(out)}", "1"))
+
+    def has_written(self, out: str) -> bool:
+        """Whether an earlier attempt of this job has made ``out``, as rank 0 sees it. A meeting."""
+        key = f"written/{os.path.abspath(out)}"
+        is_there = os.path.lexists(out) and not os.path.lexists(partial_of(out))
+        noted = self.rank == 0 and is_there and self._ask(lambda: self._lasting.check([key]))
+        return bool(self.broadcast("1" if noted else ""))
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -233,10 +248,11 @@ def join(place: RankPlace, *, workers: int) -> Iterator[Group]:
             f"{place.world_size} ranks are the workers.",
             hint="Leave -j out, or run without torchrun.",
         )
-    name = f"ckpt-tools/{next(_groups)}"
-    store, beats = _stores(place, name)
+    # What an earlier attempt of the job has left in the store is never seen.
+    name = f"ckpt-tools/{environment.attempt()}/{next(_groups)}"
+    store, beats, lasting = _stores(place, name)
     heartbeat = Heartbeat(beats, place)
-    group = Group(store, place, heartbeat=heartbeat)
+    group = Group(store, place, heartbeat=heartbeat, lasting=lasting)
     atexit.unregister(let_it_finish)
     atexit.register(group.leave)
     with heartbeat.running():
@@ -247,8 +263,10 @@ def join(place: RankPlace, *, workers: int) -> Iterator[Group]:
             raise
 
 
-def _stores(place: RankPlace, name: str) -> tuple[Store, Store]:
-    """The job's store by two connections: one may be busy while the other beats."""
+def _stores(place: RankPlace, name: str) -> tuple[Store, Store, Store]:
+    """The job's store by two connections, for one may be busy while the other beats, and what all
+    attempts of the job share of it.
+    """
     # torch is needed for its store alone, and costs seconds: only ranks of a job pay for it.
     from torch.distributed import (  # type: ignore[attr-defined]
         PrefixStore,
@@ -259,13 +277,14 @@ def _stores(place: RankPlace, name: str) -> tuple[Store, Store]:
     seconds = environment.join_timeout()
     limit = timedelta(seconds=seconds)
 
-    def connect() -> tuple[Store, Store]:
+    def connect() -> tuple[Store, Store, Store]:
         if environment.agent_has_store():
             _require_listener(seconds)
         store, _, _ = next(rendezvous("env://", timeout=limit))
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         beats = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
-        return PrefixStore(name, store), PrefixStore(name, beats)
+        lasting = PrefixStore("ckpt-tools/job", beats)
+        return PrefixStore(name, store), PrefixStore(name, beats), lasting
 
     connecting = Background(connect)
     end = time.monotonic() + seconds + _ORPHANS_PATIENCE

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import LazyPlans
-from ckpt_tools.core.progress import ignore_bytes
+from ckpt_tools.core.progress import SILENT, Listener
 from ckpt_tools.distributed import environment
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import upload
@@ -52,8 +53,8 @@ def made_at(out: str) -> str:
 class Job(NamedTuple):
     """A reshard of the checkpoint ``ckpt`` to the folder ``out``.
 
-    ``workers`` are processes started here, 1 for none. ``on_bytes`` gets the number of bytes that
-    this process wrote, ``on_total`` before that about how many there will be.
+    ``workers`` are processes started here, 1 for none. ``texts`` are options as a person gave them,
+    which must be those of all ranks.
     """
 
     ckpt: str
@@ -63,8 +64,8 @@ class Job(NamedTuple):
     engine: Engine = "copy"
     workers: int = 1
     read: ReadOptions = ReadOptions()
-    on_bytes: Callable[[int], None] = ignore_bytes
-    on_total: Callable[[int], None] = ignore_bytes
+    texts: Mapping[str, str] = MappingProxyType({})
+    listener: Listener = SILENT
 
     def noting_resume(self, plan: ReshardPlan) -> ReshardPlan:
         """The plan, with a note when --resume was asked of an engine that cannot resume."""

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpt_tools.convert.locating import located_tasks
 from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.copying.tasks import Share, Task
-from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
-from ckpt_tools.core.plan import KnownReads, LazyPlans, ReadItem, WriteItem
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError
@@ -63,7 +63,7 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None]) -> int:
     with Files(sizes=order.sizes) as files, logged(order.place, order.share.index) as log:
 
         def locate(tasks: list[Task]) -> list[Task]:
-            return tasks if order.source is None else _located(tasks, order.source, files)
+            return tasks if order.source is None else located_tasks(tasks, order.source, files)
 
         on_bytes(0)
         return copy.write_files(
@@ -76,61 +76,6 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None]) -> int:
             share=replace(order.share, locate=locate),
             on_file=log.written,
         )
-
-
-def _located(tasks: list[Task], source: CheckpointIndex, files: Files) -> list[Task]:
-    """The same tasks with the chunks that they read, and no others, as raw elements."""
-    reads_of: dict[int, list[ReadItem]] = {}
-    waiting: list[_Waiting] = []
-    for piece in (piece for task in tasks for piece in task.pieces):
-        reads = reads_of.setdefault(id(piece.item), [])
-        for read in piece.item.finder.reads(piece.box):
-            if read.chunk.codec is not None:
-                waiting.append(_Waiting(reads, len(reads), piece.item))
-            reads.append(read)
-    waiting.sort(key=lambda one: one.stored.data[:2])  # neighbours in a file are one read
-    # Views of one chunk are located together, all else alone.
-    grouped = groupby(waiting, key=lambda one: id(one.read.chunk.of or one))
-    groups = [list(group) for _, group in grouped]
-    entries = [
-        TensorEntry(item.fqn, (), "other", item.source, (), tuple(one.read.chunk for one in group))
-        for group in groups
-        for item in [group[0].item]
-    ]
-    if entries:
-        from ckpt_tools import formats  # late: where all is located already, no reader is needed
-
-        for group, entry in zip(groups, formats.located_in(source, entries, files), strict=True):
-            for one, chunk in zip(group, entry.chunks, strict=True):
-                one.reads[one.at] = one.read._replace(chunk=chunk)
-    known = {key: KnownReads(tuple(reads)) for key, reads in reads_of.items()}
-    return [
-        task._replace(
-            pieces=tuple(
-                piece._replace(item=piece.item._replace(finder=known[id(piece.item)]))
-                for piece in task.pieces
-            )
-        )
-        for task in tasks
-    ]
-
-
-class _Waiting(NamedTuple):
-    """A read of an item whose chunk is to be located."""
-
-    reads: list[ReadItem]
-    at: int
-    item: WriteItem
-
-    @property
-    def read(self) -> ReadItem:
-        """The read itself."""
-        return self.reads[self.at]
-
-    @property
-    def stored(self) -> Chunk:
-        """The chunk in the file, of which that of the read may be a view."""
-        return self.read.chunk.of or self.read.chunk
 
 
 def write_with_workers(orders: Sequence[ShareOrder], *, on_bytes: Callable[[int], None]) -> None:

@@ -13,12 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, unreadable
 from ckpt_tools.storage import fsspec_store, paths
 
 _MAX_OPEN = 128
+_LEAST_OPEN = 8
 _BLOCK = 1 << 20
 
 Unpack = Callable[[Iterator[bytes], Callable[[bytes], object], str], None]
@@ -40,11 +42,11 @@ class Files:
     ``sizes`` are those that all who read them go by.
     """
 
-    def __init__(self, *, max_open: int = _MAX_OPEN, sizes: Sizes | None = None) -> None:
+    def __init__(self, *, max_open: int | None = None, sizes: Sizes | None = None) -> None:
         self.sizes = Sizes() if sizes is None else sizes
         self._open: OrderedDict[str, _Handle] = OrderedDict()
         self._lock = threading.Lock()
-        self._max_open = max_open
+        self._max_open = _most_open() if max_open is None else max_open
         self._lent: dict[str, memoryview] = {}
         self._spill_lock = threading.Lock()
         self._spilled: dict[tuple[tuple[str, int, int], Unpack], tuple[str, int, int]] = {}
@@ -200,6 +202,16 @@ class Files:
         return done
 
 
+@cache
+def _most_open() -> int:
+    """How many files to keep open: a quarter of what the system allows this process.
+
+    There are outputs, libraries and other readers, too; a file in use stays open beyond that.
+    """
+    allowed, _ = getrlimit(RLIMIT_NOFILE)
+    return _MAX_OPEN if allowed == RLIM_INFINITY else max(_LEAST_OPEN, min(_MAX_OPEN, allowed // 4))
+
+
 class Window:
     """The block of a file that one thread read last, in a buffer of its own.
 
@@ -217,11 +229,14 @@ class Window:
         self._path, self._start, self._end = "", 0, 0
 
     def block(self, path: str, offset: int, length: int, *, until: int) -> tuple[bytearray, int]:
-        """The buffer with these bytes of the file in it, which must fit, and where they begin.
+        """The buffer with these bytes of the file in it, and where they begin.
 
         If they are to be read, so is what follows up to ``until``, as far as the buffer goes.
         They are there until the next call. Raises UnreadableError when the file ends before them.
         """
+        if length > len(self._block):
+            self._path, self._block = "", bytearray(length)
+            self._view = memoryview(self._block)
         if path != self._path or offset < self._start or offset + length > self._end:
             self._fill(path, offset, length, max(length, min(until - offset, self.nbytes)))
         return self._block, offset - self._start

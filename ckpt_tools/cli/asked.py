@@ -81,6 +81,7 @@ def writing() -> WriteOptions:
         max_memory=params["max_memory"],
         resume=params["resume"],
         check=params["check"],
+        verify_source=params["verify_source"],
         sources=(params["ckpt"], *shaping.sources(), *others),
         watched=tuple(
             FileEntry(path, state.size, state) for path, state in paths.states_now(read).items()

@@ -272,6 +272,13 @@ def writing() -> list[click.Parameter]:
             "the others. An output of one file starts again.",
         ),
         click.Option(
+            ["--no-verify-source", "verify_source"],
+            is_flag=True,
+            flag_value=False,
+            default=True,
+            help="Do not compare what is copied with the source's own checksums.",
+        ),
+        click.Option(
             ["--check"],
             is_flag=True,
             help="Read the result back before it is renamed to OUT, compare it with the source, "

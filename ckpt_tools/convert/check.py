@@ -77,7 +77,7 @@ def check(
         on_bytes=on_bytes,
     )
     if own is not None:
-        source = _held_in(source, own)
+        source = held_in(source, own)
         return statement + proof.require_undamaged(source, files, seen=seen, threads=threads)
     statement += proof.same_objects(wanted, result, files)
     statement += proof.require_equal_replicas(source, files, threads=threads)
@@ -123,7 +123,7 @@ def _opened(index: Index, files: Files) -> Index:
         return replace(rest, objects=tuple(every))
 
 
-def _held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:
+def held_in(source: CheckpointIndex, own: Collection[str]) -> CheckpointIndex:
     """The part of a checkpoint that is in these files, each replica as a chunk of its own."""
     tensors = [
         replace(

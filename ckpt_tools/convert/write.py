@@ -18,6 +18,7 @@ from ckpt_tools.copying.origin import Origin
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.progress import SILENT, Listener
 from ckpt_tools.core.sizes import Sizes
@@ -37,6 +38,8 @@ class WriteOptions:
     Without a number of threads, the cores and the work choose it (`copying.parallel`).
     With ``resume`` a run goes on with what an earlier one of the same command has finished; when it
     was ``restarted``, an earlier attempt may have begun it, or not.
+    The source's own checksums of what is copied are checked in passing, unless ``verify_source`` is
+    false; ``check`` checks them all.
     ``sources`` are files and folders that are read beside the checkpoint's own: like those, they
     are never written over. ``watched`` are those of them that must stay as they were before they
     were read. ``sizes`` decide which way bytes go, and no byte of what is written.
@@ -49,12 +52,18 @@ class WriteOptions:
     resume: bool = False
     restarted: bool = False
     check: bool = False
+    verify_source: bool = True
     sources: tuple[str, ...] = ()
     watched: tuple[FileEntry, ...] = ()
     sizes: Sizes = field(default_factory=Sizes)
 
     def __post_init__(self) -> None:
         check_memory(self.threads, self.max_memory)
+
+    @property
+    def checks_source(self) -> bool:
+        """Whether the CRC-32s of what is copied are compared in passing; --check reads them all."""
+        return self.verify_source and not self.check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +138,11 @@ class Executor(Protocol):
     @property
     def locate(self) -> Locate: ...  # noqa: D102 (said above)
 
-    def run(self, plan: Plan, place: OutputPlace) -> None:
-        """Do the works of a plan and write its files; none when all is written already."""
+    def run(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
+        """Do the works of a plan and write its files; none when all is written already.
+
+        ``seen`` gets the CRC-32s of what is read of the source, where the options want that.
+        """
 
 
 def write(conversion: Conversion[P], executor: Executor, listener: Listener = SILENT) -> P:
@@ -153,7 +165,7 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener = SI
     plan = conversion.plan(executor.locate)
     if resume and atomic_output.is_settled(out):
         if _is_there(out, plan, options.sizes):
-            executor.run(replace(plan, files=LazyPlans()), atomic_output.place_of(out))
+            executor.run(replace(plan, files=LazyPlans()), atomic_output.place_of(out), KnownCrcs())
             return replace(plan, notes=(*plan.notes, f"{out} is already complete."))
         if not options.force:
             raise OutputExistsError(
@@ -172,10 +184,20 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener = SI
         on_note=listener.on_note,
     )
     with atomic_output.open_output(spec) as started:
-        executor.run(replace(plan, files=started.plans), started.place)
+        seen = KnownCrcs()
+        executor.run(replace(plan, files=started.plans), started.place, seen)
         folder = started.place.folder
+        unchecked = _check_source(plan, seen, options) if options.checks_source else ()
         proven = _check(conversion, plan, folder, listener.on_bytes) if options.check else ()
-    return replace(plan, notes=(*plan.notes, *started.notes, *proven))
+    return replace(plan, notes=(*plan.notes, *started.notes, *proven, *unchecked))
+
+
+def _check_source(plan: Plan, seen: KnownCrcs, options: WriteOptions) -> tuple[str, ...]:
+    """Compare what was copied with the source's checksums; a note says what could not be."""
+    from ckpt_tools import proof  # late: it is needed after the copy alone
+
+    with Files(sizes=options.sizes) as files:
+        return proof.check_copied(plan.chosen, files, seen=seen, threads=options.threads)
 
 
 def _is_there(out: str, plan: Plan, sizes: Sizes) -> bool:

@@ -27,14 +27,25 @@ from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.reader import Files
 
+# Gets a run of bytes that was read in its order, and its CRC-32.
+OnRun = Callable[[ByteRange, int], None]
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
 class ChunkReader:
-    """Fills buffers with boxes; it has one staging buffer, so each thread needs its own."""
+    """Fills buffers with boxes; it has one staging buffer, so each thread needs its own.
 
-    def __init__(self, files: Files, *, stage_bytes: int) -> None:
-        self._files, self._sizes = files, files.sizes
+    ``on_run`` gets each run of bytes that goes to one place, with its CRC-32.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        *,
+        stage_bytes: int,
+        on_run: Callable[[ByteRange, int], None] | None = None,
+    ) -> None:
+        self._files, self._sizes, self._on_run = files, files.sizes, on_run
         self._stage = memoryview(bytearray(stage_bytes))
 
     def fill(self, reads: Sequence[ReadItem], box: Box, *, itemsize: int, out: memoryview) -> None:
@@ -59,6 +70,12 @@ class ChunkReader:
                 self._run_blocks(fd, copy, out)
         else:
             self._run_blocks(None, copy, out)
+        if self._on_run is not None and not copy.dims:
+            self._seen(copy.path, copy.source, out[copy.target : copy.target + copy.unit])
+
+    def _seen(self, path: str, offset: int, view: memoryview) -> None:
+        if self._on_run is not None:
+            self._on_run(ByteRange(path, offset, len(view)), crc32(view))
 
     def run_jobs(self, jobs: list[Job], out: memoryview) -> None:
         """Carry out many small copies; those that lie close in a file are one read.
@@ -83,6 +100,9 @@ class ChunkReader:
                 for _, source, length, target in jobs[first:last]:
                     place = source - start
                     out[target : target + length] = stage[place : place + length]
+            if self._on_run is not None:
+                for path, source, length, target in jobs[first:last]:
+                    self._seen(path, source, out[target : target + length])
             first = last
 
     def _run_blocks(self, fd: int | None, copy: StridedCopy, out: memoryview) -> None:
@@ -172,7 +192,7 @@ def stream_box(
     box: Box,
     *,
     files: Files,
-    on_run: Callable[[ByteRange, int], None] | None = None,
+    on_run: OnRun | None = None,
 ) -> Iterator[memoryview]:
     """The bytes that `read_box` gives, in pieces of one step each that share one buffer.
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckpt_tools.copying.read import ChunkReader, ReadsNearby
+from ckpt_tools.copying.read import ChunkReader, OnRun, ReadsNearby
 from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, runs_of
 from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of, nbytes_of
-from ckpt_tools.core.crc import crc32
+from ckpt_tools.core.crc import combine, crc32
 from ckpt_tools.core.geometry import slabs
+from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.plan import WriteItem
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.reader import Files
@@ -168,7 +169,8 @@ class TaskWriter:
     """Writes tasks through buffers of at most ``memory`` bytes in all; one for each thread.
 
     ``moved`` is called with the number of bytes written, ``stop`` is checked between two slabs.
-    ``in_kernel`` lets the system copy what need not be looked at.
+    ``in_kernel`` lets the system copy what need not be looked at. ``on_run`` gets the CRC-32 of
+    each run of the source that is written in its order.
     """
 
     def __init__(
@@ -179,6 +181,7 @@ class TaskWriter:
         moved: Callable[[int], None],
         stop: threading.Event,
         in_kernel: bool = True,
+        on_run: OnRun | None = None,
     ) -> None:
         self._sizes = files.sizes
         slab = max(_WIDEST, min(self._sizes.slab, memory // 4) // _WIDEST * _WIDEST)
@@ -186,7 +189,8 @@ class TaskWriter:
         self._slab = slab
         self._out = self._memory[:slab]
         self._files = files
-        self._reader = ChunkReader(files, stage_bytes=slab)
+        self._reader = ChunkReader(files, stage_bytes=slab, on_run=on_run)
+        self._on_run = on_run
         self._casters: dict[tuple[str, str], Caster] = {}
         self._nearby: tuple[WriteItem, ReadsNearby] | None = None
         self._moved, self._stop, self._in_kernel = moved, stop, in_kernel
@@ -249,13 +253,18 @@ class TaskWriter:
         """Write a piece that lies in long runs in files here, in few steps of this interpreter."""
         self._align_to(0)
         offset, crc = piece.offset, 0
+        is_looked_at = bool(piece.item.crc_at) or self._on_run is not None
         for run in runs:
             with self._files.descriptor(run.path) as fd:
-                if self._in_kernel and not piece.item.crc_at:
+                if self._in_kernel and not is_looked_at:
                     self._copy(fd, run, output, offset=offset)
                 else:
+                    seen = 0
                     for view in self._through_buffer(fd, run, output, offset=offset):
-                        crc = crc32(view, crc) if piece.item.crc_at else 0
+                        seen = crc32(view, seen) if is_looked_at else 0
+                    crc = combine(crc, seen, length=run.unit)
+                    if self._on_run is not None:
+                        self._on_run(ByteRange(run.path, run.source, run.unit), seen)
             offset += run.unit
             self._moved(run.unit)
         return crc

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from itertools import groupby
 
 from ckpt_tools.copying.parallel import choose_threads
+from ckpt_tools.copying.read import OnRun
 from ckpt_tools.copying.resume import TaskRange
 from ckpt_tools.copying.task_writer import BLOCK, SLOT, Output, Stopped, TaskWriter
 from ckpt_tools.copying.tasks import ALL, Share, Task, check_memory, groups_of, share_of
@@ -27,7 +28,7 @@ from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 
-def write_files(
+def write_files(  # noqa: PLR0913 (limits, and who hears of what)
     plans: LazyPlans,
     *,
     root: str,
@@ -37,12 +38,14 @@ def write_files(
     on_bytes: Callable[[int], None],
     share: Share = ALL,
     on_file: Callable[[TaskRange], None] | None = None,
+    on_run: OnRun | None = None,
 ) -> int:
     """Write every file of the plans below the folder ``root``; gives the bytes of all tasks done.
 
     Buffers take ``max_memory`` bytes (1 MiB at least) over all threads together; without a number
     of ``threads`` it is chosen for the cores and the files. ``on_bytes`` gets the number of
-    bytes written since its last call, ``on_file`` each file of which this worker's part is written.
+    bytes written since its last call, ``on_file`` each file of which this worker's part is written,
+    ``on_run`` the CRC-32 of each run of the source that is written in its order.
     A file that exists with the right length is written into, not created again. With a ``share``,
     one of several workers does its part: together they write every byte once, in any order. The
     result is then its part of the plans' bytes. It counts whole tasks, when they are done: what
@@ -57,7 +60,13 @@ def write_files(
     outputs, done = _Outputs(root, sizes), 0
     try:
         for group, tasks in groups_of(plans, share, sizes):
-            work = _Work(share.locate(tasks), outputs=outputs, on_bytes=on_bytes, on_file=on_file)
+            work = _Work(
+                share.locate(tasks),
+                outputs=outputs,
+                on_bytes=on_bytes,
+                on_file=on_file,
+                on_run=on_run,
+            )
             outputs.create(plan for plan in group if not plan.literals and not plan.items)
             count = min(
                 threads or work.threads(sizes, processes=share.count),
@@ -183,8 +192,10 @@ class _Work:
         outputs: _Outputs,
         on_bytes: Callable[[int], None],
         on_file: Callable[[TaskRange], None] | None,
+        on_run: OnRun | None,
     ) -> None:
         self._outputs, self._on_bytes, self._on_file = outputs, on_bytes, on_file
+        self._on_run = on_run
         self._checksums = _Checksums(tasks)
         self._left: list[list[Task]] = [list(tasks)]
         outputs.expect(tasks)
@@ -235,6 +246,7 @@ class _Work:
             moved=self._moved,
             stop=self._stop,
             in_kernel=self._in_kernel,
+            on_run=self._on_run,
         )
         try:
             while (task := self._next(part)) is not None:

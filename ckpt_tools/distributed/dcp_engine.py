@@ -17,6 +17,7 @@ from ckpt_tools.convert.reshard import ReshardPlan
 from ckpt_tools.convert.write import Locate, Plan
 from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plan import Target
 from ckpt_tools.core.text import some
 from ckpt_tools.distributed import devices
@@ -67,7 +68,7 @@ class _LoadAndSave:
     device_type: str
     locate: Locate = formats.locate_later
 
-    def run(self, plan: Plan, place: OutputPlace) -> None:
+    def run(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:  # noqa: ARG002 (torch reads)
         """Load into empty tensors in their new placement, save them, see that all is there."""
         group, folder = self.group, place.folder
         if not begin(group, plan.files, place, self.job.write.sizes, source=self.index):

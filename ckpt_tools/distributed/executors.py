@@ -20,6 +20,7 @@ from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import ALL, MIN_MEMORY, Share, files_of_share, groups_of
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.progress import SILENT, Listener
 from ckpt_tools.core.sizes import Sizes
@@ -59,7 +60,7 @@ class Here:
         """`convert.write`. Raises what it raises, and WriteError when a worker dies."""
         return write(conversion, self, self.listener)
 
-    def run(self, plan: Plan, place: OutputPlace) -> None:
+    def run(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
         """Do the works of a plan and write its files."""
         if not plan.files:
             return
@@ -69,13 +70,13 @@ class Here:
         self.listener.on_total(times * plan.files.length)
         if self.workers == 1:
             order = _share_order(self.options, plan, place, ALL)._replace(source=None)
-            write_share(order, on_bytes=self.listener.on_bytes)
+            write_share(order, on_bytes=self.listener.on_bytes, seen=seen)
             return
         memory = max(MIN_MEMORY, self.options.max_memory // self.workers)
         options = replace(self.options, max_memory=memory)
         shares = [Share(index, self.workers) for index in range(self.workers)]
         orders = [_share_order(options, plan, place, share) for share in shares]
-        write_with_workers(orders, on_bytes=self.listener.on_bytes)
+        write_with_workers(orders, on_bytes=self.listener.on_bytes, seen=seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class _Sharing:
     source: CheckpointIndex
     locate: Locate = formats.locate_later
 
-    def run(self, plan: Plan, place: OutputPlace) -> None:
+    def run(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
         """Write this rank's share of the files that are left."""
         # Late: only ranks of a job agree.
         from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
@@ -127,8 +128,11 @@ class _Sharing:
             with Files(sizes=sizes) as files:
                 _do(_needed(plan.works, left, share, sizes), files, plan.source)
             order = _share_order(self.ranks.options, replace(plan, files=left), place, share)
-            nbytes = write_share(order, on_bytes=progress.add)
+            nbytes = write_share(order, on_bytes=progress.add, seen=seen)
         require_all_written(group, left, place.folder, nbytes=nbytes)
+        if self.ranks.options.checks_source:
+            for part in group.gather(seen.packed()):
+                seen.add_packed(part)
 
 
 @contextmanager
@@ -173,7 +177,7 @@ def lead_or_follow(
     if group.rank == 0:
         return write(conversion, _Noting(group, executor, out), listener)
     plan = conversion.plan(executor.locate)
-    executor.run(plan, atomic_output.place_of(out))
+    executor.run(plan, atomic_output.place_of(out), KnownCrcs())
     return plan
 
 
@@ -190,9 +194,9 @@ class _Noting:
         """As the other."""
         return self.executor.locate
 
-    def run(self, plan: Plan, place: OutputPlace) -> None:
+    def run(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
         """What is written next is renamed to ``out``."""
-        self.executor.run(plan, place)
+        self.executor.run(plan, place, seen)
         self.group.note_written(self.out)
 
 
@@ -204,7 +208,8 @@ def _admit(out: str, options: WriteOptions) -> None:
 def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: Share) -> ShareOrder:
     plans, share = files_of_share(plan.files, share)
     threads, memory = options.threads, options.max_memory
-    return ShareOrder(plans, share, place, threads, memory, options.sizes, plan.source)
+    checked = options.checks_source
+    return ShareOrder(plans, share, place, threads, memory, options.sizes, plan.source, checked)
 
 
 def _do(works: Sequence[Materialize], files: Files, source: CheckpointIndex) -> None:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from ckpt_tools import formats
+from ckpt_tools import formats, proof
+from ckpt_tools.convert.check import held_in
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
 from ckpt_tools.convert.write import Locate, Plan, WriteOptions
 from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
 from ckpt_tools.core.progress import ignore_bytes
@@ -47,7 +49,8 @@ def reshard_by_gather(group: Group, job: Job) -> ReshardPlan:
     with group.collective(), devices.process_group(group) as device_type:
         index, headers = _exchange(group, job.ckpt, job.read)
         # Rank 0 may not see what it would have to compare, so that all ranks do it themselves.
-        alone = job._replace(write=replace(job.write, check=False, resume=False))
+        write = replace(job.write, check=False, resume=False, verify_source=False)
+        alone = job._replace(write=write)
         gatherer = _Gatherer(group, index, headers, device_type, job)
         plan = lead_or_follow(group, alone.of(index), gatherer)
         return job.noting_resume(replace(plan, notes=(*plan.notes, *gatherer.proven)))
@@ -75,14 +78,14 @@ class _Gatherer:
     proven: list[str] = field(default_factory=list)
     locate: Locate = formats.locate
 
-    def run(self, plan: Plan, place: OutputPlace) -> None:
+    def run(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
         """Copy what was saved whole, gather the rest, and check that all is written."""
         plans = begin(self.group, plan.files, place, self.job.write.sizes)
         if plans:
             with logged(place, self.group.rank):  # another attempt waits for the lock
-                self._run(plans, place.folder)
+                self._run(plans, place.folder, seen)
 
-    def _run(self, plans: LazyPlans, folder: str) -> None:
+    def _run(self, plans: LazyPlans, folder: str, seen: KnownCrcs) -> None:
         group, sizes = self.group, self.job.write.sizes
         _create(group, plans, folder)
         mine = self._part_of(plans)
@@ -91,17 +94,24 @@ class _Gatherer:
 
         def write(plans: Sequence[FilePlan], files: Files) -> None:
             nonlocal done
-            done += _write(plans, files, folder=folder, options=options, on_bytes=progress.add)
+            done += _write(
+                plans, files, folder=folder, options=options, on_bytes=progress.add, seen=seen
+            )
 
         # No rank may be missing in a collective.
         with group.collective(), Files(sizes=sizes) as files:
             write(mine.uncut, files)
         with Files(sizes=sizes) as files:
-            source = Source(self.index, self.headers[group.rank].parts(), files)
+            source = Source(self.index, self.headers[group.rank].parts(), files, seen)
             Gathering(group, source, self.device_type).run(mine.cut, write)
         require_all_written(group, plans, folder, nbytes=done, planned=mine.planned)
-        if self.job.write.check:
-            own = self.headers[group.rank].sizes
+        own = self.headers[group.rank].sizes
+        if options.checks_source:
+            with group.collective(), Files(sizes=sizes) as files:
+                held, threads = held_in(self.index, own), options.threads
+                unchecked = proof.check_copied(held, files, seen=seen, threads=threads)
+            self.proven.extend(unchecked)
+        if options.check:
             self.proven.append(_check(group, self.index, self.job, folder, own=own))
 
     def _part_of(self, plans: LazyPlans) -> _RanksPart:
@@ -194,6 +204,7 @@ def _write(
     folder: str,
     options: WriteOptions,
     on_bytes: Callable[[int], None],
+    seen: KnownCrcs,
 ) -> int:
     """Write parts of files, without a log of finished ones; gives the bytes of the tasks done."""
     return write_files(
@@ -203,6 +214,7 @@ def _write(
         threads=options.threads,
         max_memory=options.max_memory,
         on_bytes=on_bytes,
+        on_run=seen.add if options.checks_source else None,
     )
 
 
@@ -212,7 +224,14 @@ def _create(group: Group, plans: LazyPlans, folder: str) -> None:
         with Files() as files:
             for plan in plans:
                 bare = [plan._replace(items=())]
-                _write(bare, files, folder=folder, options=WriteOptions(), on_bytes=ignore_bytes)
+                _write(
+                    bare,
+                    files,
+                    folder=folder,
+                    options=WriteOptions(),
+                    on_bytes=ignore_bytes,
+                    seen=KnownCrcs(),
+                )
     group.barrier()
 
 

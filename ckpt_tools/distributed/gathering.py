@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np  # noqa: TID253 - only the engine `gather` comes here
 
 from ckpt_tools import formats
-from ckpt_tools.copying.read import read_array
+from ckpt_tools.copying.read import stream_box
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.geometry import Box, row_major_strides
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry, replicas_differ
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import Layout, Mesh, on_mesh
 from ckpt_tools.core.plan import FilePlan, KnownReads, ReadItem
 from ckpt_tools.core.sizes import Sizes
@@ -38,11 +39,15 @@ Write = Callable[[Sequence[FilePlan], Files], None]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The whole checkpoint as an index, and this rank's own part of each tensor."""
+    """The whole checkpoint as an index, and this rank's own part of each tensor.
+
+    ``seen`` gets the CRC-32s of what is read of them.
+    """
 
     index: CheckpointIndex
     parts: dict[str, RankTensor]
     files: Files
+    seen: KnownCrcs
 
     def layout(self, entry: TensorEntry) -> Layout:
         """The layout of a tensor on the mesh of all ranks. Raises UnsupportedError."""
@@ -72,7 +77,10 @@ class Source:
         lone = CheckpointIndex(self.index.root, self.index.format, (alone,))
         located = formats.locate(lone, self.files)
         located.require_whole()
-        return read_array(located.tensors[0], part.box, files=self.files)
+        shard, seen = bytearray(), self.seen.add
+        for piece in stream_box(located.tensors[0], part.box, files=self.files, on_run=seen):
+            shard += piece
+        return shard
 
 
 class Gathering:

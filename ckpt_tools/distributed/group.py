@@ -10,9 +10,11 @@ import atexit
 import os
 import sys
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -32,6 +34,7 @@ _LAST_WRITES = 10.0
 _LONGEST_PAUSE = 0.05
 _RANKS_A_MILLISECOND = 20  # requests that one store can answer
 _INTERRUPTED = 130
+_LONGEST_VALUE = 2 << 20  # the store takes 8 MiB
 
 # A process may join its job several times, and must not read keys of an earlier group.
 _groups = count()
@@ -94,6 +97,22 @@ class Group:
             self._ask(lambda: self.store.set(key, text))
         self.barrier()
         return self._ask(lambda: self.store.get(f"{self._meetings}/text")).decode()
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What all ranks bring, for rank 0; nothing for others. It goes in parts."""
+        room, step = f"{self._meetings + 1}/part/", _LONGEST_VALUE
+        parts = [mine[at : at + step] for at in range(0, len(mine), step)]
+        for number, part in enumerate(parts):
+            text, key = b64encode(part).decode(), f"{room}{self.rank}/{number}"
+            self._ask(partial(self.store.set, key, text))
+        self._ask(lambda: self.store.set(f"{room}{self.rank}", str(len(parts))))
+        self.barrier()
+        return [self._brought(f"{room}{rank}") for rank in range(self.size) if self.rank == 0]
+
+    def _brought(self, key: str) -> bytes:
+        count = int(self._ask(lambda: self.store.get(key)))
+        parts = (self._ask(partial(self.store.get, f"{key}/{n}")) for n in range(count))
+        return b"".join(map(b64decode, parts))
 
     def total(self, number: int) -> int:
         """The sum of the numbers that all ranks bring."""

@@ -10,6 +10,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.distributed import messages
 from ckpt_tools.distributed.workers import ShareOrder, write_share
 from ckpt_tools.errors import CkptError
@@ -45,8 +46,10 @@ def _work(parent: Connection[object, object]) -> None:
     if not isinstance(order, ShareOrder):
         raise CkptError(f"A worker was given {type(order).__name__} instead of an order.")
     progress = _Progress(parent, every=order.sizes.reported)
-    write_share(order, on_bytes=progress.add)
+    seen = KnownCrcs()
+    write_share(order, on_bytes=progress.add, seen=seen)
     progress.send()
+    parent.send(seen.packed())
 
 
 def main(fd: int) -> int:
@@ -55,7 +58,6 @@ def main(fd: int) -> int:
     parent: Connection[object, object] = Connection(fd)
     try:
         _work(parent)
-        parent.send(None)
     except (BrokenPipeError, ConnectionResetError, EOFError):
         return 1  # the parent is gone
     except (CkptError, OSError, MemoryError) as error:

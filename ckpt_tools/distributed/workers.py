@@ -5,7 +5,8 @@ the same for any number of workers. They are not forked: a fork of a process wit
 progress bar and numpy have some) may hang. multiprocessing's spawn would run the script again that
 uses this library.
 
-A worker sends over its connection: numbers of bytes written, an error as text, None at the end.
+A worker sends over its connection: numbers of bytes written, an error as text, and in the end as
+bytes the CRC-32s of what it has read.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from ckpt_tools.convert.locating import located_tasks
 from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.copying.tasks import Share, Task
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import messages
-from ckpt_tools.errors import WriteError
+from ckpt_tools.errors import CkptError, WriteError
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -37,7 +39,8 @@ class ShareOrder(NamedTuple):
     """One share of a plan: what to write, where, and what may be used for it.
 
     ``plans`` are those of the files that the share is in, at least. Chunks of ``source`` that they
-    read are located before they are read; None when all of them are.
+    read are located before they are read; None when all of them are. With ``is_checked`` the
+    CRC-32s of what is read are kept.
     """
 
     plans: LazyPlans
@@ -47,14 +50,16 @@ class ShareOrder(NamedTuple):
     max_memory: int
     sizes: Sizes
     source: CheckpointIndex | None = None
+    is_checked: bool = False
 
 
-def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None]) -> int:
+def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: KnownCrcs) -> int:
     """Do one share in this process; gives the bytes of its tasks, as `copy.write_files` does.
 
     Raises what that raises, and what keeps a chunk that it reads from being used.
 
     ``on_bytes`` is called with 0 first, as soon as this process holds the lock of its share.
+    ``seen`` gets what the order wants to be kept.
     """
     from ckpt_tools.copying import (
         write as copy,  # numpy comes with it: only those who write pay for it
@@ -75,10 +80,13 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None]) -> int:
             on_bytes=on_bytes,
             share=replace(order.share, locate=locate),
             on_file=log.written,
+            on_run=seen.add if order.is_checked else None,
         )
 
 
-def write_with_workers(orders: Sequence[ShareOrder], *, on_bytes: Callable[[int], None]) -> None:
+def write_with_workers(
+    orders: Sequence[ShareOrder], *, on_bytes: Callable[[int], None], seen: KnownCrcs
+) -> None:
     """Do each order in a process of its own; the first error ends them all.
 
     Raises what `write_share` raises, and WriteError when a worker dies.
@@ -96,11 +104,12 @@ def write_with_workers(orders: Sequence[ShareOrder], *, on_bytes: Callable[[int]
                 connection.send(order)
         while busy:
             for connection in [one for one in wait([*busy]) if isinstance(one, Connection)]:
-                nbytes = _received(connection, workers[connection], busy[connection].share)
-                if nbytes is None:
+                message = _received(connection, workers[connection], busy[connection].share)
+                if isinstance(message, bytes):
+                    seen.add_packed(message)
                     del busy[connection]
                 else:
-                    on_bytes(nbytes)
+                    on_bytes(message)
     finally:
         for process in workers.values():  # none may write after this returns
             process.terminate()
@@ -123,8 +132,9 @@ def _started() -> tuple[Connection[object, object], subprocess.Popen[bytes]]:
 
 def _received(
     connection: Connection[object, object], process: subprocess.Popen[bytes], share: Share
-) -> int | None:
-    """How many bytes a worker has written since its last message; None when it is done.
+) -> int | bytes:
+    """How many bytes a worker has written since its last message; what it has seen, packed, when it
+    is done.
 
     Raises the error that it sent, and WriteError when it died without sending one.
     """
@@ -141,4 +151,6 @@ def _received(
         ) from None
     if isinstance(message, str):
         raise messages.decode(message)
-    return message if isinstance(message, int) else None
+    if not isinstance(message, int | bytes):
+        raise CkptError(f"A worker sent {type(message).__name__}.")
+    return message

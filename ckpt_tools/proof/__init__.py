@@ -9,10 +9,11 @@ it is called.
 
 from __future__ import annotations
 
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.proof.anomalies import Anomaly
 from ckpt_tools.proof.check import require_intact, same_objects, same_tensors
 from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
-from ckpt_tools.proof.damage import KnownCrcs, require_undamaged
+from ckpt_tools.proof.damage import check_copied, require_undamaged
 from ckpt_tools.proof.damage_map import DamagedTensor, Rescue
 from ckpt_tools.proof.diff import (
     Diff,
@@ -48,6 +49,7 @@ __all__ = [
     "VerifyReport",
     "are_equal",
     "bytes_to_read",
+    "check_copied",
     "compare",
     "diff",
     "diff_headers",

@@ -16,12 +16,13 @@ from ckpt_tools.copying.read import read_box, stream_box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
-from ckpt_tools.proof.damage import KnownCrcs, read_everything
+from ckpt_tools.proof.damage import read_everything
 from ckpt_tools.proof.fingerprint import digest_of
 from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.proof.threads import in_threads

@@ -10,21 +10,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from threading import local
+from threading import Lock, local
 from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.crc import combine, crc32
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.sizes import Sizes
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import format_size, some
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.protocol import Checksummed, ChecksumPart
 from ckpt_tools.proof.damage_map import IntervalMap
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
+
+# Read once more after a copy that has not seen it whole.
+_LITTLE = 64 << 20
 
 
 class Damage(NamedTuple):
@@ -83,33 +87,6 @@ def read_everything(
     return _read(list(formats.checksummed(index, files)), checker, files.sizes, threads)
 
 
-class KnownCrcs:
-    """The CRC-32s of runs of bytes that were read for something else, from any thread."""
-
-    def __init__(self) -> None:
-        self._runs: dict[tuple[str, int], tuple[int, int]] = {}
-
-    def __len__(self) -> int:
-        """How many runs there are."""
-        return len(self._runs)
-
-    def add(self, data: ByteRange, crc: int) -> None:
-        """Add a run; of two that begin at one place, the longer one counts."""
-        place = data.path, data.offset
-        self._runs[place] = max(self._runs.get(place, (0, 0)), (data.length, crc))
-
-    def crc_of(self, data: ByteRange) -> int | None:
-        """The CRC-32 of a range that was seen run after run from its first byte to its last."""
-        crc, at, end = 0, data.offset, data.offset + data.length
-        while at < end:
-            length, more = self._runs.get((data.path, at), (0, 0))
-            if not length or at + length > end:
-                return None
-            crc = combine(crc, more, length=length)
-            at += length
-        return crc
-
-
 def require_undamaged(
     index: CheckpointIndex, files: Files, *, seen: KnownCrcs, threads: int | None
 ) -> str:
@@ -120,33 +97,79 @@ def require_undamaged(
 
     Raises UnreadableError with the names and boxes of what is damaged.
     """
-    ranges = [chunk.data for entry in index.tensors for chunk in entry.chunks]
-    wanted = IntervalMap([*ranges, *(entry.data for entry in index.objects)])
-    held = wanted.files()
-    needed = replace(index, files=tuple(file for file in index.files if file.path in held))
-    bare: list[Checksummed] = []
-
-    def with_crcs(part: ChecksumPart, window: Window) -> Iterator[Checksummed]:
-        for one in part.open(window):
-            if wanted.meeting(_place(one)):
-                if one.crc is None:
-                    bare.append(one)
-                else:
-                    yield one
-
-    parts = [
-        part._replace(open=partial(with_crcs, part))
-        for part in formats.checksummed(needed, files)
-        if wanted.meeting(part.data)
-    ]
-    checker = _Checker(files, Tally(ignore_bytes), seen)
-    reading = _read(parts, checker, files.sizes, threads)
-    if reading.damages:
-        raise _damaged(index, reading.damages)
-    if not reading.crcs:
+    wanted = _Wanted(index, files, seen, reads_again=True)
+    if not wanted.check(threads).crcs:
         return " The source has no checksums of them."
-    some_of = "as far as they exist, " if bare else ""
+    some_of = "as far as they exist, " if wanted.bare else ""
     return f" Their checksums in the source were checked, {some_of}and are right."
+
+
+def check_copied(
+    index: CheckpointIndex, files: Files, *, seen: KnownCrcs, threads: int | None
+) -> tuple[str, ...]:
+    """Check the CRC-32s that a checkpoint keeps of what was copied of it, and ``seen`` in passing.
+
+    What is little is read once more: records that were copied in part, or not in their order. A
+    note says how much else could not be checked. ``index`` is as its reader gave it, or a part.
+
+    Raises UnreadableError with the names and boxes of what is damaged.
+    """
+    nbytes = sum(entry.nbytes for entry in index.tensors)
+    reads_again = nbytes - seen.nbytes <= max(_LITTLE, nbytes // 16)
+    wanted = _Wanted(index, files, seen, reads_again=reads_again)
+    wanted.check(threads)
+    parts = []
+    if wanted.unseen:
+        size = format_size(wanted.unseen)
+        parts.append(f"{size} that was read in part or out of order (--check compares it)")
+    if wanted.bare:
+        parts.append(f"{format_size(wanted.bare)}, of which it keeps none")
+    return (f"Not compared with checksums of the source: {'; '.join(parts)}.",) if parts else ()
+
+
+class _Wanted:
+    """The records of a checkpoint that hold bytes of its entries.
+
+    ``bare`` bytes of them have no CRC-32; ``unseen`` have one, and were not looked at.
+    """
+
+    def __init__(
+        self, index: CheckpointIndex, files: Files, seen: KnownCrcs, *, reads_again: bool
+    ) -> None:
+        ranges = [chunk.data for entry in index.tensors for chunk in entry.chunks]
+        self._spans = IntervalMap([*ranges, *(entry.data for entry in index.objects)])
+        self._index, self._files, self._seen = index, files, seen
+        self._reads_again = reads_again
+        self._lock = Lock()
+        self.bare = self.unseen = 0
+
+    def check(self, threads: int | None) -> ReadResult:
+        """Check them. Raises UnreadableError for what is damaged."""
+        held = self._spans.files()
+        needed = tuple(file for file in self._index.files if file.path in held)
+        parts = [
+            part._replace(open=partial(self._with_crcs, part))
+            for part in formats.checksummed(replace(self._index, files=needed), self._files)
+            if self._spans.meeting(part.data)
+        ]
+        checker = _Checker(self._files, Tally(ignore_bytes), self._seen)
+        reading = _read(parts, checker, self._files.sizes, threads)
+        if reading.damages:
+            raise _damaged(self._index, reading.damages)
+        return reading
+
+    def _with_crcs(self, part: ChecksumPart, window: Window) -> Iterator[Checksummed]:
+        for one in part.open(window):
+            if not self._spans.meeting(_place(one)):
+                continue
+            if one.crc is None:
+                with self._lock:
+                    self.bare += one.data.length
+            elif self._reads_again or self._seen.crc_of(one.record or one.data) is not None:
+                yield one
+            else:
+                with self._lock:
+                    self.unseen += one.data.length
 
 
 def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableError:

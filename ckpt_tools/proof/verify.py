@@ -16,12 +16,13 @@ from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.parallel import Background
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.proof.canonical_names import tensors_inside
 from ckpt_tools.proof.consistency import Consistency, compare_model_and_optimizer
-from ckpt_tools.proof.damage import Damage, KnownCrcs, ReadResult, read_everything
+from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
 from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.storage.reader import Files

@@ -24,6 +24,7 @@ from ckpt_tools.core.dtypes import DType, require_dtype
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
 from ckpt_tools.core.indexing import indexed_box, require_inside
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.names import near_names
@@ -65,7 +66,8 @@ class NoSuchEntry(AnswerNo, KeyError):
 class LazyTensor:
     """A tensor of a checkpoint that is read when it is indexed: ``checkpoint["name"][0:4, :8]``.
 
-    Indexing gives a torch tensor, and reads the bytes of the chosen part alone.
+    Indexing gives a torch tensor, and reads the bytes of the chosen part alone. A tensor that is
+    read whole is compared with the checksums that the checkpoint keeps of it; a slice cannot be.
     """
 
     def __init__(self, checkpoint: Checkpoint, entry: TensorEntry) -> None:
@@ -322,18 +324,26 @@ class Checkpoint:
         return self.read_value(fqn) if self.index.object(fqn) else self.read(fqn).item()
 
     def _bytes(self, entry: TensorEntry, box: Box) -> bytearray:
-        """The packed elements of a box. Raises what is wrong with the tensor."""
-        from ckpt_tools.copying.read import read_box  # late: it needs numpy
+        """The packed elements of a box. Raises what is wrong with the tensor.
 
+        What is read whole is compared with the checksums that the checkpoint keeps; a slice is not.
+        """
+        from ckpt_tools.copying.read import stream_box  # late: it needs numpy
+
+        is_whole, seen = box == Box.whole(entry.shape), KnownCrcs()
         data = bytearray(box.numel * entry.dtype.itemsize)
         held = {one.path for chunk in entry.chunks for one in (chunk.data, *chunk.replicas)}
         with self._reading(held), Files() as files:
-            located = formats.locate(self.index.select({entry.fqn}), files)
+            index = self.index.select({entry.fqn})
+            located = formats.locate(index, files)
             located.require_whole()
             done = 0
-            for piece in read_box(located.tensors[0], box, files=files):
+            on_run = seen.add if is_whole else None
+            for piece in stream_box(located.tensors[0], box, files=files, on_run=on_run):
                 data[done : done + len(piece)] = piece
                 done += len(piece)
+            if is_whole:
+                proof.require_undamaged(index, files, seen=seen, threads=1, lost="")
         return data
 
     def _reading(self, held: Collection[str]) -> AbstractContextManager[None]:

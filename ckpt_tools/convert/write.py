@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
 from ckpt_tools.copying.resume import OutputPlace
+from ckpt_tools.copying.standing import Standing
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
 from ckpt_tools.core.known_crcs import KnownCrcs
@@ -162,6 +163,7 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener = SI
             return write(replace(conversion, out=here), executor, listener)
     resume = options.resume or options.restarted
     out = atomic_output.admit(out, sources=sources, force=options.force, resume=resume)
+    before = Standing.at(out) if options.force else None
     plan = conversion.plan(executor.locate)
     if resume and atomic_output.is_settled(out):
         if _is_there(out, plan, options.sizes):
@@ -177,6 +179,7 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener = SI
         plan.files,
         Origin.of(index, plan.files, conversion.settings(plan), task_bytes=options.sizes.task),
         source=conversion.read,
+        before=before,
         single_file=plan.single_file,
         resume=resume,
         restarted=options.restarted,

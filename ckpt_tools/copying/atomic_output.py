@@ -14,7 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 
+from ckpt_tools.copying import standing
 from ckpt_tools.copying.origin import Origin, writing_from
 from ckpt_tools.copying.out_path import (
     existing_parent,
@@ -34,6 +36,7 @@ from ckpt_tools.copying.resume import (
     remove,
     sync_files,
 )
+from ckpt_tools.copying.standing import Standing
 from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.progress import ignore_note
@@ -59,6 +62,7 @@ class OutputSpec:
     """An output to make at ``out`` from ``origin``; ``single_file`` of the plans is all of it.
 
     ``source`` are the files that it is made from, which must not change before it is done.
+    ``before`` is what it may replace, None for nothing: what appears meanwhile is nobody's to lose.
     ``resume`` keeps what an earlier run of the same command has finished; one that was
     ``restarted`` begins again when there is none. ``on_note`` gets what is discarded.
     ``replaceable`` are globs of what may be replaced in a folder that already exists: a loader
@@ -69,6 +73,7 @@ class OutputSpec:
     plans: LazyPlans
     origin: Origin
     source: Sequence[FileEntry] = ()
+    before: Standing | None = None
     single_file: str | None = None
     resume: bool = False
     restarted: bool = False
@@ -79,6 +84,11 @@ class OutputSpec:
     def place(self) -> OutputPlace:
         """Where it is made."""
         return place_of(self.out)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """What is replaced in a folder that is there."""
+        return (*self.replaceable, PROOF_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +249,8 @@ def open_output(spec: OutputSpec) -> Iterator[Started]:
     _refuse_obstacles(spec.out, spec.single_file)
     with held(spec.place.partial) as manifest:
         with _undone_if_unstarted(manifest, spec):
+            if os.path.lexists(spec.out) and spec.before is None and not _is_placed(manifest):
+                raise standing.appeared(spec.out)
             started = _start(manifest, spec)
         with _kept_on_failure(manifest, spec):
             _check_space(spec.out, spec.plans)
@@ -370,8 +382,15 @@ def _kept(manifest: Manifest, spec: OutputSpec) -> str | None:
     )
 
 
+def _is_placed(manifest: Manifest) -> bool:
+    return manifest.has("complete") and not os.path.lexists(manifest.result)
+
+
 def _publish(manifest: Manifest, spec: OutputSpec) -> None:
-    """Sync all files, and rename the result to OUT."""
+    """Sync all files, and rename the result to OUT, without replacing what may not be.
+
+    Raises OutputExistsError when something has appeared there.
+    """
     if not manifest.has("complete"):
         for parent, _, names in os.walk(manifest.place.folder):
             sync_files([os.path.join(parent, name) for name in names] or [parent])
@@ -380,24 +399,36 @@ def _publish(manifest: Manifest, spec: OutputSpec) -> None:
         if spec.single_file is None:
             _put_folder(manifest, spec)
         else:
-            _keep_mode(spec.out, manifest.result)
-            os.replace(manifest.result, spec.out)
+            _put_file(manifest.result, spec)
         sync_files([spec.out])
     _tidy(manifest, spec.out)
+
+
+def _put_file(result: str, spec: OutputSpec) -> None:
+    """Make the one file appear as OUT."""
+    if spec.before is not None:
+        spec.before.require(spec.out, lambda _: True, named=spec.out)
+        _keep_mode(spec.out, result)
+        os.replace(result, spec.out)
+        return
+    standing.place_file(result, spec.out)
 
 
 def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
     """Rename the new folder to OUT, with links to the files of the user in the old one."""
     out = spec.out
-    if not os.path.lexists(out):
-        os.rename(manifest.place.folder, out)
+    if spec.before is None:
+        standing.place_folder(manifest.place.folder, out)
         return
+    is_lost = partial(_is_lost, spec, {file.path for file in spec.plans.files})
+    spec.before.require(out, is_lost, named=out)
     _link_survivors(spec, manifest.place.folder)
     mode = stat.S_IMODE(os.stat(out).st_mode)
     os.chmod(manifest.place.folder, mode | stat.S_IRWXU)  # its own right to be renamed goes last
     manifest.mark("replacing")
     os.rename(out, replaced_of(out))
     try:
+        spec.before.require(replaced_of(out), is_lost, named=out)
         os.rename(manifest.place.folder, out)
     except BaseException:
         os.rename(replaced_of(out), out)
@@ -405,11 +436,15 @@ def _put_folder(manifest: Manifest, spec: OutputSpec) -> None:
     os.chmod(out, mode)
 
 
+def _is_lost(spec: OutputSpec, new: Collection[str], path: str) -> bool:
+    """Whether a file of the old folder is replaced."""
+    return path in new or any(fnmatch(os.path.basename(path), glob) for glob in spec.globs)
+
+
 def _link_survivors(spec: OutputSpec, new: str) -> None:
     """Link all else of the old folder into the new one; what is replaced keeps its old mode."""
     files = {file.path for file in spec.plans.files}
     folders = {path[:at] for path in files for at, one in enumerate(path) if one == "/"}
-    replaceable = (*spec.replaceable, PROOF_FILE)
 
     def link_folder(inside: str) -> None:
         for name in sorted(os.listdir(os.path.join(spec.out, inside))):
@@ -421,7 +456,7 @@ def _link_survivors(spec: OutputSpec, new: str) -> None:
                 if os.path.isdir(source) and not os.path.islink(source):
                     link_folder(f"{path}/")
                     _keep_mode(source, target)
-            elif not any(fnmatch(name, glob) for glob in replaceable):
+            elif not any(fnmatch(name, glob) for glob in spec.globs):
                 remove(target)  # an earlier try has linked it
                 _link(source, target)
 

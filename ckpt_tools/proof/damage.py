@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core.crc import combine, crc32
-from ckpt_tools.core.index import ByteRange, CheckpointIndex
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.sizes import Sizes
@@ -88,17 +88,22 @@ def read_everything(
 
 
 def require_undamaged(
-    index: CheckpointIndex, files: Files, *, seen: KnownCrcs, threads: int | None
+    index: CheckpointIndex,
+    files: Files,
+    *,
+    seen: KnownCrcs,
+    threads: int | None,
+    lost: str = "OUT was not created. ",
 ) -> str:
     """Check the CRC-32s that a checkpoint keeps of the bytes of its entries, replicas left out.
 
     ``index`` is as its reader gave it, or a part of that. What was ``seen`` is not read again.
-    Returns a sentence that says what was checked.
+    Returns a sentence that says what was checked; ``lost`` is what an error's hint begins with.
 
     Raises UnreadableError with the names and boxes of what is damaged.
     """
     wanted = _Wanted(index, files, seen, reads_again=True)
-    if not wanted.check(threads).crcs:
+    if not wanted.check(threads, lost=lost).crcs:
         return " The source has no checksums of them."
     some_of = "as far as they exist, " if wanted.bare else ""
     return f" Their checksums in the source were checked, {some_of}and are right."
@@ -117,7 +122,7 @@ def check_copied(
     nbytes = sum(entry.nbytes for entry in index.tensors)
     reads_again = nbytes - seen.nbytes <= max(_LITTLE, nbytes // 16)
     wanted = _Wanted(index, files, seen, reads_again=reads_again)
-    wanted.check(threads)
+    wanted.check(threads, lost="OUT was not created. ")
     parts = []
     if wanted.unseen:
         size = format_size(wanted.unseen)
@@ -143,7 +148,7 @@ class _Wanted:
         self._lock = Lock()
         self.bare = self.unseen = 0
 
-    def check(self, threads: int | None) -> ReadResult:
+    def check(self, threads: int | None, *, lost: str) -> ReadResult:
         """Check them. Raises UnreadableError for what is damaged."""
         held = self._spans.files()
         needed = tuple(file for file in self._index.files if file.path in held)
@@ -155,7 +160,7 @@ class _Wanted:
         checker = _Checker(self._files, Tally(ignore_bytes), self._seen)
         reading = _read(parts, checker, self._files.sizes, threads)
         if reading.damages:
-            raise _damaged(self._index, reading.damages)
+            raise _damaged(self._index, reading.damages, lost)
         return reading
 
     def _with_crcs(self, part: ChecksumPart, window: Window) -> Iterator[Checksummed]:
@@ -172,11 +177,11 @@ class _Wanted:
                     self.unseen += one.data.length
 
 
-def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableError:
+def _damaged(index: CheckpointIndex, damages: Sequence[Damage], lost: str) -> UnreadableError:
     """The error that names the entries whose bytes are damaged."""
     spans = IntervalMap([damage.data for damage in damages])
     named = {
-        f"{entry.fqn} {chunk.box}": entry.fqn
+        f"{entry.fqn} {chunk.box}" + _of_rank(chunk): entry.fqn
         for entry in index.tensors
         for chunk in entry.chunks
         if spans.meeting(chunk.data)
@@ -185,10 +190,14 @@ def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableErr
     return UnreadableError(
         f"{index.root}: what was read of it is damaged: {some(list(named))}. "
         f"{damages[0].error.message}",
-        hint="OUT was not created. `ckpt-tools verify` lists what is damaged and "
-        "what is still complete; --exclude leaves out damaged tensors.",
+        hint=f"{lost}`ckpt-tools verify` lists what is damaged and what is still complete; "
+        "--exclude leaves out damaged tensors.",
         about=set(named.values()),
     )
+
+
+def _of_rank(chunk: Chunk) -> str:
+    return "" if chunk.rank is None else f" of rank {chunk.rank}"
 
 
 def _place(one: Checksummed) -> ByteRange:

@@ -31,6 +31,7 @@ def staged(out: str, *, force: bool, resume: bool, last: tuple[str, ...] = ()) -
     try:
         here = os.path.join(folder, os.path.basename(paths.normal(out)))
         yield here
+        _refuse_taken(out, force=force)  # it may have appeared meanwhile
         _send(here, paths.normal(out), last)
     finally:
         rmtree(folder, ignore_errors=True)
@@ -47,6 +48,10 @@ def refuse_existing(out: str, *, force: bool, resume: bool) -> None:
             f"--resume works only on a file system; {out} is an address.",
             hint="Write to a folder of this machine, and copy it with the store's own tool.",
         )
+    _refuse_taken(out, force=force)
+
+
+def _refuse_taken(out: str, *, force: bool) -> None:
     try:
         is_taken = paths.exists(out)
     except OSError as error:

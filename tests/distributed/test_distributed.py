@@ -955,3 +955,48 @@ def test_a_plan_leaves_no_byte_of_its_files_out(name: str, form: str) -> None:
         plan = plan_export(index, options, single_file="x.pt" if form == "torch" else None)
     for file in plan.files:
         assert sum(task.nbytes for task in cut(file, 4096)) == file.length
+
+
+# ------------------------------------------------------------------- what was started by others
+
+
+@pytest.mark.parametrize(
+    ("given", "is_refused"),
+    [
+        ({"SLURM_PROCID": "1"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, False),  # a batch script itself
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, False),
+    ],
+)
+@pytest.mark.parametrize("command", [["export"], ["reshard", "--to-mesh", "2"]])
+def test_one_task_of_several_without_torchrun_is_refused(
+    given: dict[str, str], command: list[str], tmp_path: Path, *, is_refused: bool
+) -> None:
+    words = [command[0], str(tmp_path / "nothing"), "-o", str(tmp_path / "out"), *command[1:]]
+    done = CliRunner().invoke(cli, words, env=given)
+    assert ("as task" in done.stderr) == is_refused
+    assert done.exit_code == (2 if is_refused else 3)
+
+
+def test_an_option_that_differs_on_one_rank_is_named() -> None:
+    def work(group: Group) -> None:
+        texts = {"--to-mesh": "2", "--dtype": "bfloat16" if group.rank == 2 else "float16"}
+        agreement.require_same_options(group, texts)
+
+    for error in run_ranks(3, work):
+        assert isinstance(error, UsageError)
+        assert error.message == "Rank 2: --dtype differs: bfloat16 here, and float16 on rank 0."
+
+
+def test_rank_0_gets_what_all_ranks_bring() -> None:
+    brought: list[list[bytes]] = []
+
+    def work(group: Group) -> None:
+        brought.append(group.gather(bytes([group.rank]) * (3 << 20)))
+
+    assert not any(run_ranks(2, work))
+    assert sorted(map(len, brought)) == [0, 2]
+    assert max(brought, key=len) == [bytes([rank]) * (3 << 20) for rank in range(2)]

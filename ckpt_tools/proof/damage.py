@@ -146,7 +146,12 @@ def require_undamaged(
     if not reading.crcs:
         return " The source has no checksums of them."
     some_of = "as far as they exist, " if bare else ""
-    return f" Their checksums in the source were checked, {some_of}and are right."
+    again = f"; {reading.checked_bytes:,} bytes were downloaded again for it"
+    is_again = is_address(index.root) and reading.checked_bytes
+    return (
+        f" Their checksums in the source were checked, {some_of}and are right"
+        f"{again if is_again else ''}."
+    )
 
 
 def _damaged(index: CheckpointIndex, damages: Sequence[Damage]) -> UnreadableError:

@@ -46,7 +46,8 @@ optimizer belong together.
 Only torch.save archives have checksums: the report says how many bytes have none. No checksum
 shows that a file is of an older save. --against does: it compares with a fingerprint that was
 written when the checkpoint was good, or with another checkpoint; objects are compared, too, if
-that checkpoint has the same format and names.
+that checkpoint has the same format and names. States of ranks (random states, data positions) that
+a reshard of that checkpoint leaves out for this number of ranks are named and are no difference.
 
 For several checkpoints, or a folder of several, it prints one line each, and the exit code is the
 worst of all. --json then prints schema ckpt-tools/verify-list/1.

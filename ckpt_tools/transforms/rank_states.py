@@ -24,6 +24,7 @@ from ckpt_tools.core import names
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.state_tree import Path
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.storage.reader import Files
 
@@ -105,7 +106,9 @@ def without_old_ranks(
     if not gone:
         return index, []
     kept = _without(index, gone)
-    shown = ", ".join(f"{name} ({_count(states)})" for name, states in gone.items())
+    shown = ", ".join(
+        f"{name} ({_count(states.whose, states.ranks)})" for name, states in gone.items()
+    )
     if not kept.entries:
         raise AnswerNo(
             f"{index.root}: all that is chosen is state of the ranks that saved it: {shown}.",
@@ -125,7 +128,7 @@ class LeftOut(NamedTuple):
     def __str__(self) -> str:
         """For a person: ``random states of 4 ranks``."""
         what = "random states" if _RANDOM.fullmatch(self.name.rpartition(".")[2]) else self.name
-        return f"{what} of {'old' if self.ranks is None else self.ranks} {self.whose}"
+        return f"{what} of {_count(self.whose, self.ranks)}"
 
 
 class Converted(NamedTuple):
@@ -172,9 +175,9 @@ def _without(index: CheckpointIndex, gone: Mapping[str, _States]) -> CheckpointI
     return index.select(kept | set(index.lost))
 
 
-def _count(states: _States) -> str:
-    known = states.ranks is not None
-    return f"{states.ranks} {states.whose}" if known else "of an unknown number of ranks"
+def _count(whose: _Whose, ranks: int | None) -> str:
+    """``4 ranks``, in words."""
+    return f"an unknown number of {whose}" if ranks is None else counted(ranks, whose[:-1])
 
 
 def _states(index: CheckpointIndex) -> dict[str, _States]:

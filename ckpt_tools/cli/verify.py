@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import click
 
@@ -32,6 +33,7 @@ from ckpt_tools.proof.damage_map import describe
 from ckpt_tools.proof.fingerprint import is_fingerprint, load
 from ckpt_tools.proof.verify import expecting_ranks
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.rank_states import LeftOut, without_left_out
 
 _Verify = Callable[[CheckpointIndex], VerifyReport]
 
@@ -44,7 +46,8 @@ optimizer belong together.
 Only torch.save archives have checksums: the report says how many bytes have none. No checksum
 shows that a file is of an older save. --against does: it compares with a fingerprint that was
 written when the checkpoint was good, or with another checkpoint; objects are compared, too, if
-that checkpoint has the same format and names.
+that checkpoint has the same format and names. States of ranks (random states, data positions) that
+a reshard of that checkpoint leaves out for this number of ranks are named and are no difference.
 
 For several checkpoints, or a folder of several, it prints one line each, and the exit code is the
 worst of all. --json then prints schema ckpt-tools/verify-list/1.
@@ -110,17 +113,34 @@ def command(
         return
     index = read_index(ckpts[0], options=read)  # the report has its notes
     report = verified(index)
-    compared: Comparison | None = None
-    if against is not None and not (report.damaged or report.lost or report.rescued):
+    other: _Against | None = None
+    if against is not None and (report.damaged or report.lost or report.rescued):
+        other = _Against(against)
+    elif against is not None:
         # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
         readable = replace(index, problems=())
-        compared = _compare(readable, against, chosen, read=read, threads=threads)
+        other = _compare(readable, against, chosen, read=read, threads=threads)
     if json:
-        render.emit_json(as_json(report, compared, against=against))
+        render.emit_json(as_json(report, other))
     else:
-        render.emit(lines(report, compared, against=against))
-    if not report.whole or (against is not None and (compared is None or not compared.same)):
+        render.emit(lines(report, other))
+    if not report.whole or (other is not None and not other.same):
         click.get_current_context().exit(1)
+
+
+class _Against(NamedTuple):
+    """What was found in comparison with ``path``; None when tensors could not be compared.
+
+    ``left_out`` are states of ranks that the other side has, and a conversion leaves out.
+    """
+
+    path: str
+    compared: Comparison | None = None
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        return self.compared is not None and self.compared.same
 
 
 def _report(
@@ -149,7 +169,7 @@ def _each(ckpts: Sequence[str], read: ReadOptions, verified: _Verify, *, json: b
             lines = [f"{render.printable(ckpt)}: UNREADABLE: {error.message.splitlines()[0]}"]
         else:
             worst = max(worst, 0 if report.whole else 1)
-            objects.append(as_json(report, None, against=None))
+            objects.append(as_json(report, None))
             lines = [line(ckpt, report)]
         if not json:
             render.emit(lines)
@@ -166,7 +186,7 @@ def _compare(
     *,
     read: ReadOptions,
     threads: int | None,
-) -> Comparison:
+) -> _Against:
     """Compare the chosen tensors with a fingerprint, or with those of another checkpoint."""
     from ckpt_tools.cli.fingerprint import digest
 
@@ -178,25 +198,26 @@ def _compare(
         say(f"Reading {against} for comparison.")
         other = options.read(against, read)
         mine, theirs = options.choose(index, chosen), options.choose(other, chosen)
-        digests = (digest(one, threads=threads) for one in (mine, theirs))
         with Files() as files:
-            return with_objects(compare(*digests), mine, theirs, files)
-    return compare(digest(options.choose(index, chosen), threads=threads), reference)
+            theirs, mine, left_out = without_left_out(theirs, mine, files)
+            digests = (digest(one, threads=threads) for one in (mine, theirs))
+            compared = with_objects(compare(*digests), mine, theirs, files)
+        return _Against(against, compared, left_out)
+    mine = options.choose(index, chosen)
+    return _Against(against, compare(digest(mine, threads=threads), reference))
 
 
 _SHOWN = 10
 
 
-def lines(
-    report: VerifyReport, compared: Comparison | None, *, against: str | None
-) -> Iterator[str]:
+def lines(report: VerifyReport, other: _Against | None) -> Iterator[str]:
     """The report for a person."""
     verdict = "complete" if report.whole else "NOT COMPLETE"
     how = "" if report.reading is not None else ", by its headers"
     yield render.heading(f"{render.printable(report.root)}: {verdict}{how}")
     yield from render.facts(_facts(report))
-    if against is not None:
-        yield from render.facts(_comparison(compared, against))
+    if other is not None:
+        yield from render.facts(_comparison(other))
 
 
 def line(path: str, report: VerifyReport) -> str:
@@ -294,21 +315,20 @@ def _unproven(report: VerifyReport) -> str:
     return ""
 
 
-def _comparison(compared: Comparison | None, against: str) -> Iterator[tuple[str, str]]:
-    name = render.printable(against)
+def _comparison(other: _Against) -> Iterator[tuple[str, str]]:
+    name, compared = render.printable(other.path), other.compared
     if compared is None:
         yield "against", f"{name}: not compared, because tensors are damaged"
         return
     if not compared.compared:
         yield "against", f"{name}: it has no tensors to compare with"
         return
-    sections = ", ".join(compared.compared)
-    if compared.same:
-        yield "against", f"{name}: the same, bit for bit ({sections})"
-    else:
-        differing = [_difference(one) for one in compared.differences]
-        count = counted(len(differing), "difference")
-        yield "against", "\n".join([f"{name}: {count} ({sections})", *first_of(differing, _SHOWN)])
+    differing = [_difference(one) for one in compared.differences]
+    found = counted(len(differing), "difference") if differing else "the same, bit for bit"
+    left_out = render.printable(", ".join(map(str, other.left_out)))
+    more = f"; left out on purpose: {left_out}" if left_out else ""
+    said = f"{name}: {found} ({', '.join(compared.compared)}){more}"
+    yield "against", "\n".join([said, *first_of(differing, _SHOWN)])
     if compared.extra:
         yield "", f"not compared, because the other side has none: {', '.join(compared.extra)}"
 
@@ -326,9 +346,7 @@ def _difference(one: Difference) -> str:
     return f"{name} is {one.found}, not {one.expected}"
 
 
-def as_json(
-    report: VerifyReport, compared: Comparison | None, *, against: str | None
-) -> render.Json:
+def as_json(report: VerifyReport, other: _Against | None) -> render.Json:
     """The object of schema ckpt-tools/verify/1."""
     from ckpt_tools.cli import entries  # late, as what compares: a plain verify needs neither
 
@@ -365,7 +383,7 @@ def as_json(
         "checked_bytes": None if reading is None else reading.checked_bytes,
         "unchecked_bytes": None if reading is None else reading.plain_bytes,
         "notes": list(report.notes),
-        "against": None if against is None else _comparison_json(compared, against),
+        "against": None if other is None else _comparison_json(other),
     }
 
 
@@ -379,14 +397,18 @@ def _damaged_json(tensor: DamagedTensor) -> render.Json:
     }
 
 
-def _comparison_json(compared: Comparison | None, against: str) -> render.Json:
+def _comparison_json(other: _Against) -> render.Json:
+    compared = other.compared
     if compared is None:
-        return {"path": against, "compared": [], "same": False, "differences": []}
+        return {"path": other.path, "compared": [], "same": False, "differences": []}
     return {
-        "path": against,
+        "path": other.path,
         "compared": list(compared.compared),
         "not_compared": list(compared.extra),
         "same": compared.same,
+        "left_out": [
+            {"name": one.name, "of": one.whose, "ranks": one.ranks} for one in other.left_out
+        ],
         "differences": [
             {
                 "section": one.section,

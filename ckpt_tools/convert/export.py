@@ -139,6 +139,7 @@ def plan_export(
     names and element types that the output cannot hold.
     """
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    _refuse_split_adapters(index, chosen, options.steps)
     keeps_nesting = _keeps_nesting(options)
     of_ranks: list[str] = []
     if keeps_nesting and not options.keep_rank_states:  # objects go along
@@ -175,6 +176,22 @@ def plan_export(
         objects=objects,
         tree=wanted.tree,
     )
+
+
+def _refuse_split_adapters(
+    index: CheckpointIndex, chosen: CheckpointIndex, given: Sequence[Transform]
+) -> None:
+    """Raise UsageError for filters that take a part of an adapter away from a step that needs it.
+
+    A step itself sees only what was chosen.
+    """
+    if not given:
+        return
+    from ckpt_tools.transforms import lora  # late: few exports have steps
+
+    for step in given:
+        if isinstance(step, (lora.AdapterTransform, lora.MergeTransform)):
+            lora.refuse_split(index, chosen, step.adapter)
 
 
 def _refuse_with_layout(options: ExportOptions, *, single_file: str | None, check: bool) -> None:

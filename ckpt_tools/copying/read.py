@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 from ckpt_tools.copying.strided import (
     Dim,
@@ -196,23 +197,26 @@ def stream_box(
 ) -> Iterator[memoryview]:
     """The bytes that `read_box` gives, in pieces of one step each that share one buffer.
 
-    Where each chunk is one run of bytes of a local file, a piece takes two steps of the
-    interpreter: for many threads that only look at bytes in their order. ``on_run`` then gets each
-    run with its CRC-32. Raises as it.
+    Where each chunk is one run of bytes of a file, a piece takes two steps of the interpreter: for
+    many threads that only look at bytes in their order. ``on_run`` then gets each run with its
+    CRC-32. Raises as it.
     """
     itemsize = entry.dtype.itemsize
     runs = runs_of(Finder(entry).reads(box), box, itemsize=itemsize)
-    if runs is None or not all(files.has_descriptor(run.path) for run in runs):
+    if runs is None:
         yield from read_box(entry, box, files=files)
         return
-    buffer = memoryview(bytearray(min(files.sizes.stream, box.numel * itemsize)))
+    is_near = all(files.has_descriptor(run.path) for run in runs)
+    most = files.sizes.stream if is_near else files.sizes.slab  # in a store each is a request
+    buffer = memoryview(bytearray(min(most, box.numel * itemsize)))
     filled = 0
     for run in runs:
         crc = done = 0
-        with files.descriptor(run.path) as fd:
+        is_here = files.has_descriptor(run.path)
+        with files.descriptor(run.path) if is_here else nullcontext() as fd:
             while done < run.unit:
                 view = buffer[filled : filled + run.unit - done]
-                if os.preadv(fd, [view], run.source + done) != len(view):
+                if fd is None or os.preadv(fd, [view], run.source + done) != len(view):
                     files.read_into(run.path, run.source + done, view)
                 if on_run is not None:
                     crc = crc32(view, crc)

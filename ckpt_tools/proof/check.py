@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.copying.read import read_box, stream_box
+from ckpt_tools.copying.read import stream_box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
@@ -23,9 +23,10 @@ from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
 from ckpt_tools.proof.damage import read_everything
-from ckpt_tools.proof.fingerprint import digest_of
+from ckpt_tools.proof.fingerprint import digest_of_box
 from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.proof.threads import in_threads
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 _AGAIN = (
@@ -59,7 +60,9 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
     ``renamed`` gives the name in the result of each source tensor that was written, ``dtypes`` the
     type that it was to have there; where that is another one, the source is cast again, in memory.
     With ``own``, the only files of the source that can be read here, the boxes that they hold are
-    compared instead. ``seen`` gets the CRC-32s of what is read of either side in its order,
+    compared. Of a source in a store each chunk is compared alone, as it lies there: so its CRC-32
+    is that of the very bytes that were compared, and not of another answer of the server.
+    ``seen`` gets the CRC-32s of what is read of either side in its order,
     ``on_bytes`` gets how many bytes of the result were read.
     Returns one line that says what was proven.
 
@@ -74,10 +77,11 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
     on_run, tally = None if seen is None else seen.add, Tally(on_bytes)
 
     def differs(pair: _Pair) -> bool:
-        if own is not None:
-            return _boxes_differ(pair, own, files)
-        expected = _digest_as(pair, files, on_run)
-        return digest_of(pair.result, files, on_bytes=tally.add, on_run=on_run) != expected
+        return any(
+            digest_of_box(pair.result, box, files, on_bytes=tally.add, on_run=on_run)
+            != _digest_as(part, box, pair.dtype, files, on_run)
+            for part, box in _parts(pair.source, own)
+        )
 
     verdicts = in_threads(
         differs, pairs, files.sizes, threads=threads, nbytes=lambda pair: pair.source.nbytes
@@ -191,55 +195,42 @@ def _pairs(
     return pairs
 
 
-def _digest_as(pair: _Pair, files: Files, on_run: Callable[[ByteRange, int], None] | None) -> str:
-    """The SHA-256 that the source's tensor has in the type that it was to have."""
-    entry, dtype = pair.source, pair.dtype
+def _parts(source: TensorEntry, own: Collection[str] | None) -> list[tuple[TensorEntry, Box]]:
+    """What is compared at a time: the whole tensor, or each chunk of its own with its box."""
+    is_far = any(is_address(chunk.data.path) for chunk in source.chunks)
+    if own is None and not is_far:
+        return [(source, Box.whole(source.shape))]
+    return [
+        (replace(source, chunks=(chunk._replace(data=data, replicas=()),)), chunk.box)
+        for chunk in source.chunks
+        for data in ((chunk.data,) if own is None else (chunk.data, *chunk.replicas))
+        if chunk.box.numel and (own is None or data.path in own)
+    ]
+
+
+def _digest_as(
+    entry: TensorEntry,
+    box: Box,
+    dtype: DType,
+    files: Files,
+    on_run: Callable[[ByteRange, int], None] | None,
+) -> str:
+    """The SHA-256 that a box of the source has in the type that it was to have."""
     if entry.dtype == dtype:
-        return digest_of(entry, files, on_run=on_run)
+        return digest_of_box(entry, box, files, on_run=on_run)
     from ckpt_tools.copying.cast import Caster
 
     caster, most = Caster(entry.dtype, dtype), files.sizes.numbers
     buffer = memoryview(bytearray(most * dtype.itemsize))
     block = most * entry.dtype.itemsize
     state = sha256()
-    for piece in stream_box(entry, Box.whole(entry.shape), files=files, on_run=on_run):
+    for piece in stream_box(entry, box, files=files, on_run=on_run):
         for start in range(0, len(piece), block):
             raw = piece[start : start + block]
             out = buffer[: len(raw) // entry.dtype.itemsize * dtype.itemsize]
             caster.cast(raw, out)
             state.update(out)
     return state.hexdigest()
-
-
-def _boxes_differ(pair: _Pair, own: Collection[str], files: Files) -> bool:
-    """Whether the result holds anything else in the boxes that these files hold."""
-    from ckpt_tools.copying.cast import Caster
-
-    source, result = pair.source, pair.result
-    caster = None if source.dtype == pair.dtype else Caster(source.dtype, pair.dtype)
-    held = [
-        chunk._replace(data=data, replicas=())
-        for chunk in source.chunks
-        for data in (chunk.data, *chunk.replicas)
-        if data.path in own and chunk.box.numel
-    ]
-    for chunk in held:
-        alone = replace(source, chunks=(chunk,))
-        sides = (
-            read_box(
-                entry, chunk.box, files=files, slab_bytes=files.sizes.numbers * entry.dtype.itemsize
-            )
-            for entry in (alone, result)
-        )
-        for here, there in zip(*sides, strict=True):
-            expected = bytearray(len(there))
-            if caster is None:
-                expected[:] = here
-            else:
-                caster.cast(here, memoryview(expected))
-            if expected != there:
-                return True
-    return False
 
 
 def _statement(pairs: list[_Pair], *, method: str) -> str:

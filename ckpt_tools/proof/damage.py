@@ -103,10 +103,16 @@ def require_undamaged(
     Raises UnreadableError with the names and boxes of what is damaged.
     """
     wanted = _Wanted(index, files, seen, reads_again=True)
-    if not wanted.check(threads, lost=lost).crcs:
+    reading = wanted.check(threads, lost=lost)
+    if not reading.crcs:
         return " The source has no checksums of them."
     some_of = "as far as they exist, " if wanted.bare else ""
-    return f" Their checksums in the source were checked, {some_of}and are right."
+    again = f"; {reading.checked_bytes:,} bytes were downloaded again for it"
+    is_again = is_address(index.root) and reading.checked_bytes
+    return (
+        f" Their checksums in the source were checked, {some_of}and are right"
+        f"{again if is_again else ''}."
+    )
 
 
 def check_copied(
@@ -120,7 +126,8 @@ def check_copied(
     Raises UnreadableError with the names and boxes of what is damaged.
     """
     nbytes = sum(entry.nbytes for entry in index.tensors)
-    reads_again = nbytes - seen.nbytes <= max(_LITTLE, nbytes // 16)
+    is_little = nbytes - seen.nbytes <= max(_LITTLE, nbytes // 16)
+    reads_again = is_little and not is_address(index.root)
     wanted = _Wanted(index, files, seen, reads_again=reads_again)
     wanted.check(threads, lost="OUT was not created. ")
     parts = []

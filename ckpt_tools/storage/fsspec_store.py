@@ -1,18 +1,23 @@
 """Object stores and web servers through fsspec: listings, sizes, and reads by ranges.
 
 An address is a path like ``s3://bucket/run7``. fsspec and what it needs for a protocol are loaded
-when the first address is met. Faults come out as OSError, as those of local files do.
+when the first address is met. Faults come out as OSError, as those of local files do; only the
+answer of a web server that is not of the range that was asked for is an UnreadableError.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from errno import ENOENT
 from functools import lru_cache
-from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnreadableError, UsageError
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession, TraceRequestEndParams
 
 AT_ONCE = 16  # requests
 # A web client of its own waits five minutes, and tries nothing again; those of stores do better.
@@ -86,14 +91,56 @@ def _protocol(address: str) -> FileSystem:
 
 def _client(address: str) -> dict[str, object]:
     """Options of the client of an address, where the user's own configuration has none."""
+    if not _is_web(address):
+        return {}
+    from aiohttp import ClientTimeout, TraceConfig
     from fsspec.config import conf
 
-    if not _is_web(address) or "client_kwargs" in conf.get(address.partition(":")[0], {}):
-        return {}
-    from aiohttp import ClientTimeout
-
+    own = conf.get(address.partition(":")[0], {}).get("client_kwargs", {})
     timeout = ClientTimeout(total=None, sock_connect=STALLED, sock_read=STALLED)
-    return {"client_kwargs": {"timeout": timeout}}
+    answers = TraceConfig()
+    answers.on_request_end.append(_require_range)
+    traces = [*own.get("trace_configs", ()), answers]
+    return {"client_kwargs": {"timeout": timeout, **own, "trace_configs": traces}}
+
+
+_ASKED = re.compile(r"bytes=(\d+)-(\d+)")
+_SENT = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
+
+
+async def _require_range(_: ClientSession, __: object, done: TraceRequestEndParams) -> None:
+    """Raise UnreadableError for an answer that is not of the range that was asked for."""
+    answer, asked = done.response, _ASKED.fullmatch(done.headers.get("Range", ""))
+    if asked is None or answer.status not in (200, 206):
+        return
+    start, last = map(int, asked.groups())
+    other = _all_instead if answer.status == 200 else _other_range
+    sent = other(answer.headers, start=start, last=last)
+    if sent is not None:
+        answer.close()
+        address = (*answer.history, answer)[0].url
+        raise UnreadableError(
+            f"{address}: its server was asked for {asked[0]} and sent {sent}.",
+            hint="It does not support range requests, or a cache on the way answers them wrongly. "
+            "Download the file and read it from disk.",
+        )
+
+
+def _all_instead(headers: Mapping[str, str], *, start: int, last: int) -> str | None:
+    """What was sent in place of a range: all of the file. None where that is no more."""
+    length = headers.get("Content-Length", "")
+    is_more = start > 0 or (length.isdigit() and int(length) > last + 1)
+    return "all of the file" if is_more else None
+
+
+def _other_range(headers: Mapping[str, str], *, start: int, last: int) -> str | None:
+    """What was sent in place of a range, which may end where the file ends; None if it was sent."""
+    text = headers.get("Content-Range", "no Content-Range")
+    sent = _SENT.fullmatch(text)
+    if sent is None:
+        return text
+    end = last if sent[3] == "*" else min(last, int(sent[3]) - 1)
+    return None if (int(sent[1]), int(sent[2])) == (start, end) else text
 
 
 def _file_system(address: str) -> FileSystem:
@@ -119,6 +166,8 @@ def _asked_again(address: str, ask: Callable[[], Result]) -> Result:
     for pause in (*PAUSES, None):
         try:
             return ask()
+        except UnreadableError:
+            raise
         except Exception as error:
             cause = _cause(error)
             is_busy = getattr(cause, "status", None) in _BUSY

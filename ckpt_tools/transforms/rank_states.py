@@ -14,15 +14,19 @@ Random states that were saved once for all ranks stay, and so does what has no s
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
 
+from ckpt_tools import formats
 from ckpt_tools.core import names
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.state_tree import Path
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import AnswerNo
+from ckpt_tools.storage.reader import Files
 
 _Whose = Literal["ranks", "data-parallel ranks"]
 
@@ -53,6 +57,14 @@ class TargetRanks(NamedTuple):
         dims = zip(mesh.dim_names or ("dp",) * len(mesh.shape), mesh.shape, strict=True)
         reading = prod(size for name, size in dims if _READS_ROWS.search(name))
         return cls(mesh.size, reading)
+
+    @classmethod
+    def of_saved(cls, index: CheckpointIndex) -> TargetRanks:
+        """Those that a checkpoint was written for. Without a mesh of its own, all read rows."""
+        if index.mesh is not None:
+            return cls.of_mesh(index.mesh)
+        world = index.world_size
+        return ONE_FILE if world is None else cls(world, world)
 
     def fit(self, whose: _Whose, count: int | None) -> bool:
         """Whether states of so many ranks can be loaded by the target's."""
@@ -90,32 +102,82 @@ def without_old_ranks(
 
     Raises AnswerNo when nothing is left.
     """
-    gone = {
+    gone = _unfit(index, target)
+    if not gone:
+        return index, []
+    kept = _without(index, gone)
+    shown = ", ".join(
+        f"{name} ({_count(states.whose, states.ranks)})" for name, states in gone.items()
+    )
+    if not kept.entries:
+        raise AnswerNo(
+            f"{index.root}: all that is chosen is state of the ranks that saved it: {shown}.",
+            hint="--keep-rank-states writes it unchanged.",
+        )
+    note = f"Left out, state of the old ranks: {shown}. --keep-rank-states keeps them."
+    return kept, [note]
+
+
+class LeftOut(NamedTuple):
+    """States of old ranks that an output does not have, by the name that people use for them."""
+
+    name: str
+    whose: _Whose
+    ranks: int | None
+
+    def __str__(self) -> str:
+        """For a person: ``random states of 4 ranks``."""
+        what = "random states" if _RANDOM.fullmatch(self.name.rpartition(".")[2]) else self.name
+        return f"{what} of {_count(self.whose, self.ranks)}"
+
+
+class Converted(NamedTuple):
+    """A checkpoint and what was made of it, without the states that the second cannot load."""
+
+    source: CheckpointIndex
+    output: CheckpointIndex
+    left_out: tuple[LeftOut, ...]
+
+
+def without_left_out(source: CheckpointIndex, output: CheckpointIndex, files: Files) -> Converted:
+    """Take out of the source what `without_old_ranks` leaves out for the ranks of the output.
+
+    States of which the output has a part were not left out, and stay. An empty list in their place,
+    as Composer's loader wants it, is taken out of the output.
+    """
+    kept = _states(output)
+    unfit = _unfit(source, TargetRanks.of_saved(output)).items()
+    gone = {name: states for name, states in unfit if name not in kept}
+    there = [entry for entry in output.objects if entry.fqn in gone]
+    empty = {e.fqn for e in there if formats.open_object(output, e, files).value == []}
+    left_out = tuple(LeftOut(name, states.whose, states.ranks) for name, states in gone.items())
+    full = {entry.fqn for entry in output.entries} - empty
+    return Converted(_without(source, gone), output.select(full), left_out)
+
+
+def _unfit(index: CheckpointIndex, target: TargetRanks) -> dict[str, _States]:
+    """The states that the target's ranks cannot load, by name."""
+    return {
         name: states
         for name, states in sorted(_states(index).items())
         if not target.fit(states.whose, states.ranks)
     }
-    if not gone:
-        return index, []
+
+
+def _without(index: CheckpointIndex, gone: Mapping[str, _States]) -> CheckpointIndex:
+    """The index without these states."""
     places = {place for states in gone.values() for place in states.places}
     kept = {
         entry.fqn
         for entry in index.entries
         if not any(entry.path[:depth] in places for depth in range(1, len(entry.path) + 1))
     }
-    shown = ", ".join(f"{name} ({_count(states)})" for name, states in gone.items())
-    if not kept:
-        raise AnswerNo(
-            f"{index.root}: all that is chosen is state of the ranks that saved it: {shown}.",
-            hint="--keep-rank-states writes it unchanged.",
-        )
-    note = f"Left out, state of the old ranks: {shown}. --keep-rank-states keeps them."
-    return index.select(kept | set(index.lost)), [note]
+    return index.select(kept | set(index.lost))
 
 
-def _count(states: _States) -> str:
-    known = states.ranks is not None
-    return f"{states.ranks} {states.whose}" if known else "of an unknown number of ranks"
+def _count(whose: _Whose, ranks: int | None) -> str:
+    """``4 ranks``, in words."""
+    return f"an unknown number of {whose}" if ranks is None else counted(ranks, whose[:-1])
 
 
 def _states(index: CheckpointIndex) -> dict[str, _States]:

@@ -343,6 +343,100 @@ def test_a_setting_that_is_not_understood_is_refused_by_name(
     assert key in result.stderr
 
 
+# ------------------------------------------------------------------------------------------ filters
+
+
+def adapted(prefix: str = "") -> dict[str, np.ndarray]:
+    """Two modules with LoRA, one that was trained whole, and what no adapter has touched."""
+    tensors = layer("m.q", 2) | layer("m.k", 2, 1)
+    score = "base_model.model.score."
+    tensors[f"{score}original_module.weight"] = np.zeros((2, 6), np.float32)
+    tensors[f"{score}modules_to_save.default.weight"] = np.ones((2, 6), np.float32)
+    tensors["base_model.model.norm.weight"] = np.ones(6, np.float32)
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def filtered(
+    tmp_path: Path, tensors: dict[str, np.ndarray], filters: list[str], way: str = "--merge-lora"
+) -> Result:
+    folder = source(tmp_path / "in", tensors)
+    return run("export", folder, "-o", tmp_path / "out", way, "--lora-alpha", 2, *filters)
+
+
+@pytest.mark.parametrize("way", ["--merge-lora", "--adapter"])
+@pytest.mark.parametrize("prefix", ["", "model.", "model.module._fsdp_wrapped_module."])
+@pytest.mark.parametrize(
+    ("more", "filters"),
+    [
+        ("lora_magnitude_vector.default.weight", ["-x", "*magnitude*"]),
+        ("lora_magnitude_vector.default.weight", ["-x", "re:m.q.lora_[^AB]"]),
+        ("lora_magnitude_vector", ["-x", "*magnitude*"]),
+        (
+            "lora_magnitude_vector.default.weight",
+            ["-i", "*base_layer*", "-i", "*lora_A*", "-i", "*lora_B*", "-i", "*modules_to_save*"],
+        ),
+        ("lora_B.default.bias", ["-x", "*.bias"]),
+        ("trainable_tokens_delta.default", ["-x", "*tokens*"]),
+        ("anything.default", ["-x", "*anything*"]),
+        (None, ["-x", "*m.q.lora_*"]),
+        (None, ["-x", "*m.q.lora_B*"]),
+        (None, ["-x", "*modules_to_save*"]),
+        (None, ["-i", "*base_layer*", "-i", "*m.q*"]),
+    ],
+)
+def test_filters_that_split_an_adapter_are_refused(
+    tmp_path: Path, more: str | None, filters: list[str], prefix: str, way: str
+) -> None:
+    tensors = adapted(prefix)
+    if more is not None:
+        tensors[f"{prefix}base_model.model.m.q.{more}"] = np.ones(6, np.float32)
+    result = filtered(tmp_path, tensors, filters, way)
+    assert result.exit_code == 2, result.stderr
+    assert "of the LoRA adapter, and keep their modules" in result.stderr
+    assert (more or "default.weight") in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_whole_modules_may_be_left_out(tmp_path: Path) -> None:
+    tensors = adapted()
+    result = filtered(tmp_path, tensors, ["-x", "*.m.k.*", "-x", "*score*"])
+    assert result.exit_code == 0, result.stderr
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert out.keys() == {"m.q.weight", "norm.weight"}
+    np.testing.assert_allclose(out["m.q.weight"], merged(tensors, "m.q", 1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("filters", [["-x", "*.second.*"], ["-x", "*.second.*", "-x", "*norm*"]])
+def test_another_adapter_may_be_left_out_whatever_it_is(tmp_path: Path, filters: list[str]) -> None:
+    tensors = adapted()
+    for part in ("lora_A", "lora_B", "lora_magnitude_vector"):
+        tensors[f"base_model.model.m.q.{part}.second.weight"] = np.ones((2, 2), np.float32)
+    result = filtered(tmp_path, tensors, filters)
+    assert result.exit_code == 0, result.stderr
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    np.testing.assert_allclose(out["m.q.weight"], merged(tensors, "m.q", 1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("base_model.model.m.q.lora_magnitude_vector.default.weight", 2),
+        ("base_model.model.m.q.lora_B.default.bias", 2),
+        ("base_model.model.m.q.anything.default", 2),
+        ("base_model.xlora_classifier.weight", 2),
+        ("average.m.q.weight", 0),
+    ],
+)
+def test_exclude_is_a_hint_only_where_it_helps(tmp_path: Path, name: str, code: int) -> None:
+    tensors = adapted() | {name: np.ones(6, np.float32)}
+    result = filtered(tmp_path, tensors, [])
+    assert result.exit_code == 3
+    assert ("--exclude" in result.stderr) == (code == 0)
+    words = ("--merge-lora", "--lora-alpha", 2, "-x", name)
+    again = run("export", tmp_path / "in", "-o", tmp_path / "out", *words)
+    assert again.exit_code == code, again.stderr
+
+
 def test_lora_over_packed_codes_is_not_merged_whatever_type_holds_them(tmp_path: Path) -> None:
     tensors = layer("m.q", 2)
     tensors[PEFT_NAME + "base_layer.weight.quant_map"] = np.ones(16, np.float32)

@@ -14,10 +14,12 @@ from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.names import join
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats import read_index
+from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.rank_states import (
     EVERY_RANK,
     ONE_FILE,
     TargetRanks,
+    without_left_out,
     without_old_ranks,
 )
 
@@ -89,6 +91,23 @@ def test_states_of_four_ranks_are_for_four_ranks(kind: str) -> None:
     assert left(index, TargetRanks.of_mesh(parse_mesh("2x2"))) == len(paths)
     assert left(index, EVERY_RANK) == len(paths)
     assert left(index, ONE_FILE) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "said"),
+    [(4, 4, "random states of 4 ranks"), (1, 1, "random states of 1 rank")],
+)
+def test_what_was_left_out_is_known_from_both_checkpoints(
+    ranks: int, world_size: int, said: str
+) -> None:
+    source = checkpoint(*(("rng", n, "torch") for n in range(ranks)), world_size=world_size)
+    with Files() as files:
+        for world, left_out in ((2, [said]), (ranks, []), (None, [said] if ranks > 1 else [])):
+            found = without_left_out(source, checkpoint(world_size=world), files)
+            assert list(map(str, found.left_out)) == left_out
+            assert len(found.source.objects) == (0 if left_out else ranks)
+        kept = checkpoint(("rng", 0, "torch"), world_size=2)
+        assert without_left_out(source, kept, files) == (source, kept, ())
 
 
 def test_data_positions_follow_the_ranks_that_read_rows() -> None:

@@ -9,5 +9,13 @@ from __future__ import annotations
 from ckpt_tools.transforms.lora.adapter import AdapterTransform
 from ckpt_tools.transforms.lora.config import LoraConfig, check_beside, read_config
 from ckpt_tools.transforms.lora.merge import MergeTransform
+from ckpt_tools.transforms.lora.parts import refuse_split
 
-__all__ = ["AdapterTransform", "LoraConfig", "MergeTransform", "check_beside", "read_config"]
+__all__ = [
+    "AdapterTransform",
+    "LoraConfig",
+    "MergeTransform",
+    "check_beside",
+    "read_config",
+    "refuse_split",
+]

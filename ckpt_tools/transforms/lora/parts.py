@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.core import names
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UnsupportedError, UsageError
 from ckpt_tools.transforms.base import TransformedTensor
 
@@ -26,8 +28,8 @@ _ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.(?P<rest>.+)")
 # What other methods of PEFT call their parameters (its PEFT_TYPE_TO_PREFIX_MAPPING, 0.21).
 _OTHER = re.compile(
-    r".*\.((\w*lora|p?vera|hada|lokr|ia3|b?oft|hra|fourierft|waveft|trainable_tokens|shira|adamss"
-    r"|psoft|c3a|miss)_\w+|token_adapter)(\..+)?"
+    r"(?P<module>.*)\.((\w*lora|p?vera|hada|lokr|ia3|b?oft|hra|fourierft|waveft|trainable_tokens"
+    r"|shira|adamss|psoft|c3a|miss)_\w+|token_adapter)(\.(?P<adapter>[^.]+).*)?"
 )
 
 
@@ -95,6 +97,56 @@ def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> AdapterP
     return parts
 
 
+def refuse_split(index: CheckpointIndex, chosen: CheckpointIndex, adapter: str | None) -> None:
+    """Raise UsageError when filters leave out what the adapter adds to a module that they keep.
+
+    What is made without it (a merge without DoRA's magnitudes, a base weight without its factors)
+    is not the trained model. Whole modules may be left out, and other adapters.
+    """
+    clean = {e.fqn: names.clean(e.fqn) for e in index.tensors if e.section == "model"}
+    kept = {clean[entry.fqn] for entry in chosen.tensors if entry.fqn in clean}
+    modules = {parent.replace(PREFIX, "", 1) for name in kept for parent in _parents(name)}
+    layers = {match["module"] for name in clean.values() if (match := _BASE.fullmatch(name))}
+    others = _adapters(clean.values()) - (_adapters(kept) if adapter is None else {adapter})
+    split = []
+    for fqn, name in clean.items():
+        module, of = (None, None) if name in kept else _added_to(name, layers)
+        if module is not None and module.replace(PREFIX, "", 1) in modules and of not in others:
+            split.append(fqn)
+    if split:
+        raise UsageError(
+            f"The filters leave out {counted(len(split), 'tensor')} of the LoRA adapter, and keep "
+            f"their modules: {some(split)}.",
+            hint="That would not be the trained model. Leave out whole modules, or nothing of "
+            "them. PEFT itself can merge or save what is not plain LoRA.",
+        )
+
+
+def _adapters(clean: Iterable[str]) -> set[str | None]:
+    """The names of the adapters that these tensors are of."""
+    matches = (_FACTOR.fullmatch(name) or _SAVED.fullmatch(name) for name in clean)
+    return {match["adapter"] for match in matches if match is not None}
+
+
+def _added_to(name: str, layers: Collection[str]) -> tuple[str | None, str | None]:
+    """The module that PEFT added this tensor to, and for which adapter; None for a base model's."""
+    match = _FACTOR.fullmatch(name) or _SAVED.fullmatch(name) or _OTHER.fullmatch(name)
+    if match is not None:
+        return match["module"], match["adapter"]
+    return _layer_of(name, layers), name.rpartition(".")[2]
+
+
+def _layer_of(name: str, layers: Collection[str]) -> str | None:
+    """The layer of PEFT's that a tensor stands in beside the base layer; None for all others."""
+    layer = next((parent for parent in _parents(name) if parent in layers), None)
+    return None if layer is None or name.startswith(f"{layer}.base_layer.") else layer
+
+
+def _parents(name: str) -> list[str]:
+    """What stands before each dot of a name, from the shortest on."""
+    return [name[:place] for place, letter in enumerate(name) if letter == "."]
+
+
 @dataclass(frozen=True, slots=True)
 class _Factor:
     module: str
@@ -139,12 +191,11 @@ def _refuse_others(
     inside = any(one.entry.fqn.startswith(PREFIX) for one in factors.values())
     for one in rest:
         name = one.entry.fqn
-        parents = [name[:place] for place, letter in enumerate(name) if letter == "."]
-        layer = next((parent for parent in parents if parent in layers), None)
-        known = layer is None or name.startswith(f"{layer}.base_layer.")
         nested = name.split(".").count("base_layer") > 1
-        if not known or nested or (inside and not name.startswith(PREFIX)):
+        if nested or _layer_of(name, layers) is not None:
             raise _not_understood(name)
+        if inside and not name.startswith(PREFIX):
+            raise _not_understood(name, " --exclude leaves out what is not of this model at all.")
     for factor, _ in factors:
         own = layers.get(factor.module, layers.get(PREFIX + factor.module, []))
         if own and not any(
@@ -153,24 +204,24 @@ def _refuse_others(
             raise _not_understood(own[0].fqn)
 
 
-def _not_understood(name: str) -> UnsupportedError:
+def _not_understood(name: str, more: str = "") -> UnsupportedError:
     return UnsupportedError(
         f"{name} is not plain LoRA: of PEFT only lora_A and lora_B of linear layers and "
         "embeddings, and modules_to_save, are understood.",
-        hint="PEFT itself can merge or save it. --exclude leaves out what is not the model's.",
+        hint=f"PEFT itself can merge or save it.{more}",
     )
 
 
-def _chosen(names: set[str | None], asked: str | None) -> str | None:
+def _chosen(adapters: set[str | None], asked: str | None) -> str | None:
     """The adapter that is meant. Raises UsageError."""
-    if asked is None and len(names) == 1:
-        return names.pop()
-    shown = ", ".join(sorted(name or "(without a name)" for name in names))
-    if asked in names and asked is not None:
+    if asked is None and len(adapters) == 1:
+        return adapters.pop()
+    shown = ", ".join(sorted(name or "(without a name)" for name in adapters))
+    if asked in adapters and asked is not None:
         return asked
     if asked is None:
         raise UsageError(
-            f"There are {len(names)} adapters: {shown}.", hint="Choose with --adapter-name NAME."
+            f"There are {len(adapters)} adapters: {shown}.", hint="Choose with --adapter-name NAME."
         )
     raise UsageError(f"There is no adapter {asked!r}; there are: {shown}.")
 

@@ -1,0 +1,230 @@
+"""Every answer of a web server is compared with the range that it was asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
+
+from ckpt_tools import formats
+from ckpt_tools.cli import cli
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats import read_index
+from ckpt_tools.storage.reader import Files
+
+pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+
+REAL = Path(__file__).parents[1] / "data" / "checkpoints"
+DCP = "fsdp2_dcp_hsdp_2x4/ckpt"
+COLUMNS = "fsdp2_tp_torchsave_2x2/ckpt"  # half of its shards are columns, which lie in strides
+NUMBERS = bytes(range(256)) * 8
+
+
+class Answer(NamedTuple):
+    """What a server sends: the status, its Content-Range, the bytes."""
+
+    status: int
+    content_range: str | None
+    body: bytes
+
+
+# Makes an answer of the bytes of a file, and the first and the last that were asked for.
+Way = Callable[[bytes, int, int], Answer]
+
+
+def right(data: bytes, first: int, last: int) -> Answer:
+    last = min(last, len(data) - 1)
+    return Answer(206, f"bytes {first}-{last}/{len(data)}", data[first : last + 1])
+
+
+def of_an_unknown_length(data: bytes, first: int, last: int) -> Answer:
+    answer = right(data, first, last)
+    return answer._replace(content_range=f"Bytes {first}-{last}/*")
+
+
+def shifted(data: bytes, first: int, last: int) -> Answer:
+    return right(data, max(0, first - 4), last - 4)
+
+
+def of_another_end(data: bytes, first: int, last: int) -> Answer:
+    return right(data, first, last)._replace(content_range=f"bytes {first}-{last + 4}/{len(data)}")
+
+
+def shorter(data: bytes, first: int, last: int) -> Answer:
+    return right(data, first, last - 4)
+
+
+def unnamed(data: bytes, first: int, last: int) -> Answer:
+    return right(data, first, last)._replace(content_range=None)
+
+
+def begun_anew(data: bytes, first: int, last: int) -> Answer:
+    """All of a file that has become as short as what was asked for."""
+    return Answer(200, None, data[: last + 1 - first])
+
+
+def all_of_it(data: bytes, first: int, last: int) -> Answer:  # noqa: ARG001 (a way's signature)
+    return Answer(200, None, data)
+
+
+class _Ranged(SimpleHTTPRequestHandler):
+    """A server that answers range requests in some way."""
+
+    way: ClassVar[Way] = staticmethod(right)
+
+    def do_GET(self) -> None:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        path = self.translate_path(self.path)
+        if asked is None or not os.path.isfile(path):
+            return super().do_GET()
+        data = Path(path).read_bytes()
+        answer = type(self).way(data, *map(int, asked.groups()))
+        self.send_response(answer.status)
+        if answer.content_range is not None:
+            self.send_header("Content-Range", answer.content_range)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        self.wfile.write(answer.body)
+        return None
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Gives the address of a server of a folder that answers in this way."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(way: Way, folder: Path = tmp_path) -> str:
+        kind = type("_Way", (_Ranged,), {"way": staticmethod(way)})
+        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(kind, directory=str(folder)))
+        servers.append(server)
+        Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("way", [right, of_an_unknown_length])
+def test_the_range_that_was_asked_for_is_taken(way: Way, serve, tmp_path: Path) -> None:  # noqa: ANN001
+    (tmp_path / "file").write_bytes(NUMBERS)
+    with Files() as files:
+        assert files.read(f"{serve(way)}/file", 100, 50) == NUMBERS[100:150]
+
+
+def test_a_range_may_end_with_the_file(serve, tmp_path: Path) -> None:  # noqa: ANN001
+    (tmp_path / "file").write_bytes(NUMBERS)
+    with Files() as files, pytest.raises(UnreadableError, match="is truncated: 2,048 bytes"):
+        files.read(f"{serve(right)}/file", 2_000, 100)
+
+
+@pytest.mark.parametrize(
+    ("way", "sent"),
+    [
+        (shifted, "bytes 96-145/2048"),
+        (of_another_end, "bytes 100-153/2048"),
+        (shorter, "bytes 100-145/2048"),
+        (unnamed, "no Content-Range"),
+        (begun_anew, "all of the file"),
+        (all_of_it, "all of the file"),
+    ],
+)
+def test_another_answer_is_refused(way: Way, sent: str, serve, tmp_path: Path) -> None:  # noqa: ANN001
+    (tmp_path / "file").write_bytes(NUMBERS)
+    with Files() as files, pytest.raises(UnreadableError) as caught:
+        files.read(f"{serve(way)}/file", 100, 50)
+    assert f"/file: its server was asked for bytes=100-149 and sent {sent}." in str(caught.value)
+    assert "Download the file" in str(caught.value.hint)
+
+
+def test_all_of_a_file_is_no_other_range_when_it_was_asked_for(serve, tmp_path: Path) -> None:  # noqa: ANN001
+    (tmp_path / "file").write_bytes(NUMBERS)
+    with Files() as files:
+        assert files.read(f"{serve(all_of_it)}/file", 0, len(NUMBERS)) == NUMBERS
+
+
+def test_a_stream_of_an_old_file_is_compared_too(serve) -> None:  # noqa: ANN001
+    there = f"{serve(shifted, REAL)}/fsdp2_torchsave_legacy_4r/ckpt"
+    with pytest.raises(UnreadableError, match="was asked for bytes="):
+        read_index(there)
+
+
+def test_the_own_client_of_a_person_is_compared_too(
+    serve,  # noqa: ANN001
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fsspec.config import conf
+
+    monkeypatch.setitem(conf, "http", {"client_kwargs": {"headers": {"X-Mine": "1"}}})
+    (tmp_path / "file").write_bytes(NUMBERS)
+    with Files() as files, pytest.raises(UnreadableError, match="was asked for bytes=100-149"):
+        files.read(f"{serve(shifted)}/file", 100, 50)
+
+
+# --------------------------------------------------------------------------------- conversions
+
+
+def _export(source: object, out: Path, *more: str) -> Result:
+    return CliRunner().invoke(cli, ["export", str(source), "-o", str(out), "-q", *more])
+
+
+@pytest.mark.parametrize("more", [(), ("--check",)])
+@pytest.mark.parametrize("kind", [DCP, COLUMNS])
+def test_an_export_over_ranges_is_that_of_the_files(
+    kind: str,
+    more: tuple[str, ...],
+    serve,  # noqa: ANN001
+    tmp_path: Path,
+) -> None:
+    far, near = tmp_path / "far.safetensors", tmp_path / "near.safetensors"
+    done = _export(f"{serve(right, REAL)}/{kind}", far, *more)
+    assert done.exit_code == 0, done.stderr
+    assert _export(REAL / kind, near, *more).exit_code == 0
+    if not more:  # the record of a proof says what was downloaded again
+        assert far.read_bytes() == near.read_bytes()
+
+
+@pytest.mark.parametrize("placement", ["S(0)", "S(1)"])
+def test_what_check_proves_are_the_bytes_that_were_copied(
+    placement: str,
+    serve,  # noqa: ANN001
+    tmp_path: Path,
+) -> None:
+    """Of a server that sends a wrong byte to who asks for no more than a part of the tensor."""
+    save_file(
+        {"w": np.arange(1 << 16, dtype=np.float32).reshape(256, 256)}, tmp_path / "w.safetensors"
+    )
+    command = ["reshard", str(tmp_path / "w.safetensors"), "-o", str(tmp_path / "in"), "-q"]
+    done = CliRunner().invoke(cli, [*command, "--to-mesh", "2", "--placements", placement])
+    assert done.exit_code == 0, done.stderr
+    with Files() as files:
+        (entry,) = formats.locate(read_index(str(tmp_path / "in")), files).tensors
+    spans = {(c.data.offset, c.data.offset + c.data.length) for c in entry.chunks}
+
+    def damaging(data: bytes, first: int, last: int) -> Answer:
+        body = bytearray(data)
+        for start, end in spans:
+            body[start] ^= start <= first and last < end
+        return right(bytes(body), first, last)
+
+    out = tmp_path / "out.safetensors"
+    done = _export(f"{serve(damaging)}/in", out, "--check")
+    assert done.exit_code == 3, done.stderr
+    assert "what was read of it is damaged: w " in done.stderr
+    assert not out.exists()

@@ -227,6 +227,7 @@ class IndexBuilder:
             ),
             world_size=world,
             mesh=self.ranks.mesh,
+            torch_version=self.ranks.torch,
             ties=tuple(sorted(self.ties)),
             notes=(*self.notes, *entries.notes, *checks.absent_replicas(spared, world)),
             problems=tuple(problems),

@@ -38,9 +38,12 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+_ORDERED = _words("mesh placements tensor_meta shard_order use_strided_shard_as_shard_order _hash")
+
 GENERATIONS = (
     Generation(
-        *((2, 5), (2, 7)),
+        first=(2, 5),
+        last=(2, 7),
         mesh=_words(
             "device_type mesh mesh_dim_names _flatten_mesh_list _thread_id _dim_group_infos "
             "_coordinate_on_dim _hash"
@@ -49,7 +52,8 @@ GENERATIONS = (
         spec=_words("mesh placements tensor_meta _hash"),
     ),
     Generation(
-        *((2, 8), (2, 9)),
+        first=(2, 8),
+        last=(2, 9),
         mesh=_words(
             "device_type mesh mesh_dim_names _flatten_mesh_list _thread_id _dim_group_names "
             "_coordinate_on_dim _hash"
@@ -58,7 +62,8 @@ GENERATIONS = (
         spec=_words("mesh placements tensor_meta _hash"),
     ),
     Generation(
-        *((2, 10), (2, 10)),
+        first=(2, 10),
+        last=(2, 10),
         mesh=_words(
             "_device_type _layout _rank_map _mesh_dim_names _root_mesh _flatten_rank_map "
             "_thread_id _flatten_mapping _dim_group_names _coordinate_on_dim _hash"
@@ -67,38 +72,35 @@ GENERATIONS = (
         spec=_words("mesh placements tensor_meta shard_order _hash"),
     ),
     Generation(
-        *((2, 11), (2, 12)),
+        first=(2, 11),
+        last=(2, 12),
         mesh=_words(
             "_device_type _layout _rank_map _mesh_dim_names _root_mesh _flatten_rank_map "
             "_thread_id _flatten_mapping _dim_group_names _rank _coordinate_on_dim _hash"
         ),
         layout=("shape", "stride"),
-        spec=_words(
-            "mesh placements tensor_meta shard_order use_strided_shard_as_shard_order _hash"
-        ),
+        spec=_ORDERED,
     ),
     Generation(
-        *((2, 13), (2, 14)),
+        first=(2, 13),
+        last=(2, 14),
         mesh=_words(
             "_device_type _layout _rank_map _mesh_dim_names _root_mesh _flatten_rank_map "
             "_thread_id _flatten_mapping _dim_group_names _rank _coordinate_on_dim _hash"
         ),
         layout=("axes",),
-        spec=_words(
-            "mesh placements tensor_meta shard_order use_strided_shard_as_shard_order _hash"
-        ),
+        spec=_ORDERED,
     ),
     Generation(
-        *((2, 15), (2, 15)),
+        first=(2, 15),
+        last=(2, 15),
         mesh=_words(
             "_device_type _layout _rank_map _mesh_dim_names _root_mesh _preserve_rank_order "
             "_flatten_rank_map _thread_id _flatten_mapping _dim_group_names _rank "
             "_coordinate_on_dim _hash"
         ),
         layout=("axes",),
-        spec=_words(
-            "mesh placements tensor_meta shard_order use_strided_shard_as_shard_order _hash"
-        ),
+        spec=_ORDERED,
     ),
 )
 NEWEST = GENERATIONS[-1]

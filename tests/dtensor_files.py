@@ -1,4 +1,4 @@
-"""Rank files of DTensors for tests, made without any process group."""
+"""Rank files of DTensors for tests, made and read without any process group."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from ckpt_tools.core import layout
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.rank_files import exchange
 
 Entry = tuple[torch.Tensor, Sequence[Placement]]
 
@@ -71,6 +74,18 @@ def save_ranks(
         paths.append(folder / name.format(world=world, rank=rank))
         torch.save(state, paths[-1])
     return paths
+
+
+def read_by_ranks(folder: Path) -> CheckpointIndex:
+    """The index that the engine gather joins from what each rank reads of its own files."""
+    where = str(folder)
+    listing = exchange.listing(where)
+    families = exchange.families_of([listing], where=where)
+    headers = [
+        exchange.read_headers(families, rank=file.rank, where=where, options=ReadOptions())
+        for file in listing
+    ]
+    return exchange.joined_index(where, headers, families)
 
 
 ROWS = (Shard(0),)

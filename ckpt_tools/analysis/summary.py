@@ -37,6 +37,7 @@ _STEP_NAMES = (
     *("batch", "iteration", "iteration_count"),
 )
 _MAX_NAMED = 5
+IN_ONE_PIECE = "in one piece"
 _NUMPY_INT = re.compile(r"numpy\.u?int\d+\((-?\d+)\)")
 
 
@@ -147,7 +148,7 @@ def placements_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> list[
         elif len(entry.chunks) > 1:
             counts["cut in a way that no mesh explains"] += 1
         else:
-            counts["in one piece"] += 1
+            counts[IN_ONE_PIECE] += 1
     return counts.most_common()
 
 

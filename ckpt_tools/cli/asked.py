@@ -162,6 +162,7 @@ def reshard(*, form: str) -> ReshardOptions:
         param_names=None if param_names is None else _param_names(param_names, read),
         keep_rank_states=params["keep_rank_states"],
         device_type=params["device_type"],
+        torch_version=params["torch_version"],
         dtype=params["dtype"],
         dtypes=shaping.dtype_rules(),
         include=chosen.include,

@@ -26,8 +26,8 @@ from ckpt_tools.storage.reader import Files
 
 # The headings of a command's help, each with the names of its options. Any other comes first.
 _HEADINGS = {
-    "Output": "out to_mesh placements place like form layout device_type engine"
-    " param_names keep_rank_states",
+    "Output": "out to_mesh placements place like form layout device_type"
+    " torch_version engine param_names keep_rank_states",
     "Which entries": "include exclude only latest step",
     "Types and sizes": "dtype dtype_for max_shard_size vocab_size",
     "Names": "keep_names map map_value force_map rename untie under",

@@ -124,8 +124,9 @@ def identity(facts: Inspection) -> Iterator[tuple[str, str]]:
         yield "framework", facts.framework
     if facts.world_size is not None:
         yield "world size", counted(facts.world_size, "rank")
-    yield "mesh", str(facts.mesh or "none stated, nothing sharded")
-    if facts.mesh is not None and facts.placements:
+    sharded = any(text != summary.IN_ONE_PIECE for text, _ in facts.placements)
+    yield "mesh", str(facts.mesh or ("none" if sharded else "none stated, nothing sharded"))
+    if facts.placements and (facts.mesh is not None or sharded):
         yield (
             "placements",
             "\n".join(f"{counted(count, 'tensor')}: {text}" for text, count in facts.placements),

@@ -97,6 +97,14 @@ _PARAMS = [
         help="Device type of the mesh in --format ranks.",
     ),
     click.Option(
+        ["--torch-version"],
+        metavar="VERSION",
+        show_default="that of rank files that are the source, else the installed one, else the "
+        "newest known",
+        help="The torch of the job that will load --format ranks, such as 2.13. Each reads only "
+        "its own rank files.",
+    ),
+    click.Option(
         ["--engine"],
         type=click.Choice(ENGINES),
         default="copy",

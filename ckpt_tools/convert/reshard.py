@@ -46,7 +46,9 @@ class ReshardOptions:
     the tensors after containers and wrappers are off their names. ``layout`` is the framework whose
     loader the output is for. ``param_names`` name a numbered optimizer's parameters in its order;
     empty, they are those that its groups store. ``keep_rank_states`` takes data positions and
-    random states along that belong to other ranks than the target has.
+    random states along that belong to other ranks than the target has. ``torch_version`` is the
+    torch of the job that will load rank files: None for that of rank files that are the source,
+    else the installed one, else the newest known.
     """
 
     mesh: Mesh
@@ -64,6 +66,7 @@ class ReshardOptions:
     layout: FrameworkLayout | None = None
     param_names: ParamNames | None = None
     keep_rank_states: bool = False
+    torch_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,7 @@ def plan_reshard(
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     layouts that the tensors or torch's own loader cannot have.
     """
+    options, of_torch = _for_torch(index, options)
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
@@ -131,7 +135,8 @@ def plan_reshard(
     )
     plans, targets, held, arranged = _plan_layout(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
-    notes = [*stepped, *kept, *_notes(layouts, options), *of_ranks, *left_out, *arranged]
+    said = [*_notes(layouts, options), *of_torch]
+    notes = [*stepped, *kept, *said, *of_ranks, *left_out, *arranged]
     return ReshardPlan(
         files=plans,
         targets=targets,
@@ -143,6 +148,16 @@ def plan_reshard(
         objects=held.objects,
         tree=held.nesting,
     )
+
+
+def _for_torch(
+    index: CheckpointIndex, options: ReshardOptions
+) -> tuple[ReshardOptions, tuple[str, ...]]:
+    """The options with the torch that will load the output, and a note that says which."""
+    loader = formats.named(options.format).loader(index, asked=options.torch_version)
+    if loader is None:
+        return options, ()
+    return replace(options, torch_version=loader.torch_version), (loader.note,)
 
 
 def _keeps_items(options: ReshardOptions) -> bool:
@@ -385,8 +400,7 @@ def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> lis
             notes.append(
                 f"No placement uses {', '.join(idle)}, so it replicates; see --place and --like."
             )
-    assumed = formats.named(options.format).assumption()
-    return notes if assumed is None else [*notes, assumed]
+    return notes
 
 
 def _plan_files(
@@ -400,6 +414,7 @@ def _plan_files(
         tree=located.nesting,
         mesh=options.mesh,
         device_type=options.device_type,
+        torch_version=options.torch_version,
         rank_name=rank_name,
     )
     return formats.named(options.format).plan_files(targets, located.objects, options=wanted)

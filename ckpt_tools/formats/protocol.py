@@ -16,7 +16,7 @@ from ckpt_tools.core.index import NO_TREE, ByteRange, CheckpointIndex, ObjectEnt
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage.reader import Files, Window
 
@@ -44,6 +44,13 @@ class Checksummed(NamedTuple):
     alike: tuple[int, ...] = ()
 
 
+class Loader(NamedTuple):
+    """The torch of the jobs that will load what is written, and a note on why it is this one."""
+
+    torch_version: str
+    note: str
+
+
 class ChecksumPart(NamedTuple):
     """A part of a checkpoint that one thread checks, of about ``nbytes``.
 
@@ -63,8 +70,9 @@ class PlanOptions:
     ``tree`` has the containers of the names. ``single_file`` names the one file that is all of the
     output; else ``basename`` begins the names of files of at most ``max_shard_size`` bytes of
     tensors. ``metadata`` says where the tensors come from. ``mesh`` is that of the job for which
-    shards are written, ``device_type`` what it is made of, ``rank_name`` the name of the file of
-    each rank with ``{rank}`` in it, None for the format's own names.
+    shards are written, ``device_type`` what it is made of, ``torch_version`` the torch that it
+    runs, None for the newest that is known; ``rank_name`` is the name of the file of each rank with
+    ``{rank}`` in it, None for the format's own names.
     """
 
     tree: Branch[str] = NO_TREE
@@ -74,6 +82,7 @@ class PlanOptions:
     metadata: Mapping[str, str] = field(default_factory=dict)
     mesh: Mesh = _ALONE
     device_type: str = "cuda"
+    torch_version: str | None = None
     rank_name: str | None = None
 
 
@@ -160,8 +169,15 @@ class Format(ABC):
         """Whether a container of a state dict and all that it holds are in one pickle."""
         return self.nested
 
-    def assumption(self) -> str | None:
-        """A note on what a writer assumes of the reader of its files; None when nothing."""
+    def loader(self, index: CheckpointIndex, *, asked: str | None) -> Loader | None:
+        """The torch that is to load what is written of this source; None when every torch can.
+
+        Raises UsageError when one is ``asked`` for that it cannot be written for.
+        """
+        if asked is not None:
+            raise UsageError(
+                f"--torch-version is for rank files; every torch loads the format {self.name}."
+            )
         return None
 
     def plan_files(

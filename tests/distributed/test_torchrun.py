@@ -12,6 +12,7 @@ import torch
 from damages import Victim
 from dtensor_files import HYBRID, drifted, dtensor, mesh_of, shard
 from launching import BIN, ckpt_tools, contents, job, torchrun
+from reader_contract import truth_of
 from safetensors.numpy import save_file
 
 from ckpt_tools.copying.read import read_array
@@ -76,6 +77,22 @@ def test_a_job_on_the_target_mesh_takes_the_same_next_step(
     steps: dict[str, dict[str, str]], kind: str
 ) -> None:
     assert steps[f"{kind} from ours"] == steps[f"{kind} from source"]
+
+
+@pytest.mark.parametrize("more", [("--format", "ranks"), ("--layout", "verl")], ids=" ".join)
+def test_torchs_own_full_tensor_and_copy_take_what_rank_files_hold(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    source = DATA / "torch-2.15.0-fsdp2_1d_4r"
+    words = ("--to-mesh", "2", "--only", "model", "--device-type", "cpu")
+    words += ("--torch-version", torch.__version__)
+    ckpt_tools("reshard", source / "ckpt", "-o", tmp_path / "out", *words, *more)
+    (first,) = (tmp_path / "out").rglob("model_world_size_2_rank_0.pt")
+    files = str(first).replace("rank_0", "rank_{rank}")
+    job(2, "load_ranks.py", files, tmp_path / "whole.pt")
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=True)
+    truth = {name: true.data for name, true in truth_of(source).items() if "optim." not in name}
+    assert {f"model.{fqn}": t.numpy().tobytes() for fqn, t in loaded.items()} == truth
 
 
 # ---------------------------------------------------------------------------- what is written over

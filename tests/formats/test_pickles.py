@@ -1,4 +1,4 @@
-"""The restricted unpickler: real pickles of torch 2.1 to 2.13, and hostile ones of our own."""
+"""The restricted unpickler: real pickles of torch 2.1 to 2.15, and hostile ones of our own."""
 
 import copyreg
 import io

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from dtensor_files import HYBRID, ROWS, dtensor, mesh_of, save_ranks, shard
-from reader_contract import DATA, ReaderContract, RealCheckpoint, whole
+from dtensor_files import HYBRID, ROWS, dtensor, mesh_of, read_by_ranks, save_ranks, shard
+from reader_contract import DATA, ReaderContract, RealCheckpoint, truth_of, whole
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
@@ -22,8 +22,6 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.rank_files import exchange
 from ckpt_tools.formats.rank_files import read as rank_files
 from ckpt_tools.storage.reader import Files
 
@@ -67,6 +65,21 @@ class TestRankFiles(ReaderContract):
             )
         ),
         RealCheckpoint(
+            "checkpoints/torch-2.15.0-fsdp2_1d_4r/ranks",
+            "checkpoints/torch-2.15.0-fsdp2_1d_4r",
+            "model.{}".format,
+            lambda name: name.startswith("optim."),
+        ),
+        *(
+            RealCheckpoint(f"checkpoints/{folder}/ranks", f"checkpoints/{folder}")
+            for folder in (
+                "torch-2.15.0-checkpointable_4r",
+                "torch-2.15.0-checkpointable-equal_2r",
+                "torch-2.15.0-orders_4r",
+                "torch-2.15.0-strides_4r",
+            )
+        ),
+        RealCheckpoint(
             "checkpoints/torch-2.9.1-e3_fsdp1_tp/ranks",
             "checkpoints/torch-2.9.1-e3_fsdp1_tp",
             lambda fqn: fqn.replace("optimizer.", "optim.", 1),
@@ -89,18 +102,6 @@ class TestRankFiles(ReaderContract):
 
 def read(folder: Path) -> CheckpointIndex:
     return rank_files.read_index(str(folder))
-
-
-def read_by_ranks(folder: Path) -> CheckpointIndex:
-    """The index that the engine gather joins from what each rank reads of its own files."""
-    where = str(folder)
-    listing = exchange.listing(where)
-    families = exchange.families_of([listing], where=where)
-    headers = [
-        exchange.read_headers(families, rank=file.rank, where=where, options=ReadOptions())
-        for file in listing
-    ]
-    return exchange.joined_index(where, headers, families)
 
 
 def values(index: CheckpointIndex, fqn: str) -> bytes:
@@ -192,6 +193,14 @@ def test_partial_sums_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"w: it is Partial\(sum\)"):
         index.require_whole()
     index.select({"b"}).require_whole()
+
+
+def test_partial_sums_of_a_real_job_are_refused() -> None:
+    index = read(REAL / "torch-2.15.0-partial_4r" / "ranks")
+    with pytest.raises(UnsupportedError, match=r"^p: it is Partial\(sum\)"):
+        index.require_whole()
+    truth = truth_of(REAL / "torch-2.15.0-partial_4r")
+    assert values(index.select({"q"}), "q") == truth["q"].data
 
 
 def test_a_strided_shard_that_nothing_cuts_first_is_refused(tmp_path: Path) -> None:

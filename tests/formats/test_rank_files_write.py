@@ -5,6 +5,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
 from ckpt_tools.core.plan import Target
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.rank_files.write import plan_files
-from ckpt_tools.formats.torch_file.dtensor_write import parse_version
+from ckpt_tools.formats.torch_file.generations import Generation, generation_of, parse_version
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -242,8 +243,63 @@ def said(stub: object) -> object:
     return stub
 
 
+# Folders of tests/data/checkpoints that say their torch; the others with rank files are of 2.13.
+OF_TORCH = {"torch-2.9.1-": (2, 9), "torch-2.11-": (2, 11), "torch-2.15.0-": (2, 15)}
+KINDS = {"DeviceMesh", "_MeshLayout", "DTensorSpec"}
+
+
+def real_rank_files() -> Iterator[tuple[tuple[int, int], Path]]:
+    """Each real file of DTensors, with the torch that wrote it."""
+    for path in sorted(DATA.glob("*/**/*rank*.pt")):
+        folder = path.relative_to(DATA).parts[0]
+        data = path.read_bytes()
+        if b"DeviceMesh" in data and b"ShardedTensor" not in data and "torch-2.1." not in folder:
+            known = (version for start, version in OF_TORCH.items() if folder.startswith(start))
+            yield next(known, (2, 13)), path
+
+
+def stubs_in(value: object, seen: set[int]) -> Iterator[Stub]:
+    """Every object in a value, once."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Stub):
+        yield value
+        value = [value.args, value.state]
+    items = value.values() if isinstance(value, dict) else value
+    for item in items if isinstance(items, list | tuple | type({}.values())) else ():
+        yield from stubs_in(item, seen)
+
+
+def is_sliced(mesh: dict[str, object]) -> bool:
+    """Whether a mesh was made of another one's dimensions: its attributes have another order."""
+    grid = mesh.get("mesh")
+    return mesh.get("_root_mesh") is not None or (
+        isinstance(grid, Stub) and prod(grid.args[2]) < grid.args[0][2]
+    )
+
+
+def test_a_row_is_the_attributes_in_that_torchs_own_files_in_their_order() -> None:
+    found: dict[Generation, dict[str, set[tuple[str, ...]]]] = {}
+    for version, path in real_rank_files():
+        if zipfile.is_zipfile(path):  # the pickles of the older format say the same
+            of_row = found.setdefault(generation_of(version), {kind: set() for kind in KINDS})
+            for stub in stubs_in(unpickled(path), set()):
+                kind = type(stub).__name__
+                if kind in KINDS and not (kind == "DeviceMesh" and is_sliced(stub.state)):
+                    of_row[kind].add(tuple(stub.state))
+    assert found == {
+        row: {
+            "DeviceMesh": {row.mesh},
+            "_MeshLayout": {row.layout} if row.layout else set(),
+            "DTensorSpec": {row.spec},
+        }
+        for row in map(generation_of, [(2, 9), (2, 11), (2, 13), (2, 15)])
+    }
+
+
 class Elder(NamedTuple):
-    """A rank file of an older torch: which, where, the entry to look at, its mesh and layout."""
+    """A rank file of any torch: which, where, the entry to look at, its mesh and layout."""
 
     version: tuple[int, int]
     path: str
@@ -270,6 +326,15 @@ ELDERS = [
         1,
     ),
     Elder((2, 13), "fsdp2_torchsave_hsdp_2x4/ckpt/model_rank3.pt", "emb.weight", "cpu", 3),
+    Elder(
+        (2, 15),
+        "torch-2.15.0-fsdp2_1d_4r/ranks/model_world_size_4_rank_1.pt",
+        "emb.weight",
+        "cpu",
+        1,
+    ),
+    Elder((2, 15), "torch-2.15.0-orders_4r/ranks/rank_1.pt", "strided", "cpu", 1),
+    Elder((2, 15), "torch-2.15.0-orders_4r/ranks/rank_1.pt", "plain00", "cpu", 1),
 ]
 
 
@@ -290,17 +355,43 @@ def test_a_file_for_another_torch_says_what_that_torch_says(elder: Elder, tmp_pa
         torch_version=elder.version,
     )
     write_plans(plans, tmp_path)
-    ours = spec_in(tmp_path / f"rank_{elder.rank}.pt", elder.fqn)
-    assert said(ours) == said(spec_in(real, elder.fqn))
+    ours, theirs = (
+        unpickled(path)[elder.fqn].args[3][1]["_spec"]
+        for path in (tmp_path / f"rank_{elder.rank}.pt", real)
+    )
+    assert said(ours) == said(theirs)
+    meshes = [spec.state["mesh"].state for spec in (ours, theirs)]
+    if len(entry.layout.mesh.shape) == 1:
+        assert meshes[0]["_dim_group_names"] == meshes[1]["_dim_group_names"] == ["0"]
+        assert list(meshes[0]) == list(meshes[1])
 
 
-def spec_in(path: Path, fqn: str) -> object:
-    """The DTensorSpec of an entry, unpickled with stand-ins."""
+def unpickled(path: Path) -> dict[str, Stub]:
+    """A file's state dict, with stand-ins for all classes."""
     with zipfile.ZipFile(path) as file:
         name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
         with file.open(name) as stream:
-            state = _Reader(stream).load()
-    return state[fqn].args[3][1]["_spec"]
+            return _Reader(stream).load()
+
+
+def test_what_has_no_real_files_is_as_its_torchs_source_has_it(tmp_path: Path) -> None:
+    target = Source(tmp_path).target("w", np.arange(12.0), layout=Layout(Mesh((2,)), (S0,)))
+    plans = plan_files(
+        [target], [], mesh=Mesh((2,)), device_type="cpu", naming=ONE_FILE, torch_version=(2, 7)
+    )
+    write_plans(plans, tmp_path)
+    mesh = unpickled(tmp_path / "rank_1.pt")["w"].args[3][1]["_spec"].state["mesh"].state
+    assert mesh["_dim_group_infos"] == [("ptd:0", [0, 1], "0")]
+    assert mesh["_coordinate_on_dim"] == [1]
+    strided = Layout(Mesh((3, 2), ("dp", "tp")), (S0, S0), (1, 0))
+    target = Source(tmp_path).target("v", np.arange(12.0), layout=strided)
+    plans = plan_files(
+        [target], [], mesh=strided.mesh, device_type="cpu", naming=ONE_FILE, torch_version=(2, 10)
+    )
+    write_plans(plans, tmp_path)
+    spec = unpickled(tmp_path / "rank_1.pt")["v"].args[3][1]["_spec"].state
+    assert [entry.args for entry in spec["shard_order"]] == [(0, (1, 0))]
+    assert spec["mesh"].state["_coordinate_on_dim"] == [0, 1]
 
 
 def test_well_known_parts_have_files_of_their_own(tmp_path: Path) -> None:
@@ -353,13 +444,10 @@ def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
         plan_files([target], [], mesh=Mesh((4,)), device_type="cpu")
 
 
-def test_a_torch_without_a_public_dtensor_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"not for 2\.4"):
-        plan_files([], [], mesh=Mesh((1,)), device_type="cpu", torch_version=(2, 4))
-
-
-def test_the_version_of_a_torch_is_its_first_two_numbers() -> None:
-    assert parse_version("2.11.0+cu130") == (2, 11)
+@pytest.mark.parametrize("version", [(2, 4), (2, 16), (3, 0)])
+def test_a_torch_whose_mesh_is_not_known_is_refused(version: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match=rf"torch 2\.5 to 2\.15, not for {version[0]}"):
+        plan_files([], [], mesh=Mesh((1,)), device_type="cpu", torch_version=version)
 
 
 def test_a_naming_without_a_rank_is_refused() -> None:

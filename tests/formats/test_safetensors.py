@@ -96,6 +96,13 @@ class TestContract(ReaderContract):
             "checkpoints/dcp_hf_consolidated_nomap_4r/ckpt",
             "checkpoints/dcp_hf_consolidated_nomap_4r",
         ),
+        *(
+            RealCheckpoint(
+                f"checkpoints/torch-2.15.0-hf_consolidated_4r/{folder}",
+                "checkpoints/torch-2.15.0-hf_consolidated_4r",
+            )
+            for folder in ("ckpt", "ckpt/sharded")
+        ),
         RealCheckpoint(
             "checkpoints/torch-2.9.1-h_dcp_variants/dcp_hf",
             "checkpoints/torch-2.9.1-h_dcp_variants",

@@ -32,7 +32,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.rebuild import RESAVE
 from ckpt_tools.formats.pickle.torch_stubs import (
-    StoredDTensor,
+    Stored,
     StoredTensor,
     shown,
 )
@@ -304,7 +304,7 @@ def _unpacked_records(
         yield one._replace(stored=data)
 
 
-def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDTensor]:
+def tensors_in(entry: ObjectEntry, files: Files) -> list[Stored]:
     """The tensors in a pickled object: a whole state dict, saved with flatten_state_dict=False.
 
     An object that cannot be opened counts as one without: choosing it raises the error.
@@ -320,7 +320,7 @@ def tensors_in(entry: ObjectEntry, files: Files) -> list[StoredTensor | StoredDT
         return []
     if not isinstance(value, dict):
         return []  # torch packs a tuple of tensors always
-    return [leaf for leaf in _leaves(value) if isinstance(leaf, StoredTensor | StoredDTensor)]
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Stored)]
 
 
 def _leaves(value: object) -> Iterator[object]:

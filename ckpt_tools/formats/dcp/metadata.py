@@ -204,6 +204,8 @@ METADATA_GLOBALS: dict[str, object] = {
     f"{_SHARDED}.TensorProperties": _TensorProperties,
     f"{_SHARDED}.MEM_FORMAT_ENCODING": Function(_first),
     "torch.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,
+    # OLMo-core writes by a copy of torch's writer, with the same fields.
+    "olmo_core.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,
     "torch.serialization._get_layout": Function(_first),
     "torch.Size": _SIZE,
     "torch.strided": "torch.strided",
@@ -234,7 +236,7 @@ def _resolved(name: str) -> object:
         return TorchDType(name)
     if stub is None:
         raise UnsafePickleError(
-            f"asks for {name}, which DCP metadata of torch 2.1 to 2.14 does not have; "
+            f"asks for {name}, which DCP metadata of torch 2.1 to 2.15 does not have; "
             "it was not run.",
             hint="The directory was written by another library, or is hostile.",
         )

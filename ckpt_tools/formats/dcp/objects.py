@@ -25,7 +25,7 @@ from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.dcp.items import ARCHIVES, TORCH_SAVE, ZSTD, archive_of, unpacked
 from ckpt_tools.formats.pickle import load as pickles
-from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor
+from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, StoredTensor
 from ckpt_tools.formats.protocol import Index, lengths_of
 from ckpt_tools.formats.torch_file.locate import resolved
 from ckpt_tools.formats.zip import read as torch_zip
@@ -265,9 +265,9 @@ def _container(entry: ObjectEntry, files: Files) -> _OpenedItem | None:
     return _OpenedItem(tensors, objects, state.tree)
 
 
-def _refuse_shards(tensors: Iterable[StoredTensor | StoredDTensor]) -> None:
+def _refuse_shards(tensors: Iterable[Stored]) -> None:
     """Raise IncompleteError for DTensors that one rank pickled: torch writes no other's shard."""
-    if any(isinstance(one, StoredDTensor) and one.local.shape != one.shape for one in tensors):
+    if any(one.local.shape != one.shape for one in tensors):
         raise IncompleteError(
             "torch wrote it as one pickle with one rank's shards, and those of the other ranks "
             "were never written.",

@@ -39,7 +39,7 @@ from ckpt_tools.formats.dcp.objects import open_containers
 from ckpt_tools.formats.dcp.per_rank import RANK_METADATA, Union
 from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor
+from ckpt_tools.formats.pickle.torch_stubs import StoredTensor
 from ckpt_tools.formats.pickle.unpickler import collector_paused
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
@@ -272,7 +272,7 @@ def _with_packed(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     """
     held = [(e.fqn, tensors) for e in index.objects if (tensors := tensors_in(e, files))]
     for fqn, tensors in held:
-        if any(isinstance(tensor, StoredDTensor) for tensor in tensors):
+        if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
             raise IncompleteError(
                 f"{index.root} was saved with flatten_state_dict=False: {fqn!r} is one "
                 "pickle with one rank's shards, and those of the other ranks were never written.",

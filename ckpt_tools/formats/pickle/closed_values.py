@@ -19,8 +19,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     OpaqueObject,
     PickledOrderedDict,
-    StoredDTensor,
-    StoredTensor,
+    Stored,
     is_key,
     of_bytearray,
     opaque_class,
@@ -195,7 +194,7 @@ class _Walk:
         if isinstance(value, set | frozenset) and all(map(is_key, value)):
             return value
         made = self._leaf(value)
-        if isinstance(made, StoredTensor | StoredDTensor):
+        if isinstance(made, Stored):
             raise NotPicklableError(holds_tensor=True)
         if isinstance(made, Opaque):
             raise NotPicklableError(holds_tensor=made.is_tensor or made.qualname == "torch.Tensor")

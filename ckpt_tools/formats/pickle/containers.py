@@ -27,6 +27,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     PickledDict,
     PickledOrderedDict,
     StoredDTensor,
+    StoredPieces,
     StoredTensor,
     TorchDType,
     VersionObject,
@@ -41,11 +42,12 @@ _MAX_DEPTH = 200
 _MAX_INT_BITS = 1024
 _MAX_COPIED = 64 * 1024 * 1024
 _BYTES_OF_ITEM = 32
+_NODES_OF_PIECE = 16
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _PLAIN = (bool, int, float, complex, str, bytes, Size, PickledValue)
 _SCALAR = opaque_class("numpy._core.multiarray.scalar", "numpy.generic")
 _SET, _FROZENSET = opaque_class("builtins.set"), opaque_class("builtins.frozenset")
-_STORED = frozenset({StoredTensor, StoredDTensor, Opaque})
+_STORED = frozenset({StoredTensor, StoredDTensor, StoredPieces, Opaque})
 
 
 class Containers:
@@ -220,6 +222,8 @@ class _Settler:
             if id(value) not in self._closed:
                 self._closed[id(value)] = self._of_closed(value)
             return self._closed[id(value)]
+        if isinstance(value, StoredPieces):
+            self._count(_NODES_OF_PIECE * len(value.sizes))
         if type(value) not in _CONTAINERS:
             return _leaf(value)
         if depth > _MAX_DEPTH:

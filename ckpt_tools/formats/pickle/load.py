@@ -49,7 +49,7 @@ _MAX_OPAQUE_CLASSES = 1000
 def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> object:
     """The state dict that a ``data.pkl`` of torch.save holds: nested dicts, lists and tuples.
 
-    Leaves are plain Python values, StoredTensor, StoredDTensor, and Opaque for what is not opened.
+    Leaves are plain Python values, those of `Stored`, and Opaque for what is not opened.
     A tensor that cannot be read right and a value of a class that nobody knows are Opaque with a
     flaw. ``allow`` holds further globals ("module.name" or "module.*") that have none.
 

@@ -7,7 +7,7 @@ opaque value with a flaw: it is one entry's trouble, and the rest of the file is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -28,8 +28,10 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     SpecRecord,
     StateRecord,
     StorageClass,
+    Stored,
     StoredDTensor,
     StoredMesh,
+    StoredPieces,
     StoredPlacement,
     StoredStorage,
     StoredTensor,
@@ -138,15 +140,42 @@ def _sign(metadata: object) -> Sign | None:
     return None if not bits else "negated" if bits == ["neg"] else "conjugated"
 
 
-def _rebuild_parameter(args: tuple[object, ...]) -> StoredTensor | StoredDTensor | Opaque:
+def _rebuild_parameter(args: tuple[object, ...]) -> Stored | Opaque:
     """``(data, requires_grad, hooks[, state])``."""
     if 3 <= len(args) <= 4 and isinstance(args[0], Opaque) and args[0].is_tensor:
         return args[0]
-    if not 3 <= len(args) <= 4 or not isinstance(args[0], StoredTensor | StoredDTensor):
+    if not 3 <= len(args) <= 4 or not isinstance(args[0], Stored):
         raise UnreadableError("a parameter without a tensor.")
     if isinstance(args[0], StoredTensor):
-        return replace(args[0], requires_grad=args[1] is True, is_parameter=True)
+        made = replace(args[0], requires_grad=args[1] is True, is_parameter=True)
+        return _with_attributes(made, args[3] if len(args) == 4 else None)
+    if isinstance(args[0], StoredPieces):
+        return args[0]
     return replace(args[0], requires_grad=args[1] is True)
+
+
+def _with_attributes(tensor: StoredTensor, state: object) -> StoredTensor | StoredPieces:
+    """The tensor, or the pieces of a larger one that its attributes say it is.
+
+    A torch.Tensor with these four is a CheckpointableTensor; no value depends on others that a
+    program hung on it. One without dimensions is whole.
+    """
+    if type(state) is tuple and len(state) == 2:  # the second are those of __slots__
+        state = state[0]
+    if type(state) is not dict or not all(name in state for name in _PIECES):
+        return tensor
+    shape = as_counts(state["global_shape"], "the global shape of a tensor")
+    pieces = [_list(state[name]) for name in _PIECES[1:]]
+    return StoredPieces(tensor, shape, *pieces) if shape or tensor.shape else tensor
+
+
+def _list(value: object) -> Sequence[object]:
+    if not isinstance(value, tuple | list):
+        raise UnreadableError(f"a CheckpointableTensor with {shown(value)} in place of a list.")
+    return value
+
+
+_PIECES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def _rebuild_wrapper_subclass(_args: tuple[object, ...]) -> object:
@@ -209,10 +238,10 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
     if kind not in {TENSOR, PARAMETER} or not isinstance(function, Function):
         name = getattr(kind, "qualname", None) or shown(kind)
         raise UnsupportedError(f"a tensor of class {name}, which is not read.", hint=RESAVE)
-    # Attributes that a program hung on a tensor are in the state; no value depends on them.
     if function not in _REBUILDS and not isinstance(function, _Refused):
         raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=RESAVE)
-    return function(*inner)
+    made = function(*inner)
+    return _with_attributes(made, state) if isinstance(made, StoredTensor) else made
 
 
 def _is_as_stated(weight: StoredTensor, inner: tuple[object, ...]) -> bool:
@@ -352,7 +381,9 @@ def _mesh(record: object) -> StoredMesh:
 def _read_mesh(state: dict[object, object]) -> StoredMesh:
     layout = state.get("_layout")
     grid = state.get("mesh")
+    attributes: list[object] = [*state]
     if isinstance(layout, MeshLayoutRecord):
+        attributes += layout.state
         shape, strides = _layout_grid(layout)
         rank_map = state.get("_flatten_rank_map")
     elif isinstance(grid, StoredTensor):
@@ -372,6 +403,7 @@ def _read_mesh(state: dict[object, object]) -> StoredMesh:
         device_type=device if type(device) is str else "cpu",
         rank_map=rank_map if isinstance(rank_map, tuple) else None,
         strides=strides,
+        attributes=frozenset(one for one in attributes if type(one) is str),
     )
 
 

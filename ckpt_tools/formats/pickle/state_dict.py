@@ -21,9 +21,7 @@ from ckpt_tools.core.plain_values import PickledValue, PlainValue, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
 from ckpt_tools.core.text import is_text
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.torch_stubs import Opaque, StoredDTensor, StoredTensor, is_key
-
-Stored = StoredTensor | StoredDTensor
+from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, is_key
 
 # A pickle of a few KB can say one list so often that its items are more than memory holds.
 _MAX_REPEATED = 200_000
@@ -134,7 +132,7 @@ class _Flattening:
 
         It calls itself, once for each container inside of another: `MAX_DEPTH` times at most.
         """
-        if isinstance(value, StoredTensor | StoredDTensor):
+        if isinstance(value, Stored):
             self.tensors.append(TensorLeaf(fqn, path, value))
             return fqn
         if isinstance(value, dict) and self._has_parts(value):
@@ -208,7 +206,7 @@ class _Flattening:
         return self._holds(value, 0, tensors_only=isinstance(value, tuple))
 
     def _holds(self, value: object, depth: int, *, tensors_only: bool) -> bool:
-        if isinstance(value, StoredTensor | StoredDTensor):
+        if isinstance(value, Stored):
             return True
         if isinstance(value, Opaque):
             return value.is_tensor

@@ -10,9 +10,9 @@ reach refuse to be changed (`__setstate__`), and everything is checked when a te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeGuard
 
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
@@ -328,6 +328,7 @@ class StoredMesh:
 
     ``coordinate`` and ``rank`` are that rank's own. ``rank_map`` lists the ranks of the root mesh,
     ``strides`` step through it, one per dimension (None when a dimension has no single stride).
+    ``attributes`` are the names of all that was pickled: each torch has its own.
     """
 
     shape: tuple[int, ...]
@@ -338,6 +339,7 @@ class StoredMesh:
     # Equal meshes share it, and it can be long: a hash without it tells meshes apart as well.
     rank_map: tuple[object, ...] | None = field(hash=False)
     strides: tuple[int, ...] | None
+    attributes: frozenset[str] = frozenset()
 
     def ranks(self) -> tuple[int, ...] | None:
         """The ranks of this mesh, row-major, or None when the file does not tell them."""
@@ -372,6 +374,29 @@ class StoredDTensor:
     placements: tuple[StoredPlacement, ...]
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPieces:
+    """One rank's pieces of a tensor of this whole ``shape``: a CheckpointableTensor of torch 2.15.
+
+    Piece i is ``sizes[i]`` elements from ``local_offsets[i]`` of ``local`` on, and belongs at
+    ``global_offsets[i]`` of the whole. They are as the pickle has them, checked when they are used.
+    """
+
+    local: StoredTensor
+    shape: tuple[int, ...]
+    global_offsets: Sequence[object]
+    local_offsets: Sequence[object]
+    sizes: Sequence[object]
+
+    @property
+    def dtype(self) -> str:
+        """The element type."""
+        return self.local.dtype
+
+
+Stored: TypeAlias = StoredTensor | StoredDTensor | StoredPieces
 
 
 class StateRecord(StandIn):

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from glob import escape
-from typing import TYPE_CHECKING
 
-from ckpt_tools.core.index import ObjectEntry
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.options import ReadOptions
-from ckpt_tools.formats.protocol import PlanOptions, Reader
+from ckpt_tools.formats.protocol import Loader, PlanOptions, Reader
 from ckpt_tools.formats.torch_file import TorchSave
-
-if TYPE_CHECKING:
-    from ckpt_tools.formats.torch_file.dtensor_write import TorchVersion
 
 
 class RankFiles(TorchSave):
@@ -37,29 +33,34 @@ class RankFiles(TorchSave):
         named = file_names.parse(path)
         return None if named is None else named.rank
 
-    def assumption(self) -> str | None:  # noqa: D102
-        if _installed_torch() is not None:
-            return None
-        from ckpt_tools.formats.torch_file.dtensor_write import NEWEST
+    def loader(self, index: CheckpointIndex, *, asked: str | None) -> Loader:  # noqa: D102
+        from ckpt_tools.formats.torch_file import generations
 
-        return (
-            f"No torch is installed here, so the rank files are for torch {NEWEST[0]}.{NEWEST[1]} "
-            f"and newer: an older torch cannot load their DeviceMesh. --format dcp is for all."
+        known = (
+            (asked, "as --torch-version says"),
+            (index.torch_version, "which wrote the source"),
+            (_installed_torch(), "which is installed here"),
+            (str(generations.NEWEST), "the newest known (no torch is installed here)"),
         )
+        version, why = next((text, why) for text, why in known if text is not None)
+        row = generations.generation_of(generations.parse_version(version), why=f", {why}")
+        note = f"The rank files are for torch {row}, {why}; --torch-version names another."
+        return Loader(version, note)
 
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
     ) -> LazyPlans:
         from ckpt_tools.formats.rank_files import write
-        from ckpt_tools.formats.torch_file.dtensor_write import NEWEST
+        from ckpt_tools.formats.torch_file import generations
 
+        newest = str(generations.NEWEST)
         return write.plan_files(
             targets,
             objects,
             mesh=options.mesh,
             device_type=options.device_type,
             naming=write.NAMING if options.rank_name is None else options.rank_name,
-            torch_version=_installed_torch() or NEWEST,
+            torch_version=generations.parse_version(options.torch_version or newest),
             tree=options.tree,
         )
 
@@ -84,14 +85,12 @@ def globs_of(paths: Sequence[str]) -> list[str]:
     return globs
 
 
-def _installed_torch() -> TorchVersion | None:
+def _installed_torch() -> str | None:
     """The version of torch that would be imported; None on a machine without it."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from ckpt_tools.formats.torch_file.dtensor_write import parse_version
-
     try:
-        return parse_version(version("torch"))
+        return version("torch")
     except PackageNotFoundError:
         return None
 

@@ -17,10 +17,10 @@ from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.layout import Mesh, Replicate
 from ckpt_tools.core.text import are, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
-from ckpt_tools.formats.pickle.state_dict import Stored
-from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredMesh
+from ckpt_tools.formats.pickle.torch_stubs import Stored, StoredDTensor, StoredMesh
 from ckpt_tools.formats.rank_files.file_names import Family, RankFile, holds_other_state
 from ckpt_tools.formats.torch_file.dtensor_read import mesh_of
+from ckpt_tools.formats.torch_file.generations import written_by
 
 _LISTED = 32
 _ROWS_SHOWN = 3
@@ -28,9 +28,13 @@ _ROWS_SHOWN = 3
 
 @dataclass(slots=True)
 class Ranks:
-    """What the files say of the meshes that they are on, and of their own ranks."""
+    """What the files say of the meshes that they are on, and of their own ranks.
+
+    ``torch`` says which torch wrote the meshes, where that is known.
+    """
 
     mesh: Mesh | None = None
+    torch: str | None = None
     _sizes: dict[Mesh, list[RankFile]] = field(default_factory=dict)
     _stated: dict[str, tuple[RankFile, int]] = field(default_factory=dict)
     _seats: dict[tuple[object, ...], list[RankFile]] = field(default_factory=dict)
@@ -46,6 +50,7 @@ class Ranks:
                 self._stated.setdefault(file.path, (file, rank))
         largest = max(meshes.values(), key=lambda stored: mesh_of(stored).size)
         mesh = mesh_of(largest)
+        self.torch = self.torch or written_by(largest.attributes)
         self._sizes.setdefault(mesh, []).append(file)
         if largest.coordinate is not None:
             seat = (file.pattern, mesh, largest.coordinate)
@@ -55,6 +60,7 @@ class Ranks:
 
     def add(self, other: Ranks) -> None:
         """Take in what another process has seen of other files."""
+        self.torch = self.torch or other.torch
         self._stated.update(other._stated)
         for mesh, files in other._sizes.items():
             self._sizes.setdefault(mesh, []).extend(files)

@@ -18,9 +18,8 @@ from ckpt_tools.core.index import ByteRange, Chunk
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.errors import CheckpointError, UnsupportedError
-from ckpt_tools.formats.pickle.state_dict import Stored
-from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor
-from ckpt_tools.formats.torch_file.dtensor_read import held_box, layout_of
+from ckpt_tools.formats.pickle.torch_stubs import Stored, StoredDTensor, StoredPieces, StoredTensor
+from ckpt_tools.formats.torch_file.dtensor_read import held_box, layout_of, pieces_of
 from ckpt_tools.formats.torch_file.open import (
     SavedFile,
     byte_range_of,
@@ -31,16 +30,23 @@ from ckpt_tools.storage.reader import Files
 # Buffers and step counters are small; what is larger is compared by the CRCs of its records.
 MAX_COMPARED = 1 << 20
 _MAX_COMPARED_IN_ALL = 512 << 20
+_PLAIN = "plain tensor"
+_KINDS = {
+    StoredTensor: _PLAIN,
+    StoredDTensor: "DTensor",
+    StoredPieces: "CheckpointableTensor",
+}
 
 
 class RankTensor(NamedTuple):
     """What one rank holds of a tensor.
 
-    ``shape`` is the whole tensor's, ``layout`` None for a plain tensor. ``crc`` is that of the
-    record, which the part fills when ``fills_record``. ``flaw`` says why the part cannot be placed.
+    ``shape`` is the whole tensor's, ``layout`` a DTensor's. ``crc`` is that of the record, which
+    the part fills when ``fills_record``. ``flaw`` says why the part cannot be placed.
     """
 
     rank: int
+    kind: str
     dtype: DType
     shape: tuple[int, ...]
     box: Box
@@ -69,37 +75,44 @@ class RankObject(NamedTuple):
 
 
 class RankTensors:
-    """Makes parts out of stored tensors; layouts and boxes are shared between equal ones."""
+    """Makes parts out of stored tensors; layouts and boxes are shared between equal ones.
+
+    A DTensor is one part, a CheckpointableTensor one for each of its pieces.
+    """
 
     def __init__(self) -> None:
         self._layouts: dict[object, Layout] = {}
         self._boxes: dict[object, Box] = {}
 
-    def part(self, stored: Stored, saved: SavedFile, rank: int) -> RankTensor:
-        """The part of a tensor that this file holds."""
-        local = stored.local
-        record = saved.record_of(local.storage)
-        data = byte_range_of(local, record, saved.path)
-        layout, box, flaw = None, Box.whole(local.shape), None
-        if isinstance(stored, StoredDTensor):
-            try:
+    def parts(self, stored: Stored, saved: SavedFile, rank: int) -> Iterator[RankTensor]:
+        """The parts of a tensor that this file holds."""
+        held = [(Box.whole(stored.local.shape), stored.local)]
+        layout, flaw = None, None
+        try:
+            if isinstance(stored, StoredDTensor):
                 layout = self._layout(stored)
-                box = self._box(stored, layout)
-            except UnsupportedError as error:
-                flaw = error.message.removesuffix(".")
-        return RankTensor(
-            rank=rank,
-            dtype=dtype_named(stored.dtype),
-            shape=stored.shape,
-            box=box,
-            data=data,
-            strides=strides_of(local),
-            layout=layout,
-            crc=record.crc,
-            fills_record=data.length == record.length,
-            flaw=flaw,
-            codec=local.sign,
-        )
+                held = [(self._box(stored, layout), stored.local)]
+            elif isinstance(stored, StoredPieces):
+                held = pieces_of(stored)
+        except UnsupportedError as error:
+            flaw = error.message.removesuffix(".")
+        record = saved.record_of(stored.local.storage)
+        for box, local in held:
+            data = byte_range_of(local, record, saved.path)
+            yield RankTensor(
+                rank=rank,
+                kind=_KINDS[type(stored)],
+                dtype=dtype_named(stored.dtype),
+                shape=stored.shape,
+                box=box,
+                data=data,
+                strides=strides_of(local),
+                layout=layout,
+                crc=record.crc,
+                fills_record=data.length == record.length,
+                flaw=flaw,
+                codec=local.sign,
+            )
 
     def _layout(self, stored: StoredDTensor) -> Layout:
         key = (stored.mesh.shape, stored.mesh.dim_names, stored.placements, stored.shard_order)
@@ -138,7 +151,7 @@ def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> JoinedTe
     complaint = next((part.flaw for part in parts if part.flaw is not None), None)
     if complaint is None:
         complaint = _disagreement(first, parts)
-    if first.layout is None and first.flaw is None:
+    if first.kind == _PLAIN:
         return _join_plain(parts, comparison, complaint)
     layout = first.layout
     same = [part for part in parts if part.flaw is None and part.shape == first.shape]
@@ -202,11 +215,11 @@ def _disagreement(first: RankTensor, parts: Sequence[RankTensor]) -> str | None:
     for part in parts:
         both, what = (first, part), "it is"
         layouts = [one.layout for one in both if one.layout is not None]
-        if len(layouts) == 1:
-            said = ["a plain tensor" if one.layout is None else "a DTensor" for one in both]
+        if part.kind != first.kind:
+            said = [f"a {one.kind}" for one in both]
         elif part.dtype != first.dtype:
             said = [one.dtype.name for one in both]
-        elif layouts and part.shape != first.shape:
+        elif part.kind != _PLAIN and part.shape != first.shape:
             said, what = [str(list(one.shape)) for one in both], "its global shape is"
         elif part.layout != first.layout:
             said = [f"({layout}) of {layout.mesh}" for layout in layouts]

@@ -153,9 +153,9 @@ class IndexBuilder:
             for other in state.objects:
                 if other.flaw is not None:
                     raise other.flaw.at(f"{file.path}: {other.fqn}")
-        parts = [self.parts.part(leaf.stored, saved, file.rank) for leaf in state.tensors]
-        for leaf, part in zip(state.tensors, parts, strict=True):
-            self.gathered.tensors.setdefault(leaf.path, []).append(part)
+        parts = [[*self.parts.parts(leaf.stored, saved, file.rank)] for leaf in state.tensors]
+        for leaf, held in zip(state.tensors, parts, strict=True):
+            self.gathered.tensors.setdefault(leaf.path, []).extend(held)
         return state, saved.pickle
 
     def _gather(self, file: RankFile, state: StateDict, pickle: ByteRange) -> None:
@@ -227,6 +227,7 @@ class IndexBuilder:
             ),
             world_size=world,
             mesh=self.ranks.mesh,
+            torch_version=self.ranks.torch,
             ties=tuple(sorted(self.ties)),
             notes=(*self.notes, *entries.notes, *checks.absent_replicas(spared, world)),
             problems=tuple(problems),

@@ -44,14 +44,17 @@ from ckpt_tools.formats.pickle.dump import (
 )
 from ckpt_tools.formats.rank_files import file_names as rank_names
 from ckpt_tools.formats.torch_file.dtensor_write import (
-    NEWEST,
     MeshPlace,
     RankMesh,
-    TorchVersion,
-    check_version,
     dtensor_node,
     mesh_ranks,
     rank_mesh,
+)
+from ckpt_tools.formats.torch_file.generations import (
+    NEWEST,
+    Generation,
+    TorchVersion,
+    generation_of,
 )
 from ckpt_tools.formats.torch_file.write import archive_name, items_in
 from ckpt_tools.formats.zip.layout import lay_out
@@ -66,7 +69,7 @@ def plan_files(
     mesh: Mesh,
     device_type: str,
     naming: str = NAMING,
-    torch_version: TorchVersion = NEWEST,
+    torch_version: TorchVersion = NEWEST.last,
     tree: Branch[str] = NO_TREE,
 ) -> LazyPlans:
     """One file for each rank of the mesh, or one for each rank and each part of the checkpoint.
@@ -74,19 +77,19 @@ def plan_files(
     ``naming`` has ``{rank}``, and may have ``{world}`` and ``{family}``. With ``{family}`` and a
     state dict that consists of well-known parts (model, optim, extra_state…) each part has its own
     files, without the part's name in the nesting, as verl writes them; all else is one family,
-    ``model``. Each torch reads only the DeviceMesh of its own time: of 2.5 to 2.9, of 2.10 to 2.12,
-    or from 2.13 on. Tensors and objects are where ``tree`` has their names, else at their paths.
+    ``model``. Each torch reads only the DeviceMesh of its own `generations`. Tensors and objects
+    are where ``tree`` has their names, else at their paths.
 
-    Raises UsageError when a layout's mesh has another size than ``mesh`` or the naming has no
-    rank, IncompleteError when the source's chunks do not cover a tensor, UnsupportedError for an
-    object that was not opened and for paths that exclude each other.
+    Raises UsageError for a torch that has none, when a layout's mesh has another size than ``mesh``
+    or the naming has no rank, IncompleteError when the source's chunks do not cover a tensor,
+    UnsupportedError for an object that was not opened and for paths that exclude each other.
     """
-    check_version(torch_version)
+    generation = generation_of(torch_version)
     refuse_types_not_in_torch(targets)
     require_mesh_size(targets, mesh.size)
     files: list[PlannedFile] = []
     for family, part in _families(placed_tree(targets, objects, tree), naming=naming).items():
-        planner = _Planner(part, device_type=device_type, torch_version=torch_version)
+        planner = _Planner(part, device_type=device_type, generation=generation)
         if "{rank}" not in naming:
             raise UsageError(f"The naming {naming!r} of rank files has no {{rank}}.")
         path = naming.replace("{family}", family).replace("{world}", str(mesh.size))
@@ -134,12 +137,12 @@ class _Planner:
         tree: Branch[Target | ObjectEntry],
         *,
         device_type: str,
-        torch_version: TorchVersion,
+        generation: Generation,
     ) -> None:
         self._tree = tree
         self._targets = [leaf for leaf in tree.leaves() if isinstance(leaf, Target)]
         self._device_type = device_type
-        self._torch_version = torch_version
+        self._generation = generation
         # Now, and not when files are half written, it is seen that the chunks are all there.
         self._finders = [Finder(target.entry).require_whole() for target in self._targets]
         self._boxes: dict[tuple[Layout, tuple[int, ...]], list[Box]] = {}
@@ -186,7 +189,7 @@ class _Planner:
         return self._boxes[key][rank]
 
     def _new(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
-        shards = _Shards(self._device_type, self._torch_version)
+        shards = _Shards(self._device_type, self._generation)
         local = iter(sizes)
 
         def node(leaf: Target | ObjectEntry) -> Node:
@@ -199,11 +202,11 @@ class _Planner:
 class _Shards:
     """Adds the tensors of one file, with ``storages`` by their keys, and the meshes they are on."""
 
-    def __init__(self, device_type: str, torch_version: TorchVersion) -> None:
+    def __init__(self, device_type: str, generation: Generation) -> None:
         self.storages: list[int | bytes] = []
         self.meshes: dict[Mesh, RankMesh] = {}
         self._device_type = device_type
-        self._torch_version = torch_version
+        self._generation = generation
         self._blanks = 1  # the first one is the rank
 
     def add(self, target: Target, sizes: tuple[int, ...]) -> Node:
@@ -226,7 +229,7 @@ class _Shards:
                 MeshPlace(Blank(0), tuple(map(Blank, range(first, self._blanks)))),
                 device_type=self._device_type,
                 key=len(self.storages),
-                torch_version=self._torch_version,
+                generation=self._generation,
             )
             self.storages.append(mesh_ranks(mesh))
         return self.meshes[mesh]

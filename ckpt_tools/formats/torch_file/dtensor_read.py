@@ -1,9 +1,13 @@
-"""What a pickled DTensor means: its layout on its mesh, and the box that its rank holds.
+"""What a pickled DTensor means: its layout on its mesh, and the box that its rank holds; and the
+boxes of a CheckpointableTensor.
 
-It knows records of DTensors and our own layouts, neither files nor names.
+It knows their records and our own layouts, neither files nor names.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from operator import mul
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.layout import (
@@ -18,7 +22,10 @@ from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.torch_stubs import (
     StoredDTensor,
     StoredMesh,
+    StoredPieces,
     StoredPlacement,
+    StoredTensor,
+    as_counts,
 )
 
 
@@ -61,6 +68,35 @@ def held_box(stored: StoredDTensor, layout: Layout) -> Box:
             f"{layout.mesh} gives {list(box.sizes)} at {list(stored.mesh.coordinate)}"
         )
     return box
+
+
+def pieces_of(stored: StoredPieces) -> list[tuple[Box, StoredTensor]]:
+    """The box of each piece, and the view of the local tensor that it is; an empty one for none.
+
+    Of a local (7, 4) that begins with two rows of padding, ``global_offsets=((8, 0),)``,
+    ``local_offsets=((2, 0),)`` and ``local_sizes=((5, 4),)`` give rows 8 to 13, from element 8 on.
+
+    Raises UnsupportedError for a piece that is not inside of both.
+    """
+    local, whole = stored.local, Box.whole(stored.shape)
+    rows = [stored.global_offsets, stored.local_offsets, stored.sizes]
+    starts, begins, sizes = ([as_counts(one, "a piece of a tensor") for one in row] for row in rows)
+    if not len(starts) == len(begins) == len(sizes):
+        raise UnsupportedError(f"its pieces have {len(starts)} offsets and {len(sizes)} sizes")
+    held = []
+    for start, begin, size in zip(starts, begins, sizes, strict=True):
+        box, view = Box(start, size), Box(begin, size)
+        alike = len(start) == len(begin) == len(size) == len(local.shape) == len(stored.shape)
+        if not (alike and whole.contains(box) and Box.whole(local.shape).contains(view)):
+            raise UnsupportedError(
+                f"its piece of {list(size)} at {list(start)} of {list(stored.shape)} is not inside "
+                f"of that, or of its local tensor {list(local.shape)} at {list(begin)}"
+            )
+        first = sum(map(mul, begin, local.strides))
+        offset = local.storage_offset + first
+        held.append((box, replace(local, storage_offset=offset, shape=size)))
+    nothing = (0,) * len(stored.shape)
+    return held or [(Box(nothing, nothing), replace(local, shape=nothing))]
 
 
 def _placement(stored: StoredPlacement) -> Placement:

@@ -1,23 +1,17 @@
 """What a pickle says of a DTensor: mesh, placements and local tensor, as each torch has them.
 
-A pickled DeviceMesh is the inside of a class that torch changes: up to 2.9 an int tensor of ranks,
-then a layout with one shape and one stride, from 2.13 on a layout of axes. Each torch reads its own
-only, so a pickle is made for one. What 2.5 to 2.9 and 2.10 to 2.12 read is taken from files that
-2.9.1 and 2.11 wrote.
-
-The nodes are for `pickle.dump`; files are not known here.
+Each torch reads its own DeviceMesh only, so a pickle is made for one of `generations`. The nodes
+are for `pickle.dump`; files are not known here.
 """
 
 from __future__ import annotations
 
-import re
 import struct
 from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType, dtype_named
 from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.layout import Layout, Mesh, Replicate
-from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.pickle.dump import (
     Blank,
     Call,
@@ -26,6 +20,7 @@ from ckpt_tools.formats.pickle.dump import (
     Node,
     tensor_node,
 )
+from ckpt_tools.formats.torch_file.generations import Generation
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _SPEC = "torch.distributed.tensor._dtensor_spec"
@@ -38,37 +33,13 @@ _DEVICE_MESH = Global("torch.distributed.device_mesh", "DeviceMesh")
 _STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 _INT32 = dtype_named("int32")
 
-TorchVersion = tuple[int, int]
-NEWEST: TorchVersion = (2, 13)
-_OLDEST: TorchVersion = (2, 5)  # the first that has DTensor under its public name
-_FIRST_LAYOUT: TorchVersion = (2, 10)
-_FIRST_AXES: TorchVersion = (2, 13)
-
-
-def parse_version(text: str) -> TorchVersion:
-    """The two numbers that a torch version starts with: ``2.11.0+cu130`` gives (2, 11).
-
-    Raises UsageError for a text that does not start so.
-    """
-    match = re.match(r"(\d+)\.(\d+)", text)
-    if match is None:
-        raise UsageError(f"{text!r} is not a version of torch, which looks like 2.13.")
-    return int(match[1]), int(match[2])
-
-
-def check_version(version: TorchVersion) -> None:
-    """Raises UsageError for a torch whose DTensors cannot be written."""
-    if version < _OLDEST:
-        text = ".".join(map(str, version))
-        raise UsageError(f"Rank files can be written for torch 2.5 and newer, not for {text}.")
-
 
 class RankMesh(NamedTuple):
     """A DeviceMesh as one process of one version of torch has it."""
 
     node: Instance
     device_type: str
-    torch_version: TorchVersion
+    generation: Generation
 
 
 class MeshPlace(NamedTuple):
@@ -84,53 +55,42 @@ def mesh_ranks(mesh: Mesh) -> bytes:
 
 
 def rank_mesh(
-    mesh: Mesh, place: MeshPlace, *, device_type: str, key: int, torch_version: TorchVersion
+    mesh: Mesh, place: MeshPlace, *, device_type: str, key: int, generation: Generation
 ) -> RankMesh:
     """The DeviceMesh as one process has it; ``key`` is that of its storage of ranks."""
     ranks = tuple(range(mesh.size))
-    state: dict[str, Node]
-    if torch_version < _FIRST_LAYOUT:
-        state = {
-            "device_type": device_type,
-            "mesh": tensor_node(_INT32, mesh.shape, key=key),
-            "mesh_dim_names": mesh.dim_names,
-            "_flatten_mesh_list": ranks,
-            "_thread_id": None,
-            **_groups(mesh),
-            "_coordinate_on_dim": list(place.coordinate),
-            "_hash": None,
-        }
-    else:
-        state = {
-            "_device_type": device_type,
-            "_layout": _layout_node(mesh, torch_version),
-            "_rank_map": tensor_node(_INT32, (mesh.size,), key=key),
-            "_mesh_dim_names": mesh.dim_names,
-            "_root_mesh": None,
-            "_flatten_rank_map": ranks,
-            "_thread_id": None,
-            "_flatten_mapping": {},
-            **_groups(mesh),
-            "_rank": place.rank,
-            "_coordinate_on_dim": place.coordinate,
-            "_hash": None,
-        }
-    return RankMesh(Instance(_DEVICE_MESH, state=state), device_type, torch_version)
+    # It is a tuple since torch keeps the rank as well.
+    coordinate = place.coordinate if "_rank" in generation.mesh else [*place.coordinate]
+    values: dict[str, Node] = {
+        "device_type": device_type,
+        "_device_type": device_type,
+        "mesh": tensor_node(_INT32, mesh.shape, key=key),
+        "_layout": _layout_node(mesh, generation),
+        "_rank_map": tensor_node(_INT32, (mesh.size,), key=key),
+        "mesh_dim_names": mesh.dim_names,
+        "_mesh_dim_names": mesh.dim_names,
+        "_root_mesh": None,
+        "_preserve_rank_order": False,
+        "_flatten_mesh_list": ranks,
+        "_flatten_rank_map": ranks,
+        "_thread_id": None,
+        "_flatten_mapping": {},
+        "_rank": place.rank,
+        "_coordinate_on_dim": coordinate,
+        "_hash": None,
+    }
+    if len(mesh.shape) == 1:  # the group of the whole world; of other meshes a job makes up names
+        values["_dim_group_infos"] = [("ptd:0", [*ranks], "0")]
+        values["_dim_group_names"] = ["0"]
+    state = {name: values[name] for name in generation.mesh if name in values}
+    return RankMesh(Instance(_DEVICE_MESH, state=state), device_type, generation)
 
 
-def _groups(mesh: Mesh) -> dict[str, Node]:
-    """The process groups of the mesh's dimensions, as far as their names can be known.
-
-    A 1-D mesh uses the group of the whole world, "0"; of others a job makes up the names.
-    """
-    return {"_dim_group_names": ["0"]} if len(mesh.shape) == 1 else {}
-
-
-def _layout_node(mesh: Mesh, torch_version: TorchVersion) -> Instance:
+def _layout_node(mesh: Mesh, generation: Generation) -> Instance:
     """Sizes and strides of the mesh's dimensions, in the form of this torch."""
     cls = Global(_LAYOUT, "_MeshLayout")
     strides = row_major_strides(mesh.shape)
-    if torch_version < _FIRST_AXES:
+    if "axes" not in generation.layout:
         return Instance(cls, state={"shape": (*mesh.shape,), "stride": strides})
     axes = tuple(
         Instance(
@@ -154,20 +114,17 @@ def dtensor_node(
     device = Call(Global("torch", "device"), (mesh.device_type,))
     wrapper = (_DTENSOR, kind, (*shape,), (*strides,), 0, _STRIDED, device, False)
     size = Call(Global("torch", "Size"), ((*shape,),))
-    state: dict[str, Node] = {
+    strided = any(layout.split_factor(mesh_dim) > 1 for mesh_dim in _cut(layout))
+    says_strided = strided and "use_strided_shard_as_shard_order" in mesh.generation.spec
+    values: dict[str, Node] = {
         "mesh": mesh.node,
         "placements": tuple(_placement_node(layout, dim) for dim in range(len(layout.placements))),
         "tensor_meta": Instance(Global(_SPEC, "TensorMeta"), (size, (*strides,), kind)),
+        "shard_order": None if says_strided else _order_node(layout),
+        "use_strided_shard_as_shard_order": strided,
+        "_hash": None,
     }
-    if mesh.torch_version >= _FIRST_LAYOUT:
-        strided = any(
-            layout.split_factor(mesh_dim) > 1
-            for mesh_dim, placement in enumerate(layout.placements)
-            if not isinstance(placement, Replicate)
-        )
-        state["shard_order"] = None if strided else _order_node(layout)
-        state["use_strided_shard_as_shard_order"] = strided
-    state["_hash"] = None
+    state = {name: values[name] for name in mesh.generation.spec}
     spec = Instance(Global(_SPEC, "DTensorSpec"), state=state)
     inner: dict[str, Node] = {"_local_tensor": local, "_spec": spec}
     return Call(_REBUILD_TYPE, (_REBUILD_WRAPPER, _DTENSOR, wrapper, (None, inner)))
@@ -185,11 +142,16 @@ def _placement_node(layout: Layout, mesh_dim: int) -> Instance:
 
 
 def _order_node(layout: Layout) -> tuple[Node, ...]:
-    """Which mesh dimensions cut each tensor dimension, from left to right."""
+    """Which mesh dimensions cut each tensor dimension, from the first cut to the last."""
     cuts: dict[int, list[int]] = {}
-    for mesh_dim, placement in enumerate(layout.placements):
-        if not isinstance(placement, Replicate):
-            cuts.setdefault(placement.dim, []).append(mesh_dim)
+    for mesh_dim, dim in sorted(_cut(layout).items(), key=lambda cut: layout.order.index(cut[0])):
+        cuts.setdefault(dim, []).append(mesh_dim)
     return tuple(
         Instance(Global(_SPEC, "ShardOrderEntry"), (dim, tuple(cuts[dim]))) for dim in sorted(cuts)
     )
+
+
+def _cut(layout: Layout) -> dict[int, int]:
+    """The mesh dimensions that cut a tensor, each with the dimension that it cuts."""
+    placements = enumerate(layout.placements)
+    return {mesh_dim: p.dim for mesh_dim, p in placements if not isinstance(p, Replicate)}

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.core import names
+from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
@@ -29,7 +30,7 @@ from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
 from ckpt_tools.formats.pickle.state_dict import TensorLeaf, flatten
-from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredTensor
+from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredPieces, StoredTensor
 from ckpt_tools.formats.torch_file import dtensor_read as dtensors
 from ckpt_tools.formats.torch_file.open import (
     HEAD,
@@ -104,6 +105,8 @@ def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointI
     pairs = some([f"{one} and {other}" for one, other in overlapping(state.tensors)])
     overlaps = [f"Views that share elements of one storage: {pairs}."] if pairs else []
     objects = [leaf.entry(sections[leaf.path], saved.pickle) for leaf in state.objects]
+    problems = [*_problems(state.tensors, placed, path)]
+    problems += uncovered(tensors, known=frozenset().union(*(one.about for one in problems)))
     return CheckpointIndex(
         root=path,
         format=FORMAT,
@@ -112,49 +115,56 @@ def read_file(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointI
         files=(FileEntry(path, saved.length),),
         ties=tied(state.tensors),
         notes=(*_zero_weights(tensors), *overlaps),
-        problems=tuple(_problems(state.tensors, placed, path)),
+        problems=tuple(problems),
         tree=state.tree,
     )
 
 
 class _Position(NamedTuple):
-    """Where a tensor's elements belong; ``flaw`` says why that cannot be known."""
+    """Where a tensor's elements belong: boxes, each with the view of the file's tensor that fills
+    it; ``flaw`` says why that cannot be known.
+    """
 
-    box: Box
+    held: Sequence[tuple[Box, StoredTensor]]
     layout: Layout | None = None
     flaw: UnsupportedError | None = None
 
 
 def _placed(leaf: TensorLeaf, saved: SavedFile) -> _Position:
-    """The box of a tensor: all of it, unless it is one rank's part of a DTensor."""
-    stored = leaf.stored
-    if isinstance(stored, StoredTensor):
-        return _Position(Box.whole(stored.shape))
+    """The boxes of a tensor: all of it, unless it is one rank's part of a larger one."""
+    stored, local = leaf.stored, leaf.stored.local
     try:
-        layout = dtensors.layout_of(stored)
-        return _Position(dtensors.held_box(stored, layout), layout)
+        if isinstance(stored, StoredPieces):
+            return _Position(dtensors.pieces_of(stored))
+        if isinstance(stored, StoredDTensor):
+            layout = dtensors.layout_of(stored)
+            return _Position([(dtensors.held_box(stored, layout), local)], layout)
     except UnsupportedError as error:
         message = f"{saved.path}: {leaf.fqn}: {error.message}."
         flaw = error.reworded(message).concerning((leaf.fqn,))
-        return _Position(Box.whole(stored.local.shape), flaw=flaw)
+        return _Position([(Box.whole(local.shape), local)], flaw=flaw)
+    return _Position([(Box.whole(local.shape), local)])
 
 
 def _tensor(leaf: TensorLeaf, place: _Position, saved: SavedFile, section: Section) -> TensorEntry:
-    stored, local = leaf.stored, leaf.stored.local
-    chunk = Chunk(
-        place.box,
-        byte_range_of(local, saved.record_of(local.storage), saved.path),
-        strides=strides_of(local),
-        codec=local.sign,
-        rank=None if isinstance(stored, StoredTensor) else stored.mesh.rank,
-    )
+    stored, record = leaf.stored, saved.record_of(leaf.stored.local.storage)
+    chunks = [
+        Chunk(
+            box,
+            byte_range_of(view, record, saved.path),
+            strides=strides_of(view),
+            codec=view.sign,
+            rank=stored.mesh.rank if isinstance(stored, StoredDTensor) else None,
+        )
+        for box, view in place.held
+    ]
     return TensorEntry(
         fqn=leaf.fqn,
         path=leaf.path,
         section=section,
         dtype=dtype_named(stored.dtype),
         shape=stored.shape,
-        chunks=(chunk,),
+        chunks=tuple(chunks),
         layout=place.layout,
     )
 

@@ -124,7 +124,8 @@ def identity(facts: Inspection) -> Iterator[tuple[str, str]]:
         yield "framework", facts.framework
     if facts.world_size is not None:
         yield "world size", counted(facts.world_size, "rank")
-    yield "mesh", str(facts.mesh or "none stated, nothing sharded")
+    unstated = "none stated, nothing sharded" if facts.whole else "none stated"
+    yield "mesh", str(facts.mesh or unstated)
     if facts.mesh is not None and facts.placements:
         yield (
             "placements",

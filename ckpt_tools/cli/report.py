@@ -125,7 +125,8 @@ def identity(facts: Inspection) -> Iterator[tuple[str, str]]:
     if facts.world_size is not None:
         yield "world size", counted(facts.world_size, "rank")
     sharded = any(text != summary.IN_ONE_PIECE for text, _ in facts.placements)
-    yield "mesh", str(facts.mesh or ("none" if sharded else "none stated, nothing sharded"))
+    unstated = "none stated, nothing sharded" if facts.whole else "none stated"
+    yield "mesh", str(facts.mesh or ("none" if sharded else unstated))
     if facts.placements and (facts.mesh is not None or sharded):
         yield (
             "placements",

@@ -20,7 +20,14 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.text import some
-from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError, paths_instead
+from ckpt_tools.errors import (
+    IncompleteError,
+    Instead,
+    UnreadableError,
+    UsageError,
+    Way,
+    paths_instead,
+)
 from ckpt_tools.formats import (
     dcp,
     foreign,
@@ -29,6 +36,7 @@ from ckpt_tools.formats import (
     rank_files,
     runs,
     safetensors,
+    slices,
     tensor_parallel,
     torch_file,
 )
@@ -284,7 +292,7 @@ def read_written(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoi
         before = _states(os.path.dirname(cut[0]) or ".")
         return _with_states(tensor_parallel.read_index(place, cut, options), before)
     if not is_checkpoint(place):
-        place = _only_one_inside(place)
+        place = _only_one_inside(place, options)
         if unfinished.is_unfinished(place):
             unfinished.refuse_unfinished(place)
     index, shown_by = _read_place(place, options)
@@ -326,7 +334,8 @@ def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str 
 
         index = parts.joined(folder_parts, read, options)
         return _with_states(index, before), folder_parts.shown_by
-    index = _with_states(_read_format(place, options), before)
+    index = slices.checked(_read_format(place, options), _read_format, options)
+    index = _with_states(index, before)
     framework, shown_by = frameworks.framework(index)
     return replace(index, framework=framework), shown_by
 
@@ -383,7 +392,7 @@ def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> Che
 
 
 def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
-    """The rank files that a glob chooses, as one checkpoint."""
+    """The rank files, or the parts of a model, that a glob chooses, as one checkpoint."""
     matched = paths.glob(path) if any(c in path for c in "*?[") else []
     if not matched:
         raise IncompleteError(f"{path} does not exist.")
@@ -394,9 +403,13 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     if form not in (None, rank_files.FORMAT, torch_file.FORMAT):
         return _read_globbed_folder(path, folder, frozenset(map(paths.normal, matched)), options)
     from ckpt_tools.formats.rank_files import read as of_ranks
+    from ckpt_tools.formats.torch_file import folder as of_files
 
     before = paths.states_now(matched)
-    return _with_states(of_ranks.read_index(matched, options=options), before)
+    are_of_ranks = any(rank_of(one) is not None for one in matched) or rank_files.globs_of(matched)
+    are_parts = slices.are_numbered(matched) and not are_of_ranks
+    read = of_files.read_index if are_parts else of_ranks.read_index
+    return _with_states(read(matched, options=options), before)
 
 
 def _read_globbed_folder(
@@ -418,7 +431,7 @@ def _read_globbed_folder(
     )
 
 
-def _only_one_inside(folder: str) -> str:
+def _only_one_inside(folder: str, options: ReadOptions) -> str:
     """The only checkpoint below a folder; raises when there is none or more than one."""
     saves = checkpoints_in(folder)
     if len(saves) == 1:
@@ -435,10 +448,16 @@ def _only_one_inside(folder: str) -> str:
             )
         raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
     inside = [one.path for one in reversed(saves)]
+    message = f"{folder} is not a checkpoint; {len(inside)} are inside."
     of_ranks = rank_files.globs_of(inside)
+    whole, problem = slices.whole_among(of_ranks or inside, _read_format, options)
+    if problem is None:
+        raise UnreadableError(message, instead=paths_instead(folder, whole))
+    ways = () if problem.instead is None else problem.instead.ways
     raise UnreadableError(
-        f"{folder} is not a checkpoint; {len(inside)} are inside.",
-        instead=paths_instead(folder, of_ranks or inside),
+        f"{message}\n  {problem.message}",
+        hint=problem.advice,
+        instead=Instead(folder, (*ways, *map(Way, whole))),
     )
 
 

@@ -33,6 +33,10 @@ _MEGATRON = _Tool(
     "a Megatron checkpoint, whose tensors are cut, flattened and renamed by Megatron's own rules",
     "Use Megatron-LM's or Megatron-Bridge's own converter.",
 )
+_NANOTRON = _Tool(
+    "a nanotron checkpoint, with a file for each parameter and tensor-parallel rank",
+    "Use nanotron's examples/llama/convert_nanotron_to_hf.py; what that writes is read here.",
+)
 _ORBAX = _Tool("an Orbax checkpoint", "Use orbax-checkpoint (ocp.PyTreeCheckpointer().restore).")
 _TORCHSNAPSHOT = _Tool(
     "a torchsnapshot checkpoint",
@@ -65,15 +69,25 @@ _PADDLE = _Tool("a PaddlePaddle checkpoint", "Use paddle.load.")
 _FOLDERS = (
     (
         _DEEPSPEED,
-        r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt|.*_model_states\.pt",
+        r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt|.*[-_]model_states\.pt",
     ),
     (_ORBAX, r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt"),
     (_TORCHSNAPSHOT, r"\.snapshot_metadata"),
     # One rank alone has whole tensors, which are read.
     (_MEGATRON, r"mp_rank_(?!00$)\d+(_\d+)*"),
 )
+# And a folder with a JSON file that begins with this: the tool, the file, and what is said of it.
+_JSON_FILES = (
+    (
+        _MEGATRON,
+        "metadata.json",
+        rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"',
+        "a sharded_backend",
+    ),
+    (_NANOTRON, "checkpoint_metadata.json", rb'"tp"\s*:\s*\d', "a count of tp ranks"),
+)
 _FILES = (
-    (_DEEPSPEED, r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt"),
+    (_DEEPSPEED, r"(bf16_|fp16_)?zero_pp_rank_\d+.*states\.pt|layer_\d+-.*model_states\.pt"),
     (_ORBAX, r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
     (_TORCHSNAPSHOT, r"\.snapshot_metadata"),
     (_MSGPACK, r".*\.msgpack(\.index\.json)?"),
@@ -164,20 +178,14 @@ def _names(folder: str) -> list[str]:
 def _of_folder(folder: str) -> tuple[_Tool, str] | None:
     """The tool that wrote a folder, and the name that says so."""
     names = _names(folder)
-    metadata = os.path.join(folder, "metadata.json")
-    if "metadata.json" in names and _has_megatron_backend(metadata):
-        return _MEGATRON, "a sharded_backend in its metadata.json"
+    for tool, name, sign, said in _JSON_FILES:
+        if name in names and re.search(sign, paths.head(os.path.join(folder, name), 1024)):
+            return tool, f"{said} in its {name}"
     for tool, pattern in _FOLDERS:
         seen = next((name for name in names if re.fullmatch(pattern, name)), None)
         if seen is not None:
             return tool, seen
     return None
-
-
-def _has_megatron_backend(path: str) -> bool:
-    """Whether this JSON file is one of Megatron's dist_checkpointing."""
-    text = paths.head(path, 1024)
-    return re.search(rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"', text) is not None
 
 
 def _of_name(name: str) -> _Tool | None:

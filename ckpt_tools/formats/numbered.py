@@ -130,7 +130,9 @@ def gaps_in_numbers(folder: str, present: Iterable[str]) -> Gaps:
             gaps.problems.append(two_saves(folder, counts))
             continue
         width = len(matches[0][2])
-        for number in absent({int(match[2]) for match in matches}, counts[0]):
+        numbers = {int(match[2]) for match in matches}
+        top = counts[0] - (0 in numbers)  # some count from 0
+        for number in absent(numbers, top):
             path = f"{folder}/{stem}-{number:0{width}}-of-{matches[0][3]}.{suffix}"
             gaps.paths.append(path)
             gaps.problems.append(IncompleteError(f"{path} does not exist."))

@@ -31,6 +31,7 @@ from ckpt_tools.formats.dcp.checks import rank_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
 from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
 from ckpt_tools.formats.one_save import StepCounts
+from ckpt_tools.formats.slices import JOINED_BY_OWNER
 from ckpt_tools.storage.reader import Files
 
 # An item: the name of a tensor and the offsets of its box, None for an object.
@@ -198,7 +199,7 @@ def _differing(differing: Mapping[str, int | None]) -> Iterator[CheckpointError]
         yield UnsupportedError(
             f"{some(fqns)}: replicas that differ between ranks, so it is not known which is right; "
             f"rank {differing[fqns[0]]} is the first that differs.",
-            hint="Leave them out with -x, or save again from a job in which all ranks agree.",
+            hint=f"-x leaves them out. {JOINED_BY_OWNER}",
             about=fqns,
         )
 

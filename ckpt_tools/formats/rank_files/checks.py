@@ -151,7 +151,7 @@ def missing(
         return
     rows = _rows_of(absent[0], world, [entry for entry in tensors if entry.fqn in held])
     lost = f" Rank {absent[0]} held {'; '.join(rows)}." if rows else ""
-    hint = f"Bring them from the other nodes or an older save, e.g. {family.path_of(absent[0])}."
+    hint = f"Bring them from the nodes that wrote them, e.g. {family.path_of(absent[0])}."
     for group in whole_groups(family, world, tensors)[:1]:
         hint += (
             f"\nOr keep only those of ranks {rank_spans(group)}: they hold a replica of every row."

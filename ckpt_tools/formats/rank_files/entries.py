@@ -31,6 +31,7 @@ from ckpt_tools.formats.rank_files.parts import (
     ReplicaComparison,
     join,
 )
+from ckpt_tools.formats.slices import JOINED_BY_OWNER
 from ckpt_tools.storage.reader import Files
 
 _LEAVE_OUT = "Leave them out with -x, or save again from a job in which all ranks agree."
@@ -199,6 +200,7 @@ class _JoinFindings:
     uncompared: list[str] = field(default_factory=list)
     per_rank: list[str] = field(default_factory=list)
     has_flat_pieces: bool = False
+    has_layouts: bool = False
     steps: StepCounts = field(default_factory=StepCounts)
 
     def sees_step(
@@ -231,6 +233,7 @@ class _JoinFindings:
 
     def see(self, entry: TensorEntry, joined: JoinedTensor) -> None:
         """Take in what was found when a tensor was joined."""
+        self.has_layouts |= entry.layout is not None
         if joined.complaint is not None:
             self.complaints.setdefault(joined.complaint, []).append(entry.fqn)
         elif joined.differing:
@@ -252,11 +255,12 @@ class _JoinFindings:
             )
         if self.differing_tensors:
             fqns = list(self.differing_tensors)
+            hint = _LEAVE_OUT if self.has_layouts else JOINED_BY_OWNER
             yield UnsupportedError(
                 f"{some(fqns)}: plain tensors (no DTensors) that differ between ranks, so that "
                 "none is known to be right; "
                 f"rank {self.differing_tensors[fqns[0]]} is the first that differs.",
-                hint=_FLAT_SHARDS if self.has_flat_pieces else _LEAVE_OUT,
+                hint=_FLAT_SHARDS if self.has_flat_pieces else hint,
                 about=fqns,
             )
         if self.differing_objects:

@@ -24,6 +24,7 @@ from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.numbered import Gaps, absent, two_saves
 from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
 from ckpt_tools.formats.safetensors.sections import Home, Homes, decoded
+from ckpt_tools.formats.slices import both_hold
 
 SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -133,12 +134,7 @@ def _double_problems(
     doubles: Mapping[tuple[str, str], Sequence[str]],
 ) -> Iterator[CheckpointError]:
     for (first, second), fqns in doubles.items():
-        yield CheckpointError(
-            f"{first} and {Path(second).name} both hold {some(fqns, 3)}.",
-            hint="They are files of two saves. Read the file that you mean by its own name, "
-            "or move the others away.",
-            about=fqns,
-        )
+        yield both_hold(first, second, fqns)
 
 
 def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) -> list[_Held]:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ckpt_tools.core.index import CheckpointIndex, FileEntry, TensorEntry
 from ckpt_tools.core.text import some
@@ -36,6 +37,7 @@ from ckpt_tools.formats.safetensors.join import (
     TensorFile,
     make_part,
 )
+from ckpt_tools.formats.slices import said_by_header
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
@@ -61,6 +63,7 @@ class _IndexBuilder:
     problems: list[CheckpointError] = field(default_factory=list)
 
     def result(self, *, world_size: int | None = None) -> CheckpointIndex:
+        said = (said_by_header(part.path, part.header.metadata) for part in self.parts)
         return CheckpointIndex(
             root=self.root,
             format=FORMAT,
@@ -68,7 +71,7 @@ class _IndexBuilder:
             files=tuple(sorted(set(self.files), key=lambda file: file.path)),
             world_size=world_size,
             notes=tuple(self.notes),
-            problems=tuple(self.problems),
+            problems=(*islice(filter(None, said), 1), *self.problems),
         )
 
 

@@ -6,7 +6,8 @@ belong together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.index import CheckpointIndex, FileEntry, ObjectEntry, TensorEntry
@@ -19,6 +20,7 @@ from ckpt_tools.formats.numbered import (
     parse_index,
 )
 from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.slices import both_hold, lost_between
 from ckpt_tools.formats.torch_file import read as torch_file
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -46,12 +48,20 @@ def _number_of(name: str) -> int:
     return int(match[3]) if match and match[4] == "bin" else 0
 
 
-def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
-    """The index of all files of a folder or of an index JSON, one after the other.
+def read_index(
+    path: str | Sequence[str], *, options: ReadOptions = ReadOptions()
+) -> CheckpointIndex:
+    """The index of all files of a folder, of an index JSON or of a list, one after the other.
 
     Raises CheckpointError when none can be read; files that are lost or damaged, and names in two
     files, are problems of the index.
     """
+    if not isinstance(path, str):
+        chosen = _IndexBuilder(os.path.commonpath(path), options)
+        chosen.read(path)
+        lost = lost_between(path)
+        chosen.problems += [] if lost is None or chosen.problems else [lost]
+        return chosen.index(None)
     is_folder = paths.is_dir(path)
     folder = path if is_folder else paths.folder_of(path)
     names = _names(folder)
@@ -115,13 +125,7 @@ class _IndexBuilder:
                 held -= {fqn for fqn in doubles if listed.weight_map.get(fqn) != part.root}
             elif doubles:
                 held -= set(doubles)
-                self.problems.append(
-                    CheckpointError(
-                        f"{where[doubles[0]]} and {part.root} both hold {some(doubles, 3)}.",
-                        hint="They are files of two saves: move those of the other away.",
-                        about=doubles,
-                    )
-                )
+                self.problems.append(both_hold(where[doubles[0]], part.root, doubles))
             where |= dict.fromkeys(held, part.root)
             tensors |= {entry.fqn: entry for entry in part.tensors if entry.fqn in held}
             objects |= {entry.fqn: entry for entry in part.objects if entry.fqn in held}

@@ -124,8 +124,9 @@ def identity(facts: Inspection) -> Iterator[tuple[str, str]]:
         yield "framework", facts.framework
     if facts.world_size is not None:
         yield "world size", counted(facts.world_size, "rank")
-    yield "mesh", str(facts.mesh or "none stated, nothing sharded")
-    if facts.mesh is not None and facts.placements:
+    none = "and none gives these shards" if facts.is_sharded else "nothing sharded"
+    yield "mesh", str(facts.mesh or f"none stated, {none}")
+    if facts.is_sharded and facts.placements:
         yield (
             "placements",
             "\n".join(f"{counted(count, 'tensor')}: {text}" for text, count in facts.placements),

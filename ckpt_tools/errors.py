@@ -9,6 +9,7 @@
     │   │   └── UnsafePickleError    a pickle that asks for a global we do not know
     │   ├── IncompleteError      3   something that the checkpoint needs is not there
     │   └── UnsupportedError     3   understood, and refused: reading it would give wrong tensors
+    │       └── NotReadError     3   whole, and of a kind that torch reads and this program does not
     └── WriteError               4   the output could not be written; what was there is untouched
         ├── SourceChangedError   4   the source changed while it was read
         └── PeerFailedError      4   another rank of the job failed or is gone
@@ -138,8 +139,10 @@ class CheckpointError(CkptError):
     """The checkpoint itself is at fault; ``about`` names the entries concerned, if only some.
 
     ``file`` is the path of a file of which nothing can be read, None where that is not the fault.
+    ``verdict`` is the fault in a word or two: its parts contradict one another.
     """
 
+    verdict: ClassVar[str] = "INCONSISTENT"
     file: str | None = None
 
     def __init__(
@@ -169,17 +172,39 @@ class CheckpointError(CkptError):
 class UnreadableError(CheckpointError):
     """Bytes that are not what their format says: cut short, damaged, foreign."""
 
+    verdict: ClassVar[str] = "DAMAGED"
+
 
 class UnsafePickleError(UnreadableError):
     """A pickle asks for a global that is not on the allow list; it was not resolved and not run."""
+
+    verdict: ClassVar[str] = "REFUSED"
 
 
 class IncompleteError(CheckpointError):
     """Something that the checkpoint needs does not exist: a file, a rank, some rows."""
 
+    verdict: ClassVar[str] = "NOT COMPLETE"
+
 
 class UnsupportedError(CheckpointError):
     """A layout or type that is known, and that would be read wrong."""
+
+    verdict: ClassVar[str] = "REFUSED"
+
+
+class NotReadError(UnsupportedError):
+    """A tensor that torch or its library reads and this program does not; nothing is wrong with it.
+
+    It keeps what needs the tensor from being done, and no checkpoint from being whole.
+    """
+
+
+def fault_in(problems: Iterable[CheckpointError]) -> str | None:
+    """The gravest of the problems in a word or two, ``NOT COMPLETE`` or ``DAMAGED``; else None."""
+    found = {problem.verdict for problem in problems}
+    graded = (IncompleteError, UnreadableError, CheckpointError, UnsupportedError)
+    return next((kind.verdict for kind in graded if kind.verdict in found), None)
 
 
 class WriteError(CkptError):

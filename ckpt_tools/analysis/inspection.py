@@ -11,9 +11,17 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis import summary
-from ckpt_tools.analysis.summary import FoundMesh, OptimizerSummary, SectionSum, Step, Verdict
+from ckpt_tools.analysis.summary import (
+    CUT_FREELY,
+    FoundMesh,
+    OptimizerSummary,
+    SectionSum,
+    Step,
+    Verdict,
+)
 from ckpt_tools.core.index import CheckpointIndex, Section
 from ckpt_tools.core.text import ago, counted, format_size
+from ckpt_tools.errors import fault_in
 
 _MOST_IN_HTML = 20  # tensors
 
@@ -29,13 +37,13 @@ class VerdictPart(NamedTuple):
 class Inspection:
     """What a checkpoint is: ``nbytes`` of all files, ``saved`` in seconds since 1970.
 
-    ``whole`` is what headers tell; only `verify` reads every byte. ``placements`` are texts with
-    how many tensors lie so.
+    ``fault`` is what headers tell, in a word or two; only `verify` reads every byte. ``placements``
+    are texts with how many tensors lie so.
     """
 
     root: str
     format: str
-    whole: bool
+    fault: str | None
     resume: Verdict
     step: Step | None
     saved: float | None
@@ -51,12 +59,22 @@ class Inspection:
     notes: tuple[str, ...]
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether any tensor is in pieces."""
+        return self.mesh is not None or any(text == CUT_FREELY for text, _ in self.placements)
+
+    @property
+    def whole(self) -> bool:
+        """Whether headers tell of no fault."""
+        return self.fault is None
+
+    @property
     def state(self) -> tuple[VerdictPart, ...]:
         """The part of the verdict that stays true when it is read later: all but the age."""
         parts = [
             VerdictPart("complete by its headers", "good")
-            if self.whole
-            else VerdictPart("NOT COMPLETE", "bad"),
+            if self.fault is None
+            else VerdictPart(self.fault, "bad"),
             VerdictPart("training can resume", "good")
             if self.resume.yes
             else VerdictPart("training cannot resume", "doubtful"),
@@ -103,7 +121,7 @@ def inspect(
     return Inspection(
         root=whole.root,
         format=whole.format,
-        whole=not whole.problems,
+        fault=fault_in(whole.problems),
         resume=summary.resume_verdict(whole),
         step=step,
         saved=saved,
@@ -114,7 +132,7 @@ def inspect(
         placements=tuple(summary.placements_of(index, mesh)),
         sections=summary.sections_of(index),
         optimizer=summary.optimizer_of(whole),
-        nbytes=sum(file.length or 0 for file in whole.files),
+        nbytes=whole.file_bytes,
         missing=whole.missing,
         notes=whole.notes,
     )

@@ -20,6 +20,7 @@ from ckpt_tools.core.index import (
     ObjectEntry,
     Section,
     TensorEntry,
+    count_of,
 )
 from ckpt_tools.core.layout import Layout, Mesh, Shard
 from ckpt_tools.core.names import is_in_param_groups
@@ -37,7 +38,7 @@ _STEP_NAMES = (
     *("batch", "iteration", "iteration_count"),
 )
 _MAX_NAMED = 5
-IN_ONE_PIECE = "in one piece"
+CUT_FREELY = "cut in a way that no mesh explains"  # of placements: uneven shards of the user's own
 _NUMPY_INT = re.compile(r"numpy\.u?int\d+\((-?\d+)\)")
 
 
@@ -146,9 +147,9 @@ def placements_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> list[
             is_usual = known_mesh is None or layout.mesh == known_mesh.mesh
             counts[text if is_usual else f"{text} on {layout.mesh}"] += 1
         elif len(entry.chunks) > 1:
-            counts["cut in a way that no mesh explains"] += 1
+            counts[CUT_FREELY] += 1
         else:
-            counts[IN_ONE_PIECE] += 1
+            counts["in one piece"] += 1
     return counts.most_common()
 
 
@@ -172,15 +173,17 @@ def sections_of(index: CheckpointIndex) -> dict[Section, SectionSum]:
     """The sums of each section, empty ones included, in the order of `SECTIONS`."""
     sums = {}
     for section in SECTIONS:
-        tensors = [entry for entry in index.tensors if entry.section == section]
+        held = [entry for entry in index.entries if entry.section == section]
         dtypes: Counter[str] = Counter()
-        for entry in tensors:
-            dtypes[entry.dtype.name] += entry.numel
+        for entry in held:
+            if isinstance(entry, TensorEntry):
+                dtypes[entry.dtype.name] += entry.numel
+        count = count_of(held)
         sums[section] = SectionSum(
-            tensors=len(tensors),
-            objects=sum(entry.section == section for entry in index.objects),
+            tensors=count.tensors,
+            objects=count.objects,
             numel=sum(dtypes.values()),
-            nbytes=sum(entry.nbytes for entry in tensors),
+            nbytes=count.nbytes,
             dtypes=dict(dtypes.most_common()),
         )
     return sums
@@ -188,11 +191,8 @@ def sections_of(index: CheckpointIndex) -> dict[Section, SectionSum]:
 
 def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:
     """The optimizer, by the names of its state; None when there is no state."""
-    names = {
-        str(entry.path[-1]).rpartition(".")[2]
-        for entry in index.tensors
-        if entry.section == "optim"
-    }
+    entries: list[Entry] = [*index.tensors, *index.unread]
+    names = {str(e.path[-1]).rpartition(".")[2] for e in entries if e.section == "optim"}
     if not names:
         return None
     kind = kind_of(names)
@@ -248,7 +248,8 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     """Whether training can resume from this checkpoint, as far as its entries show."""
     if index.problems:
         return _no(index.problems[0].message.partition("\n")[0])
-    held = {entry.section for entry in index.tensors}
+    unread = [entry for entry in index.unread if entry.section in ("model", "optim")]
+    held = {entry.section for entry in index.tensors} | {entry.section for entry in unread}
     if "model" not in held:
         return _no("the model weights are missing")
     groups = [
@@ -258,11 +259,11 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     ]
     if "optim" not in held and not groups:
         return _no("the optimizer state is missing; the weights can start a new run")
-    flawed = [entry for entry in index.objects if entry.flaw is not None]
-    unread = [entry for entry in flawed if entry.section in ("model", "optim")]
-    if unread:
-        shown = some([entry.fqn for entry in unread])
-        return _no(f"{shown} cannot be read: {unread[0].flaw}".partition("\n")[0])
+    flawed = [e for e in index.objects if e.flaw is not None and e.section in ("model", "optim")]
+    bad = [entry for entry in flawed if entry not in unread]
+    if bad:
+        shown = some([entry.fqn for entry in bad])
+        return _no(f"{shown} cannot be read: {bad[0].flaw}".partition("\n")[0])
     if not groups:
         return _no(
             "the optimizer's param_groups are missing, and an optimizer cannot load without them"
@@ -271,9 +272,12 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
         return _no(
             "the optimizer has param_groups and none of its tensors, as before its very first step"
         )
+    reason = "model and optimizer state are complete"
     if "optim" not in held:
-        return Verdict(yes=True, reason="the model is complete, and the optimizer keeps no tensors")
-    return Verdict(yes=True, reason="model and optimizer state are complete")
+        reason = "the model is complete, and the optimizer keeps no tensors"
+    if unread:  # by this program; the job has the library that they are of
+        reason += f"; {some([entry.fqn for entry in unread])} not read here: {unread[0].flaw}"
+    return Verdict(yes=True, reason=reason.partition("\n")[0])
 
 
 def _no(reason: str) -> Verdict:

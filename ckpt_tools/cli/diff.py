@@ -105,7 +105,7 @@ def command(
     if header_only:
         compared = compare_headers(a, b, naming=wanted.naming)
     else:
-        total = sum(entry.nbytes for index in (a, b) for entry in index.tensors)
+        total = a.count.nbytes + b.count.nbytes
         with progress.byte_bar(total, label="diff") as on_bytes, Files() as files:
             compared = compare_values(
                 a, b, files, options=wanted, threads=threads, on_bytes=on_bytes

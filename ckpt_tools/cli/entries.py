@@ -76,7 +76,8 @@ def long_row(entry: Entry, mesh: FoundMesh | None) -> tuple[str, ...]:
 def _facts(entry: Entry) -> tuple[str, str, str, str]:
     """Name, type, shape, and size in bytes."""
     if isinstance(entry, ObjectEntry):
-        return printable(entry.fqn), "object", "-", format_size(entry.data.length)
+        size = "-" if entry.nbytes is None else format_size(entry.nbytes)
+        return printable(entry.fqn), "object", "-", size
     size = format_size(entry.nbytes)
     return printable(entry.fqn), entry.dtype.name, short_shape(entry.shape), size
 
@@ -110,7 +111,7 @@ def entry_json(entry: Entry, mesh: FoundMesh | None) -> dict[str, Json]:
         **dict.fromkeys(("dtype", "shape", "nbytes", "placements", "mesh", "chunks", "value")),
     }
     if isinstance(entry, ObjectEntry):
-        return facts | {"nbytes": entry.data.length, "value": plain_json(entry.value)}
+        return facts | {"nbytes": entry.nbytes, "value": plain_json(entry.value)}
     known = layout_of(entry, mesh)
     return facts | {
         "dtype": entry.dtype.name,
@@ -164,7 +165,8 @@ def csv_row(entry: Entry, mesh: FoundMesh | None) -> tuple[str | int, ...]:
     """The cells of `CSV_HEADER`; numbers are exact, and nothing is shortened."""
     if isinstance(entry, ObjectEntry):
         value = value_text(entry) if entry.opened else ""
-        return (entry.fqn, "object", entry.section, "", "", entry.data.length, "", "", "", value)
+        size = "" if entry.nbytes is None else entry.nbytes
+        return (entry.fqn, "object", entry.section, "", "", size, "", "", "", value)
     known = layout_of(entry, mesh)
     return (
         entry.fqn,

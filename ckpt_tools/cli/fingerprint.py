@@ -77,8 +77,7 @@ def command(
 
 def digest(index: CheckpointIndex, *, threads: int | None) -> Fingerprint:
     """The fingerprint of these tensors, with a bar. Raises AnswerNo when there are none."""
-    total = sum(entry.nbytes for entry in index.tensors)
-    with progress.byte_bar(total, label="fingerprint") as on_bytes, Files() as files:
+    with progress.byte_bar(index.count.nbytes, label="fingerprint") as on_bytes, Files() as files:
         digests = fingerprint(index, files, threads=threads, on_bytes=on_bytes)
     if not index.tensors:
         raise AnswerNo(f"{index.root} has no tensors to digest.")

@@ -208,7 +208,8 @@ def _rejoined(args: Sequence[str]) -> Iterator[str]:
     """The arguments with rank files of one folder, several in a row, replaced by their glob."""
     for folder, group in groupby(args, _folder_of_rank_file):
         files = list(group)
-        if folder is None or len(files) == 1:
+        # Files of one rank are of several saves: the two sides of a diff.
+        if folder is None or len(files) == 1 or len(set(map(_rank_of, files))) < len(files):
             yield from files
             continue
         pattern = os.path.join(glob.escape(folder), _pattern(list(map(os.path.basename, files))))
@@ -224,10 +225,13 @@ def _folder_of_rank_file(arg: str) -> str | None:
     """The folder of this file when its name says which rank saved it, else None."""
     if arg.startswith("-") or "rank" not in arg.lower() or not os.path.isfile(arg):
         return None
+    return None if _rank_of(arg) is None else os.path.dirname(arg)
+
+
+def _rank_of(path: str) -> int | None:
     from ckpt_tools import formats  # late: few arguments are such files
 
-    is_of_rank = formats.named("ranks").rank_of(arg) is not None
-    return os.path.dirname(arg) if is_of_rank else None
+    return formats.named("ranks").rank_of(path)
 
 
 def _pattern(names: Sequence[str]) -> str:

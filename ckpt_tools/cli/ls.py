@@ -22,7 +22,8 @@ _HELP = """List the tensors and objects of a checkpoint, one per line, by name.
 On a terminal, long names get their own line; piped output is not wrapped. PLACEMENTS has one part
 for each mesh dimension: S(0) is sharded along dimension 0, R is replicated; for DCP they are
 inferred from the stored boxes. Values of objects follow an equals sign, cut after 80 characters;
-`show`, --json, --jsonl and --csv print them in full.
+`show`, --json, --jsonl and --csv print them in full. An object that shares a pickle with others has
+no BYTES of its own.
 
 """ + options.examples(
     "ckpt-tools ls run7/step-1000",
@@ -66,9 +67,7 @@ def command(
     mesh = mesh_of(whole)
     index = options.with_values(options.choose(whole, chosen))
     _print(index, mesh, form=wanted[0] if wanted else "short")
-    nbytes = format_size(sum(entry.nbytes for entry in index.tensors))
-    tensors = counted(len(index.tensors), "tensor")
-    say(f"{tensors} of {nbytes}, {counted(len(index.objects), 'object')}.")
+    say(f"{index.count}.")
     whole.require_whole()
 
 

@@ -124,10 +124,13 @@ def identity(facts: Inspection) -> Iterator[tuple[str, str]]:
         yield "framework", facts.framework
     if facts.world_size is not None:
         yield "world size", counted(facts.world_size, "rank")
-    sharded = any(text != summary.IN_ONE_PIECE for text, _ in facts.placements)
-    unstated = "none stated, nothing sharded" if facts.whole else "none stated"
-    yield "mesh", str(facts.mesh or ("none" if sharded else unstated))
-    if facts.placements and (facts.mesh is not None or sharded):
+    none = ""
+    if facts.is_sharded:
+        none = ", and none gives these shards"
+    elif facts.whole:
+        none = ", nothing sharded"
+    yield "mesh", str(facts.mesh or f"none stated{none}")
+    if facts.is_sharded and facts.placements:
         yield (
             "placements",
             "\n".join(f"{counted(count, 'tensor')}: {text}" for text, count in facts.placements),

@@ -48,7 +48,7 @@ def line_of(saved: Saved, options: ReadOptions) -> Line:
         form=index.format,
         framework=index.framework,
         holds=tuple(name for name, one in sums.items() if one.tensors or one.objects),
-        nbytes=sum(file.length or 0 for file in index.files),
+        nbytes=index.file_bytes,
         changed=newest / 10**9 if newest else None,
         problem=index.problems[0].message.partition("\n")[0] if index.problems else None,
     )
@@ -73,7 +73,7 @@ def lines(path: str, run: Sequence[Line]) -> Iterator[str]:
     yield from (f"  {row}" for row in render.columns(_HEADER, rows, align="rllrrll", width=None))
     for line in run:
         if line.problem is not None:
-            yield f"  not complete: {render.printable(line.problem)}"
+            yield f"  not whole: {render.printable(line.problem)}"
     yield ""
 
 

@@ -67,9 +67,6 @@ def command(
     index = options.read(ckpt, asked.reading())
     entry = index.tensor(name) or index.object(name)
     if entry is None:
-        index = options.with_values(index)  # a tensor of a tuple has a name once that is opened
-        entry = index.tensor(name)
-    if entry is None:
         raise options.no_such_name(index, name)
     one = index.select({name})
     if any(name in problem.about for problem in one.problems):
@@ -125,9 +122,10 @@ def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
 def object_facts(entry: ObjectEntry) -> Sequence[tuple[str, str]]:
     """What headers say of an object: labels and texts."""
     path, offset, length = entry.data
+    among = "among " if entry.nbytes is None else ""
     return [
         ("kind", f"object of section {entry.section}"),
-        ("file", f"{render.printable(path)}, bytes {offset:,} to {offset + length:,}"),
+        ("file", f"{render.printable(path)}, {among}bytes {offset:,} to {offset + length:,}"),
         *([("not read", entry.flaw.message)] if entry.flaw is not None else ()),
     ]
 

@@ -66,8 +66,7 @@ def command(
         raise UsageError("--csv and --json cannot be used together.")
     index = options.read(ckpt, asked.reading())
     chosen = options.choose(index, asked.filters())
-    total = sum(entry.nbytes for entry in chosen.tensors)
-    with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
+    with progress.byte_bar(chosen.count.nbytes, label="stats") as on_bytes, Files() as files:
         statistics = stats(chosen, files, threads=threads, on_bytes=on_bytes)
     if not chosen.tensors:
         raise AnswerNo(f"{index.root} has no tensors.")

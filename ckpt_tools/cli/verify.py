@@ -212,9 +212,8 @@ _SHOWN = 10
 
 def lines(report: VerifyReport, other: _Against | None) -> Iterator[str]:
     """The report for a person."""
-    verdict = "complete" if report.whole else "NOT COMPLETE"
     how = "" if report.reading is not None else ", by its headers"
-    yield render.heading(f"{render.printable(report.root)}: {verdict}{how}")
+    yield render.heading(f"{render.printable(report.root)}: {report.verdict}{how}")
     yield from render.facts(_facts(report))
     if other is not None:
         yield from render.facts(_comparison(other))
@@ -227,7 +226,7 @@ def line(path: str, report: VerifyReport) -> str:
         return f"{render.printable(path)}: complete{how}"
     first = report.problems[0].message.partition("\n")[0]
     more = f" (and {len(report.problems) - 1:,} more)" if len(report.problems) > 1 else ""
-    return render.printable(f"{path}: NOT COMPLETE{how}: {first}{more}")
+    return render.printable(f"{path}: {report.verdict}{how}: {first}{more}")
 
 
 def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
@@ -236,11 +235,13 @@ def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
         yield "problem", text
     if len(said) > _SHOWN:
         yield "", f"and {len(said) - _SHOWN:,} more problems; --json has all"
+    for problem in report.unread[:_SHOWN]:
+        yield "not read", render.printable(problem.message)
     yield "tensors", _tensors(report)
     lost = [_lost(one) for one in report.damaged if one.lost]
     lost += [f"{render.printable(fqn)}: all of it" for fqn in report.lost]
     if lost:
-        yield "missing", "\n".join(first_of(lost, _SHOWN))
+        yield "lost", "\n".join(first_of(lost, _SHOWN))
     if report.rescued:
         saved = [
             f"{render.printable(r.fqn)} {r.box} of {r.lost} is also in {r.replica}"
@@ -300,7 +301,10 @@ def _proven(report: VerifyReport) -> str:
             else "nothing"
         )
     checked = f"{format_size(reading.checked_bytes)} by {counted(reading.crcs, 'CRC-32')}"
-    return f"{checked}; {format_size(reading.plain_bytes)} more are readable"
+    said = f"{checked}; {format_size(reading.plain_bytes)} more are readable"
+    if not report.whole or reading.checked_bytes + reading.plain_bytes >= report.file_bytes:
+        return said
+    return f"{said}; the rest of {format_size(report.file_bytes)} is headers and padding"
 
 
 def _unproven(report: VerifyReport) -> str:
@@ -358,6 +362,7 @@ def as_json(report: VerifyReport, other: _Against | None) -> render.Json:
         "mode": "quick" if reading is None else "full",
         "whole": report.whole,
         "problems": [entries.problem_json(problem) for problem in report.problems],
+        "unread": [entries.problem_json(problem) for problem in report.unread],
         "tensors": {
             "total": report.tensors,
             "whole": report.tensors - len(report.damaged),
@@ -382,6 +387,7 @@ def as_json(report: VerifyReport, other: _Against | None) -> render.Json:
         "crcs": None if reading is None else reading.crcs,
         "checked_bytes": None if reading is None else reading.checked_bytes,
         "unchecked_bytes": None if reading is None else reading.plain_bytes,
+        "file_bytes": report.file_bytes,
         "notes": list(report.notes),
         "against": None if other is None else _comparison_json(other),
     }

@@ -222,7 +222,7 @@ def _plan_layout(
 
     ranks = EVERY_RANK if options.keep_rank_states else ONE_FILE
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    chosen, of_ranks = without_old_ranks(chosen, ranks)
+    chosen, of_ranks = without_old_ranks(chosen, ranks, places=frameworks.places_of(layout))
     with Files() as files:
         located = locate(chosen, files)
         located.require_chosen()

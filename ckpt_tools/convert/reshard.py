@@ -25,7 +25,7 @@ from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard, on
 from ckpt_tools.core.mesh_spec import PlaceRule, default_placements, described, fsdp_order
 from ckpt_tools.core.names import select
 from ckpt_tools.core.plan import LazyPlans, Target
-from ckpt_tools.core.text import counted
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
@@ -115,7 +115,8 @@ def plan_reshard(
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    chosen, of_ranks = without_old_ranks(chosen, _target_ranks(options))
+    places = frameworks.places_of(options.layout)
+    chosen, of_ranks = without_old_ranks(chosen, _target_ranks(options), places=places)
     if _keeps_items(options):
         chosen = chosen.closed()
     located = _whole(chosen, options, locate)
@@ -135,7 +136,7 @@ def plan_reshard(
     )
     plans, targets, held, arranged = _plan_layout(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
-    said = [*_notes(layouts, options), *of_torch]
+    said = [*_notes(layouts, located.tensors, options), *of_torch]
     notes = [*stepped, *kept, *said, *of_ranks, *left_out, *arranged]
     return ReshardPlan(
         files=plans,
@@ -380,13 +381,23 @@ def _checked(entry: TensorEntry, layout: Layout | None) -> Layout | None:
     return layout
 
 
-def _notes(layouts: Mapping[str, Layout | None], options: ReshardOptions) -> list[str]:
+def _replicated(whole: Sequence[str], tensors: Sequence[TensorEntry]) -> str:
+    """A note on the tensors that each rank holds whole; those that could be cut are named."""
+    shapes = {entry.fqn: entry.shape for entry in tensors}
+    named = [fqn for fqn in whole if shapes[fqn]]
+    scalars = [counted(len(whole) - len(named), "scalar")] if len(named) < len(whole) else []
+    held = ", ".join([*scalars, *([some(named)] if named else [])])
+    way = "; --place shards them" if named else ""
+    return f"{counted(len(whole), 'tensor')} replicated on each rank: {held}{way}."
+
+
+def _notes(
+    layouts: Mapping[str, Layout | None], tensors: Sequence[TensorEntry], options: ReshardOptions
+) -> list[str]:
+    whole = [fqn for fqn, layout in layouts.items() if layout is None]
     notes = []
-    whole = sum(layout is None for layout in layouts.values())
     if whole:
-        notes.append(
-            f"{counted(whole, 'tensor')} (scalars, buffers, other state) replicated on each rank."
-        )
+        notes.append(_replicated(whole, tensors))
     if options.placements is None and options.mesh.dim_names is not None:
         placed = default_placements(options.mesh)
         idle = [

@@ -214,10 +214,12 @@ def without_slots(literal: InlineBytes, slots: Sequence[int]) -> Iterator[Inline
 
 def check_memory(threads: int | None, max_memory: int) -> None:
     """Raise UsageError for fewer threads or bytes of buffers than any work can be done with."""
-    if max_memory < MIN_MEMORY or (threads is not None and threads < 1):
+    if threads is not None and threads < 1:
+        raise UsageError(f"{threads} threads: one is the least.")
+    if max_memory < MIN_MEMORY:
         raise UsageError(
-            f"{threads or 'No'} threads with {max_memory:,} bytes of memory: "
-            f"one thread and {MIN_MEMORY:,} bytes are the least."
+            f"{max_memory:,} bytes of memory for all buffers: {MIN_MEMORY:,} bytes are the least.",
+            hint="--max-memory 1MiB is as much.",
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from glob import escape
@@ -26,6 +26,7 @@ from ckpt_tools.core.state_tree import Path as Path  # noqa: PLC0414 (entries ha
 from ckpt_tools.errors import (
     CheckpointError,
     Instead,
+    NotReadError,
     UnsupportedError,
     Way,
 )
@@ -209,6 +210,11 @@ class ObjectEntry:
     flaw: CheckpointError | None = None
 
     @property
+    def nbytes(self) -> int | None:
+        """Bytes that are its own; None for a value in a pickle or JSON file with others."""
+        return None if self.codec is None else self.data.length
+
+    @property
     def is_writable(self) -> bool:
         """Whether its value can be written into another pickle; else its bytes can be copied."""
         return self.opened and all(one.is_allowed for one in closed_in(self.value))
@@ -258,6 +264,29 @@ class FileEntry(NamedTuple):
     path: str
     length: int | None
     state: FileState | None = None
+
+
+class Count(NamedTuple):
+    """How many tensors and objects there are, and the bytes of the tensors, each once.
+
+    Every command counts with `count_of`, so that no two of them say different numbers.
+    """
+
+    tensors: int
+    objects: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        """``49 tensors of 25.1 KB, 32 objects``."""
+        tensors = f"{text.counted(self.tensors, 'tensor')} of {text.format_size(self.nbytes)}"
+        return f"{tensors}, {text.counted(self.objects, 'object')}"
+
+
+def count_of(entries: Iterable[Entry]) -> Count:
+    """How many of each kind these are."""
+    sizes = [e.nbytes if isinstance(e, TensorEntry) else None for e in entries]
+    tensors = [size for size in sizes if size is not None]
+    return Count(len(tensors), len(sizes) - len(tensors), sum(tensors))
 
 
 _FEW = 3  # objects that are left out by name
@@ -355,6 +384,21 @@ class CheckpointIndex:
     def entries(self) -> list[Entry]:
         """Every tensor, then every object."""
         return [*self.tensors, *self.objects]
+
+    @property
+    def unread(self) -> list[ObjectEntry]:
+        """What torch or its library reads as tensors, and this program does not."""
+        return [entry for entry in self.objects if isinstance(entry.flaw, NotReadError)]
+
+    @property
+    def count(self) -> Count:
+        """How many tensors and objects there are."""
+        return count_of(self.entries)
+
+    @property
+    def file_bytes(self) -> int:
+        """The length of all files that are there, together."""
+        return sum(file.length or 0 for file in self.files)
 
     @property
     def lost(self) -> tuple[str, ...]:

@@ -472,7 +472,7 @@ def run_of(path: str) -> list[Saved]:
 
     Rank files in folders of their own are parts of one: reading the folder gives their glob.
     """
-    if not paths.is_dir(path) or is_checkpoint(path):
+    if not paths.is_dir(path) or is_checkpoint(path) or foreign.is_foreign(path):
         return []
     saves = checkpoints_in(path)
     is_run = len(saves) > 1 and not rank_files.globs_of([one.path for one in saves])

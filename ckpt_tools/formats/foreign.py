@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
@@ -25,9 +26,15 @@ class _Tool(NamedTuple):
 
 _DEEPSPEED = _Tool(
     "a DeepSpeed ZeRO checkpoint",
-    "Use zero_to_fp32.py, which DeepSpeed puts beside the checkpoint, or "
-    "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint; what that writes is "
+    "Use zero_to_fp32.py or zero_to_torch.py (--dtype, --safe_serialization), which DeepSpeed puts "
+    "beside the checkpoint, or "
+    "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint; what they write is "
     "read here.",
+)
+_UNIVERSAL = _Tool(
+    "a DeepSpeed universal checkpoint",
+    "Load it with DeepSpeed (load_universal), or use zero_to_fp32.py or zero_to_torch.py beside "
+    "the ZeRO checkpoint that it was made from.",
 )
 _MEGATRON = _Tool(
     "a Megatron checkpoint, whose tensors are cut, flattened and renamed by Megatron's own rules",
@@ -181,11 +188,28 @@ def _of_folder(folder: str) -> tuple[_Tool, str] | None:
     for tool, name, sign, said in _JSON_FILES:
         if name in names and re.search(sign, paths.head(os.path.join(folder, name), 1024)):
             return tool, f"{said} in its {name}"
+    shown = _sign_of_universal(folder, names) if names else None
+    if shown is not None:
+        return _UNIVERSAL, shown
     for tool, pattern in _FOLDERS:
         seen = next((name for name in names if re.fullmatch(pattern, name)), None)
         if seen is not None:
             return tool, seen
     return None
+
+
+def _sign_of_universal(folder: str, names: Sequence[str]) -> str | None:
+    """What shows that a folder is of DeepSpeed's universal format: the step's, or one below it.
+
+    Its folder ``zero`` has optimizer_state.pt, and for each parameter a folder with fp32.pt,
+    exp_avg.pt and such.
+    """
+    sign = next((name for name in ("zero", "optimizer_state.pt") if name in names), names[0])
+    place = paths.absolute(folder)
+    known = [os.path.join(place, "zero")] if sign == "zero" else [place, os.path.dirname(place)]
+    zero = next((path for path in known if os.path.basename(path) == "zero"), None)
+    is_one = zero is not None and paths.is_file(os.path.join(zero, "optimizer_state.pt"))
+    return sign if is_one else None
 
 
 def _of_name(name: str) -> _Tool | None:

@@ -42,6 +42,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
+from ckpt_tools.storage.reader import Files
 
 # Files of ranks come from LOCAL_STATE_DICT, and with ``_0`` from ``use_dcp=False``.
 _MODEL = (
@@ -210,6 +211,8 @@ class _Joining:
 
     def closed(self, path: str, place: Path) -> None:
         """Take in a file as one object, or the values of a JSON file."""
+        from ckpt_tools.formats.dcp.objects import open_containers  # late: few folders have parts
+
         try:
             length = paths.size(path)
             from_json = _values(path, place, length) if path.endswith(".json") else None
@@ -221,7 +224,8 @@ class _Joining:
             self.problems.append(error.concerning((f"{names.join(place)}.*",)))
             return
         bare = CheckpointIndex(path, "torch", (), files=(FileEntry(path, length),), tree=tree)
-        self.others.append(_of(bare, entries))
+        with Files() as files:  # tensors in it are tensors of the checkpoint, for every command
+            self.others.append(open_containers(_of(bare, entries), files))
 
     def index(self) -> CheckpointIndex:
         """All of it as one index."""

@@ -1,13 +1,17 @@
 """Does the optimizer's state fit the model: is there state for each parameter, and the reverse?
 
-Names only. Frozen parameters have no state, so missing state is a note and no problem; and a model
-may split what its optimizer has in one. State for unknown parameters is a problem only when it is
-most of the state: model and optimizer are then not of one save.
+Names and sizes only. Frozen parameters have no state, so missing state is a note and no problem.
+State for unknown parameters is a problem only when it is most of the state: model and optimizer are
+then not of one save. And a model may split what its optimizer has in one (TorchTitan):
+
+    model       attention.wq.weight [16,16], attention.wk.weight [8,16], attention.wv.weight [8,16]
+    optimizer   attention.wqkv.weight [32,16]
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex
@@ -16,6 +20,8 @@ from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.canonical_names import Inside, owner_of
 
 _MAX_CONTAINERS = 2
+# The optimizer's tensors by parameter and by what they are (``exp_avg``).
+_States = dict[str, dict[str, str]]
 _BY_NUMBER = "Optimizer state is kept by number, so its parameters are not known."
 
 
@@ -31,26 +37,29 @@ def compare_model_and_optimizer(
 ) -> Consistency:
     """Compare the model's names with those that the optimizer's state is for.
 
-    Nothing is compared when either is absent, or when the state is numbered (a plain
-    ``optimizer.state_dict()``).
+    Nothing is compared when either is absent, when a part of them is not read here, or when the
+    state is numbered (a plain ``optimizer.state_dict()``).
     """
     model = {e.fqn: _own_names(inside[e.fqn].name) for e in index.tensors if e.section == "model"}
-    state = _states(index, inside)
-    if not model or not state:
+    state = _states_of(index, inside)
+    if not model or not state or index.unread:
         return Consistency()
     if all(name.isdecimal() for name in state):
         return Consistency(notes=(_BY_NUMBER,))
     tied = {fqn for group in index.ties for fqn in group}
     unknown = state.keys() - set().union(*model.values())
-    bare = [fqn for fqn in model.keys() - tied if model[fqn].isdisjoint(state)]
-    notes = _notes([inside[fqn].name for fqn in bare], state)
+    bare = {fqn for fqn in model.keys() - tied if model[fqn].isdisjoint(state)}
+    split = _split_in_model(index, {fqn: model[fqn] for fqn in bare}, unknown, state)
+    unknown -= split.keys()
+    bare = bare.difference(*split.values())
+    notes = _notes([inside[fqn].name for fqn in bare], state, split)
     if not unknown:
         return Consistency(notes=tuple(notes))
     fault = (
-        f"{index.root} has optimizer state for {len(unknown)} parameters that it does not have: "
-        f"{some(sorted(unknown))}."
+        f"{index.root} has optimizer state for {counted(len(unknown), 'parameter')} that it does "
+        f"not have: {some(sorted(unknown))}."
     )
-    if 2 * len(unknown) < len(state):  # as when the model's state dict splits a fused weight
+    if 2 * len(unknown) < len(state):
         return Consistency(notes=(*notes, fault))
     error = CheckpointError(
         fault,
@@ -69,14 +78,49 @@ def _own_names(name: str) -> set[str]:
     return {".".join(parts[depth:]) for depth in range(min(len(parts), _MAX_CONTAINERS + 1))}
 
 
-def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> list[str]:
+def _split_in_model(
+    index: CheckpointIndex,
+    bare: Mapping[str, Collection[str]],
+    unknown: Collection[str],
+    state: _States,
+) -> dict[str, list[str]]:
+    """The parameters of the optimizer that are several tensors of the model, with these.
+
+    ``bare`` are tensors without a state, with what an optimizer may call them. They stand in one
+    module, under the parameter's own last name, and together have as many elements as its state.
+    """
+    beside: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for fqn, own_names in sorted(bare.items()):
+        for place in set(map(_place, own_names)):
+            beside[place].append(fqn)
+    numel = {entry.fqn: entry.numel for entry in index.tensors}
+    split = {}
+    for owner in sorted(unknown):
+        parts, most = beside[_place(owner)], max(numel[fqn] for fqn in state[owner].values())
+        if len(parts) > 1 and sum(numel[fqn] for fqn in parts) == most:
+            split[owner] = parts
+    return split
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The module that the module of a parameter stands in, and the last part of its name."""
+    module, _, last = name.rpartition(".")
+    return module.rpartition(".")[0], last
+
+
+def _notes(bare: Collection[str], state: _States, split: Mapping[str, Sequence[str]]) -> list[str]:
     notes = []
+    if split:
+        said = [f"{owner} is {', '.join(parts)}" for owner, parts in split.items()]
+        notes.append(
+            f"The optimizer has one state for what is split in the model: {some(said, 2)}."
+        )
     if bare:
         notes.append(
             f"No optimizer state for {counted(len(bare), 'tensor')} of the model "
             f"({some(sorted(bare))}): normal for buffers and frozen parameters."
         )
-    kinds = {frozenset(fqns) for fqns in state.values()}
+    kinds = {frozenset(held) for held in state.values()}
     for kind in kinds:
         fuller = next((other for other in kinds if kind < other), None)
         if fuller is not None:
@@ -89,9 +133,9 @@ def _notes(bare: Collection[str], state: Mapping[str, Mapping[str, str]]) -> lis
     return sorted(notes)
 
 
-def _states(index: CheckpointIndex, inside: Mapping[str, Inside]) -> dict[str, dict[str, str]]:
-    """The optimizer's tensors by parameter and by what they are (``exp_avg``)."""
-    states: dict[str, dict[str, str]] = {}
+def _states_of(index: CheckpointIndex, inside: Mapping[str, Inside]) -> _States:
+    """The state of each parameter that the optimizer has any of."""
+    states: _States = {}
     for entry in index.tensors:
         owned = owner_of(inside[entry.fqn])
         if owned is not None:

@@ -23,7 +23,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
@@ -43,7 +42,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.errors import CheckpointError, UnreadableError, UsageError, unreadable
+from ckpt_tools.errors import UnreadableError, UsageError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, clean_name, tensors_inside
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address, open_file
@@ -101,8 +100,6 @@ def fingerprint(
     """
     located = formats.locate(index, files)
     located.require_chosen()
-    with suppress(CheckpointError):  # for tensors in tuples; other objects are not needed
-        located = formats.open_objects(located, files, largest=0)
     inside = tensors_inside(located)
     tally = Tally(on_bytes)
 

@@ -19,7 +19,7 @@ from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.text import counted, rank_spans
-from ckpt_tools.errors import CheckpointError, IncompleteError
+from ckpt_tools.errors import CheckpointError, IncompleteError, NotReadError, fault_in
 from ckpt_tools.proof.canonical_names import tensors_inside
 from ckpt_tools.proof.consistency import Consistency, compare_model_and_optimizer
 from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
@@ -40,12 +40,15 @@ class RankState(NamedTuple):
 class VerifyReport:
     """What `verify` found. ``reading`` is None when only headers were read.
 
+    ``unread`` are no faults: it is whole, and torch reads what this program does not.
     ``lost`` are names without an entry: what went with a file that said how large they are.
+    ``file_bytes`` is the length of all files together, headers and padding included.
     """
 
     root: str
     format: str
     problems: tuple[CheckpointError, ...]
+    unread: tuple[NotReadError, ...]
     notes: tuple[str, ...]
     tensors: int
     damaged: tuple[DamagedTensor, ...]
@@ -55,11 +58,17 @@ class VerifyReport:
     rescued: tuple[Rescue, ...]
     ranks: tuple[RankState, ...]
     reading: ReadResult | None
+    file_bytes: int
 
     @property
     def whole(self) -> bool:
         """Whether no problem was found."""
         return not self.problems
+
+    @property
+    def verdict(self) -> str:
+        """``complete``, or the gravest fault: ``NOT COMPLETE``, ``DAMAGED``."""
+        return fault_in(self.problems) or "complete"
 
 
 @reads_one_save
@@ -103,7 +112,7 @@ def bytes_to_read(index: CheckpointIndex) -> int:
     replicas = sum(
         data.length for entry in index.tensors for chunk in entry.chunks for data in chunk.replicas
     )
-    return sum(file.length or 0 for file in index.files) + replicas
+    return index.file_bytes + replicas
 
 
 class _Findings(NamedTuple):
@@ -117,7 +126,8 @@ class _Findings(NamedTuple):
 def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) -> VerifyReport:
     damages = findings.reading.damages if findings.reading is not None else []
     found = {id(problem) for problem in index.problems}
-    new = [problem for problem in located.problems if id(problem) not in found]
+    unread = [problem for problem in located.problems if isinstance(problem, NotReadError)]
+    new = [p for p in located.problems if id(p) not in found and p not in unread]
     bad_items = _bad_items(index, new, findings.files)
     ranges = [damage.data for damage in (*bad_items, *damages)]
     condition = DamageMap(located, ranges)
@@ -133,21 +143,23 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
         *findings.differing,
         *halves.problems,
     ]
-    damaged = condition.damaged_tensors(problems)
+    damaged, count = condition.damaged_tensors(problems), index.count
     lost = replace(index, problems=tuple(problems)).lost
     return VerifyReport(
         root=index.root,
         format=index.format,
         problems=tuple(problems),
+        unread=tuple(unread),
         notes=(*index.notes, *halves.notes, *([] if damaged or lost else _held_by_replicas(index))),
-        tensors=len(index.tensors),
+        tensors=count.tensors,
         damaged=damaged,
-        objects=len(index.objects),
+        objects=count.objects,
         damaged_objects=condition.damaged_objects(problems),
         lost=lost,
         rescued=condition.rescued(),
         ranks=_ranks(index, lambda path: path in lost_files or condition.is_damaged_file(path)),
         reading=findings.reading,
+        file_bytes=index.file_bytes,
     )
 
 

@@ -42,18 +42,28 @@ LAYOUTS: tuple[FrameworkLayout, ...] = get_args(FrameworkLayout)
 # Plans the files of a folder, by its name, from its targets and its part of the index.
 PlanFolder = Callable[[str, Sequence[Target], CheckpointIndex], LazyPlans]
 
+# The outermost containers of other state that a layout has a place for; the others take any.
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    "accelerate": ("scheduler", "trainer_state", "random_states", "rng_state"),  # as files
+    "titan": ("lr_scheduler", "train_state", "dataloader"),
+    "verl": (),  # but for one entry, see `_verl`
+    "composer": ("state", "rng"),
+}
 # What verl calls the dimensions of its mesh; torch loads no DTensor of a mesh with other names.
 VERL_MESH = ("ddp", "fsdp")
 
 _STEP = re.compile(r"(?:global_step_|step[-_=]?|checkpoint-|ep\d+-ba)(\d+)(?:\D.*)?")
-# What entries of a joined folder are called whose files are copied, or named when they are not.
-_COPIED = ("scheduler", "trainer_state", "random_states", "rng_state")
 # What Composer's Trainer may call its gradient scaler: FSDP1 has the last, FSDP2 one of the others.
 _SCALERS = ("GradScaler", "ClosureGradScaler", "ShardedGradScaler")
 # verl's folder of config and tokenizer may hold a copy of the model, too.
 _HUB = "huggingface"
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?)(\.index\.json)?")
 _RANK_FILES = r"random_states_\d+\.pkl|rng_state_\d+\.pth"
+
+
+def places_of(layout: str | None) -> tuple[str, ...] | None:
+    """The outermost containers of other state that a layout has a place for, None for any."""
+    return None if layout is None else _PLACES.get(layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +281,11 @@ def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
     states = _beside_source(job.source, (), _RANK_FILES)
     ranks = len(states) or job.source.world_size
     states |= _beside_source(job.source, (), r"dl_state_dict.*")  # positions in the data
+    left_out = job.left_out(*_PLACES["accelerate"])
     if job.target.ranks.fit("ranks", ranks):
-        return copied | states, job.left_out(*_COPIED)
+        return copied | states, left_out
     notes = [f"Left out, state of the old ranks: {', '.join(sorted(states))}."] if states else []
-    return copied, [*job.left_out(*_COPIED), *notes]
+    return copied, [*left_out, *notes]
 
 
 def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str) -> dict[str, str]:
@@ -292,7 +303,7 @@ def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str)
 def _titan(job: _Job) -> Arranged:
     """One step of TorchTitan: the model's names at the top, the optimizer flattened."""
     optim = None if job.parts.optim is None else optimizer.flattened(job.parts.optim)
-    tops = ("lr_scheduler", "train_state", "dataloader")
+    tops = _PLACES["titan"]
     taken = job.taken(*tops)
     tree = _together(job.parts.model, _in(("optimizer",), optim), taken)
     step, notes = job.step()
@@ -380,7 +391,8 @@ def _composer(job: _Job) -> Arranged:
     kind = _optimizer_class(job)
     root = os.path.basename(os.path.abspath(job.source.root))
     folder = root if re.fullmatch(r"ep\d+-ba\d+", root) else f"ep0-ba{job.step()[0]}"
-    taken = job.taken("state", "rng")
+    tops = _PLACES["composer"]
+    taken = job.taken(*tops)
     if taken.get("rng") is None:
         # Its loader asks for the random states of all ranks that saved them: of none.
         none = ObjectEntry("rng", ("rng",), "other", ByteRange("", 0, 0), value=[], opened=True)
@@ -390,7 +402,7 @@ def _composer(job: _Job) -> Arranged:
         _in(("state", "optimizers", kind), job.nested()),
         merge(taken, _scalers(taken)),
     )
-    notes = job.left_out("state", "rng")
+    notes = job.left_out(*tops)
     if taken.get("state") is None:
         notes.append("Composer's own state (timestamp, …) is missing: use load_weights_only=True.")
     return Arranged({folder: tree}, notes=tuple(notes))

@@ -14,7 +14,7 @@ Random states that were saved once for all ranks stay, and so does what has no s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
@@ -96,11 +96,12 @@ class _Mark(NamedTuple):
 
 
 def without_old_ranks(
-    index: CheckpointIndex, target: TargetRanks
+    index: CheckpointIndex, target: TargetRanks, *, places: Collection[str] | None = None
 ) -> tuple[CheckpointIndex, list[str]]:
     """The index without states of ranks that the target has not, and a note that names them.
 
-    Raises AnswerNo when nothing is left.
+    ``places`` are the outermost containers that the target has for other state, None for all: what
+    it has no place for cannot be kept. Raises AnswerNo when nothing is left.
     """
     gone = _unfit(index, target)
     if not gone:
@@ -109,13 +110,15 @@ def without_old_ranks(
     shown = ", ".join(
         f"{name} ({_count(states.whose, states.ranks)})" for name, states in gone.items()
     )
+    has_place = [name for name in gone if places is None or name.partition(".")[0] in places]
+    what = "them" if len(has_place) == len(gone) else ", ".join(has_place)
+    way = f"--keep-rank-states keeps {what}." if has_place else ""
     if not kept.entries:
         raise AnswerNo(
             f"{index.root}: all that is chosen is state of the ranks that saved it: {shown}.",
-            hint="--keep-rank-states writes it unchanged.",
+            hint=way or None,
         )
-    note = f"Left out, state of the old ranks: {shown}. --keep-rank-states keeps them."
-    return kept, [note]
+    return kept, [f"Left out, state of the old ranks: {shown}. {way}".rstrip()]
 
 
 class LeftOut(NamedTuple):
@@ -166,11 +169,12 @@ def _unfit(index: CheckpointIndex, target: TargetRanks) -> dict[str, _States]:
 
 def _without(index: CheckpointIndex, gone: Mapping[str, _States]) -> CheckpointIndex:
     """The index without these states."""
-    places = {place for states in gone.values() for place in states.places}
+    held = {place for states in gone.values() for place in states.places}
     kept = {
         entry.fqn
         for entry in index.entries
-        if not any(entry.path[:depth] in places for depth in range(1, len(entry.path) + 1))
+        for path in [_parts_of(entry.path)]
+        if not any(path[:depth] in held for depth in range(1, len(path) + 1))
     }
     return index.select(kept | set(index.lost))
 
@@ -184,15 +188,29 @@ def _states(index: CheckpointIndex) -> dict[str, _States]:
     """All states of ranks, by the names that people use for them."""
     by_name: dict[str, _States] = {}
     for entry in index.entries:
-        mark = _mark_of(entry.path) if entry.section == "other" else None
-        if mark is None:
+        path = _parts_of(entry.path)
+        mark = _mark_of(path)
+        if mark is None or not (entry.section == "other" or _own_depth(path, mark)):
             continue
-        name, place = _place_of(entry.path, mark)
+        name, place = _place_of(path, mark)
         states = by_name.setdefault(name, _States(mark.whose, None))
         states.places.add(place)
         count = index.world_size if mark.rank is None else mark.rank + 1
         states.ranks = max(states.ranks or 0, count or 0) or None
     return by_name
+
+
+def _parts_of(path: Path) -> Path:
+    """The parts of a path, also of a key with dots: ``("dataloader.dp_rank_0",)`` has two."""
+    return tuple(
+        part for key in path for part in (key.split(".") if isinstance(key, str) else [key])
+    )
+
+
+def _own_depth(path: Path, mark: _Mark) -> int:
+    """How many parts lead into the outermost container that is of the ranks; 0 for none."""
+    depths = range(1, mark.depth + 2)
+    return next((depth for depth in depths if _OWN.fullmatch(str(path[depth - 1]))), 0)
 
 
 def _mark_of(path: Path) -> _Mark | None:
@@ -214,9 +232,9 @@ def _mark_of(path: Path) -> _Mark | None:
 
 def _place_of(path: Path, mark: _Mark) -> tuple[str, Path]:
     """What goes or stays as one: the container that is of the ranks, else the marked part."""
-    for depth in range(mark.depth + 1):
-        if _OWN.fullmatch(str(path[depth])):
-            return names.join(path[: depth + 1]), path[: depth + 1]
+    depth = _own_depth(path, mark)
+    if depth:
+        return names.join(path[:depth]), path[:depth]
     if path[mark.depth] in _LOADER and mark.depth:
         return names.join(path[: mark.depth]), path[: mark.depth]
     starred = re.sub(r"\d+$", "*", str(path[mark.depth]))

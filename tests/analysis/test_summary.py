@@ -19,7 +19,7 @@ from ckpt_tools.analysis.summary import (
 )
 from ckpt_tools.core.index import ByteRange, FileEntry
 from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
-from ckpt_tools.errors import IncompleteError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, NotReadError, UnsupportedError
 
 FOUR = Layout(Mesh((4,)), (Shard(0),))
 
@@ -111,6 +111,14 @@ def test_an_optimizer_with_an_entry_that_cannot_be_read_cannot_be_resumed_from()
     verdict = resume_verdict(index(*HALVES, replace(GROUPS, flaw=flaw)))
     assert not verdict.yes
     assert "optim.param_groups cannot be read: a tensor of element type qint8" in verdict.reason
+
+
+def test_a_job_can_resume_from_tensors_that_only_its_own_library_reads() -> None:
+    flaw = NotReadError("a tensor of class torchao.OptimState8bit, which is not read.")
+    state = value("optim.a.exp_avg_sq", None, section="optim", opened=False)
+    verdict = resume_verdict(index(*HALVES[:1], GROUPS, replace(state, flaw=flaw)))
+    assert verdict.yes
+    assert "optim.a.exp_avg_sq not read here: a tensor of class torchao" in verdict.reason
 
 
 @pytest.mark.parametrize("section", ["model", "optim"])

@@ -143,6 +143,19 @@ def test_an_incomplete_checkpoint_is_shown_and_then_refused(hurt: Path) -> None:
     assert "Ranks 0, 1, 3 are intact" in result.stderr
 
 
+def test_shards_that_no_mesh_gives_are_not_called_whole(tmp_path: Path) -> None:
+    pieces = {"0": torch.ones(5, 2), "5": torch.ones(1, 2), "6": torch.ones(3, 2)}
+    for rank, (start, piece) in enumerate(pieces.items()):
+        path = tmp_path / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+        sharding = json.dumps({"w": {"saved_offsets": [int(start), 0]}})
+        save_file({"w": piece}, path, {"DCP_SHARDING_INFO": sharding})
+    done = run("inspect", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "nothing sharded" not in done.stdout
+    assert "none stated, and none gives these shards" in done.stdout
+    assert "1 tensor: cut in a way that no mesh explains" in done.stdout
+
+
 @pytest.fixture
 def several(tmp_path: Path) -> Path:
     """A run of two steps, of which the later is interrupted, in a folder with a space."""

@@ -13,6 +13,7 @@ from ckpt_tools.cli import cli, guesses
 
 REAL = Path(__file__).parents[1] / "data" / "checkpoints"
 DCP = str(REAL / "fsdp2_dcp_1d_4r" / "ckpt")
+COMPOSER = REAL / "composer-0.32.1-monolith" / "ep0-ba1-rank0.pt"
 RANKS = REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt"
 
 
@@ -238,6 +239,14 @@ def test_some_of_the_files_are_not_taken_for_all(tmp_path: Path) -> None:
     done = run("ls", files[0], files[1], files[3])
     assert done.exit_code == 2
     assert "quote the glob" in done.stderr
+
+
+def test_two_saves_of_one_rank_are_two_checkpoints(tmp_path: Path) -> None:
+    saves = [tmp_path / f"ep{step}-ba1-rank0.pt" for step in (0, 1)]
+    for save in saves:
+        shutil.copy(COMPOSER, save)
+    done = run("diff", *saves)
+    assert done.exit_code == 0, done.stderr
 
 
 def test_several_paths_where_one_is_expected_say_quote_it(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from ckpt_tools import formats
 from ckpt_tools.cli import cli
 from ckpt_tools.core.index import CheckpointIndex, LocatedIndex
+from ckpt_tools.core.text import format_size
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data"
@@ -58,6 +59,8 @@ def test_a_whole_checkpoint_ends_with_0() -> None:
     assert result.exit_code == 0, result.output
     assert ": complete\n" in result.stdout
     assert "all 46 are complete" in result.stdout
+    size = format_size(formats.read_index(DCP).file_bytes)
+    assert f"more are readable; the rest of {size} is headers and padding\n" in result.stdout
 
 
 def test_quick_says_that_values_were_not_read() -> None:
@@ -69,8 +72,9 @@ def test_quick_says_that_values_were_not_read() -> None:
 def test_a_damaged_checkpoint_ends_with_1_and_says_what_is_whole(damaged: str) -> None:
     result = run("verify", damaged)
     assert result.exit_code == 1
-    assert "NOT COMPLETE" in result.stdout
+    assert ": DAMAGED\n" in result.stdout
     assert "is truncated" in result.stdout
+    assert "headers and padding" not in result.stdout  # what was lost is no such thing
     assert "0-2 intact; 3 damaged" in result.stdout
 
 

@@ -51,14 +51,15 @@ SETTINGS = settings(
 )
 
 
-def spelled(value: object) -> object:
+def spelled(value: object, *, ordered: bool = True) -> object:
     """A value with every container as its kind and its keys with theirs, to be compared."""
     if isinstance(value, torch.Tensor):
         return "tensor", str(value.dtype), tuple(value.shape), value.tolist()
     if isinstance(value, dict):
-        return type(value), [(type(k), k, spelled(item)) for k, item in value.items()]
+        items = [(type(k), k, spelled(item, ordered=ordered)) for k, item in value.items()]
+        return type(value), items if ordered else sorted(items, key=repr)
     if isinstance(value, list | tuple):
-        return type(value), [spelled(item) for item in value]
+        return type(value), [spelled(item, ordered=ordered) for item in value]
     return type(value), repr(value)
 
 
@@ -175,7 +176,9 @@ def test_our_dcp_has_the_names_and_paths_of_torchs_own(
         filled = loaded(state, folder / "theirs")
     except CheckpointException:  # torch cannot load its own: an empty dict in a list
         return
-    assert spelled(loaded(state, ours)) == spelled(filled)
+    # torch adds the texts of keys that are no text while it reads, and it reads file by file.
+    ordered = ranks == 1
+    assert spelled(loaded(state, ours), ordered=ordered) == spelled(filled, ordered=ordered)
 
 
 @given(state=STATES)

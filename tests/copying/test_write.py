@@ -373,9 +373,10 @@ def test_a_read_that_is_missing_is_no_output(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_refused(tmp_path: Path) -> None:
-    with Files() as files, pytest.raises(UsageError, match="1,048,576 bytes are the least"):
+    said = "^9 bytes of memory for all buffers: 1,048,576 bytes are the least"
+    with Files() as files, pytest.raises(UsageError, match=said):
         write_files(
-            LazyPlans(), root=str(tmp_path), files=files, threads=1, max_memory=9, on_bytes=print
+            LazyPlans(), root=str(tmp_path), files=files, threads=None, max_memory=9, on_bytes=print
         )
 
 

@@ -259,6 +259,22 @@ def test_metadata_that_would_run_code_runs_none(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("PWNED*"))
 
 
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ("torch.distributed.checkpoint.planner SavePlan", "Megatron-core"),
+        ("other.library Storage", "Another library wrote the directory."),
+    ],
+)
+def test_metadata_of_another_library_is_not_called_hostile(
+    asked: str, hint: str, tmp_path: Path
+) -> None:
+    (tmp_path / ".metadata").write_bytes(b"c" + asked.replace(" ", "\n").encode() + b"\n.")
+    with pytest.raises(UnsafePickleError) as caught:
+        dcp.read_index(str(tmp_path))
+    assert hint in str(caught.value.hint)
+
+
 def _hostile_object(save: Path) -> None:
     """Give the object `step` a payload that would make a directory when it is unpickled."""
     import torch

@@ -221,6 +221,7 @@ def test_the_files_of_other_tools_are_named(
         ("iter_0000005/mp_rank_01/model_optim_rng.pt", "Megatron"),
         ("flax_model.msgpack", "msgpack"),
         ("saved_model.pb", "TensorFlow"),
+        ("global_step2_universal/zero/optimizer_state.pt", "DeepSpeed universal"),
     ],
 )
 def test_the_parents_of_other_tools_are_named(inside: str, what: str, tmp_path: Path) -> None:
@@ -229,6 +230,26 @@ def test_the_parents_of_other_tools_are_named(inside: str, what: str, tmp_path: 
     path.write_bytes(b"x" * 100)
     with pytest.raises(UnsupportedError, match=what):
         formats.read_index(str(tmp_path))
+
+
+@pytest.mark.parametrize("inside", ["", "zero", "zero/", "zero/w", "zero/frozen"])
+def test_a_universal_folder_is_deepspeeds_at_each_level(inside: str, tmp_path: Path) -> None:
+    import torch
+
+    names = ("mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/frozen/fp32.pt")
+    for name in (*names, "zero/w/fp32.pt", "zero/w/exp_avg.pt", "zero/w/exp_avg_sq.pt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"param": torch.ones(2)}, tmp_path / name)
+    assert formats.run_of(f"{tmp_path}/{inside}") == []
+    with pytest.raises(UnsupportedError, match="DeepSpeed universal checkpoint"):
+        formats.read_index(f"{tmp_path}/{inside}")
+
+
+def test_both_scripts_that_deepspeed_puts_beside_its_checkpoints_are_named(tmp_path: Path) -> None:
+    (tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"x")
+    with pytest.raises(UnsupportedError) as caught:
+        formats.read_index(str(tmp_path))
+    assert "zero_to_fp32.py or zero_to_torch.py" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])

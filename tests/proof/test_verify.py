@@ -134,6 +134,24 @@ def test_a_damage_is_found_in_a_record_read_in_parts(
     assert "the archive says" in problem.message
 
 
+def test_a_wrong_crc_is_damage_and_only_what_is_missing_is_not_complete(tmp_path: Path) -> None:
+    path = copied("fsdp2_shard1_dcp_4r/ckpt", tmp_path)
+    data = located(path).tensors[0].chunks[0].data
+    flip(data.path, data.offset)
+    assert full(path).verdict == "DAMAGED"
+    (path / "__3_0.distcp").unlink()
+    assert full(path).verdict == "NOT COMPLETE"
+
+
+@pytest.mark.parametrize("name", ["ranks", "one.pt"])
+def test_what_only_another_library_reads_is_named_and_is_whole(name: str) -> None:
+    path = DATA / "cases" / "D04_lowbit_optimizer" / name
+    for report in (full(path), quick(path)):
+        assert (report.verdict, report.damaged, report.damaged_objects) == ("complete", (), ())
+        assert "optim.state.0.exp_avg_sq: a tensor of class torchao" in report.unread[0].message
+        assert {"optim.state.0.exp_avg", "optim.state.0.exp_avg_sq"} <= report.unread[0].about
+
+
 def test_no_archive_that_was_checked_stays_in_memory() -> None:
     gc.collect()
     gc.disable()  # as on the command line
@@ -367,6 +385,13 @@ def test_state_for_a_fused_parameter_is_a_note() -> None:
     problems, notes = halves(*names, "optim/state/fused/m")
     assert problems == 0
     assert "fused" in notes[-1]
+
+
+def test_one_state_for_what_the_model_splits_is_said_to_be_that() -> None:
+    notes = full(CHECKPOINTS / "torchtitan_llama3_4r" / "ckpt" / "checkpoint_full" / "step-2").notes
+    (note,) = [note for note in notes if "optimizer" in note]
+    assert note.startswith("The optimizer has one state for what is split in the model: ")
+    assert all(f"qkv_linear.{part}.weight" in note for part in ("wqkv", "wq", "wk", "wv"))
 
 
 def test_wrapped_names_belong_to_bare_ones() -> None:

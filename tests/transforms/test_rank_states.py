@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path as FilePath
 
 import pytest
@@ -15,6 +16,7 @@ from ckpt_tools.core.names import join
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats import read_index
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.frameworks import LAYOUTS, places_of
 from ckpt_tools.transforms.rank_states import (
     EVERY_RANK,
     ONE_FILE,
@@ -33,6 +35,10 @@ WEIGHT = TensorEntry("model.w", ("model", "w"), "model", BY_NAME["float32"], (2,
 OF_FOUR: dict[str, tuple[list[Path], str]] = {
     "torchtitan": (
         [*(("dataloader", f"dp_rank_{n}") for n in range(4)), ("dataloader", "world_size")],
+        "dataloader (4 data-parallel ranks)",
+    ),
+    "keys with dots": (
+        [(f"dataloader.dp_rank_{n}",) for n in range(4)],
         "dataloader (4 data-parallel ranks)",
     ),
     "composer": ([("rng", n, "torch") for n in range(4)], "rng (4 ranks)"),
@@ -110,6 +116,29 @@ def test_what_was_left_out_is_known_from_both_checkpoints(
         assert without_left_out(source, kept, files) == (source, kept, ())
 
 
+def test_states_of_ranks_are_known_by_their_container_where_they_pass_for_weights() -> None:
+    """Without a container of the model, all that is no known other state is taken for it."""
+    path = ("train", "dataloader", "dp_rank_3", "position")
+    position = replace(WEIGHT, fqn=join(path), path=path)
+    index = replace(checkpoint(), tensors=(WEIGHT, position))
+    kept, notes = without_old_ranks(index, TargetRanks.of_mesh(parse_mesh("2")))
+    assert kept.tensors == (WEIGHT,)
+    assert "train.dataloader (4 data-parallel ranks)" in notes[0]
+
+
+def test_what_a_layout_has_no_place_for_is_not_offered_to_be_kept() -> None:
+    index = checkpoint(*OF_FOUR["torchtitan"][0], *OF_FOUR["composer"][0])
+    two = TargetRanks.of_mesh(parse_mesh("2"))
+    said = {
+        layout: without_old_ranks(index, two, places=places_of(layout))[1] for layout in LAYOUTS
+    }
+    assert said["plain"][0].endswith("--keep-rank-states keeps them.")
+    assert said["titan"][0].endswith("--keep-rank-states keeps dataloader.")
+    assert said["composer"][0].endswith("--keep-rank-states keeps rng.")
+    assert "--keep-rank-states" not in said["verl"][0]
+    assert "--keep-rank-states" not in said["accelerate"][0]
+
+
 def test_data_positions_follow_the_ranks_that_read_rows() -> None:
     paths, _ = OF_FOUR["torchtitan"]
     four_by_two = TargetRanks.of_mesh(parse_mesh("dp_shard=4,tp=2"))
@@ -135,6 +164,17 @@ def test_states_of_ranks_alone_are_no_output() -> None:
     index = checkpoint(*OF_FOUR["composer"][0])
     with pytest.raises(AnswerNo, match="all that is chosen is state of the ranks"):
         without_old_ranks(index.select({e.fqn for e in index.objects}), ONE_FILE)
+
+
+def test_a_reshard_names_what_each_rank_holds_whole_and_could_be_cut(tmp_path: FilePath) -> None:
+    command = ["reshard", str(TITAN), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
+    note = next(
+        line for line in CliRunner().invoke(cli, command).stderr.splitlines() if "12" in line
+    )
+    weights = ", ".join(f"layers.0.attention.qkv_linear.w{one}.weight" for one in "kqv")
+    assert note == (
+        f"15 tensors replicated on each rank: 12 scalars, {weights}; --place shards them."
+    )
 
 
 def test_a_plain_reshard_takes_no_positions_of_other_ranks_along(tmp_path: FilePath) -> None:

@@ -15,7 +15,7 @@ from ckpt_tools.cli.ls import Leaf, parts_of
 from ckpt_tools.cli.render import facts, printable
 from ckpt_tools.cli.show import located, object_facts, tensor_facts
 from ckpt_tools.copying.origin import reads_one_save
-from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry, count_of
 from ckpt_tools.core.names import selector
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UsageError
@@ -96,15 +96,14 @@ class Sides:
                 yield Leaf(name, (label, *parts), entry, nbytes)
         else:
             above = (entry.section,) if arrangement == "section" else ()
-            sizes = [e.nbytes if isinstance(e, TensorEntry) else e.data.length for e in held]
-            yield Leaf(name, (*above, *parts), entry, max(sizes))
+            yield Leaf(name, (*above, *parts), entry, max(e.nbytes or 0 for e in held))
 
     def _files_of(self, name: str) -> Counter[str]:
         """The bytes of an entry in each file that holds a part of it, replicas too."""
         held: Counter[str] = Counter()
         for labels, entry in zip(self._labels, self.entries(name), strict=False):
             if isinstance(entry, ObjectEntry):
-                held[labels.get(entry.data.path, entry.data.path)] += entry.data.length
+                held[labels.get(entry.data.path, entry.data.path)] += entry.nbytes or 0
             if isinstance(entry, TensorEntry):
                 for chunk in entry.chunks:
                     for place in (chunk.data, *chunk.replicas):
@@ -152,7 +151,7 @@ class Sides:
     def nbytes(self, names: Collection[str]) -> int:
         """The bytes of the tensors of these names, on both sides."""
         held = (entry for name in names for entry in self.entries(name))
-        return sum(entry.nbytes for entry in held if isinstance(entry, TensorEntry))
+        return count_of(filter(None, held)).nbytes
 
     def summary(self, below: Sequence[Leaf]) -> str:
         """How many entries there are, of which types, and what is known of their differences."""
@@ -219,6 +218,6 @@ def status_text(status: str) -> str:
 
 def kinds(held: Collection[Entry]) -> str:
     """``33 tensors, 13 objects``."""
-    tensors = sum(isinstance(entry, TensorEntry) for entry in held)
-    counts = ((tensors, "tensor"), (len(held) - tensors, "object"))
+    count = count_of(held)
+    counts = ((count.tensors, "tensor"), (count.objects, "object"))
     return ", ".join(counted(count, noun) for count, noun in counts if count)

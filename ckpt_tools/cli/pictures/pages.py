@@ -54,8 +54,7 @@ def look(index: CheckpointIndex) -> Seen:
     """Read every tensor, twice. Raises what keeps the tensors from being whole."""
     from ckpt_tools.proof.stats import histograms, stats  # late: both need numpy
 
-    total = 2 * sum(entry.nbytes for entry in index.tensors)
-    with progress.byte_bar(total, label="stats") as on_bytes, Files() as files:
+    with progress.byte_bar(2 * index.count.nbytes, label="stats") as on_bytes, Files() as files:
         statistics = stats(index, files, on_bytes=on_bytes)
         return Seen(statistics, histograms(index, files, statistics, on_bytes=on_bytes))
 

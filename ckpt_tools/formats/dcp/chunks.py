@@ -22,7 +22,7 @@ from ckpt_tools.core.index import (
     Path,
     Section,
 )
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import NotReadError, UnsupportedError
 from ckpt_tools.formats.dcp.checks import rank_of
 from ckpt_tools.formats.dcp.items import TORCH_SAVE, ZSTD
 from ckpt_tools.formats.dcp.metadata import Storage, StorageInfo
@@ -136,7 +136,7 @@ class StoredItems:
         info = next(iter(self._storage.get(fqn, {}).values()), None)
         if info is None:
             return None
-        flaw = UnsupportedError(
+        flaw = NotReadError(
             f"a tensor of element type {dtype}, which is not read.",
             hint="Load it where it was saved, make plain tensors of it (.dequantize()), and save "
             "it again; -x leaves the entry out.",

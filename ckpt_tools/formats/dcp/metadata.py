@@ -181,6 +181,16 @@ _FIELDS = frozenset(
     {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 )
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
+# Plans of the save, which Megatron-core's dist_checkpointing (torch_dist) keeps in `.metadata`.
+_PLANNER = "torch.distributed.checkpoint.planner."
+_MEGATRON = (
+    "Megatron-core (torch_dist) keeps such plans in it: use Megatron-LM's or Megatron-Bridge's own "
+    "converter."
+)
+_OTHER_LIBRARY = (
+    "Another library wrote the directory. Load it with that, and save it again with "
+    "torch.distributed.checkpoint."
+)
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath")
 
@@ -238,7 +248,7 @@ def _resolved(name: str) -> object:
         raise UnsafePickleError(
             f"asks for {name}, which DCP metadata of torch 2.1 to 2.15 does not have; "
             "it was not run.",
-            hint="The directory was written by another library, or is hostile.",
+            hint=_MEGATRON if name.startswith(_PLANNER) else _OTHER_LIBRARY,
         )
     return stub
 

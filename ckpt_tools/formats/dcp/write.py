@@ -4,8 +4,9 @@ One `__R_0.distcp` for each rank, also for a rank that holds nothing; of equal s
 on the rank that torch's planner would choose; `.metadata` is the last file. A rank's items lie in
 the order of the state dict, objects before tensors.
 
-What differs from a real job's directory: a tensor is always packed row-major (torch keeps the
-strides of a transposed one), `.data/serialization_id` and `save_id` are digests of what is planned,
+What differs from a real job's directory: `.metadata` lists all names in the order of the state dict
+(torch: rank by rank), a tensor is always packed row-major (torch keeps the strides of a transposed
+one), `.data/serialization_id` and `save_id` are digests of what is planned,
 `checkpoint_id` is None, and a job on GPUs sorts each file's tensors by their global size.
 
 This room plans; it opens no file.
@@ -13,7 +14,7 @@ This room plans; it opens no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
@@ -109,7 +110,8 @@ def plan_files(
         entries.append(entry)
     require_mesh_size(targets, world_size)
     planner = _Planner()
-    records: dict[str, TensorRecord | None] = {}
+    # In the order of the state dict, which torch rebuilds from it, whatever rank has which item.
+    records = {entry.fqn: _record(entry) for entry in entries}
     stored: list[StoredItem] = []
     files: list[PlannedFile] = []
     for rank, places in enumerate(_share_out(entries, world_size=world_size)):
@@ -149,14 +151,18 @@ def _weight(entry: _Item) -> int:
     return entry.entry.numel * entry.dtype.itemsize or 1
 
 
-def _part(entry: _Item, box: Box, records: dict[str, TensorRecord | None]) -> _Part:
-    """A box of an entry, which is added to the records and numbered by them."""
+def _record(entry: _Item) -> TensorRecord | None:
+    """What `.metadata` says of a tensor, its chunks still to come; None for an object."""
     if not isinstance(entry, Target):
-        records[entry.fqn] = None
-        return _Part(entry, box, None)
-    record = records.get(entry.fqn)
+        return None
+    return TensorRecord(entry.dtype, entry.entry.shape, [])
+
+
+def _part(entry: _Item, box: Box, records: Mapping[str, TensorRecord | None]) -> _Part:
+    """A box of an entry; one of a tensor is added to its record and numbered by it."""
+    record = records[entry.fqn]
     if record is None:
-        record = records[entry.fqn] = TensorRecord(entry.dtype, entry.entry.shape, [])
+        return _Part(entry, box, None)
     record.chunks.append(box)
     return _Part(entry, box, len(record.chunks) - 1)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.errors import NotReadError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.torch_stubs import (
     DeviceMeshRecord,
     Function,
@@ -106,7 +106,7 @@ def _tensor(args: tuple[object, ...], dtype: str | None, *, sign: Sign | None) -
         raise UnreadableError(f"a tensor without a storage, but {shown(storage)}.")
     name = dtype or storage.dtype
     if name is None or name not in BY_NAME:
-        raise UnsupportedError(f"a tensor of element type {name}, which is not read here.")
+        raise NotReadError(f"a tensor of element type {name}, which is not read here.")
     tensor = StoredTensor(
         storage,
         dtype=name,
@@ -133,7 +133,7 @@ def _sign(metadata: object) -> Sign | None:
         return None
     bits = [bit for bit in ("conj", "neg") if metadata.get(bit)]
     if len(bits) == 2:
-        raise UnsupportedError(
+        raise NotReadError(
             "a lazily conjugated and negated tensor.",
             hint="Call .resolve_conj() and .resolve_neg() on it before saving.",
         )
@@ -237,7 +237,7 @@ def _rebuild_from_type(args: tuple[object, ...]) -> object:
             return weight
     if kind not in {TENSOR, PARAMETER} or not isinstance(function, Function):
         name = getattr(kind, "qualname", None) or shown(kind)
-        raise UnsupportedError(f"a tensor of class {name}, which is not read.", hint=RESAVE)
+        raise NotReadError(f"a tensor of class {name}, which is not read.", hint=RESAVE)
     if function not in _REBUILDS and not isinstance(function, _Refused):
         raise UnsupportedError(f"a tensor made by {shown(function)}.", hint=RESAVE)
     made = function(*inner)
@@ -262,7 +262,8 @@ REBUILD_NAMED = Function(lambda args: Opaque(_class_of(args)), "torch.Tensor")
 def refused_function(qualname: str) -> Function:
     """A function that stands for one of torch's that makes tensors we cannot read."""
     what, way = _REFUSED.get(qualname.rpartition(".")[2], ("tensor", "make plain dense tensors"))
-    flaw = UnsupportedError(
+    kind = UnsupportedError if what == _META else NotReadError  # its values are nowhere
+    flaw = kind(
         f"a {what} (made by {qualname}), which is not read.",
         hint=f"Load it where it was saved, {way} of it, and save it again; -x leaves the entry "
         "out.",
@@ -279,11 +280,12 @@ class _Refused(Function):
 _SPARSE = ("sparse tensor", "make plain tensors (.to_dense())")
 _NESTED = ("nested tensor", "make plain tensors (.unbind())")
 _ELSEWHERE = ("tensor of another device (XLA, MAIA, MTIA)", "make CPU tensors (.cpu())")
+_META = "meta tensor without values"
 _REFUSED = {
     "_rebuild_device_tensor_from_cpu_tensor": _ELSEWHERE,
     "_rebuild_device_tensor_from_numpy": _ELSEWHERE,
     "_rebuild_meta_tensor_no_storage": (
-        "meta tensor without values",
+        _META,
         "make real tensors (.to_empty(), then their values)",
     ),
     "_rebuild_nested_tensor": _NESTED,

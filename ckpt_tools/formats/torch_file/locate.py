@@ -13,7 +13,7 @@ from functools import cache, partial
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, TensorEntry
 from ckpt_tools.core.text import some
-from ckpt_tools.errors import CheckpointError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, NotReadError
 from ckpt_tools.formats.protocol import lengths_of
 from ckpt_tools.storage.reader import Files, Unpack
 
@@ -100,7 +100,7 @@ def _with_replicas(
 def resolved(chunk: Chunk, dtype: DType, files: Files) -> Chunk:
     """The chunk of a lazily negated or conjugated tensor: a copy of its bytes with other signs.
 
-    Raises UnsupportedError for element types of which torch makes no such view.
+    Raises NotReadError for element types of which torch makes no such view.
     """
     if chunk.codec == "conjugated":
         step, first = dtype.itemsize, dtype.itemsize - 1
@@ -108,7 +108,7 @@ def resolved(chunk: Chunk, dtype: DType, files: Files) -> Chunk:
         step = dtype.itemsize // (2 if dtype.kind == "complex" else 1)
         first = step - 1
     if dtype.kind not in {"float", "complex"} or step < 2:
-        raise UnsupportedError(
+        raise NotReadError(
             f"{chunk.data.path}: a lazily {chunk.codec} tensor of {dtype.name} is not read.",
             hint="Call .resolve_conj() and .resolve_neg() on it before saving.",
         )

@@ -146,7 +146,8 @@ def _each(ckpts: Sequence[str], read: ReadOptions, verified: _Verify, *, json: b
         except CkptError as error:
             worst = max(worst, error.exit_code)
             objects.append({"path": ckpt, "readable": False, "problem": error.message})
-            lines = [f"{render.printable(ckpt)}: UNREADABLE: {error.message.splitlines()[0]}"]
+            problem = error.message.partition("\n")[0]
+            lines = [f"{ckpt}: UNREADABLE: {problem}"]
         else:
             worst = max(worst, 0 if report.whole else 1)
             objects.append(as_json(report, None, against=None))
@@ -193,7 +194,7 @@ def lines(
     """The report for a person."""
     verdict = "complete" if report.whole else "NOT COMPLETE"
     how = "" if report.reading is not None else ", by its headers"
-    yield render.heading(f"{render.printable(report.root)}: {verdict}{how}")
+    yield render.heading(f"{report.root}: {verdict}{how}")
     yield from render.facts(_facts(report))
     if against is not None:
         yield from render.facts(_comparison(compared, against))
@@ -203,31 +204,28 @@ def line(path: str, report: VerifyReport) -> str:
     """The report in one line."""
     how = "" if report.reading is not None else ", by its headers"
     if report.whole:
-        return f"{render.printable(path)}: complete{how}"
+        return f"{path}: complete{how}"
     first = report.problems[0].message.partition("\n")[0]
     more = f" (and {len(report.problems) - 1:,} more)" if len(report.problems) > 1 else ""
-    return render.printable(f"{path}: NOT COMPLETE{how}: {first}{more}")
+    return f"{path}: NOT COMPLETE{how}: {first}{more}"
 
 
-def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
+def _facts(report: VerifyReport) -> Iterator[render.Fact]:
     said = list(dict.fromkeys(map(_problem, report.problems)))
-    for text in said[:_SHOWN]:
-        yield "problem", text
+    for lines in said[:_SHOWN]:
+        yield "problem", lines
     if len(said) > _SHOWN:
         yield "", f"and {len(said) - _SHOWN:,} more problems; --json has all"
     yield "tensors", _tensors(report)
     lost = [_lost(one) for one in report.damaged if one.lost]
-    lost += [f"{render.printable(fqn)}: all of it" for fqn in report.lost]
+    lost += [f"{fqn}: all of it" for fqn in report.lost]
     if lost:
-        yield "missing", "\n".join(first_of(lost, _SHOWN))
+        yield "missing", first_of(lost, _SHOWN)
     if report.rescued:
-        saved = [
-            f"{render.printable(r.fqn)} {r.box} of {r.lost} is also in {r.replica}"
-            for r in report.rescued
-        ]
-        yield "in replicas", "\n".join(first_of(saved, _SHOWN))
+        saved = [f"{r.fqn} {r.box} of {r.lost} is also in {r.replica}" for r in report.rescued]
+        yield "in replicas", first_of(saved, _SHOWN)
     if report.damaged_objects:
-        shown = some([render.printable(name) for name in report.damaged_objects], _SHOWN)
+        shown = some(report.damaged_objects, _SHOWN)
         yield "objects", f"{len(report.damaged_objects)} of {report.objects} damaged: {shown}"
     if report.ranks:
         yield "ranks", _ranks(report)
@@ -236,12 +234,11 @@ def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
     if unproven:
         yield "not proven", unproven
     if report.notes:
-        yield "notes", "\n".join(map(render.printable, report.notes))
+        yield "notes", report.notes
 
 
-def _problem(problem: CheckpointError) -> str:
-    hint = f"\n{problem.hint}" if problem.hint else ""
-    return "\n".join(map(render.printable, f"{problem.message}{hint}".splitlines()))
+def _problem(problem: CheckpointError) -> tuple[str, ...]:
+    return tuple(f"{problem.message}\n{problem.hint or ''}".strip("\n").split("\n"))
 
 
 def _tensors(report: VerifyReport) -> str:
@@ -260,7 +257,7 @@ def _lost(tensor: DamagedTensor) -> str:
     where = some([describe(box, tensor.shape) for box in tensor.lost], _SHOWN)
     word = "rank" if len(tensor.ranks) == 1 else "ranks"
     ranks = f" ({word} {rank_spans(tensor.ranks)})" if tensor.ranks else ""
-    return f"{render.printable(tensor.fqn)}: {where}{ranks}"
+    return f"{tensor.fqn}: {where}{ranks}"
 
 
 def _ranks(report: VerifyReport) -> str:
@@ -294,27 +291,26 @@ def _unproven(report: VerifyReport) -> str:
     return ""
 
 
-def _comparison(compared: Comparison | None, against: str) -> Iterator[tuple[str, str]]:
-    name = render.printable(against)
+def _comparison(compared: Comparison | None, against: str) -> Iterator[render.Fact]:
     if compared is None:
-        yield "against", f"{name}: not compared, because tensors are damaged"
+        yield "against", f"{against}: not compared, because tensors are damaged"
         return
     if not compared.compared:
-        yield "against", f"{name}: it has no tensors to compare with"
+        yield "against", f"{against}: it has no tensors to compare with"
         return
     sections = ", ".join(compared.compared)
     if compared.same:
-        yield "against", f"{name}: the same, bit for bit ({sections})"
+        yield "against", f"{against}: the same, bit for bit ({sections})"
     else:
         differing = [_difference(one) for one in compared.differences]
         count = counted(len(differing), "difference")
-        yield "against", "\n".join([f"{name}: {count} ({sections})", *first_of(differing, _SHOWN)])
+        yield "against", [f"{against}: {count} ({sections})", *first_of(differing, _SHOWN)]
     if compared.extra:
         yield "", f"not compared, because the other side has none: {', '.join(compared.extra)}"
 
 
 def _difference(one: Difference) -> str:
-    name = f"{one.section}: {render.printable(one.name)}"
+    name = f"{one.section}: {one.name}"
     if one.kind == "missing":
         return f"{name} is missing"
     if one.kind == "extra":

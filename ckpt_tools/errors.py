@@ -15,7 +15,8 @@
         └── PeerFailedError      4   another rank of the job failed or is gone
 
 Each error carries one line that says what, where, found and expected, and a hint that says what to
-try next. This room knows nothing of formats.
+try next. What it quotes may come from anybody's file, so its text is made `printable` here, for the
+terminal and for tracebacks alike. This room knows nothing of formats.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
 
 
 _MOST_COMMANDS = 20
+
+
+def printable(text: str) -> str:
+    """The text as one line without control characters, direction marks and lone surrogates, which
+    become escapes: a name from a file must not move a cursor, or hide a part of itself.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Way(NamedTuple):
@@ -83,16 +93,17 @@ def paths_instead(path: str, paths: Iterable[str]) -> Instead:
 class CkptError(Exception):
     """The root: one line for a person, an optional hint, and the exit code of the command line.
 
+    ``more`` are further lines of the message, which is printable: what it quotes ends no line.
     ``instead`` is what to type, which a command line can say in the words that were typed.
     """
 
     exit_code: ClassVar[int] = 3
 
     def __init__(
-        self, message: str, *, hint: str | None = None, instead: Instead | None = None
+        self, message: str, *more: str, hint: str | None = None, instead: Instead | None = None
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _lines(message, *more)
+        super().__init__(self.message)
         self.advice = hint
         self.instead = instead
 
@@ -110,13 +121,20 @@ class CkptError(Exception):
 
     def at(self, where: str, link: str = ": ") -> Self:
         """The same error with where it happened before its message: ``Rank 3: …``."""
-        return self.reworded(f"{where}{link}{self.message}")
+        return self._saying(f"{printable(where)}{link}{self.message}")
 
-    def reworded(self, message: str) -> Self:
+    def reworded(self, message: str, *more: str) -> Self:
         """The same error with another message: class, hint and all that it carries stay."""
-        other = type(self).__new__(type(self), message)
-        vars(other).update(vars(self), message=message)
+        return self._saying(_lines(message, *more))
+
+    def _saying(self, text: str) -> Self:
+        other = type(self).__new__(type(self), text)
+        vars(other).update(vars(self), message=text)
         return other
+
+
+def _lines(*lines: str) -> str:
+    return "\n".join(map(printable, lines))
 
 
 class UsageError(CkptError):
@@ -148,23 +166,23 @@ class CheckpointError(CkptError):
     def __init__(
         self,
         message: str,
-        *,
+        *more: str,
         hint: str | None = None,
         instead: Instead | None = None,
         about: Iterable[str] = (),
     ) -> None:
-        super().__init__(message, hint=hint, instead=instead)
+        super().__init__(message, *more, hint=hint, instead=instead)
         self.about = frozenset(about)
 
     def concerning(self, fqns: Iterable[str]) -> Self:
         """The same error, about these entries."""
-        other = self.reworded(self.message)
+        other = self._saying(self.message)
         other.about = frozenset(fqns)
         return other
 
     def losing(self, file: str) -> Self:
         """The same error, for which nothing of this file can be read."""
-        other = self.reworded(self.message)
+        other = self._saying(self.message)
         other.file = file
         return other
 

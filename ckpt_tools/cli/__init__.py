@@ -10,7 +10,7 @@ import atexit
 import gc
 import sys
 
-from ckpt_tools.cli.group import CommandGroup, report_crash
+from ckpt_tools.cli.group import CommandGroup, end_if_interrupted, report_crash
 from ckpt_tools.cli.guesses import command_line
 from ckpt_tools.distributed import environment
 
@@ -55,7 +55,7 @@ def main() -> None:
     """Run the command line of this process, and exit with its code."""
     gc.disable()  # an index is a tree of small objects, millions at times, and nothing leaks cycles
     atexit.register(gc.freeze)  # Python collects once more when it ends, even so
-    sys.excepthook = report_crash
+    sys.excepthook, sys.unraisablehook = report_crash, end_if_interrupted
     environment.silence_followers(command_line(sys.argv[1:]))
     # A name in the checkpoint may hold characters that the terminal's encoding lacks.
     for stream in (sys.stdout, sys.stderr):

@@ -132,14 +132,14 @@ def _lines(diff: Diff) -> Iterator[str]:
         yield from render.columns(header, rows, align=align, width=render.terminal_width())
         for entry in differing:
             if entry.detail:
-                yield f"  {render.printable(entry.name)}: {render.printable(entry.detail)}"
+                yield f"  {entry.name}: {entry.detail}"
         yield ""
     yield _summary(diff)
 
 
 def row(entry: EntryDiff) -> tuple[str, ...]:
     """The cells of `HEADER`."""
-    what = (render.printable(entry.name), WORDS[entry.status])
+    what = (entry.name, WORDS[entry.status])
     sides = (_short(entry.a), _short(entry.b))
     if entry.delta is None:
         return (*what, *sides, "-", "-", "-", "-")
@@ -156,7 +156,7 @@ def row(entry: EntryDiff) -> tuple[str, ...]:
 
 
 def _short(text: str | None) -> str:
-    return "-" if text is None else render.cut_to(render.printable(text), 40)
+    return "-" if text is None else render.cut_to(text, 40)
 
 
 def _summary(diff: Diff) -> str:

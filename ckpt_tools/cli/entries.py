@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from ckpt_tools.analysis.summary import FoundMesh, Status, layout_of, placement_names
-from ckpt_tools.cli.render import Json, columns, cut_to, printable, terminal_width
+from ckpt_tools.cli.render import Json, columns, cut_to, terminal_width
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
@@ -77,15 +77,15 @@ def _facts(entry: Entry) -> tuple[str, str, str, str]:
     """Name, type, shape, and size in bytes."""
     if isinstance(entry, ObjectEntry):
         size = "-" if entry.nbytes is None else format_size(entry.nbytes)
-        return printable(entry.fqn), "object", "-", size
+        return entry.fqn, "object", "-", size
     size = format_size(entry.nbytes)
-    return printable(entry.fqn), entry.dtype.name, short_shape(entry.shape), size
+    return entry.fqn, entry.dtype.name, short_shape(entry.shape), size
 
 
 def _last(entry: Entry, mesh: FoundMesh | None) -> str:
     """The placements of a tensor, or the value of an object."""
     if isinstance(entry, ObjectEntry):
-        return f"= {cut_to(printable(value_text(entry)), _LONGEST_VALUE)}"
+        return f"= {cut_to(value_text(entry), _LONGEST_VALUE)}"
     known = layout_of(entry, mesh)
     return "-" if known is None else short_placements(known[0])
 

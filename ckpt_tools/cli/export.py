@@ -149,7 +149,7 @@ def _summary(plan: convert.ExportPlan, out: str, *, dry_run: bool, seconds: floa
     """One line: what was written, or would be."""
     tensors = counted(plan.tensors, "tensor")
     files = counted(len(plan.files), "file")
-    what = f"{render.printable(out)}: {tensors}, {format_size(plan.nbytes)} in {files}"
+    what = f"{out}: {tensors}, {format_size(plan.nbytes)} in {files}"
     if dry_run:
         return f"{what}; not written (--dry-run); {_workers(plan)} would write it"
     rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""

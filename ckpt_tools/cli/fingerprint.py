@@ -72,7 +72,7 @@ def command(
         return
     render.emit(f"{section:<6} {value}" for section, value in digests.sections.items())
     if long:
-        render.emit(f"{t.sha256}  {render.printable(t.fqn)}" for t in digests.tensors)
+        render.emit(f"{t.sha256}  {t.fqn}" for t in digests.tensors)
 
 
 def digest(index: CheckpointIndex, *, threads: int | None) -> Fingerprint:

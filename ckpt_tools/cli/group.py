@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from types import TracebackType
 from typing import TextIO
@@ -18,7 +20,7 @@ import click
 
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import guesses
-from ckpt_tools.errors import CkptError, from_system
+from ckpt_tools.errors import CkptError, UsageError, from_system, printable
 
 _QUIET, _VERBOSE, _TYPED = "ckpt_tools.quiet", "ckpt_tools.verbose", "ckpt_tools.typed"
 _WIDEST = 100
@@ -76,14 +78,16 @@ class CommandGroup(click.Group):
         """Replace guessed words by commands, and keep all words for the hints of errors."""
         words = guesses.command_line(args)
         ctx.meta[_TYPED] = ["ckpt-tools", *words]
-        return super().parse_args(ctx, words)
+        with _printable_errors():
+            return super().parse_args(ctx, words)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; what it raises on purpose becomes one error and its exit code."""
         if os.environ.get("NO_COLOR"):
             ctx.color = False
         try:
-            answer: object = super().invoke(ctx)
+            with _printable_errors():
+                answer: object = super().invoke(ctx)
             sys.stdout.flush()  # here, where a closed pipe or a full disk can still be reported
         except BrokenPipeError:
             # Else Python complains of the closed pipe at its exit.
@@ -101,6 +105,44 @@ class CommandGroup(click.Group):
         return answer
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt in here, where it ends the process outside.
+
+    Nothing changes where Ctrl-C is ignored, or raises already: in a process that is not our own.
+    """
+    outside = signal.getsignal(signal.SIGINT)
+    if not callable(outside) or outside is signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, outside)
+
+
+def end_if_interrupted(unraisable: sys.UnraisableHookArgs) -> None:
+    """End the process for a Ctrl-C that came where Python can only report it, and would go on."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        os._exit(_INTERRUPTED)
+    sys.__unraisablehook__(unraisable)
+
+
+@contextmanager
+def _printable_errors() -> Iterator[None]:
+    """Raise click's own errors as ours where they quote control characters: a shell may have typed
+    the names of files. Lines are those of the help.
+    """
+    try:
+        yield
+    except click.ClickException as error:
+        message = error.format_message()
+        if message.replace("\n", "").isprintable():
+            raise
+        raise UsageError(message) from error
+
+
 def say_error(error: CkptError) -> None:
     """Print an error to stderr: what happened, then what to try next, indented.
 
@@ -109,14 +151,19 @@ def say_error(error: CkptError) -> None:
     if verbosity(click.get_current_context()) >= 2:
         import traceback  # late, here and below: it loads much, and few errors are shown so
 
-        click.echo(traceback.format_exc(), err=True)
-    first, *more = error.message.splitlines() or [""]
+        _echo(traceback.format_exc().split("\n"))
+    first, *more = error.message.split("\n")
     hint = _hint(error) or ""
     first, *rest = _wrapped(f"Error: {first}", indent="  ")
     click.echo(first.replace("Error:", click.style("Error:", fg="red", bold=True), 1), err=True)
-    more = [*map(str.strip, more), *hint.splitlines(), *_causes(error)]
-    for line in (*rest, *(line for text in more for line in _wrapped(f"  {text}", indent="  "))):
-        click.echo(line, err=True)
+    more = [*map(str.strip, more), *hint.split("\n"), *_causes(error)]
+    _echo([*rest, *(line for text in more if text for line in _wrapped(f"  {text}", indent="  "))])
+
+
+def _echo(lines: Iterable[str]) -> None:
+    """Print lines on stderr: whatever they quote, each stays one."""
+    for line in lines:
+        click.echo(printable(line), err=True)
 
 
 def _hint(error: CkptError) -> str | None:
@@ -142,13 +189,12 @@ def _causes(error: BaseException) -> list[str]:
 def say(text: str) -> None:
     """Print a note to stderr, unless --quiet was given."""
     if not is_quiet():
-        lines = [line for whole in text.split("\n") for line in _wrapped(whole, indent="  ")]
-        click.echo("\n".join(lines), err=True)
+        _echo(_wrapped(printable(text), indent="  "))
 
 
 def answer(text: str) -> None:
     """Print one line of an answer to stdout, wrapped on a terminal."""
-    click.echo("\n".join(_wrapped(text, indent="  ", on=sys.stdout)))
+    click.echo("\n".join(_wrapped(printable(text), indent="  ", on=sys.stdout)))
 
 
 def _wrapped(text: str, *, indent: str, on: TextIO | None = None) -> list[str]:
@@ -194,10 +240,13 @@ def report_crash(
 
     Exit code 1, which Python itself would give, means "the answer is no" here.
     """
+    if issubclass(kind, KeyboardInterrupt):
+        raise SystemExit(_INTERRUPTED)
     import traceback
 
     place = traceback.extract_tb(trace)[-1:] if trace else []
     where = "".join(f" at {os.path.basename(p.filename)}:{p.lineno}" for p in place)
-    sys.stderr.write(f"Error: ckpt-tools itself failed{where}: {kind.__name__}: {error}\n")
+    text = printable(f"{kind.__name__}: {error}")
+    sys.stderr.write(f"Error: ckpt-tools itself failed{where}: {text}\n")
     sys.stderr.write("  This is a bug in ckpt-tools; the same command with -vv shows where.\n")
     raise SystemExit(_UNREADABLE)

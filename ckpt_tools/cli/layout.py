@@ -145,7 +145,7 @@ def _paint() -> text.Paint:
 
 def _lines(root: str, before: Holdings, after: text.After | None, *, every: bool) -> Iterator[str]:
     paint = _paint()
-    yield render.heading(render.printable(root))
+    yield render.heading(root)
     yield from _side(before, paint, every=every)
     if after is None:
         return
@@ -172,7 +172,7 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
 
 def _one_lines(held: HeldTensor, before: Holdings, after: text.After | None) -> Iterator[str]:
     paint = _paint()
-    yield render.heading(render.printable(held.fqn))
+    yield render.heading(held.fqn)
     facts = f"{entries.short_shape(held.shape)} {held.dtype.name}, {format_size(held.nbytes)}"
     yield f"  {facts}" + (f", {', '.join(held.placements)}" if held.placements else "")
     width = render.terminal_width()

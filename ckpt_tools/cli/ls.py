@@ -12,7 +12,7 @@ from ckpt_tools.analysis.summary import FoundMesh, mesh_of
 from ckpt_tools.cli import asked, entries, options, render
 from ckpt_tools.cli.entries import row
 from ckpt_tools.cli.group import say
-from ckpt_tools.cli.render import cut_to, printable
+from ckpt_tools.cli.render import cut_to
 from ckpt_tools.core.index import CheckpointIndex, Entry, TensorEntry
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UsageError
@@ -163,7 +163,7 @@ def _lines(node: Node, mesh: FoundMesh | None, *, indent: str) -> Iterator[str]:
         is_last = name == names[-1]
         label, below = joined(name, node.below[name])
         corner, bar = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
-        yield f"{indent}{corner}{printable(label)}{_facts(below, mesh)}"
+        yield f"{indent}{corner}{label}{_facts(below, mesh)}"
         yield from _lines(below, mesh, indent=indent + bar)
 
 

@@ -13,7 +13,7 @@ import click
 
 from ckpt_tools import formats
 from ckpt_tools.cli import guesses
-from ckpt_tools.cli.group import say, set_verbosity
+from ckpt_tools.cli.group import interruptible, say, set_verbosity
 from ckpt_tools.copying import parallel
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
@@ -56,12 +56,21 @@ class Command(click.Command):
         except click.MissingParameter as error:
             _, _, first = (self.help or "").partition("Examples:\n")
             example = first.strip().partition("\n")[0]
-            raise UsageError(error.format_message(), hint=f"For example: {example}") from error
+            missing = " ".join(
+                error.format_message().split()
+            )  # choices stand on lines of their own
+            raise UsageError(missing, hint=f"For example: {example}") from error
         except click.UsageError as error:
             if "unexpected extra argument" not in error.message:
                 raise
             hint = "CKPT is one path: a folder, a file, or a quoted glob of rank files."
             raise UsageError(error.message, hint=hint) from error
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command, which Ctrl-C may leave tidily."""
+        with interruptible():
+            answer: object = super().invoke(ctx)
+            return answer
 
     def headed(self, ctx: click.Context) -> dict[str, list[click.Option]]:
         """The options under their headings; a command of few options has one heading."""

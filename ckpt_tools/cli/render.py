@@ -1,6 +1,7 @@
 """Rows into text: tables, JSON, CSV. It knows nothing of checkpoints or commands.
 
-Whatever comes out of a checkpoint goes through `printable` first: a name must not move a cursor.
+Whatever comes out of a checkpoint is made printable here, where it is printed: `emit` does it to
+each line, and what measures texts (tables, headings) to each text before.
 """
 
 from __future__ import annotations
@@ -13,49 +14,64 @@ from itertools import islice
 
 import click
 
+from ckpt_tools.errors import printable
+
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 
 _LINES_AT_ONCE = 2_000
 _GAP = "  "
 # What is left to the first and the last column of a long table on a narrow terminal.
 _FIRST, _LAST = 8, 14
+_WIDEST = 500
+
+# A label, and a text of one line or several lines.
+Fact = tuple[str, str | Sequence[str]]
 
 
-def printable(text: str) -> str:
-    """The text with control characters and lone surrogates as escapes, so that it stays a line."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+class Styled(str):
+    """Text with colours of our own, in which everything from a checkpoint is printable already."""
+
+    __slots__ = ()
 
 
 def emit(lines: Iterable[str]) -> None:
     """Print lines on stdout, many at a time: one write for each line costs more than the line."""
     remaining = iter(lines)
     while batch := list(islice(remaining, _LINES_AT_ONCE)):
-        click.echo("\n".join(batch))
+        shown = (line if isinstance(line, Styled) else printable(line) for line in batch)
+        click.echo("\n".join(shown))
 
 
 def emit_json(value: Json) -> None:
     """Print one JSON value on one line when piped, indented on a terminal."""
-    click.echo(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
+    click.echo(_json(value, indent=2 if sys.stdout.isatty() else None))
 
 
 def emit_json_lines(values: Iterable[Json]) -> None:
     """Print one JSON value a line."""
-    emit(json.dumps(value) for value in values)
+    emit(map(_json, values))
+
+
+def _json(value: Json, *, indent: int | None = None) -> str:
+    """The text of a value: it has escapes for all but ASCII, and here for DEL, too."""
+    return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
 
 
 def emit_csv(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -> None:
-    """Print a CSV table with its header, a line each: names are written as in every table."""
-    emit(_csv_lines(header, rows))
-
-
-def _csv_lines(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -> Iterator[str]:
+    """Print a CSV table with its header: exact, as CSV quotes it, when piped; on a terminal names
+    are printable.
+    """
     import csv  # late: one form of one command needs it
 
-    writer = csv.writer(_Echo(), lineterminator="")
-    for row in (header, *rows):
-        yield writer.writerow([printable(cell) if isinstance(cell, str) else cell for cell in row])
+    shown = printable if sys.stdout.isatty() else str
+    writer = csv.writer(_Echo(), lineterminator="\r\n")  # quotes what holds one of the two
+    cells = ([shown(c) if isinstance(c, str) else c for c in row] for row in (header, *rows))
+    emit_raw(writer.writerow(row).removesuffix("\r\n") for row in cells)
+
+
+def emit_raw(lines: Iterable[str]) -> None:
+    """Print lines on stdout exactly as they are: click would take colours out of them."""
+    sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
 class _Echo:
@@ -81,6 +97,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align: str) -
     """
     from tabulate import tabulate  # late: not every answer is a table
 
+    rows = [list(map(printable, row)) for row in rows]
     words = {"l": "left", "r": "right"}
     wide = [f"{name}{_GAP}" for name in header]  # tabulate gives its headers so much room
     sizes = [max(map(len, column)) for column in zip(wide, *rows, strict=True)]
@@ -88,14 +105,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align: str) -
     widest = max(sizes)
     folded = [max(size - over, _FIRST) if size == widest else None for size in sizes]
     text = tabulate(
-        [list(row) for row in rows],
+        rows,
         headers=list(header),
         tablefmt="plain",
         colalign=[words[letter] for letter in align],
         disable_numparse=True,
         maxcolwidths=folded if over > 0 else None,
     )
-    return (f"  {line}" for line in text.splitlines())
+    return (f"  {line}" for line in text.split("\n"))
 
 
 def columns(
@@ -108,10 +125,11 @@ def columns(
     """A long table, line by line, for a terminal of ``width`` columns, or for a pipe if None.
 
     ``align`` has one letter a column: ``l`` or ``r``, and for a last one ``c`` that may be cut or
-    ``w`` that may be wrapped. On a terminal, names too long for the first column stand on a line of
-    their own. tabulate cannot fold, and it takes 3 s for 100,000 rows, for which this takes 0.3 s.
+    ``w`` that may be wrapped. Names too long for the first column stand on a line of their own.
+    tabulate cannot fold, and it takes 3 s for 100,000 rows, for which this takes 0.3 s.
     """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    rows = [list(map(printable, row)) for row in rows]
+    widths = list(map(widest, zip(header, *rows, strict=True)))
     lines = [range(len(widths))]
     if width is not None:
         lines = _fit(widths, align=align, width=width)
@@ -131,6 +149,13 @@ def columns(
             yield ("    " if place else "") + _GAP.join(cells[i] for i in line).rstrip()
         for text in more:
             yield " " * indent + text
+
+
+def widest(texts: Iterable[str]) -> int:
+    """How wide a column of these is: a text that is longer than that is no reason for blanks in
+    every other line.
+    """
+    return min(max(map(len, texts), default=0), _WIDEST)
 
 
 def _fit(widths: list[int], *, align: str, width: int) -> list[range]:
@@ -176,18 +201,18 @@ def utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def heading(text: str) -> str:
+def heading(text: str) -> Styled:
     """A line that stands above others; bold on a terminal."""
-    return click.style(text, bold=True)
+    return Styled(click.style(printable(text), bold=True))
 
 
-def facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+def facts(pairs: Iterable[Fact]) -> Iterator[str]:
     """Labels and what belongs to them, in two columns; on a terminal, words wrap inside theirs."""
     width = terminal_width()
     for label, text in pairs:
         first, *more = [
             line
-            for whole in text.split("\n")
+            for whole in map(printable, [text] if isinstance(text, str) else text)
             for line in ([whole] if width is None else _wrapped(whole, max(width - 14, _LAST)))
         ]
         yield f"  {label:<12}{first}"

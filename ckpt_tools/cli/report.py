@@ -82,7 +82,7 @@ def lines(
 ) -> Iterator[str]:
     """The report for people, with an empty line at its end."""
     facts = look(whole, index)
-    yield render.heading(render.printable(whole.root))
+    yield render.heading(whole.root)
     yield from _verdict(facts.verdict)
     yield ""
     yield from render.facts(identity(facts))
@@ -107,17 +107,17 @@ def _verdict(parts: Sequence[VerdictPart]) -> Iterator[str]:
     for number, part in enumerate(parts, start=1):
         comma = ", " if number < len(parts) else ""
         if used > 2 and used + len(part.text) + len(comma.rstrip()) > width:
-            yield line.rstrip()
+            yield render.Styled(line.rstrip())
             line, used = "  ", 2
         line, used = line + _coloured(part) + comma, used + len(part.text) + len(comma)
-    yield line
+    yield render.Styled(line)
 
 
 def _coloured(part: VerdictPart) -> str:
     return click.style(part.text, fg=_COLOURS[part.kind]) if part.kind in _COLOURS else part.text
 
 
-def identity(facts: Inspection) -> Iterator[tuple[str, str]]:
+def identity(facts: Inspection) -> Iterator[render.Fact]:
     """What it is: labels and texts."""
     yield "format", written_as(facts)
     if facts.framework is not None:
@@ -131,10 +131,8 @@ def identity(facts: Inspection) -> Iterator[tuple[str, str]]:
         none = ", nothing sharded"
     yield "mesh", str(facts.mesh or f"none stated{none}")
     if facts.is_sharded and facts.placements:
-        yield (
-            "placements",
-            "\n".join(f"{counted(count, 'tensor')}: {text}" for text, count in facts.placements),
-        )
+        lines = [f"{counted(count, 'tensor')}: {text}" for text, count in facts.placements]
+        yield "placements", lines
 
 
 def written_as(facts: Inspection) -> str:
@@ -173,22 +171,21 @@ def _percent(part: int, whole: int) -> str:
     return ">99%" if 99 < share < 100 else f"{share:.0f}%"
 
 
-def state(whole: CheckpointIndex, facts: Inspection) -> Iterator[tuple[str, str]]:
+def state(whole: CheckpointIndex, facts: Inspection) -> Iterator[render.Fact]:
     """What can be done with it, and what is missing: labels and texts."""
     if facts.optimizer is not None:
         yield "optimizer", f"{facts.optimizer.kind}: it keeps {', '.join(facts.optimizer.states)}"
     if facts.step is not None:
-        yield "step", f"{facts.step.value:,} ({render.printable(facts.step.fqn)})"
+        yield "step", f"{facts.step.value:,} ({facts.step.fqn})"
     yield "resume", f"{'yes' if facts.resume.yes else 'no'}: {facts.resume.reason}"
     yield "files", f"{len(whole.files):,}, {format_size(facts.nbytes)}"
     if whole.missing:
         names = [entries.file_name(path, whole.root) for path in whole.missing]
-        yield "missing", f"{counted(len(names), 'file')}: {render.printable(some(names))}"
+        yield "missing", f"{counted(len(names), 'file')}: {some(names)}"
     if whole.ties:
-        tied = [" = ".join(group) for group in whole.ties]
-        yield "tied", "\n".join(render.printable(text) for text in first_of(tied))
+        yield "tied", first_of([" = ".join(group) for group in whole.ties])
     if whole.notes:
-        yield "notes", "\n".join(map(render.printable, whole.notes))
+        yield "notes", whole.notes
 
 
 def _shards(whole: CheckpointIndex) -> Iterator[str]:
@@ -197,7 +194,7 @@ def _shards(whole: CheckpointIndex) -> Iterator[str]:
     most = max((load.nbytes for load in loads), default=0)
     rows = [
         (
-            render.printable(entries.file_name(load.path, whole.root)),
+            entries.file_name(load.path, whole.root),
             "-" if load.rank is None else str(load.rank),
             f"{load.chunks:,}",
             f"{load.nbytes:,}",

@@ -222,8 +222,8 @@ class PlanReport(NamedTuple):
     def _what(self, plan: ReshardPlan) -> str:
         tensors = counted(len(plan.targets), "tensor")
         files = counted(len(plan.files), "file")
-        out = render.printable(self.job.out)
-        return f"{out}: {tensors}, {format_size(plan.nbytes)} in {files} for mesh {plan.mesh}"
+        size = format_size(plan.nbytes)
+        return f"{self.job.out}: {tensors}, {size} in {files} for mesh {plan.mesh}"
 
     def dry_run(self, plan: ReshardPlan) -> Iterator[str]:
         """What will be read, written and held in memory, in all and for each file."""
@@ -304,7 +304,7 @@ def _files(files: Sequence[forecast.FileForecast]) -> Iterator[str]:
         _HEADER,
         [
             (
-                render.printable(file.path),
+                file.path,
                 format_size(file.nbytes),
                 f"{file.boxes:,}",
                 format_size(file.read),

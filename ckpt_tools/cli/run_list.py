@@ -56,7 +56,7 @@ def line_of(saved: Saved, options: ReadOptions) -> Line:
 
 def lines(path: str, run: Sequence[Line]) -> Iterator[str]:
     """The run for people: a heading, one line a checkpoint, and problems."""
-    yield render.heading(f"{render.printable(path)}: {counted(len(run), 'checkpoint')}")
+    yield render.heading(f"{path}: {counted(len(run), 'checkpoint')}")
     now = time.time()
     rows = [
         (
@@ -66,14 +66,14 @@ def lines(path: str, run: Sequence[Line]) -> Iterator[str]:
             format_size(line.nbytes) if line.form else "-",
             "-" if line.changed is None else _age(now - line.changed),
             "yes" if line.problem is None else "NO",
-            render.printable(os.path.relpath(line.saved.path, path)),
+            os.path.relpath(line.saved.path, path),
         )
         for line in run
     ]
     yield from (f"  {row}" for row in render.columns(_HEADER, rows, align="rllrrll", width=None))
     for line in run:
         if line.problem is not None:
-            yield f"  not whole: {render.printable(line.problem)}"
+            yield f"  not whole: {line.problem}"
     yield ""
 
 

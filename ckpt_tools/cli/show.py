@@ -100,7 +100,7 @@ def _print_bare(values: Corner) -> None:
             f"--raw prints one value, and this part of {values.fqn} has {len(values.values):,}.",
             hint="--json prints them all; --slice chooses one.",
         )
-    click.echo(render.bare(flat(values)[0]))
+    render.emit_raw([render.bare(flat(values)[0])])
 
 
 def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
@@ -109,14 +109,12 @@ def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
         what = entry.type_name or "too large" if closed is None else closed.qualname
         raise UnsupportedError(f"{entry.fqn} is not a plain value, not opened: {what}.")
     if raw:
-        click.echo(render.bare(entries.plain_json(entry.value)))
+        render.emit_raw([render.bare(entries.plain_json(entry.value))])
     elif json:
         render.emit_json({"schema": "ckpt-tools/show/1", **entries.entry_json(entry, None)})
     else:
-        click.echo(render.heading(render.printable(entry.fqn)))
-        render.emit(
-            render.facts([*object_facts(entry), ("value", render.printable(_value_text(entry)))])
-        )
+        render.emit([render.heading(entry.fqn)])
+        render.emit(render.facts([*object_facts(entry), ("value", _value_text(entry))]))
 
 
 def object_facts(entry: ObjectEntry) -> Sequence[tuple[str, str]]:
@@ -125,7 +123,7 @@ def object_facts(entry: ObjectEntry) -> Sequence[tuple[str, str]]:
     among = "among " if entry.nbytes is None else ""
     return [
         ("kind", f"object of section {entry.section}"),
-        ("file", f"{render.printable(path)}, {among}bytes {offset:,} to {offset + length:,}"),
+        ("file", f"{path}, {among}bytes {offset:,} to {offset + length:,}"),
         *([("not read", entry.flaw.message)] if entry.flaw is not None else ()),
     ]
 
@@ -157,7 +155,7 @@ def _show_tensor(
             }
         )
         return
-    click.echo(render.heading(render.printable(entry.fqn)))
+    render.emit([render.heading(entry.fqn)])
     render.emit(render.facts(tensor_facts(entry, mesh)))
     table = list(render.table(CHUNK_HEADER, chunk_rows(entry, one.root), align="lrlrrr"))
     if len(entry.chunks) > _CHUNKS_SHOWN:
@@ -210,7 +208,7 @@ def chunk_rows(entry: TensorEntry, root: str, most: int = _CHUNKS_SHOWN) -> list
         (
             str(chunk.box) if entry.shape else "whole",
             "-" if chunk.rank is None else str(chunk.rank),
-            render.printable(entries.file_name(chunk.data.path, root)),
+            entries.file_name(chunk.data.path, root),
             f"{chunk.data.offset:,}",
             f"{chunk.data.length:,}",
             str(len(chunk.replicas)),

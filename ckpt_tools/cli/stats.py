@@ -95,7 +95,7 @@ def _lines(statistics: Statistics) -> Iterator[str]:
 def _row(tensor: TensorStats) -> tuple[str, ...]:
     values = (tensor.mean, tensor.std, tensor.min, tensor.max, tensor.l2)
     return (
-        render.printable(tensor.fqn),
+        tensor.fqn,
         tensor.dtype,
         short_shape(tensor.shape),
         *map(options.number, values),
@@ -110,9 +110,7 @@ def _anomaly_lines(statistics: Statistics) -> Iterator[str]:
     yield render.heading("Suspicious regions: their edges are shard edges")
     for anomaly in statistics.anomalies:
         rank = "" if anomaly.rank is None else f", rank {anomaly.rank}"
-        where = (
-            f"{render.printable(anomaly.fqn)} {anomaly.box}{rank}, {render.printable(anomaly.path)}"
-        )
+        where = f"{anomaly.fqn} {anomaly.box}{rank}, {anomaly.path}"
         yield f"  {anomaly.kind}: {where}: {anomaly.detail}"
 
 

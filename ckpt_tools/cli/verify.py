@@ -166,7 +166,8 @@ def _each(ckpts: Sequence[str], read: ReadOptions, verified: _Verify, *, json: b
         except CkptError as error:
             worst = max(worst, error.exit_code)
             objects.append({"path": ckpt, "readable": False, "problem": error.message})
-            lines = [f"{render.printable(ckpt)}: UNREADABLE: {error.message.splitlines()[0]}"]
+            problem = error.message.partition("\n")[0]
+            lines = [f"{ckpt}: UNREADABLE: {problem}"]
         else:
             worst = max(worst, 0 if report.whole else 1)
             objects.append(as_json(report, None))
@@ -213,7 +214,7 @@ _SHOWN = 10
 def lines(report: VerifyReport, other: _Against | None) -> Iterator[str]:
     """The report for a person."""
     how = "" if report.reading is not None else ", by its headers"
-    yield render.heading(f"{render.printable(report.root)}: {report.verdict}{how}")
+    yield render.heading(f"{report.root}: {report.verdict}{how}")
     yield from render.facts(_facts(report))
     if other is not None:
         yield from render.facts(_comparison(other))
@@ -223,33 +224,30 @@ def line(path: str, report: VerifyReport) -> str:
     """The report in one line."""
     how = "" if report.reading is not None else ", by its headers"
     if report.whole:
-        return f"{render.printable(path)}: complete{how}"
+        return f"{path}: complete{how}"
     first = report.problems[0].message.partition("\n")[0]
     more = f" (and {len(report.problems) - 1:,} more)" if len(report.problems) > 1 else ""
-    return render.printable(f"{path}: {report.verdict}{how}: {first}{more}")
+    return f"{path}: {report.verdict}{how}: {first}{more}"
 
 
-def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
+def _facts(report: VerifyReport) -> Iterator[render.Fact]:
     said = list(dict.fromkeys(map(_problem, report.problems)))
-    for text in said[:_SHOWN]:
-        yield "problem", text
+    for lines in said[:_SHOWN]:
+        yield "problem", lines
     if len(said) > _SHOWN:
         yield "", f"and {len(said) - _SHOWN:,} more problems; --json has all"
     for problem in report.unread[:_SHOWN]:
-        yield "not read", render.printable(problem.message)
+        yield "not read", problem.message
     yield "tensors", _tensors(report)
     lost = [_lost(one) for one in report.damaged if one.lost]
-    lost += [f"{render.printable(fqn)}: all of it" for fqn in report.lost]
+    lost += [f"{fqn}: all of it" for fqn in report.lost]
     if lost:
-        yield "lost", "\n".join(first_of(lost, _SHOWN))
+        yield "lost", first_of(lost, _SHOWN)
     if report.rescued:
-        saved = [
-            f"{render.printable(r.fqn)} {r.box} of {r.lost} is also in {r.replica}"
-            for r in report.rescued
-        ]
-        yield "in replicas", "\n".join(first_of(saved, _SHOWN))
+        saved = [f"{r.fqn} {r.box} of {r.lost} is also in {r.replica}" for r in report.rescued]
+        yield "in replicas", first_of(saved, _SHOWN)
     if report.damaged_objects:
-        shown = some([render.printable(name) for name in report.damaged_objects], _SHOWN)
+        shown = some(report.damaged_objects, _SHOWN)
         yield "objects", f"{len(report.damaged_objects)} of {report.objects} damaged: {shown}"
     if report.ranks:
         yield "ranks", _ranks(report)
@@ -258,12 +256,11 @@ def _facts(report: VerifyReport) -> Iterator[tuple[str, str]]:
     if unproven:
         yield "not proven", unproven
     if report.notes:
-        yield "notes", "\n".join(map(render.printable, report.notes))
+        yield "notes", report.notes
 
 
-def _problem(problem: CheckpointError) -> str:
-    hint = f"\n{problem.hint}" if problem.hint else ""
-    return "\n".join(map(render.printable, f"{problem.message}{hint}".splitlines()))
+def _problem(problem: CheckpointError) -> tuple[str, ...]:
+    return tuple(f"{problem.message}\n{problem.hint or ''}".strip("\n").split("\n"))
 
 
 def _tensors(report: VerifyReport) -> str:
@@ -282,7 +279,7 @@ def _lost(tensor: DamagedTensor) -> str:
     where = some([describe(box, tensor.shape) for box in tensor.lost], _SHOWN)
     word = "rank" if len(tensor.ranks) == 1 else "ranks"
     ranks = f" ({word} {rank_spans(tensor.ranks)})" if tensor.ranks else ""
-    return f"{render.printable(tensor.fqn)}: {where}{ranks}"
+    return f"{tensor.fqn}: {where}{ranks}"
 
 
 def _ranks(report: VerifyReport) -> str:
@@ -319,26 +316,26 @@ def _unproven(report: VerifyReport) -> str:
     return ""
 
 
-def _comparison(other: _Against) -> Iterator[tuple[str, str]]:
-    name, compared = render.printable(other.path), other.compared
+def _comparison(other: _Against) -> Iterator[render.Fact]:
+    against, compared = other.path, other.compared
     if compared is None:
-        yield "against", f"{name}: not compared, because tensors are damaged"
+        yield "against", f"{against}: not compared, because tensors are damaged"
         return
     if not compared.compared:
-        yield "against", f"{name}: it has no tensors to compare with"
+        yield "against", f"{against}: it has no tensors to compare with"
         return
     differing = [_difference(one) for one in compared.differences]
     found = counted(len(differing), "difference") if differing else "the same, bit for bit"
-    left_out = render.printable(", ".join(map(str, other.left_out)))
+    left_out = ", ".join(map(str, other.left_out))
     more = f"; left out on purpose: {left_out}" if left_out else ""
-    said = f"{name}: {found} ({', '.join(compared.compared)}){more}"
-    yield "against", "\n".join([said, *first_of(differing, _SHOWN)])
+    said = f"{against}: {found} ({', '.join(compared.compared)}){more}"
+    yield "against", [said, *first_of(differing, _SHOWN)]
     if compared.extra:
         yield "", f"not compared, because the other side has none: {', '.join(compared.extra)}"
 
 
 def _difference(one: Difference) -> str:
-    name = f"{one.section}: {render.printable(one.name)}"
+    name = f"{one.section}: {one.name}"
     if one.kind == "missing":
         return f"{name} is missing"
     if one.kind == "extra":

@@ -38,8 +38,9 @@ def real(out: str) -> str:
     A link to a folder is followed. Raises UsageError for what no output can replace: another link,
     a device, FIFO, socket or mount point, the working directory and what is above it.
     """
-    if not out.strip() or "\0" in out:
-        raise UsageError(f"{out!r} is not a name for an output.")
+    if not out.strip() or "\0" in out or out == "-":
+        hint = "An output is files, and is never written to stdout." if out == "-" else None
+        raise UsageError(f"{out!r} is not a name for an output.", hint=hint)
     here = paths.local(out)
     if here is None:
         return paths.normal(out)

@@ -436,8 +436,8 @@ class CheckpointIndex:
         first = self.problems[0]
         if len(self.problems) == 1:
             raise first
-        shown = text.first_of([problem.message for problem in self.problems])
-        raise first.reworded("\n  ".join(shown)).concerning(())
+        message, *more = text.first_of([problem.message for problem in self.problems])
+        raise first.reworded(message, *(f"  {line}" for line in more)).concerning(())
 
     def require_chosen(self) -> None:
         """`require_whole` of what was chosen; the error says what could be chosen instead."""
@@ -447,9 +447,9 @@ class CheckpointIndex:
             options = self._whole_part() if error.instead is None else ()
             if not options:
                 raise
-            reworded = error.reworded(error.message)
-            reworded.instead = Instead(self.root, (Way(options=options),))
-            raise reworded from error.__cause__
+            other = error.concerning(error.about)
+            other.instead = Instead(self.root, (Way(options=options),))
+            raise other from error.__cause__
 
     def _whole_part(self) -> tuple[str, ...]:
         """Options that leave out what problems are of: a few objects or parts of a folder, which

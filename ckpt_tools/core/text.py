@@ -60,6 +60,15 @@ def is_text(text: str) -> bool:
     return True
 
 
+# Bytes of a name: no real one is nearly as long, and a pickle can repeat one a million times.
+MAX_NAME = 64 << 10
+
+
+def is_name(text: str) -> bool:
+    """Whether a str can be the name of an entry: text, and not too long."""
+    return len(text) <= MAX_NAME and is_text(text)
+
+
 def are(number: int) -> str:
     """``is`` for one, ``are`` for any other number."""
     return "is" if number == 1 else "are"

@@ -24,5 +24,6 @@ def decode(text: str) -> CkptError:
     """The error that `encode` wrote, of the same class where `errors` has it."""
     facts = json.loads(text)
     kind = getattr(errors, facts["kind"], CkptError)
-    error = kind(facts["message"], hint=facts["hint"])
-    return error if isinstance(error, CkptError) else CkptError(facts["message"])
+    lines = facts["message"].split("\n")
+    error = kind(*lines, hint=facts["hint"])
+    return error if isinstance(error, CkptError) else CkptError(*lines)

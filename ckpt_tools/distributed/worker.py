@@ -6,7 +6,6 @@ python -m ckpt_tools.distributed.worker FD     the connection is the open file o
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from multiprocessing.connection import Connection
 
@@ -54,7 +53,6 @@ def _work(parent: Connection[object, object]) -> None:
 
 def main(fd: int) -> int:
     """Do one order and send the parent the result; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, who ends us
     parent: Connection[object, object] = Connection(fd)
     try:
         _work(parent)

@@ -119,15 +119,19 @@ def write_with_workers(
 
 
 def _started() -> tuple[Connection[object, object], subprocess.Popen[bytes]]:
-    """A new worker, and the connection to it."""
-    import subprocess  # late: most conversions need no workers
+    """A new worker, and the connection to it. Ctrl-C reaches this process, who ends the worker."""
+    import signal  # late, as all here: most conversions need no workers
+    import subprocess
     from multiprocessing import Pipe
 
     ours, theirs = Pipe()
-    with theirs:
-        fd = theirs.fileno()
-        command = [sys.executable, "-m", _MODULE, str(fd)]
-        return ours, subprocess.Popen(command, pass_fds=[fd])  # noqa: S603 - our own, no shell
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the worker inherits it
+    try:
+        with theirs:
+            command = [sys.executable, "-m", _MODULE, str(fd := theirs.fileno())]
+            return ours, subprocess.Popen(command, pass_fds=[fd])  # noqa: S603 - our own, no shell
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _received(

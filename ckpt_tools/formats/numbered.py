@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from posixpath import basename, isabs
+from posixpath import basename
 from typing import NamedTuple
 
-from ckpt_tools.core.text import is_text, some
+from ckpt_tools.core.text import is_name, is_text, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, paths_instead
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -46,9 +46,10 @@ class Index:
         return names
 
     def missing(self, path: str, fqns: Sequence[str]) -> IncompleteError:
-        """The error for a file that does not exist."""
+        """The error for a file that does not exist, or is none."""
+        what = "is a folder" if paths.is_dir(path) else "does not exist"
         return IncompleteError(
-            f"{path} does not exist; {self.name} has {some(fqns, _SHOWN)} in it.",
+            f"{path} {what}; {self.name} has {some(fqns, _SHOWN)} in it.",
             hint="Copy the missing file into the folder, or download it again.",
             about=fqns,
         )
@@ -82,19 +83,16 @@ def parse_index(path: str, files: Files) -> Index:
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(raw, dict) or not isinstance(weight_map, dict):
         raise UnreadableError(f"{path} has no weight_map.")
-    for fqn, name in weight_map.items():
-        if not is_text(fqn) or not isinstance(name, str) or not _is_below(name):
-            raise UnreadableError(
-                f"{path}: {fqn!r} is in {name!r:.60}, which is not a file beside it."
-            )
     folder = paths.folder_of(path)
-    placed = {fqn: paths.joined(folder, name) for fqn, name in weight_map.items()}
+    placed: dict[str, str] = {}
+    for fqn, name in weight_map.items():
+        try:
+            is_named = is_name(fqn) and isinstance(name, str) and is_text(name)
+            placed[fqn] = paths.joined(folder, paths.inside(name if is_named else ""))
+        except UnreadableError as error:
+            where = f"{fqn!r:.80} is in {name!r:.60}"
+            raise UnreadableError(f"{path}: {where}, which is not a file beside it.") from error
     return Index(path, placed, _total_size(raw))
-
-
-def _is_below(name: str) -> bool:
-    """Whether this names something beside the index or below it."""
-    return is_text(name) and not isabs(name) and ".." not in name.split("/")
 
 
 def _total_size(raw: Mapping[str, object]) -> int | None:

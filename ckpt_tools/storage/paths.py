@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import filter as filter_names
+from functools import lru_cache
 from glob import glob as local_glob
 from itertools import islice
 from typing import BinaryIO
@@ -21,6 +22,7 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.storage import fsspec_store
 
 _ASKED = 256  # a file system of a cluster takes a millisecond for each file
+_LONGEST = 4096  # bytes of a path: Linux's own limit
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -56,17 +58,26 @@ _KINDS = (
 )
 
 
+@lru_cache(maxsize=256)  # an index names one file a million times
 def inside(relative: str) -> str:
     """A path below a folder as it is listed there: ``./a`` and ``b/../a`` are ``a``.
 
     Raises UnreadableError for one that leaves the folder, or that no file can have.
     """
-    if "\0" in relative:
-        raise UnreadableError(f"gives a file name that is not possible: {relative!r}.")
+    if not _is_possible(relative):
+        raise UnreadableError(f"gives a file name that is not possible: {relative!r:.80}.")
     path = os.path.normpath(relative)
     if os.path.isabs(path) or path.split("/", 1)[0] in ("..", "."):
-        raise UnreadableError(f"names a file outside of its folder: {relative!r}.")
+        raise UnreadableError(f"names a file outside of its folder: {relative!r:.80}.")
     return path
+
+
+def _is_possible(path: str) -> bool:
+    """Whether the system, or a store, can have a file of this name."""
+    try:
+        return bool(path) and "\0" not in path and len(os.fsencode(path)) <= _LONGEST
+    except UnicodeEncodeError:
+        return False
 
 
 def special(path: str) -> str | None:

@@ -213,7 +213,7 @@ class AssetsTransform:
             shapes: Shapes = {one.entry.fqn: one.entry.shape for one in left}
             if hf_config.is_quantized(config):
                 shapes = weights.plain(shapes, set().union(*needed.choices))
-            notes.append(self._compared(shapes, needed, ties))
+            notes += self._compared(shapes, needed, ties)
         names = ", ".join(self.assets.files)
         notes.append(f"Added {counted(len(self.assets.files), 'file')}: {names}.")
         return TransformResult(left, (*notes, *changes), self._files(config))
@@ -228,19 +228,20 @@ class AssetsTransform:
         changed = small_file(CONFIG, body)
         return tuple(changed if plan.path == CONFIG else plan for plan in plans)
 
-    def _compared(self, shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> str:
-        """One line on the comparison. Raises AnswerNo."""
+    def _compared(self, shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> list[str]:
+        """Notes on the comparison. Raises AnswerNo."""
         faults = _faults(shapes, needed, ties)
+        whose = needed.according_to
         if not faults:
-            return f"Names and shapes are what the model needs, according to {needed.according_to}."
-        text = f"The tensors are not what {needed.according_to} needs:\n" + "\n".join(faults)
+            return [f"Names and shapes are what the model needs, according to {whose}."]
+        lines = [f"The tensors are not what {whose} needs:", *faults]
         if not self.allow_mismatch:
             raise AnswerNo(
-                text,
+                *lines,
                 hint="--map or --rename give other names, --exclude leaves tensors out; "
                 "--allow-mismatch writes the folder anyway.",
             )
-        return text
+        return lines
 
 
 def _faults(shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> list[str]:

@@ -54,7 +54,7 @@ def test_each_error_has_its_exit_code(
 
 
 def test_an_error_is_one_line_and_its_hint_is_indented(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = UnreadableError("It is truncated.\n  Hurt: all.", hint="Try this,\nor that.")
+    error = UnreadableError("It is truncated.", "Hurt: all.", hint="Try this,\nor that.")
     shown = ending(monkeypatch, error)
     assert shown.stdout == ""
     assert shown.stderr == "Error: It is truncated.\n  Hurt: all.\n  Try this,\n  or that.\n"

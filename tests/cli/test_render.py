@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import sys
 
 import pytest
 from builders import index, tensor, value
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import entries, render
 from ckpt_tools.cli.ls import tree_lines
+from ckpt_tools.core.index import Entry
 from ckpt_tools.core.layout import Layout, Mesh, Shard
 
 HEADER = ("NAME", "N", "LAST")
@@ -78,9 +80,31 @@ def test_only_a_last_column_that_may_be_cut_is_cut() -> None:
 
 
 def test_a_name_cannot_move_the_cursor() -> None:
-    shown = render.printable("a\x1b[2Jb\n\udcffé")
-    assert shown.isprintable()
-    assert shown == "a\\x1b[2Jb\\n\\udcffé"
+    with CliRunner().isolation(color=True) as streams:
+        render.emit(["a\x1b[2Jb\n\udcffé", "plain"])
+        assert streams[0].getvalue().decode() == "a\\x1b[2Jb\\n\\udcffé\nplain\n"
+
+
+EVIL = "\x1b]0;x\x07\x9b2J\x7f\n\r\u202e"
+
+
+def test_all_that_is_shown_of_a_name_is_printable() -> None:
+    lines = [
+        *render.facts([("name", EVIL), ("names", [EVIL, "plain"])]),
+        *render.columns(("A", "B"), [(EVIL, EVIL)], align="ll", width=None),
+        *render.columns(("A", "B"), [(EVIL, EVIL)], align="lw", width=40),
+        *render.table(("A", "B"), [(EVIL, EVIL)], align="ll"),
+        render.heading(EVIL).replace("\x1b[1m", "").replace("\x1b[0m", ""),
+    ]
+    assert all(map(str.isprintable, lines))
+    assert len(lines) > 8
+
+
+def test_a_very_long_name_makes_no_blanks_in_other_rows() -> None:
+    rows = [("x" * 100_000, "1"), *((f"n{number}", "2") for number in range(100))]
+    lines = list(render.columns(("NAME", "N"), rows, align="lr", width=None))
+    assert lines[1] == "x" * 100_000
+    assert sum(map(len, lines)) < 200_000
 
 
 def test_placements_are_short_words() -> None:
@@ -116,25 +140,46 @@ def test_a_tree_joins_lonely_parts_and_sorts_numbers_as_numbers() -> None:
     assert [line.split()[1] for line in shown[2:]] == ["2.w", "10.w"]
 
 
-@pytest.mark.parametrize("name", ["a\nb", "\x1b[31mred", "=1+1", "-x", "@y", 'q",\r'])
-def test_csv_has_a_line_for_each_name_whatever_is_in_it(name: str) -> None:
-    whole = index(tensor(name, (2, 3)), tensor("plain", (1,)))
-    rows = [entries.csv_row(entry, None) for entry in entries.sorted_entries(whole)]
+def _csv(*listed: Entry) -> str:
+    rows = [entries.csv_row(entry, None) for entry in entries.sorted_entries(index(*listed))]
     with CliRunner().isolation() as streams:
         render.emit_csv(entries.CSV_HEADER, rows)
+        sys.stdout.flush()
+        return streams[0].getvalue().decode()
+
+
+ODD_NAMES = ["a\nb", "\x1b[31mred", "=1+1", "-x", "@y", 'q",\r', "r\r", "\x7f\u202e\x9b"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_csv_has_names_exactly_in_a_pipe(name: str) -> None:
+    text = _csv(tensor(name, (2, 3)), tensor("plain", (1,)))
+    read = csv.DictReader(io.StringIO(text, newline=""))
+    assert {row["fqn"] for row in read} == {name, "plain"}
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_csv_is_printable_on_a_terminal(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    rows = [entries.csv_row(tensor(name, (2, 3)), None)]
+    render.emit_csv(entries.CSV_HEADER, rows)
+    assert shown.getvalue().replace("\n", "").isprintable()
+    assert shown.getvalue().count("\n") == 2
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_json_is_exact_and_has_no_control_character(name: str) -> None:
+    with CliRunner().isolation() as streams:
+        render.emit_json(name)
         text = streams[0].getvalue().decode()
-    assert text.count("\n") == 3
-    assert all(line.isprintable() for line in text.splitlines())
-    read = list(csv.DictReader(io.StringIO(text)))
-    assert {row["fqn"] for row in read} == {render.printable(name), "plain"}
+    assert json.loads(text) == name
+    assert text.rstrip("\n").isprintable()
 
 
 def test_csv_is_read_back_as_it_was() -> None:
-    whole = index(tensor('odd,"name', (2, 3)), value("v", {"a": [1, 2]}))
-    rows = [entries.csv_row(entry, None) for entry in entries.sorted_entries(whole)]
-    with CliRunner().isolation() as streams:
-        render.emit_csv(entries.CSV_HEADER, rows)
-        text = streams[0].getvalue().decode()
+    text = _csv(tensor('odd,"name', (2, 3)), value("v", {"a": [1, 2]}))
     read = list(csv.DictReader(io.StringIO(text)))
     assert [row["fqn"] for row in read] == ['odd,"name', "v"]
     assert (read[0]["shape"], read[0]["nbytes"]) == ("[2,3]", "24")

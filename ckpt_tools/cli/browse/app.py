@@ -21,11 +21,10 @@ from ckpt_tools.cli.browse.sides import Arrangement, Sides, kinds, status_text
 from ckpt_tools.cli.diff import HEADER
 from ckpt_tools.cli.diff import row as diff_row
 from ckpt_tools.cli.ls import Leaf, Node, joined, tree_of
-from ckpt_tools.cli.render import printable
 from ckpt_tools.cli.show import Corner
 from ckpt_tools.core.index import Entry, TensorEntry
 from ckpt_tools.core.text import format_size
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, printable
 
 if TYPE_CHECKING:
     from rich.style import Style

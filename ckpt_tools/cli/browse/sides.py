@@ -12,13 +12,13 @@ from ckpt_tools.analysis.summary import FoundMesh, file_loads, mesh_of
 from ckpt_tools.cli import entries, report, show
 from ckpt_tools.cli.diff import WORDS
 from ckpt_tools.cli.ls import Leaf, parts_of
-from ckpt_tools.cli.render import facts, printable
+from ckpt_tools.cli.render import facts
 from ckpt_tools.cli.show import located, object_facts, tensor_facts
 from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry, count_of
 from ckpt_tools.core.names import selector
 from ckpt_tools.core.text import counted, format_size
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UsageError, printable
 from ckpt_tools.formats import open_object
 from ckpt_tools.proof import DiffOptions, EntryDiff, Naming, diff, diff_headers
 from ckpt_tools.proof.diff import Pairs, pair

@@ -14,9 +14,10 @@ from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import Rect, rects
 from ckpt_tools.cli.pictures.text import After, moved_words, place_words
-from ckpt_tools.cli.render import cut_to, printable
+from ckpt_tools.cli.render import cut_to
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.text import counted, format_size, rank_spans
+from ckpt_tools.errors import printable
 
 _WIDTH, _MARGIN = 1080, 24
 _ROW, _BAR_HEIGHT, _BAR_LEFT = 30, 22, 640

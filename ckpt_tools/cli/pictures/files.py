@@ -19,4 +19,4 @@ def write(path: str, text: str, *, sources: tuple[str, ...], force: bool) -> Non
         return
     data = text.encode(errors="backslashreplace")
     one_file.write(path, data, sources=sources, force=force)
-    click.echo(f"{render.printable(path)}: {format_size(len(data))}")
+    render.emit([f"{path}: {format_size(len(data))}"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.ownership import Holdings, holdings_of
-from ckpt_tools.cli import entries, options, progress, report
+from ckpt_tools.cli import entries, options, progress, render, report
 from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, table, text
@@ -85,10 +85,10 @@ def report_page(
     return page(f"Report of {whole.root}", parts)
 
 
-def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+def _facts(pairs: Iterable[render.Fact]) -> Iterator[str]:
     yield "<dl>"
     for label, value in pairs:
-        lines = "<br>".join(text(line) for line in value.split("\n"))
+        lines = "<br>".join(map(text, [value] if isinstance(value, str) else value))
         yield f"<dt>{text(label)}</dt><dd>{lines}</dd>"
     yield "</dl>"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from ckpt_tools.cli.pictures import colors
-from ckpt_tools.cli.render import printable
+from ckpt_tools.errors import printable
 
 _FOLDER = os.path.dirname(__file__)
 # Nothing may be fetched, whatever a name in the checkpoint tries to say.

@@ -15,6 +15,7 @@ from ckpt_tools.cli.pictures.fold import Row
 from ckpt_tools.cli.pictures.shapes import cut_dims
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.text import counted, format_size, rank_spans
+from ckpt_tools.errors import printable
 
 _LOAD = 32
 _BAR = 40
@@ -55,7 +56,8 @@ def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
             yield ""
         for first in range(start, start + across, per_line):
             ranks = range(first, min(first + per_line, start + across))
-            yield "  " + "".join(paint(str(rank).center(cell), rank) for rank in ranks)
+            drawn = "".join(paint(str(rank).center(cell), rank) for rank in ranks)
+            yield render.Styled(f"  {drawn}")
 
 
 def place_words(mesh: Mesh, rank: int) -> str:
@@ -71,15 +73,15 @@ def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
     yield render.heading(f"Bytes per {holdings.unit}")
     shown = range(len(totals)) if len(totals) <= _MAX_HOLDERS else _extremes(totals)
     names = {
-        holder: str(holder) if holdings.unit == "rank" else render.printable(holdings.files[holder])
+        holder: str(holder) if holdings.unit == "rank" else printable(holdings.files[holder])
         for holder in shown
     }
-    width = max(map(len, names.values()), default=0)
+    width = render.widest(names.values())
     for holder in shown:
         bar = "█" * round(_LOAD * totals[holder] / most) if most else ""
         size = format_size(totals[holder])
         drawn = paint(" " * len(bar), holder) if paint is not plain else bar
-        yield f"  {names[holder]:>{width}} {drawn}{' ' * (bool(bar))}{size}"
+        yield render.Styled(f"  {names[holder]:>{width}} {drawn}{' ' * (bool(bar))}{size}")
     if len(totals) > len(shown):
         yield f"  the emptiest and the fullest of {len(totals):,}; --json has all"
     skew = skew_of(totals)
@@ -94,10 +96,10 @@ def _extremes(totals: Sequence[int]) -> list[int]:
 
 def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterator[str]:
     """A bar for each row, after its name, its shape and its bytes."""
-    labels = [f"{render.printable(row.label)} {row.times}".rstrip() for row in rows]
+    labels = [f"{printable(row.label)} {row.times}".rstrip() for row in rows]
     shapes = [f"{short_shape(row.first.shape)} {row.first.dtype.name}" for row in rows]
     sizes = [format_size(row.nbytes) for row in rows]
-    name, shape, size = (max(map(len, texts), default=0) for texts in (labels, shapes, sizes))
+    name, shape, size = (render.widest(texts) for texts in (labels, shapes, sizes))
     beside = max((len(_more(row.first.pieces)) for row in rows), default=0)
     fold = width is not None and name + shape + size + _BAR + beside + 6 > width
     room = 0 if width is None else width - shape - size - beside - 6
@@ -107,9 +109,9 @@ def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterat
         facts = f"{shaped:<{shape}}  {sized:>{size}}  {drawn}".rstrip()
         if fold:
             yield label
-            yield f"  {facts}"
+            yield render.Styled(f"  {facts}")
         else:
-            yield f"{label:<{name}}  {facts}"
+            yield render.Styled(f"{label:<{name}}  {facts}")
 
 
 def bar_of(held: HeldTensor, paint: Paint, *, size: int) -> str:
@@ -167,7 +169,7 @@ def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator
     room = max(12, (width or _GRID_COLUMNS + 4) - 4)
     dims = cut_dims(held.pieces, held.shape)
     if len(held.pieces) > _MAX_PIECES or len(dims) > 2 or not held.pieces:
-        yield "  " + bar_of(held, paint, size=min(_GRID_COLUMNS, room))
+        yield render.Styled("  " + bar_of(held, paint, size=min(_GRID_COLUMNS, room)))
         return
     down, across = _directions(held, dims)
     rows = _edges(held, down, _GRID_ROWS, least=2)
@@ -177,7 +179,8 @@ def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator
     elif across is not None:
         yield f"  dimension {across} across"
     for line in range(max(rows.values(), default=1)):
-        yield "  " + _grid_line(held, line, dims=(down, across), edges=(rows, columns), paint=paint)
+        drawn = _grid_line(held, line, dims=(down, across), edges=(rows, columns), paint=paint)
+        yield render.Styled(f"  {drawn}")
 
 
 def _directions(held: HeldTensor, dims: Sequence[int]) -> tuple[int | None, int | None]:
@@ -256,7 +259,7 @@ def piece_lines(held: HeldTensor, holdings: Holdings) -> Iterator[str]:
             rank_spans(piece.holders) or "?",
             str(piece.box),
             f"{piece.box.numel * held.dtype.itemsize:,}",
-            "-" if piece.file is None else render.printable(holdings.files[piece.file]),
+            "-" if piece.file is None else holdings.files[piece.file],
         )
         for piece in held.pieces
     ]

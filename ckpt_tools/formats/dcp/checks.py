@@ -63,7 +63,8 @@ def _file_problems(index: CheckpointIndex, sizes: Mapping[str, int]) -> list[Che
     damaged = _names_in(index, bad)
     missing = sorted(path for path, size in bad.items() if size is None)
     if missing:
-        shown = ", ".join(os.path.basename(path) for path in missing)
+        folders = {path: " (a folder)" for path in missing if paths.is_dir(path)}
+        shown = ", ".join(os.path.basename(path) + folders.get(path, "") for path in missing)
         problems.append(
             IncompleteError(
                 f"{index.root}: {len(missing)} of {len(needs)} data files {are(len(missing))} not "

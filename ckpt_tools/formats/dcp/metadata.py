@@ -17,6 +17,7 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import DTYPES, is_torch_dtype
 from ckpt_tools.formats.pickle.containers import as_name
+from ckpt_tools.formats.pickle.text_bound import TextBound, is_word
 from ckpt_tools.formats.pickle.torch_stubs import (
     Function,
     StandIn,
@@ -34,6 +35,10 @@ Offsets = tuple[int, ...]
 
 # Ways to cut one shape that are looked through for one that is known.
 _MAX_ALIKE = 16
+# Bytes of a chunk in a pickle, at least; torch shares none between tensors.
+_LEAST_OF_CHUNK = 16
+# What a part of a path counts for beside its text, as much as an object of Python takes.
+_BYTES_OF_PART = 32
 # torch allows so many; a longer tuple, shared by all items of a file, would take hours to hash.
 _MAX_NDIM = 64
 
@@ -96,7 +101,7 @@ class StorageInfo(StandIn):
             raise TypeError("a storage info without path, offset or length")
         if offset < 0 or length < 0:
             raise ValueError("a storage info with a negative offset or length")
-        self.relative_path = inside(path) if "/" in path or "\0" in path else path
+        self.relative_path = inside(path)
         self.offset = offset
         self.length = length
         transforms = state.get("transform_descriptors") if len(state) > 3 else None
@@ -107,7 +112,7 @@ class StorageInfo(StandIn):
 def _transforms(value: object) -> tuple[str, ...]:
     if not isinstance(value, tuple | list) or not 0 < len(value) <= 16:
         raise TypeError("transform descriptors that are no short list")
-    return tuple(str(item) if type(item) is str else shown(item) for item in value)
+    return tuple(item if is_word(item) else shown(item) for item in value)
 
 
 class _TensorProperties(StandIn):
@@ -164,11 +169,6 @@ class Metadata(NamedTuple):
     checkpoint_id: str | None
 
 
-def _joined_path(parts: tuple[object, ...]) -> str:
-    """A pathlib path as plain text."""
-    return "/".join(part for part in parts[:1000] if type(part) is str)
-
-
 def _first(args: tuple[object, ...]) -> object:
     return args[0] if args else None
 
@@ -197,7 +197,7 @@ _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"
 METADATA_GLOBALS: dict[str, object] = {
     **DTYPES,
     **{
-        f"{m}.{name}": Function(_joined_path)
+        f"{m}.{name}": Function(lambda parts: parts)  # joined where it is wanted, not at each call
         for m in ("pathlib", "pathlib._local")
         for name in _PATHS
     },
@@ -235,7 +235,7 @@ def load_metadata(data: bytes, *, where: str) -> Metadata:
     with placed(where), collector_paused():
         value = unpickle(data, resolve=_resolved, storage=_no_storage)
         try:
-            return _metadata(value)
+            return _metadata(value, len(data))
         except AttributeError as error:
             raise UnreadableError("is damaged: an object in it has no state.") from error
 
@@ -257,7 +257,8 @@ def _no_storage(_pid: object) -> object:
     raise UnreadableError("is not DCP metadata: it holds a tensor.")
 
 
-def _metadata(value: object) -> Metadata:
+def _metadata(value: object, length: int) -> Metadata:
+    """What it says in a pickle of so many bytes."""
     if not isinstance(value, _Metadata):
         raise UnreadableError(f"holds no DCP metadata, but {shown(value)}.")
     entries = value.state.get("state_dict_metadata")
@@ -265,7 +266,7 @@ def _metadata(value: object) -> Metadata:
         raise UnreadableError("lists no tensors: it has no state_dict_metadata.")
     tensors: dict[str, TensorMeta] = {}
     objects: set[str] = set()
-    cuts = _Cuts()
+    cuts = _Cuts(length)
     for key, entry in entries.items():
         fqn = as_name(key)
         if isinstance(entry, _TensorStorage):
@@ -282,7 +283,7 @@ def _metadata(value: object) -> Metadata:
         tensors,
         objects=frozenset(objects),
         storage=_storage(value.state.get("storage_data")),
-        planner_data=_planner_data(value.state.get("planner_data")),
+        planner_data=_planner_data(value.state.get("planner_data"), TextBound(length)),
         version=_text(value.state.get("version")),
         checkpoint_id=_text(meta.state.get("checkpoint_id"))
         if isinstance(meta, _StorageMeta)
@@ -306,11 +307,15 @@ def _tensor(fqn: str, entry: StateRecord, cuts: _Cuts) -> TensorMeta:
 class _Cuts:
     """The boxes of tensors: those of tensors with the same cut become one tuple."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
+        self._left = length // _LEAST_OF_CHUNK
         self._known: dict[Offsets, list[tuple[list[Offsets], list[Offsets], tuple[Box, ...]]]] = {}
 
     def boxes(self, fqn: str, shape: Offsets, chunks: Sequence[object]) -> tuple[Box, ...]:
         """The boxes of the chunks of a tensor; of chunks with one box there is one."""
+        self._left -= len(chunks)
+        if self._left < 0:
+            raise UnreadableError("is hostile: its tensors share lists of very many chunks.")
         if not set(map(type, chunks)) <= {_ChunkStorage}:
             raise UnreadableError(f"describes {fqn} with chunks that are not chunks.")
         offsets = list(map(_offsets, chunks))
@@ -359,17 +364,21 @@ def _storage(value: object) -> Storage:
     return storage
 
 
-def _planner_data(value: object) -> dict[str, tuple[str | int, ...]] | None:
+def _planner_data(value: object, text: TextBound) -> dict[str, tuple[str | int, ...]] | None:
     if type(value) is not dict:
         return None
-    return {as_name(fqn): _flat_path(path) for fqn, path in value.items()}
+    return {as_name(fqn): _flat_path(path, text) for fqn, path in value.items()}
 
 
-def _flat_path(value: object) -> tuple[str | int, ...]:
-    if type(value) is not tuple or len(value) > 1000:
+def _flat_path(value: object, text: TextBound) -> tuple[str | int, ...]:
+    if type(value) is not tuple or not 0 < len(value) <= 1000:
         raise UnreadableError(f"has {shown(value)} where a path should be.")
+    text.take(_BYTES_OF_PART * len(value) + sum(len(p) for p in value if type(p) is str))
     return tuple(part if type(part) is int else as_name(part) for part in value)
 
 
 def _text(value: object) -> str | None:
+    """A text or the parts of a path; None for nothing, and for anything else."""
+    if type(value) is tuple:
+        value = "/".join(filter(is_word, value[:1000]))
     return as_name(value) if type(value) is str and value else None

@@ -15,6 +15,7 @@ from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.formats.pickle.configs import CONFIG_CLASSES, Configs, is_config
 from ckpt_tools.formats.pickle.dump import Global, Instance, Node, dumps
+from ckpt_tools.formats.pickle.text_bound import TextBound
 from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     OpaqueObject,
@@ -81,22 +82,27 @@ class ClosedValues:
     """Writes the closed values of one pickle, up to ``max_bytes`` in all.
 
     ``leaf`` is what a value that is no container and no closed object is; ``is_allowed`` says of a
-    global that is not listed whether the user allows it.
+    global that is not listed whether the user allows it. ``text`` counts what is met.
     """
 
     def __init__(
-        self, leaf: Callable[[object], object], is_allowed: Callable[[str], bool], max_bytes: int
+        self,
+        leaf: Callable[[object], object],
+        is_allowed: Callable[[str], bool],
+        text: TextBound,
+        max_bytes: int,
     ) -> None:
         self._leaf = leaf
         self._is_allowed = is_allowed
+        self._text = text
         self._left = max_bytes
-        self._configs = Configs()
+        self._configs = Configs(text)
 
     def pickled(self, closed: OpaqueObject | type[OpaqueObject]) -> PickledValue:
         """The closed value with its pickle. Raises NotPicklableError."""
         if self._left <= 0:
             raise NotPicklableError
-        walk = _Walk(self._leaf)
+        walk = _Walk(self._leaf, self._text)
         try:
             data = dumps(walk.node(closed, 0))
         finally:
@@ -113,10 +119,11 @@ class ClosedValues:
 class _Walk:
     """The nodes of one value; what is met again, also inside of itself, is the same node."""
 
-    def __init__(self, leaf: Callable[[object], object]) -> None:
+    def __init__(self, leaf: Callable[[object], object], text: TextBound) -> None:
         self.names: set[str] = set()
         self.count = 0
         self._leaf = leaf
+        self._text = text
         self._nodes: dict[int, Node] = {}
         self._made: list[OpaqueObject] = []  # an id stays taken for as long as its object lives
 
@@ -130,6 +137,7 @@ class _Walk:
         return self._nodes[id(value)]
 
     def _new(self, value: object, depth: int) -> Node:
+        self._text.meet(value)
         if type(value) is bytearray:
             self._made.append(of_bytearray(value))
             return self._object(self._made[-1], depth)

@@ -6,6 +6,7 @@ They stay closed values: what is copied is the pickle.
 from __future__ import annotations
 
 from ckpt_tools.core.plain_values import PlainValue
+from ckpt_tools.formats.pickle.text_bound import TextBound
 from ckpt_tools.formats.pickle.torch_stubs import OpaqueObject, shown
 
 _MAX_DEPTH = 50
@@ -33,8 +34,9 @@ def is_config(qualname: str) -> bool:
 class Configs:
     """Opens the configs of one pickle, up to a number of values in all."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: TextBound) -> None:
         self._left = _MAX_VALUES
+        self._text = text
 
     def fields(self, config: OpaqueObject) -> PlainValue:
         """What a config holds; None where it is too much or endless."""
@@ -48,30 +50,32 @@ class Configs:
         if self._left < 0 or depth > _MAX_DEPTH:
             raise _EndlessError
         if isinstance(value, OpaqueObject) and is_config(value.name):
-            return self._plain(_inside(value), depth + 1)
+            return self._plain(self._inside(value), depth + 1)
         if isinstance(value, dict):
-            return {_key(key): self._plain(item, depth + 1) for key, item in value.items()}
+            return {self._key(key): self._plain(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple | set | frozenset):
             return [self._plain(item, depth + 1) for item in value]
+        return self._leaf(value)
+
+    def _inside(self, config: OpaqueObject) -> object:
+        """What it holds: OmegaConf's containers and nodes keep that in an attribute."""
+        state = config.state if type(config.state) is dict else {}
+        for name in ("_content", "_val"):
+            if name in state:
+                return state[name]
+        return {self._key(key): item for key, item in config.pairs} or state
+
+    def _key(self, key: object) -> str | int:
+        leaf = self._leaf(key)
+        return leaf if type(leaf) in {str, int} else str(leaf)  # type: ignore[return-value]  # seen
+
+    def _leaf(self, value: object) -> PlainValue:
+        self._text.meet(value)
         return _leaf(value)
-
-
-def _inside(config: OpaqueObject) -> object:
-    """What it holds: OmegaConf's containers and nodes keep that in an attribute."""
-    state = config.state if type(config.state) is dict else {}
-    for name in ("_content", "_val"):
-        if name in state:
-            return state[name]
-    return {_key(key): item for key, item in config.pairs} or state
 
 
 class _EndlessError(Exception):
     """A config that holds too much, or itself."""
-
-
-def _key(key: object) -> str | int:
-    leaf = _leaf(key)
-    return leaf if type(leaf) in {str, int} else str(leaf)  # type: ignore[return-value]  # seen
 
 
 def _leaf(value: object) -> PlainValue:

@@ -12,11 +12,12 @@ from typing import TypeGuard
 
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Key
-from ckpt_tools.core.text import is_text
+from ckpt_tools.core.text import MAX_NAME, is_text
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
 from ckpt_tools.formats.pickle.closed_values import ClosedValues, NotPicklableError
+from ckpt_tools.formats.pickle.text_bound import TextBound, is_word
 from ckpt_tools.formats.pickle.torch_stubs import (
     LAYOUTS,
     Function,
@@ -156,7 +157,7 @@ class Containers:
 def _device(args: tuple[object, ...]) -> object:
     """``(type,)`` or ``(type, index)``."""
     kind, index = args if len(args) == 2 else (*args[:1], None)
-    known = type(kind) is str and kind.isidentifier() and kind.isascii() and len(args) in (1, 2)
+    known = is_word(kind) and kind.isidentifier() and kind.isascii() and len(args) in (1, 2)
     if not known or type(index) not in (int, type(None)):
         return Opaque("torch.device")
     return TorchValue(
@@ -206,16 +207,18 @@ class _Settler:
     """One walk over a graph of values."""
 
     def __init__(self, length: int, is_allowed: Callable[[str], bool]) -> None:
-        # id → the settled container and its nodes; None while it is being walked through.
-        self._done: dict[int, tuple[object, int] | None] = {}
+        # id → the settled container, its nodes and its text; None while it is being walked through.
+        self._done: dict[int, tuple[object, int, int] | None] = {}
         self._nodes = 0
         self._max_nodes = 10_000 + 16 * length  # one per byte, were none shared
-        self._values = ClosedValues(_leaf, is_allowed, _MAX_COPIED + 2 * length)
+        self._text = TextBound(length)
+        self._values = ClosedValues(_leaf, is_allowed, self._text, _MAX_COPIED + 2 * length)
         self._closed: dict[int, Opaque | TorchValue | PickledValue] = {}
 
     def settle(self, value: object, depth: int) -> object:
         """The settled value."""
         self._count(1)
+        self._text.meet(value)
         if type(value) is bytearray:
             return self._of_closed(of_bytearray(value))
         if isinstance(value, OpaqueObject) or _is_class(value):
@@ -232,16 +235,18 @@ class _Settler:
             done = self._done[id(value)]
             if done is None:
                 raise UnreadableError("has a value that contains itself.")
-            self._count(done[1])
-            return done[0]
+            made, nodes, text = done
+            self._count(nodes)
+            self._text.take(text)
+            return made
         self._done[id(value)] = None
-        before = self._nodes
+        nodes, text = self._nodes, self._text.left
         try:
             made = self._container(value, depth + 1)
         except UnsupportedError as error:  # a key of its own; those of what is inside are caught
             hint = "Save it again with names for keys; -x leaves the entry out."
             made = Opaque("builtins.dict", flaw=UnsupportedError(error.message, hint=hint))
-        self._done[id(value)] = (made, self._nodes - before)
+        self._done[id(value)] = made, self._nodes - nodes, text - self._text.left
         return made
 
     def _of_closed(
@@ -258,18 +263,33 @@ class _Settler:
 
     def _container(self, value: object, depth: int) -> object:
         if isinstance(value, PickledOrderedDict):
-            return OrderedDict((_key(key), self.settle(i, depth)) for key, i in value.items())
+            return OrderedDict((self._key(key), self.settle(i, depth)) for key, i in value.items())
         if isinstance(value, dict):
-            return {_key(key): self.settle(item, depth) for key, item in value.items()}
+            return {self._key(key): self.settle(item, depth) for key, item in value.items()}
         if isinstance(value, list):
             return [self.settle(item, depth) for item in value]
         if isinstance(value, tuple):
             return tuple(self.settle(item, depth) for item in value)
         items = value if isinstance(value, set | frozenset) else ()
         self._count(len(items))
+        for item in items:
+            self._text.meet(item)
         if not all(type(item) in _ATOMS for item in items):
             return Opaque(f"builtins.{type(value).__name__}")
         return frozenset(items) if isinstance(value, frozenset) else set(items)
+
+    def _key(self, key: object) -> object:
+        """A key that is plain; of a tuple, every item is."""
+        self._text.meet(key)
+        if type(key) is str:
+            return key if key.isascii() and len(key) <= MAX_NAME else as_name(key)
+        parts = key if type(key) is tuple else (key,)
+        if not all(type(part) in _ATOMS for part in parts):
+            raise UnsupportedError(f"has a dict with {shown(key)} as a key.")
+        for part in parts:
+            if type(part) is str:
+                as_name(part)
+        return key
 
     def _count(self, nodes: int) -> None:
         self._nodes += nodes
@@ -278,16 +298,6 @@ class _Settler:
 
 
 _CONTAINERS = frozenset({dict, PickledDict, PickledOrderedDict, list, tuple, set, frozenset})
-
-
-def _key(key: object) -> object:
-    """A key that is plain; of a tuple, every item is."""
-    if type(key) is str:
-        return key if key.isascii() else as_name(key)
-    parts = key if type(key) is tuple else (key,)
-    if not all(type(part) in _ATOMS for part in parts):
-        raise UnsupportedError(f"has a dict with {shown(key)} as a key.")
-    return key
 
 
 def _leaf(value: object) -> object:
@@ -331,6 +341,8 @@ def as_name(value: object) -> str:
     """A name that can be printed and written again, else UnreadableError."""
     if type(value) is not str:
         raise UnreadableError(f"has {shown(value)} where a name should be.")
+    if len(value) > MAX_NAME:
+        raise UnreadableError(f"has a name of {len(value):,} bytes; up to {MAX_NAME:,} are read.")
     if not is_text(value):
         raise UnreadableError(f"has a name that is not text: {value[:80]!a}.")
     return value

@@ -13,6 +13,7 @@ from math import prod
 
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import NotReadError, UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.text_bound import is_word
 from ckpt_tools.formats.pickle.torch_stubs import (
     DeviceMeshRecord,
     Function,
@@ -73,7 +74,7 @@ def storage_from_id(pid: object) -> StoredStorage:
             )
         raise UnreadableError(f"a persistent id that torch.save does not write: {shown(pid)}.")
     _, kind, key, location, numel = pid[:5]
-    if type(kind) is not StorageClass or type(key) is not str or type(location) is not str:
+    if type(kind) is not StorageClass or not is_word(key) or not is_word(location):
         raise UnreadableError("a storage without a class, a key or a location.")
     if len(pid) == 6 and pid[5] is not None:
         raise UnsupportedError("a storage that is a view of another one.", hint=RESAVE)
@@ -348,7 +349,7 @@ def _placement(record: object) -> StoredPlacement:
         return StoredPlacement("R")
     if isinstance(record, PartialRecord):
         op = record.state.get("reduce_op")
-        return StoredPlacement("P", op=op if type(op) is str else shown(op))
+        return StoredPlacement("P", op=op if is_word(op) else shown(op))
     if not isinstance(record, (ShardRecord, StridedShardRecord)):
         raise UnsupportedError(f"a placement of kind {shown(record)}.")
     dim = as_count(record.state.get("dim"), "the dimension of a Shard")
@@ -402,10 +403,10 @@ def _read_mesh(state: dict[object, object]) -> StoredMesh:
         dim_names=_dim_names(state.get("_mesh_dim_names", state.get("mesh_dim_names")), shape),
         coordinate=None if coordinate is None else _coordinate(coordinate, shape),
         rank=rank if type(rank) is int else None,
-        device_type=device if type(device) is str else "cpu",
+        device_type=device if is_word(device) else "cpu",
         rank_map=rank_map if isinstance(rank_map, tuple) else None,
         strides=strides,
-        attributes=frozenset(one for one in attributes if type(one) is str),
+        attributes=frozenset(one for one in attributes if is_word(one)),
     )
 
 
@@ -447,6 +448,7 @@ def _dim_names(value: object, shape: tuple[int, ...]) -> tuple[str, ...] | None:
     if value is None:
         return None
     names = value if isinstance(value, tuple | list) and len(value) == len(shape) else ()
-    if len(names) != len(shape) or not all(type(name) is str for name in names):
+    words = tuple(filter(is_word, names))
+    if len(words) != len(shape):
         raise UnreadableError(f"a mesh of shape {shape} with names {shown(value)}.")
-    return tuple(str(name) for name in names)
+    return words

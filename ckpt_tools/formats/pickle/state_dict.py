@@ -19,10 +19,13 @@ from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, ObjectEntry, Section
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, TorchValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
-from ckpt_tools.core.text import is_text
+from ckpt_tools.core.text import MAX_NAME, is_text
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, is_key
 
+# What a key is repeated in: the names of all that is in its dict, which may be 256 bytes long on
+# average, and 64 MB more in all.
+_USUAL_NAME, _FREE_NAMES = 256, 64_000_000
 # A pickle of a few KB can say one list so often that its items are more than memory holds.
 _MAX_REPEATED = 200_000
 # Python's and numpy's generators have 625 numbers, a sampler's state may list an epoch's samples.
@@ -126,12 +129,16 @@ class _Flattening:
         self._flaws: dict[int, CheckpointError | None] = {}
         self._left = _MAX_PLAIN_IN_ALL
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._name_text = _FREE_NAMES
 
     def tree(self, value: object, fqn: str, path: Path) -> Tree[str]:
         """The tree of a value, whose leaves go to ``tensors`` and ``objects``.
 
         It calls itself, once for each container inside of another: `MAX_DEPTH` times at most.
         """
+        self._name_text += _USUAL_NAME - len(fqn)
+        if self._name_text < 0 or len(fqn) > MAX_NAME:
+            raise UnreadableError(f"{self._where} has names of {len(fqn):,} bytes in containers.")
         if isinstance(value, Stored):
             self.tensors.append(TensorLeaf(fqn, path, value))
             return fqn

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeGuard
 
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
+from ckpt_tools.formats.pickle.text_bound import is_word
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -244,7 +245,7 @@ class NumpyDType(OpaqueObject):
         "" for all but the simple types: their states have fields.
         """
         text = self.args[0] if self.args else None
-        if type(text) is not str or (self.state is not None and self.state not in _LITTLE_ENDIAN):
+        if not is_word(text) or (self.state is not None and self.state not in _LITTLE_ENDIAN):
             return ""
         if text[:1] in ("<", "|"):
             return text[1:]

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from io import BufferedReader, BytesIO
 from typing import BinaryIO
 
-from ckpt_tools.errors import CheckpointError, UnreadableError
+from ckpt_tools.errors import CheckpointError, UnreadableError, UnsafePickleError, printable
 from ckpt_tools.formats.pickle.guard import CutPickleError, end_of_pickle
+from ckpt_tools.formats.pickle.text_bound import is_word
 from ckpt_tools.formats.pickle.torch_stubs import OpaqueObject
 
 Resolve = Callable[[str], object]
@@ -52,10 +53,12 @@ class _Unpickler(pickle.Unpickler):
         Protocol 2 has the names of Python 2, also when Python 3 writes it: ``__builtin__.xrange``
         is ``builtins.range``. These are the tables that Python itself reads such pickles with.
         """
+        if not is_word(module_name) or not is_word(global_name):
+            raise UnsafePickleError("asks for a class with a name of more than 255 characters.")
         names = (module_name, global_name)
         module, last = _compat_pickle.NAME_MAPPING.get(names, names)
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
-        found = self._resolve(printable(f"{module}.{last}"))
+        found = self._resolve(_short(f"{module}.{last}"))
         if "." in last and isinstance(found, type) and issubclass(found, OpaqueObject):
             found.is_nested = True
         return found
@@ -75,13 +78,13 @@ def unpickle(data: bytes, *, resolve: Resolve, storage: Callable[[object], objec
         # The buffer saves a call for each opcode of a pickle without frames.
         return _Unpickler(BufferedReader(BytesIO(data)), resolve, storage).load()
     except _DAMAGE as error:
-        reason = printable(str(error)) or type(error).__name__
+        reason = _short(str(error)) or type(error).__name__
         raise UnreadableError(f"is damaged: its pickle cannot be read ({reason}).") from error
 
 
-def printable(text: str) -> str:
+def _short(text: str) -> str:
     """One short line, whatever the text is."""
-    text = text if text.isprintable() else ascii(text)[1:-1]
+    text = printable(text)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 

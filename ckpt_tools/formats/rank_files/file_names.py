@@ -125,19 +125,20 @@ def joined(families: Sequence[Family], *, where: str) -> tuple[Family, ...]:
     ):
         order = sorted(zip(parts, families, strict=True), key=lambda pair: pair[0] or "")
         return tuple(family for _, family in order)
-    listing = "\n  ".join(f"{f.pattern}  ({counted(len(f.files), 'file')})" for f in families)
+    listing = [f"  {f.pattern}  ({counted(len(f.files), 'file')})" for f in families]
     instead = paths_instead(where, [os.path.join(escape(where), f.pattern) for f in families])
     hint = "Choose one with a quoted glob."
     if len(sizes) > 1:
         shown = " and ".join(map(str, sizes))
         raise UnsupportedError(
-            f"{where} holds files of {len(sizes)} world sizes, {shown}, of different saves:"
-            f"\n  {listing}",
+            f"{where} holds files of {len(sizes)} world sizes, {shown}, of different saves:",
+            *listing,
             hint=hint,
             instead=instead,
         )
     raise UsageError(
-        f"{where} holds several families of rank files, which are not one checkpoint:\n  {listing}",
+        f"{where} holds several families of rank files, which are not one checkpoint:",
+        *listing,
         hint=hint,
         instead=instead,
     )

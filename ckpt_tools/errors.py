@@ -90,6 +90,10 @@ def paths_instead(path: str, paths: Iterable[str]) -> Instead:
     return Instead(path, tuple(map(Way, paths)))
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come, as at the end of a batch job's time: like Ctrl-C, but for the exit code."""
+
+
 class CkptError(Exception):
     """The root: one line for a person, an optional hint, and the exit code of the command line.
 

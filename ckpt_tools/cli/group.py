@@ -20,13 +20,13 @@ import click
 
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import guesses
-from ckpt_tools.errors import CkptError, UsageError, from_system, printable
+from ckpt_tools.errors import CkptError, Terminated, UsageError, from_system, printable
 
 _QUIET, _VERBOSE, _TYPED = "ckpt_tools.quiet", "ckpt_tools.verbose", "ckpt_tools.typed"
 _WIDEST = 100
 # What the shell calls the end of a program whose reader went away: 128 + SIGPIPE.
 _PIPE_CLOSED = 141
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
 _WRITE_FAILED = 4
 _UNREADABLE = 3
 _COMMAND = re.compile(r"(Error:)?\s*(For example: )?(ckpt-tools|pip|torchrun|python3?) ")
@@ -100,14 +100,17 @@ class CommandGroup(click.Group):
             say_error(from_system(error))
             ctx.exit(_WRITE_FAILED if error.errno in _WRITE_ERRNOS else _UNREADABLE)
         except KeyboardInterrupt as error:
-            click.echo(" ".join(["Stopped.", *map(str, error.args)]), err=True)
-            ctx.exit(_INTERRUPTED)
+            is_terminated = isinstance(error, Terminated)
+            how = "Stopped by SIGTERM." if is_terminated else "Stopped."
+            click.echo(" ".join([how, *map(str, error.args)]), err=True)
+            ctx.exit(_TERMINATED if is_terminated else _INTERRUPTED)
         return answer
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt in here, where it ends the process outside.
+    """Let Ctrl-C raise KeyboardInterrupt in here, and SIGTERM Terminated, which end the process
+    outside.
 
     Nothing changes where Ctrl-C is ignored, or raises already: in a process that is not our own.
     """
@@ -116,10 +119,17 @@ def interruptible() -> Iterator[None]:
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, outside)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what is done then must be done
+    raise Terminated
 
 
 def end_if_interrupted(unraisable: sys.UnraisableHookArgs) -> None:

@@ -283,7 +283,7 @@ def _kept_on_failure(manifest: Manifest, spec: OutputSpec) -> Iterator[None]:
         raise failure from error
     except KeyboardInterrupt as error:
         kept = _kept(manifest, spec)
-        raise KeyboardInterrupt(*filter(None, [kept])) from error
+        raise type(error)(*filter(None, [kept])) from error
     except CkptError as error:
         if _is_about_source(error):
             manifest.remove()

@@ -287,8 +287,8 @@ class _Work:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Delay Ctrl-C until the block ends: an executor interrupted while it starts or awaits a thread
-    loses it, and that thread would go on writing after the files are closed.
+    """Delay Ctrl-C and SIGTERM until the block ends: an executor interrupted while it starts or
+    awaits a thread loses it, and that thread would go on writing after the files are closed.
 
     The handler is exchanged rather than the signal blocked: any other thread may receive a signal
     that this one blocks, and Python then raises here all the same.
@@ -297,10 +297,14 @@ def _interrupts_held() -> Iterator[None]:
         yield  # Python interrupts the main thread alone
         return
     received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _frame: received.append(number))
+    before = {
+        number: signal.signal(number, lambda number, _frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if received:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(received[0])

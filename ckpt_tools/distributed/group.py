@@ -23,7 +23,7 @@ from ckpt_tools.copying.parallel import Background
 from ckpt_tools.distributed import environment, messages
 from ckpt_tools.distributed.environment import RankPlace, let_it_finish
 from ckpt_tools.distributed.heartbeat import Heartbeat, Store
-from ckpt_tools.errors import CkptError, PeerFailedError, UsageError
+from ckpt_tools.errors import CkptError, PeerFailedError, Terminated, UsageError
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _LAST_WORD = 30.0
 _LAST_WRITES = 10.0
 _LONGEST_PAUSE = 0.05
 _RANKS_A_MILLISECOND = 20  # requests that one store can answer
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
 _LONGEST_VALUE = 2 << 20  # the store takes 8 MiB
 
 # A process may join its job several times, and must not read keys of an earlier group.
@@ -160,8 +160,8 @@ class Group:
         while not is_done:
             try:
                 is_done = working.wait(_LONGEST_PAUSE)
-            except KeyboardInterrupt:
-                self._stuck = _INTERRUPTED
+            except KeyboardInterrupt as error:
+                self._stuck = _TERMINATED if isinstance(error, Terminated) else _INTERRUPTED
                 raise
             trouble, now = self._heartbeat.trouble(), time.monotonic()
             if trouble is None and not self._heartbeat.has_failed:

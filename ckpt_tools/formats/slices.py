@@ -87,7 +87,7 @@ _ReadOrNone = Callable[[str], CheckpointIndex | None]
 _Found = Literal["slices", "part"] | None
 _WHOLE = ("safetensors", "torch")  # formats whose tensors pass for whole
 _MOST_COMPARED = 3  # of one number's files
-_MOST_ASKED = 16  # of several checkpoints in a folder
+_MOST_ASKED = 64  # of several checkpoints in a folder
 
 
 def checked(index: CheckpointIndex, read: Read, options: ReadOptions) -> CheckpointIndex:
@@ -254,7 +254,8 @@ def _varying(files: Sequence[str]) -> tuple[set[int], str] | None:
     varying = [at for at, words in enumerate(columns) if len(set(words)) > 1]
     if len(set(map(len, split))) > 1 or len(varying) != 1 or varying[0] % 2 == 0:
         return None
-    return set(map(int, columns[varying[0]])), "".join(split[0][varying[0] + 1 :])
+    numbers = set(map(int, columns[varying[0]]))
+    return (numbers, "".join(split[0][varying[0] + 1 :])) if len(numbers) == len(files) else None
 
 
 def lost_between(files: Sequence[str]) -> IncompleteError | None:

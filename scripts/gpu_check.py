@@ -3,10 +3,11 @@
     python scripts/gpu_check.py [FOLDER]                        # two GPUs, about three minutes
     TRAINING_DEVICE=cpu python scripts/gpu_check.py [FOLDER]    # the same over gloo
 
-FSDP2 and FSDP1 jobs train on CUDA and save; every engine reshards what they saved; jobs of both
-kinds load the results and take a step. What FSDP2 and FSDP1 saved is checked at the same time, each
-by jobs of two ranks. Prints a table, and exits with 1 when anything differs. The
-training jobs are the tests' own; nothing here needs more than the repository and what it imports.
+FSDP2 and FSDP1 jobs train matrices of 64 MiB on CUDA and save; every engine reshards what they
+saved; jobs of both kinds load the results and take a step. What FSDP2 and FSDP1 saved is checked at
+the same time, each by jobs of two ranks. Prints a table, and exits with 1 when anything differs.
+The training jobs are the tests' own; nothing here needs more than the repository, what it imports,
+and 12 GB of disk.
 """
 
 import json
@@ -30,6 +31,7 @@ ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
     "TRAINING_DEVICE": DEVICE,
+    "TRAINING_SIZE": "large",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what bit-equal steps on CUDA need
     "PYTHONPATH": f"{HOME}:{os.environ.get('PYTHONPATH', '')}",
 }

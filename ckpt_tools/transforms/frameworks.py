@@ -329,6 +329,10 @@ def _verl(job: _Job) -> Arranged:
         _in(("optim",), optim),
         _in(("extra_state", "lr_scheduler"), scheduler),
     )
+    rank_names = {}
+    if len(tree.items) == 1:  # also alone it is what the container holds
+        ((family, tree),) = ((str(part), _in((), inner)) for part, inner in tree.pairs())
+        rank_names = {folder: f"{family}_world_size_{{world}}_rank_{{rank}}.pt"}
     rest = parts._replace(other=parts.other.filter(lambda entry: entry.fqn not in own))
     copied = _of_hub(job.source, folder)
     if not copied:
@@ -340,6 +344,7 @@ def _verl(job: _Job) -> Arranged:
     config = f'{{\n    "FSDP_version": 2,\n    "world_size": {target.world_size}\n}}'
     return Arranged(
         {folder: tree},
+        rank_names,
         texts={f"{folder}/fsdp_config.json": config},
         copied=copied,
         notes=(*notes, *job._replace(parts=rest).left_out()),

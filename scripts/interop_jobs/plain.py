@@ -37,7 +37,7 @@ def main() -> None:
     want, device = shared.asked(), shared.device()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    model = shared.Tiny().to(device)
+    model = shared.Tiny(shared.WIDE).to(device)
     if want.side == "fsdp1":
         options = {"device_mesh": mesh, "device_id": device, "use_orig_params": True}
         policy = ModuleWrapPolicy({shared.Block})
@@ -46,7 +46,7 @@ def main() -> None:
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(shared.groups(model), lr=shared.LR)
+    optimizer = torch.optim.AdamW(shared.groups(model), lr=shared.LR / 100)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shared.schedule)
     # Every rank reads the whole batch and takes its rows: one position for any number of ranks.
     loader = StatefulDataLoader([shared.batch(n) for n in range(2 * shared.STEPS)], batch_size=None)

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 STEPS = 3  # before the checkpoint, and after it
 ROWS, LENGTH, VOCAB, WIDTH = 12, 10, 61, 20
+WIDE = 2102  # matrices of 33 MiB, of which half is above 16
 LR = 1e-2
 
 
@@ -61,11 +62,11 @@ def device() -> torch.device:
 class Block(nn.Module):
     """One layer; its sizes divide by no number of ranks above 2."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.fc1 = nn.Linear(WIDTH, 2 * WIDTH + 1)
-        self.fc2 = nn.Linear(2 * WIDTH + 1, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 2 * width + 1)
+        self.fc2 = nn.Linear(2 * width + 1, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.fc2(functional.gelu(self.fc1(self.norm(x))))
@@ -74,12 +75,12 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     """Token by token; there is nothing in it that FSDP would treat in another way."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB)
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

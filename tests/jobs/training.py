@@ -7,7 +7,8 @@ A TASK is `KIND:CHECKPOINT`; KIND is 1d (the one to save, too), hsdp, tp or fsdp
 built on the meta device, so that every number comes from the checkpoint. RESULT is JSON: for each
 task the next loss and a digest of all parameters, moments and steps after it.
 
-Runs on CPUs, and on GPUs where TRAINING_DEVICE=cuda says so.
+Runs on CPUs, and on GPUs where TRAINING_DEVICE=cuda says so; TRAINING_SIZE=large has matrices
+of the size of real ones.
 """
 
 import hashlib
@@ -31,7 +32,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 DEVICE = os.environ.get("TRAINING_DEVICE", "cpu")
-DIM, HIDDEN, VOCAB = 10, 12, 7  # 10 over 3 ranks and 7 over 4 are uneven; 12 divides by tp = 2
+# 10 over 3 ranks and 7 over 4 are uneven, 12 divides by tp = 2. Matrices of the large model have
+# 64 MiB, and are uneven over any number of ranks.
+SIZES = {"tiny": (10, 12, 7), "large": (2051, 8191, 7)}
+DIM, HIDDEN, VOCAB = SIZES[os.environ.get("TRAINING_SIZE", "tiny")]
 
 
 class Block(nn.Module):

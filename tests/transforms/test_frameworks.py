@@ -76,6 +76,17 @@ def test_verl_gets_rank_files_with_its_own_keys(tmp_path: Path) -> None:
         assert here.read_bytes() == there.read_bytes()
 
 
+@pytest.mark.parametrize("part", ["model", "optim"])
+def test_verl_gets_a_part_that_is_alone_as_it_gets_it_with_the_others(
+    tmp_path: Path, part: str
+) -> None:
+    for out, more in (("all", []), ("alone", ["--only", part])):
+        lay_out(VERL, tmp_path / out, "verl", "--device-type", "cpu", *more)
+    for rank in range(2):
+        file = Path("global_step_1", "actor", f"{part}_world_size_2_rank_{rank}.pt")
+        assert (tmp_path / "alone" / file).read_bytes() == (tmp_path / "all" / file).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("mesh", "names"), [("2", ("fsdp",)), ("2x2", ("ddp", "fsdp")), ("dp=2", ("dp",))]
 )

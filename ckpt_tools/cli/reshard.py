@@ -220,7 +220,7 @@ class PlanReport(NamedTuple):
         return f"{self._what(plan)}, in {seconds:.1f} s{rate}"
 
     def _what(self, plan: ReshardPlan) -> str:
-        tensors = counted(len(plan.targets), "tensor")
+        tensors = counted(plan.tensors, "tensor")
         files = counted(len(plan.files), "file")
         size = format_size(plan.nbytes)
         return f"{self.job.out}: {tensors}, {size} in {files} for mesh {plan.mesh}"

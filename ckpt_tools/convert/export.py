@@ -65,11 +65,6 @@ class ExportPlan(Plan):
     origins: Mapping[str, tuple[str, ...]]
 
     @property
-    def tensors(self) -> int:
-        """Number of tensors."""
-        return len(self.targets)
-
-    @property
     def names(self) -> Mapping[str, str]:
         """What each source name is called in the output, where it is all of one tensor there."""
         used = Counter(origin for origins in self.origins.values() for origin in origins)

@@ -71,9 +71,18 @@ class ReshardOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardPlan(Plan):
-    """A plan whose targets have layouts on a ``mesh``."""
+    """A plan whose targets have layouts on a ``mesh``.
+
+    ``inside`` is how many tensors lie in objects that are copied as they are.
+    """
 
     mesh: Mesh
+    inside: int = 0
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors in the output, those inside of objects included."""
+        return len(self.targets) + self.inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +123,8 @@ def plan_reshard(
     options, of_torch = _for_torch(index, options)
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
-    chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    places = frameworks.places_of(options.layout)
-    chosen, of_ranks = without_old_ranks(chosen, _target_ranks(options), places=places)
-    if _keeps_items(options):
-        chosen = chosen.closed()
+    opened, of_ranks = _chosen(index, options)
+    chosen = opened.closed() if _keeps_items(options) else opened
     located = _whole(chosen, options, locate)
     located, left_out = arranging.without_unopened(
         located, formats.named(options.format).object_codec
@@ -143,6 +149,7 @@ def plan_reshard(
         targets=targets,
         chosen=chosen,
         mesh=options.mesh,
+        inside=len(opened.tensors) - len(chosen.tensors),
         notes=(*index.notes, described(options.mesh, placements), *notes),
         nbytes=plans.length,
         source=formats.to_locate_in(index),
@@ -159,6 +166,13 @@ def _for_torch(
     if loader is None:
         return options, ()
     return replace(options, torch_version=loader.torch_version), (loader.note,)
+
+
+def _chosen(index: CheckpointIndex, options: ReshardOptions) -> tuple[CheckpointIndex, list[str]]:
+    """The entries that are wanted, without states of other ranks than the target's, and notes."""
+    chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    places = frameworks.places_of(options.layout)
+    return without_old_ranks(chosen, _target_ranks(options), places=places)
 
 
 def _keeps_items(options: ReshardOptions) -> bool:

@@ -89,6 +89,11 @@ class Plan:
     works: tuple[Materialize, ...] = ()
     single_file: str | None = None
 
+    @property
+    def tensors(self) -> int:
+        """Number of tensors in the output."""
+        return len(self.targets)
+
 
 P = TypeVar("P", bound=Plan)
 # Gives an index as a plan needs it: with all chunks located, or to be located when they are read.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from glob import escape
@@ -282,11 +282,10 @@ class Count(NamedTuple):
         return f"{tensors}, {text.counted(self.objects, 'object')}"
 
 
-def count_of(entries: Iterable[Entry]) -> Count:
+def count_of(entries: Collection[Entry]) -> Count:
     """How many of each kind these are."""
-    sizes = [e.nbytes if isinstance(e, TensorEntry) else None for e in entries]
-    tensors = [size for size in sizes if size is not None]
-    return Count(len(tensors), len(sizes) - len(tensors), sum(tensors))
+    sizes = [entry.nbytes for entry in entries if isinstance(entry, TensorEntry)]
+    return Count(len(sizes), len(entries) - len(sizes), sum(sizes))
 
 
 _FEW = 3  # objects that are left out by name

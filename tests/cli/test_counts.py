@@ -75,6 +75,11 @@ def _of_whole(path: Path, out: Path) -> Iterator[tuple[str, Said]]:
     if proven is not None:
         tensors, nbytes = (int(number.replace(",", "")) for number in proven.groups())
         yield "export --check", Said(tensors, None, nbytes)
+    resharded = ("--to-mesh", "1", "--keep-rank-states", "--dry-run")
+    planned = run("reshard", path, "-o", out, *resharded).stdout
+    summary = re.search(r": ([\d,]+) tensors?, ", planned)
+    if summary is not None:
+        yield "reshard", Said(int(summary[1].replace(",", "")))
     files = json.loads(run("inspect", path, "--json").stdout)["files"]["nbytes"]
     assert json.loads(run("verify", path, "--json").stdout)["file_bytes"] == files
 

@@ -150,8 +150,8 @@ class Sides:
 
     def nbytes(self, names: Collection[str]) -> int:
         """The bytes of the tensors of these names, on both sides."""
-        held = (entry for name in names for entry in self.entries(name))
-        return count_of(filter(None, held)).nbytes
+        held = [entry for name in names for entry in self.entries(name) if entry is not None]
+        return count_of(held).nbytes
 
     def summary(self, below: Sequence[Leaf]) -> str:
         """How many entries there are, of which types, and what is known of their differences."""

@@ -402,14 +402,17 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     form = detect(folder)
     if form not in (None, rank_files.FORMAT, torch_file.FORMAT):
         return _read_globbed_folder(path, folder, frozenset(map(paths.normal, matched)), options)
+    from ckpt_tools.formats.rank_files import numbered
     from ckpt_tools.formats.rank_files import read as of_ranks
     from ckpt_tools.formats.torch_file import folder as of_files
 
     before = paths.states_now(matched)
-    are_of_ranks = any(rank_of(one) is not None for one in matched) or rank_files.globs_of(matched)
-    are_parts = slices.are_numbered(matched) and not are_of_ranks
-    read = of_files.read_index if are_parts else of_ranks.read_index
-    return _with_states(read(matched, options=options), before)
+    are_of_ranks = any(rank_of(one) is not None for one in matched)
+    are_parts = not are_of_ranks and slices.are_numbered(matched)
+    is_joined = are_parts and not numbered.are_rank_files(matched)
+    read = of_files.read_index if is_joined else of_ranks.read_index
+    index = slices.checked(read(matched, options=options), _read_format, options)
+    return _with_states(index, before)
 
 
 def _read_globbed_folder(

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from glob import escape
 from itertools import combinations
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex, FileState, ObjectEntry
@@ -48,7 +49,7 @@ _OWNERS = {
         "fairscale's FSDP saves so: its FullyShardedDataParallel.consolidate_shard_weights "
         f"{_OF_ALL}, and for metaseq its scripts/consolidate_fsdp_shards.py."
     ),
-    r"sdp_\d+\.pt": f"fairseq2 saves so: its own checkpoint loader {_OF_ALL}.",
+    r"sdp_\d+\.pt": f"fairseq2 saves so: its ModelCheckpointLoader {_OF_ALL}.",
     r"unsharded_shape|slices_pairs|[pt]p-(?:rank-)?\d+-of-\d+_[dt]p": (
         f"nanotron saves so: its examples/llama/convert_nanotron_to_hf.py {_OF_ALL}."
     ),
@@ -229,9 +230,8 @@ def _said_beside(path: str, read: _ReadOrNone) -> tuple[CheckpointError, set[str
 def both_hold(first: str, second: str, fqns: Sequence[str]) -> CheckpointError:
     """The error for two files that hold tensors of the same names."""
     one, other = (re.split(r"(\d+)", os.path.basename(path)) for path in (first, second))
-    differing = [
-        at for at in range(1, len(one), 2) if one[::2] == other[::2] and one[at] != other[at]
-    ]
+    is_alike = one[::2] == other[::2]
+    differing = [at for at in range(1, len(one), 2) if is_alike and one[at] != other[at]]
     if any(_is_of_ranks("".join(one[:at]), "".join(one[at + 1 :])) for at in differing):
         return _slices(first, [os.path.basename(second)])
     return CheckpointError(
@@ -450,7 +450,7 @@ def _sums(index: CheckpointIndex) -> dict[str, tuple[int, int] | None]:
             size = files.size(index.root)
             read = partial(files.read, index.root)
             archive = read_archive(read, offset=0, length=size, where=index.root)
-            records = sorted(map(archive.record, archive.names))
+            records = sorted(map(archive.record, archive.names), key=itemgetter(0))
     except CheckpointError:
         return {}
     starts = [record.offset for record in records]

@@ -56,8 +56,9 @@ def test_other_state_that_differs_is_kept_once_per_rank(saved: Path) -> None:
 def test_tensors_that_differ_between_ranks_are_refused_by_name(saved: Path, tmp_path: Path) -> None:
     index = ckpt_tools.open_checkpoint(str(saved / "differing"))
     match = r"model.buffer, model.large: replicas that differ .* rank 1 is the first"
-    with pytest.raises(UnsupportedError, match=match):
+    with pytest.raises(UnsupportedError, match=match) as caught:
         ckpt_tools.export(index, str(tmp_path / "out"), write=WriteOptions(check=True))
+    assert "the program that saved them joins them" in str(caught.value.hint)
     assert not ckpt_tools.verify(index).whole
     options = ExportOptions(include=("model.w",))
     ckpt_tools.export(index, str(tmp_path / "out"), options=options, write=WriteOptions(check=True))

@@ -155,6 +155,19 @@ def test_a_megatron_directory_is_named_though_it_looks_like_dcp(tmp_path: Path) 
         formats.read_index(str(tmp_path))
 
 
+@pytest.mark.parametrize("chosen", ["", "10"])
+def test_a_nanotron_checkpoint_is_named_though_its_files_are_read(
+    tmp_path: Path, chosen: str
+) -> None:
+    folder = tmp_path / "10"
+    block = folder / "model" / "lm_head" / "pp_block"
+    block.mkdir(parents=True)
+    shutil.copy(HF / "model-00001-of-00001.safetensors", block / "model_weight.safetensors")
+    (folder / "checkpoint_metadata.json").write_text('{"version": "1.4", "tp": 2, "dp": 1}')
+    with pytest.raises(UnsupportedError, match="nanotron"):
+        formats.read_index(str(tmp_path / chosen))
+
+
 def test_a_folder_without_a_checkpoint_says_what_is_known(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(CheckpointError, match="holds no checkpoint") as caught:
@@ -199,6 +212,7 @@ def test_what_belongs_to_a_checkpoint_does_not_stand_beside_it() -> None:
         ("model.ckpt.data-00000-of-00001", b"x", "TensorFlow"),
         ("m.h5", b"\x89HDF\r\n\x1a\n", "HDF5"),
         ("zero_pp_rank_0_mp_rank_00_model_states.pt", b"PK", "DeepSpeed"),
+        ("layer_01-model_00-model_states.pt", b"PK", "DeepSpeed"),
         ("__0_0.distcp.txt", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
         ("m.safetensors", b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
     ],

@@ -409,8 +409,10 @@ def test_what_is_complete_without_a_rank_can_be_chosen(tmp_path: Path, lost: str
 def test_the_mesh_tells_of_missing_ranks_where_names_do_not(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, {"w": (W, ROWS)}, (4,), name="rank{rank}.pt")
     paths[3].unlink()
-    with pytest.raises(IncompleteError, match=r"1 of 4 files rank\*\.pt is missing: rank 3\."):
+    match = r"1 of 4 files rank\*\.pt is missing: rank 3\."
+    with pytest.raises(IncompleteError, match=match) as caught:
         read(tmp_path).require_whole()
+    assert caught.value.hint == f"Bring them from the nodes that wrote them, e.g. {paths[3]}."
 
 
 def test_a_missing_replica_is_missing_too(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ class _IndexBuilder:
             world_size=world_size,
             notes=tuple(self.notes),
             problems=tuple(self.problems),
+            strings=parts_of.strings_of(self.parts, self.tensors),
         )
 
 

@@ -146,10 +146,11 @@ def record_in_headers(folder: str, plans: Iterable[FilePlan], statement: str) ->
     text = statement.encode("ascii", "replace")[:_ROOM].replace(b'"', b"'").replace(b"\\", b"/")
     for plan in plans:
         for offset, known in plan.literals:
-            place = known.find(UNPROVEN.encode())
+            field = f'"{PROOF_FIELD}":"'.encode()
+            place = known.find(field + UNPROVEN.encode())
             if place >= 0:
                 with open(os.path.join(folder, plan.path), "r+b") as file:
-                    file.seek(offset + place)
+                    file.seek(offset + place + len(field))
                     file.write(text.ljust(_ROOM))
 
 

@@ -12,6 +12,7 @@ from types import CodeType
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.convert.arranging import digest_in, note_on_unopened, without_unopened
+from ckpt_tools.convert.header_strings import NO_PLACE, kept_strings, left_out_strings
 from ckpt_tools.convert.write import Conversion, Locate, Plan
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
@@ -150,12 +151,13 @@ def plan_export(
     if keeps_nesting:
         chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.is_writable))
     left_out = _left_out(index, chosen, nested=keeps_nesting)
+    strings, gone = kept_strings(index, located, outcome.made, targets, form=options.format)
     wanted = formats.PlanOptions(
         tree=located.nesting if keeps_nesting else NO_TREE,
         single_file=single_file,
         basename=options.basename,
         max_shard_size=options.max_shard_size,
-        metadata=_provenance(index, check=check),
+        metadata=strings | _provenance(index, check=check),
     )
     plans = formats.named(options.format).plan_files(targets, objects, options=wanted)
     return ExportPlan(
@@ -163,7 +165,7 @@ def plan_export(
         targets=targets,
         chosen=read,
         origins={one.entry.fqn: one.origins for one in outcome.made},
-        notes=(*index.notes, *notes, *outcome.notes, *kept, *of_ranks, *left_out),
+        notes=(*index.notes, *notes, *outcome.notes, *kept, *of_ranks, *left_out, *gone),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
         source=formats.to_locate_in(index),
         single_file=single_file,
@@ -236,7 +238,10 @@ def _plan_layout(
         chosen=chosen,
         source=formats.to_locate_in(index),
         origins={target.fqn: (target.fqn,) for target in targets},
-        notes=(*index.notes, *kept, *of_ranks, *left_out, *arranged.notes),
+        notes=(
+            *(*index.notes, *kept, *of_ranks, *left_out, *arranged.notes),
+            *left_out_strings(index, NO_PLACE),
+        ),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
     )
 

@@ -16,6 +16,7 @@ from ckpt_tools import formats
 from ckpt_tools.analysis import infer_mesh as inference
 from ckpt_tools.convert import arranging
 from ckpt_tools.convert.export import made_of, rename
+from ckpt_tools.convert.header_strings import NO_PLACE, left_out_strings
 from ckpt_tools.convert.write import Conversion, Locate, Plan, WriteOptions
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
@@ -144,6 +145,7 @@ def plan_reshard(
     placements = options.placements or default_placements(options.mesh)
     said = [*_notes(layouts, located.tensors, options), *of_torch]
     notes = [*stepped, *kept, *said, *of_ranks, *left_out, *arranged]
+    notes += left_out_strings(index, NO_PLACE)
     return ReshardPlan(
         files=plans,
         targets=targets,

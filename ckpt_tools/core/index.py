@@ -288,6 +288,18 @@ def count_of(entries: Collection[Entry]) -> Count:
     return Count(len(sizes), len(entries) - len(sizes), sum(sizes))
 
 
+class HeaderStrings(NamedTuple):
+    """Free strings in the headers of files (safetensors' ``__metadata__``), which say how to use
+    the tensors there: by name, those that are the same in each file, and the names of others.
+
+    ``tensors`` are the types and shapes of those that they were written for, by their names there.
+    """
+
+    same: Mapping[str, str]
+    differing: tuple[str, ...]
+    tensors: Mapping[str, tuple[DType, tuple[int, ...]]]
+
+
 _FEW = 3  # objects that are left out by name
 _Index = TypeVar("_Index", bound="CheckpointIndex")
 # Nothing is known of the containers: paths say it.
@@ -304,6 +316,7 @@ class CheckpointIndex:
     ``problems`` are what keeps it from being whole, ``ties`` groups of names that share a storage.
     ``packed`` are objects in whose place there are entries for what they hold.
     ``beside`` are small files that say what the others mean: an index JSON, a config.
+    ``strings`` are what headers say beside tensors, None where they say nothing.
     """
 
     root: str
@@ -321,6 +334,7 @@ class CheckpointIndex:
     tree: Branch[str] = NO_TREE
     packed: tuple[PackedObject, ...] = ()
     beside: tuple[FileEntry, ...] = ()
+    strings: HeaderStrings | None = None
     _nesting: list[Branch[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property

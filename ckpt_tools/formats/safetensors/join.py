@@ -18,16 +18,18 @@ from typing import NamedTuple
 from ckpt_tools.core import names
 from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import Chunk, TensorEntry
+from ckpt_tools.core.index import Chunk, HeaderStrings, TensorEntry
 from ckpt_tools.core.text import rank_spans, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
 from ckpt_tools.formats.numbered import Gaps, absent, two_saves
 from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
-from ckpt_tools.formats.safetensors.sections import Home, Homes, decoded
+from ckpt_tools.formats.safetensors.sections import KEY, Home, Homes, decoded
 from ckpt_tools.formats.slices import both_hold
 
 SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _SHARDING_INFO = "DCP_SHARDING_INFO"
+# What this reader and every loader knows, and a writer says anew.
+_KNOWN = frozenset({"format", KEY, _SHARDING_INFO, "DCP_VERSION"})
 _MOST_RANKS = 100_000
 
 
@@ -119,6 +121,20 @@ def join(parts: Sequence[TensorFile], *, weight_map: Mapping[str, str]) -> Joine
         joined.tensors.append(_entry(group, fqn, home=homes[fqn], problems=joined.problems))
     joined.problems.extend(_double_problems(doubles))
     return joined
+
+
+def strings_of(parts: Sequence[TensorFile], tensors: Sequence[TensorEntry]) -> HeaderStrings | None:
+    """What the headers of all files say beside their tensors, None where that is nothing."""
+    said = [
+        {name: text for name, text in part.header.metadata.items() if name not in _KNOWN}
+        for part in parts
+    ]
+    names = sorted(set[str]().union(*said))
+    if not names:
+        return None
+    same = {name: said[0].get(name, "") for name in names if len({s.get(name) for s in said}) == 1}
+    differing = tuple(name for name in names if name not in same)
+    return HeaderStrings(same, differing, {e.fqn: (e.dtype, e.shape) for e in tensors})
 
 
 def _homes(held: Mapping[str, Sequence[_Held]]) -> dict[str, Home]:

@@ -72,6 +72,7 @@ class _IndexBuilder:
             world_size=world_size,
             notes=tuple(self.notes),
             problems=(*islice(filter(None, said), 1), *self.problems),
+            strings=parts_of.strings_of(self.parts, self.tensors),
         )
 
 

@@ -17,6 +17,10 @@ from ckpt_tools.core.sizes import Sizes
 
 Result = TypeVar("Result")
 
+# Held while a thread imports NumPy, or what comes with it, late: of two threads that begin at two
+# ends of it, Python gives one a module that is half done (seen once in 60 runs with 16 threads).
+IMPORTING = threading.RLock()
+
 MOST_THREADS = 16
 # Two overlap reading with writing even on one core.
 _LEAST_THREADS = 2

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
+from ckpt_tools.copying.parallel import IMPORTING
 from ckpt_tools.copying.strided import (
     Dim,
     Job,
@@ -134,7 +135,8 @@ class ChunkReader:
                 place = block.target + target
                 out[place : place + block.unit] = stage[source : source + block.unit]
             return
-        import numpy as np  # late: it costs more than a small copy, and most copies have no strides
+        with IMPORTING:  # late: it costs more than a small copy, and most copies have no strides
+            import numpy as np
 
         is_word = block.unit == block.itemsize and block.itemsize in _WORDS
         width = block.itemsize if is_word else 1

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ckpt_tools.copying.parallel import IMPORTING
 from ckpt_tools.copying.read import ChunkReader, OnRun, ReadsNearby
 from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, runs_of
 from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of, nbytes_of
@@ -355,7 +356,8 @@ class TaskWriter:
         return memoryview(bytearray(self._slab))
 
     def _caster(self, item: WriteItem) -> Caster:
-        from ckpt_tools.copying.cast import Caster  # late: numpy comes with it, few copies need it
+        with IMPORTING:  # late: numpy comes with it, few copies need it
+            from ckpt_tools.copying.cast import Caster
 
         key = item.source.name, item.target.name
         if key not in self._casters:

@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.copying.parallel import IMPORTING
 from ckpt_tools.copying.read import stream_box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
@@ -218,7 +219,8 @@ def _digest_as(
     """The SHA-256 that a box of the source has in the type that it was to have."""
     if entry.dtype == dtype:
         return digest_of_box(entry, box, files, on_run=on_run)
-    from ckpt_tools.copying.cast import Caster
+    with IMPORTING:
+        from ckpt_tools.copying.cast import Caster
 
     caster, most = Caster(entry.dtype, dtype), files.sizes.numbers
     buffer = memoryview(bytearray(most * dtype.itemsize))

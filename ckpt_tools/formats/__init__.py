@@ -458,7 +458,8 @@ def _only_one_inside(folder: str, options: ReadOptions) -> str:
         raise UnreadableError(message, instead=paths_instead(folder, whole))
     ways = () if problem.instead is None else problem.instead.ways
     raise UnreadableError(
-        f"{message}\n  {problem.message}",
+        message,
+        f"  {problem.message}",
         hint=problem.advice,
         instead=Instead(folder, (*ways, *map(Way, whole))),
     )

@@ -129,7 +129,7 @@ def test_one_section_alone_cannot_be_resumed_from(section: str) -> None:
 
 def test_what_is_missing_is_why_it_cannot_be_resumed_from() -> None:
     whole = index(tensor("model.a", (2,)), tensor("optim.a.exp_avg", (2,), section="optim"))
-    hurt = replace(whole, problems=(IncompleteError("rank 3 does not exist.\nHurt: all."),))
+    hurt = replace(whole, problems=(IncompleteError("rank 3 does not exist.", "Hurt: all."),))
     verdict = resume_verdict(hurt)
     assert not verdict.yes
     assert verdict.reason == "rank 3 does not exist."

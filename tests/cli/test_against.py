@@ -116,7 +116,11 @@ def test_what_was_kept_is_compared(tmp_path: Path) -> None:
         ("2", ["scheduler.bin"], "scheduler.last_epoch"),
         ("4", ["scheduler.bin"], "scheduler.last_epoch"),
         ("4", ["random_states_3.pkl"], "random_states.rank_3.torch_manual_seed"),
-        ("4", [f"random_states_{n}.pkl" for n in range(4)], "random_states.rank_0.step"),
+        (
+            "4",
+            [f"random_states_{n}.pkl" for n in range(4)],
+            "random_states.rank_0.torch_manual_seed",
+        ),
     ],
 )
 def test_all_else_that_is_missing_is_a_difference(

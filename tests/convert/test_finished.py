@@ -7,6 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from dtensor_files import ROWS, save_ranks
+from size_records import DEFAULT, use
 
 from ckpt_tools.cli import cli
 from ckpt_tools.copying.task_writer import TaskWriter
@@ -63,6 +64,7 @@ def test_the_output_of_another_save_is_not(kind: str, tmp_path: Path, out: Path)
 
 
 def test_what_is_discarded_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(DEFAULT, monkeypatch)  # a file is finished after three tasks
     source, out = save(tmp_path / "source", step=1), tmp_path / "out"
 
     def fail(*_: object) -> int:

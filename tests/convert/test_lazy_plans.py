@@ -2,13 +2,14 @@
 
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from reader_contract import DATA
-from size_records import use
+from size_records import DEFAULT, use
 
 from ckpt_tools import formats
 from ckpt_tools.cli import cli
@@ -40,7 +41,7 @@ def test_what_is_said_of_a_file_before_it_is_planned_holds(many: LazyPlans) -> N
 
 
 def test_plans_that_were_made_are_not_kept(many: LazyPlans) -> None:
-    sizes = Sizes(plans=100_000, plan_files=1)
+    sizes = replace(DEFAULT, plans=100_000, plan_files=1)
     one = sum(len(data) for _, data in many[0].literals)
     tracemalloc.start()
     for _ in groups_of(many, ALL, sizes):

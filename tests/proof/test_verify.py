@@ -14,6 +14,7 @@ import pytest
 from damages import Victim, Zip, zips
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from size_records import DEFAULT
 
 from ckpt_tools import formats
 from ckpt_tools.core.dtypes import BY_NAME
@@ -570,7 +571,7 @@ def test_small_items_that_follow_one_another_are_read_together(
 
     index = formats.read_index(str(CHECKPOINTS / "fsdp2_bf16_fp32optim_dcp_4r/ckpt"))
     monkeypatch.setattr(Files, "read_some", read_some)
-    with Files() as files:
+    with Files(sizes=DEFAULT) as files:
         assert verify(index, files, threads=1).whole
     items = sum(len(entry.chunks) for entry in index.tensors)
     assert len(reads) < items / 10

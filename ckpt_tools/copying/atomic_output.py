@@ -161,6 +161,8 @@ def _recover(out: str, *, resume: bool) -> bool:
     """
     replaced = replaced_of(out)
     with held(partial_of(out)) as manifest:
+        if manifest.has("complete") and standing.is_placed(manifest.result, out):
+            os.unlink(manifest.result)
         is_placed = manifest.has("complete") and not os.path.lexists(manifest.result)
         if is_placed and os.path.lexists(out):
             if not resume:

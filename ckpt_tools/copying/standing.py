@@ -73,6 +73,14 @@ def place_file(made: str, out: str) -> None:
         os.unlink(made)
 
 
+def is_placed(made: str, out: str) -> bool:
+    """Whether a run was killed when its file had appeared, and its own name was still there."""
+    try:
+        return os.path.isfile(made) and os.path.samestat(os.lstat(made), os.lstat(out))
+    except FileNotFoundError:
+        return False
+
+
 def place_folder(made: str, out: str) -> None:
     """Make a folder appear where nothing may be, not even an empty folder.
 

@@ -33,6 +33,7 @@ from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, TensorEntry
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import (
     Layout,
     Mesh,
@@ -95,7 +96,7 @@ def job(out: Path, *, mesh: str = "4x8") -> Job:
 
 
 def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPlan:
-    return Here(job.write, workers, Listener(job.on_bytes)).write(job.of(index))
+    return Here(job.write, workers, job.listener).write(job.of(index))
 
 
 # --------------------------------------------------------------------------------- environment
@@ -506,7 +507,9 @@ def test_any_number_of_workers_writes_the_same_bytes(
 def test_workers_tell_how_many_bytes_they_wrote(alone: dict[str, bytes], tmp_path: Path) -> None:
     told: list[int] = []
     reshard_here(
-        read_index(str(DCP)), job(tmp_path / "out")._replace(on_bytes=told.append), workers=2
+        read_index(str(DCP)),
+        job(tmp_path / "out")._replace(listener=Listener(told.append)),
+        workers=2,
     )
     assert sum(told) == sum(map(len, alone.values()))
 
@@ -550,7 +553,7 @@ def orders(tmp_path: Path) -> list[ShareOrder]:
 def test_what_one_worker_raises_is_raised(orders: list[ShareOrder], tmp_path: Path) -> None:
     os.truncate(tmp_path / "source" / "__2_0.distcp", 100)
     with pytest.raises(UnreadableError, match=r"__2_0\.distcp is truncated"):
-        write_with_workers(orders, on_bytes=nothing)
+        write_with_workers(orders, on_bytes=nothing, seen=KnownCrcs())
 
 
 def test_a_worker_that_dies_is_an_error_that_says_how(orders: list[ShareOrder]) -> None:
@@ -558,7 +561,7 @@ def test_a_worker_that_dies_is_an_error_that_says_how(orders: list[ShareOrder]) 
     plans = LazyPlans.of([broken])
     orders = [order._replace(plans=plans) for order in orders]
     with pytest.raises(WriteError, match=r"Worker \d of 2 died \(exit code 1\)"):
-        write_with_workers(orders, on_bytes=nothing)
+        write_with_workers(orders, on_bytes=nothing, seen=KnownCrcs())
 
 
 # ------------------------------------------------------------------------------------- engines
@@ -831,9 +834,9 @@ def test_a_worker_looks_into_no_file_that_its_share_does_not_read(tmp_path: Path
     whole = plan_reshard(read_index(str(DCP)), ReshardOptions(mesh))
     (source / "__3_0.distcp").unlink()
     for order in shares_of(plan, tmp_path / "out", 4)[:3]:
-        write_share(order, on_bytes=nothing)
+        write_share(order, on_bytes=nothing, seen=KnownCrcs())
     for order in shares_of(whole, tmp_path / "whole", 4)[:3]:
-        write_share(order._replace(source=None), on_bytes=nothing)
+        write_share(order._replace(source=None), on_bytes=nothing, seen=KnownCrcs())
     written = {path.name: path.read_bytes() for path in (tmp_path / "out" / "new").iterdir()}
     assert {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp"} <= written.keys()
     for name, data in written.items():
@@ -862,7 +865,7 @@ def test_workers_locate_each_chunk_once_and_never_the_plans_of_others(
     plan = plan_reshard(index, ReshardOptions(parse_mesh("4")), locate=formats.locate_later)
     assert not looked_at
     for order in shares_of(plan, tmp_path / "out", 4):
-        write_share(order, on_bytes=nothing)
+        write_share(order, on_bytes=nothing, seen=KnownCrcs())
     chunks = [chunk for e in index.tensors for chunk in e.chunks if 0 not in chunk.box.sizes]
     assert len(looked_at) == len(set(looked_at)) == len(chunks)
 
@@ -894,12 +897,12 @@ def test_what_a_step_changes_is_located_by_those_who_read_it(
     seen = []
     for order in shares_of(plan, tmp_path / "out", 3):
         looked_at.clear()
-        write_share(order, on_bytes=nothing)
+        write_share(order, on_bytes=nothing, seen=KnownCrcs())
         assert len(looked_at) == len(set(looked_at))
         seen.append(set(looked_at))
     assert all(0 < len(one) < len(stored) * 2 / 3 for one in seen)
     for order in shares_of(whole, tmp_path / "whole", 3):
-        write_share(order._replace(source=None), on_bytes=nothing)
+        write_share(order._replace(source=None), on_bytes=nothing, seen=KnownCrcs())
     assert contents(tmp_path / "out" / "new") == contents(tmp_path / "whole" / "new")
 
 
@@ -911,10 +914,10 @@ def test_a_layout_is_planned_before_any_chunk_is_located(
     plan = plan_reshard(read_index(str(DCP)), options, locate=formats.locate_later)
     assert not looked_at
     for order in shares_of(plan, tmp_path / "out", 3):
-        write_share(order, on_bytes=nothing)
+        write_share(order, on_bytes=nothing, seen=KnownCrcs())
     whole = plan_reshard(read_index(str(DCP)), options)
     for order in shares_of(whole, tmp_path / "whole", 3):
-        write_share(order._replace(source=None), on_bytes=nothing)
+        write_share(order._replace(source=None), on_bytes=nothing, seen=KnownCrcs())
     assert contents(tmp_path / "out" / "new") == contents(tmp_path / "whole" / "new")
 
 

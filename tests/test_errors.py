@@ -67,3 +67,28 @@ def test_an_error_of_a_store_without_a_number_tells_its_text() -> None:
 def test_a_placed_error_is_a_new_one(kind: type[CkptError]) -> None:
     first = kind("y")
     assert first.at("x") is not first
+
+
+EVIL = "a\x1b[2J\x9b\n\u202e\udcff"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnreadableError(f"{EVIL} is wrong."),
+        UnreadableError("It is wrong.").at(EVIL),
+        UnreadableError("It is wrong.").reworded(f"{EVIL} is."),
+        UnreadableError(f"{EVIL} is wrong.").concerning([EVIL]).losing(EVIL),
+        from_system(OSError(errno.EIO, "odd", EVIL)),
+    ],
+)
+def test_what_an_error_quotes_is_printable_and_no_line_of_its_own(error: CkptError) -> None:
+    assert error.message.isprintable()
+    assert str(error) == error.message
+    assert r"a\x1b[2J\x9b\n\u202e\udcff" in error.message
+
+
+def test_the_lines_of_an_error_stay_lines() -> None:
+    error = UnreadableError("Two are wrong:", f"  {EVIL}", "  b").at("x.pt")
+    assert error.message.split("\n")[::2] == ["x.pt: Two are wrong:", "  b"]
+    assert len(error.concerning(["b"]).message.split("\n")) == 3

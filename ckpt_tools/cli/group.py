@@ -135,7 +135,7 @@ def _terminate(*_: object) -> None:
 def end_if_interrupted(unraisable: sys.UnraisableHookArgs) -> None:
     """End the process for a Ctrl-C that came where Python can only report it, and would go on."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
-        os._exit(_INTERRUPTED)
+        os._exit(_TERMINATED if isinstance(unraisable.exc_value, Terminated) else _INTERRUPTED)
     sys.__unraisablehook__(unraisable)
 
 

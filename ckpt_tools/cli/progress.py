@@ -36,8 +36,7 @@ class _Drawn(Bar):
         self._bar.update(nbytes)
 
     def expect(self, total: int) -> None:
-        self._bar.total = total
-        self._bar.refresh()
+        self._bar.total = total  # drawn with the next bytes: a bar drawn too early is never erased
 
 
 @contextmanager

@@ -97,6 +97,17 @@ def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b" not in CliRunner().invoke(cli, ["failing"], color=True).stderr
 
 
+def test_what_click_quotes_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command
+    def failing() -> None:
+        raise click.UsageError("No such option: --\x1b[2J")  # as click 8.1 does
+
+    monkeypatch.setattr(type(cli), "get_command", lambda *_: failing)
+    result = CliRunner().invoke(cli, ["ls"], color=True)
+    assert result.exit_code == 2
+    assert result.stderr.endswith("No such option: --\\x1b[2J\n")
+
+
 def test_a_fault_of_our_own_is_told_in_two_lines_and_is_no_answer() -> None:
     program = (
         "import sys; from ckpt_tools import cli; from ckpt_tools.cli import inspect\n"

@@ -1,44 +1,22 @@
 """What a person at a terminal of 80 columns sees, and numbers of one."""
 
-import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
-from fcntl import ioctl
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from terminals import shown_by
 
 DCP = str(Path(__file__).parents[1] / "data" / "checkpoints" / "fsdp2_dcp_hsdp_2x4" / "ckpt")
 
 
 def on_terminal(*args: str, columns: int = 80) -> list[str]:
     """The lines that a command shows on a terminal, stdout and stderr together."""
-    ours, theirs = pty.openpty()
-    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm"}
-    environment.pop("COLUMNS", None)  # pytest-xdist's; it would count before the terminal's own
-    command = [sys.executable, "-m", "ckpt_tools", *args]
-    running = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    shown = b""
-    while part := _read(ours):
-        shown += part
-    os.close(ours)
-    running.wait()
-    return shown.decode().replace("\r\n", "\n").splitlines()
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:  # Linux says so when the other end is closed
-        return b""
+    shown = shown_by("-m", "ckpt_tools", *args, columns=columns, NO_COLOR="1")
+    return shown.replace("\r\n", "\n").splitlines()
 
 
 @pytest.mark.parametrize(

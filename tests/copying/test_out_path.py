@@ -156,6 +156,16 @@ def test_what_belongs_to_the_system_is_refused(out: str, what: str) -> None:
         out_path.real(out)
 
 
+@pytest.mark.parametrize("command", ["export", "reshard --to-mesh 2", "fingerprint --write -"])
+def test_a_dash_is_no_output(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    word, *more = command.split()
+    done = run(word, FSDP2, *more, *(() if "--write" in more else ("-o", "-")))
+    assert done.exit_code == 2, done.output
+    assert "'-' is not a name for an output" in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["bound", "file.pt", "with blank"])
 def test_a_mount_of_the_same_file_system_is_a_mount_point(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -374,6 +374,13 @@ def test_an_odd_total_size_does_no_harm(tmp_path: Path, total: object) -> None:
         (b'{"weight_map": {"a": "/etc/passwd"}}', "not a file beside it"),
         (b'{"weight_map": {"a": "../x.safetensors"}}', "not a file beside it"),
         (b'{"weight_map": {"a": "\\ud800"}}', "not a file beside it"),
+        (b'{"weight_map": {"a": "x\\u0000"}}', "not a file beside it"),
+        (b'{"weight_map": {"a": "."}}', "not a file beside it"),
+        (b'{"weight_map": {"a": ""}}', "not a file beside it"),
+        pytest.param(
+            *(b'{"weight_map": {"%s": "x.safetensors"}}' % (b"a" * 70_000), "not a file beside it"),
+            id="long",
+        ),
     ],
 )
 def test_an_unsound_index_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
@@ -381,6 +388,13 @@ def test_an_unsound_index_is_refused(tmp_path: Path, content: bytes, said: str) 
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
     with pytest.raises(UnreadableError, match=said):
         read(tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_file_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "inner"}}')
+    (problem,) = read(tmp_path).problems
+    assert "inner is a folder; model.safetensors.index.json has a in it" in problem.message
 
 
 def test_two_indexes_are_two_checkpoints(tmp_path: Path) -> None:

@@ -92,6 +92,12 @@ def test_a_path_that_leaves_its_folder_is_refused(relative: str) -> None:
         paths.inside(relative)
 
 
+@pytest.mark.parametrize("relative", ["", "a\0b", "\ud800", "x" * 5000])
+def test_a_path_that_no_file_can_have_is_refused(relative: str) -> None:
+    with pytest.raises(UnreadableError, match="not possible"):
+        paths.inside(relative)
+
+
 @pytest.mark.parametrize("before", ["./", "x/../"])
 def test_dcp_items_are_found_by_any_form_of_their_path(tmp_path: Path, before: str) -> None:
     folder = _renamed(tmp_path / "run", before)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.core.index import ByteRange
-from ckpt_tools.core.text import are, is_text, some
+from ckpt_tools.core.text import are, is_name, some
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.storage.reader import Files
 
@@ -187,8 +187,8 @@ def _tensors(raw: dict[str, object], *, path: str, start: int) -> dict[str, Stor
     tensors: dict[str, Stored] = {}
     unknown: dict[str, list[str]] = {}
     for name, entry in raw.items():
-        if not is_text(name) or not isinstance(entry, dict):
-            raise UnreadableError(f"{path}: the header entry {name!r} describes no tensor.")
+        if not is_name(name) or not isinstance(entry, dict):
+            raise UnreadableError(f"{path}: the header entry {name!r:.80} describes no tensor.")
         dtype = entry.get("dtype")
         if not isinstance(dtype, str):
             raise UnreadableError(f"{path}: {name}: its dtype is not a string but {dtype!r:.40}.")

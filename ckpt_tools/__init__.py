@@ -54,15 +54,11 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckpt_tools.formats import ReadOptions
-    from ckpt_tools.proof import (
-        Diff,
-        DiffOptions,
-        Fingerprint,
-        Naming,
-        Tolerance,
-        VerifyReport,
-    )
+    from ckpt_tools.proof.diff import Diff, DiffOptions, Naming
+    from ckpt_tools.proof.fingerprint import Fingerprint
     from ckpt_tools.proof.stats import Statistics, TensorStats
+    from ckpt_tools.proof.tolerance import Tolerance
+    from ckpt_tools.proof.verify import VerifyReport
 
 __all__ = [
     "AnswerNo",
@@ -138,7 +134,10 @@ _HOMES = {
     "api": "Checkpoint LazyTensor NoSuchEntry diff diff_headers export fingerprint inspect"
     " open_checkpoint reshard stats verify verify_quick",
     "core.mesh_spec": "parse_mesh parse_placements",
-    "proof": "Diff DiffOptions Fingerprint Naming Tolerance VerifyReport",
+    "proof.diff": "Diff DiffOptions Naming",
+    "proof.fingerprint": "Fingerprint",
+    "proof.tolerance": "Tolerance",
+    "proof.verify": "VerifyReport",
     "proof.stats": "Statistics TensorStats",
     "convert.reshard": "ReshardOptions ReshardPlan",
 }

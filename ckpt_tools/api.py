@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from ckpt_tools import formats, proof
+from ckpt_tools import formats
 from ckpt_tools.analysis import inspection, summary
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.summary import FoundMesh
@@ -33,7 +33,13 @@ from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import AnswerNo, CheckpointError, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions
-from ckpt_tools.proof import Diff, DiffOptions, Fingerprint, Naming, VerifyReport
+from ckpt_tools.proof import diff as _diff
+from ckpt_tools.proof import fingerprint as _fingerprint
+from ckpt_tools.proof import verify as _verify
+from ckpt_tools.proof.damage import require_undamaged
+from ckpt_tools.proof.diff import Diff, DiffOptions, Naming
+from ckpt_tools.proof.fingerprint import Fingerprint
+from ckpt_tools.proof.verify import VerifyReport
 from ckpt_tools.storage.paths import is_address, last_written
 from ckpt_tools.storage.reader import Files
 
@@ -343,7 +349,7 @@ class Checkpoint:
                 data[done : done + len(piece)] = piece
                 done += len(piece)
             if is_whole:
-                proof.require_undamaged(index, files, seen=seen, threads=1, lost="")
+                require_undamaged(index, files, seen=seen, threads=1, lost="")
         return data
 
     def _reading(self, held: Collection[str]) -> AbstractContextManager[None]:
@@ -454,13 +460,13 @@ def verify(
 ) -> VerifyReport:
     """Read every byte range once, check every CRC and coverage; the report says what is damaged."""
     with Files() as files:
-        return proof.verify(_index(source), files, threads=threads, on_bytes=on_bytes)
+        return _verify.verify(_index(source), files, threads=threads, on_bytes=on_bytes)
 
 
 def verify_quick(source: Source | Checkpoint) -> VerifyReport:
     """Check a checkpoint by its headers alone; the report says what is damaged."""
     with Files() as files:
-        return proof.verify_quick(_index(source), files)
+        return _verify.verify_quick(_index(source), files)
 
 
 def fingerprint(
@@ -474,7 +480,7 @@ def fingerprint(
     Raises what keeps the checkpoint from being whole.
     """
     with Files() as files:
-        return proof.fingerprint(_index(source), files, threads=threads, on_bytes=on_bytes)
+        return _fingerprint.fingerprint(_index(source), files, threads=threads, on_bytes=on_bytes)
 
 
 def diff(
@@ -489,14 +495,14 @@ def diff(
     Raises what keeps either from being whole.
     """
     with Files() as files:
-        return proof.diff(_index(a), _index(b), files, options=options, threads=threads)
+        return _diff.diff(_index(a), _index(b), files, options=options, threads=threads)
 
 
 def diff_headers(
     a: Source | Checkpoint, b: Source | Checkpoint, *, naming: Naming | None = None
 ) -> Diff:
     """What is different in names, types and shapes; no values are read."""
-    return proof.diff_headers(_index(a), _index(b), naming=Naming() if naming is None else naming)
+    return _diff.diff_headers(_index(a), _index(b), naming=Naming() if naming is None else naming)
 
 
 def stats(

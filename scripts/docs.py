@@ -93,7 +93,7 @@ def write_screens() -> None:
     from ckpt_tools.cli.browse.app import Browser  # late: the other pages need no textual
     from ckpt_tools.cli.browse.sides import Sides
     from ckpt_tools.formats import read_index
-    from ckpt_tools.proof import Naming
+    from ckpt_tools.proof.diff import Naming
 
     async def draw(name: str, paths: list[str], width: int, *keys: str) -> None:
         app = Browser(Sides([read_index(path) for path in paths], Naming()))

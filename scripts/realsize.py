@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
@@ -25,6 +26,7 @@ from realsize_jobs.conversions import Source  # noqa: E402
 from realsize_jobs.model import Flat  # noqa: E402
 from realsize_jobs.reading import Wrong  # noqa: E402
 
+LANES = 2  # sources whose cases run side by side, each in a folder of its own
 OUTPUTS = ("out", "out.pt", "out.safetensors", "other-out", "out.json")
 
 
@@ -113,16 +115,18 @@ def _of_model(size: model.Size, makers: list[Maker], folder: Path, only: str) ->
         return []
     truth = folder / "model.pt"
     torch.save(model.made(size), truth)
-    (folder / "map.toml").write_text(model.MAP)
-    (folder / "names.txt").write_text("\n".join(model.TRAINED))
     leaves = {
         name: leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
         for name, leaf in model.flat(sources.loaded(truth)).items()
     }
-    rows: list[Row] = []
-    for maker in makers:
+
+    def rows_of(maker: Maker) -> list[Row]:
         source = _source(maker, truth, leaves)
-        rows += _of_source(source, maker.name, truth, _chosen(cases, maker, only))
+        return _of_source(source, maker.name, truth, _chosen(cases, maker, only))
+
+    longest_first = sorted(makers, key=lambda maker: -maker.ranks)
+    with ThreadPoolExecutor(LANES) as lanes:
+        rows = [row for found in lanes.map(rows_of, longest_first) for row in found]
     truth.unlink()
     return rows
 
@@ -136,12 +140,18 @@ def _chosen(cases: Sequence[Case], maker: Maker, only: str) -> list[Case]:
 
 
 def _source(maker: Maker, truth: Path, leaves: Flat) -> Source:
-    """What a source is to hold: safetensors have no objects, and these only the model."""
+    """What a source is to hold, in a folder with what its commands need: safetensors have no
+    objects, and these only the model.
+    """
+    folder = truth.with_name(maker.name)
+    folder.mkdir()
+    (folder / "map.toml").write_text(model.MAP)
+    (folder / "names.txt").write_text("\n".join(model.TRAINED))
     named = ((name.removeprefix("model."), name) for name in leaves if name.startswith("model."))
     tensors = {bare: leaves[name] for bare, name in named}
-    path = truth if maker.form == "pt" else truth.with_name("source")
+    path = truth if maker.form == "pt" else folder / "source"
     held = tensors if maker.form == "safetensors" else leaves
-    return Source(maker.form, path, truth.parent, maker.ranks, held, tensors)
+    return Source(maker.form, path, folder, maker.ranks, held, tensors)
 
 
 def _of_source(source: Source, name: str, truth: Path, cases: Sequence[Case]) -> list[Row]:

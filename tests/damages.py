@@ -21,15 +21,10 @@ from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.zip import read as torch_zip
-from ckpt_tools.proof import (
-    DiffOptions,
-    compare,
-    diff,
-    fingerprint,
-    verify,
-    verify_quick,
-    with_objects,
-)
+from ckpt_tools.proof.compare import compare, with_objects
+from ckpt_tools.proof.diff import DiffOptions, diff
+from ckpt_tools.proof.fingerprint import fingerprint
+from ckpt_tools.proof.verify import verify, verify_quick
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parent / "data" / "checkpoints"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpt_tools.convert.export import ExportOptions
     from ckpt_tools.convert.reshard import ReshardOptions
     from ckpt_tools.convert.write import WriteOptions
-    from ckpt_tools.proof import DiffOptions
+    from ckpt_tools.proof.diff import DiffOptions
     from ckpt_tools.transforms.optimizer import ParamNames
 
 # PEFT reads one file.
@@ -116,7 +116,8 @@ def export(index: CheckpointIndex, *, form: str, is_folder: bool) -> ExportOptio
 
 def comparing() -> DiffOptions:
     """--clean-names, --rename, --rtol, --atol and --ignore-dtypes of `diff`."""
-    from ckpt_tools.proof import DiffOptions, Naming, Tolerance, parse_rename
+    from ckpt_tools.proof.diff import DiffOptions, Naming, parse_rename
+    from ckpt_tools.proof.tolerance import Tolerance
 
     params = click.get_current_context().params
     naming = Naming(

@@ -12,9 +12,10 @@ from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
-from ckpt_tools.proof import Diff, EntryDiff, Tolerance
-from ckpt_tools.proof import diff as compare_values
-from ckpt_tools.proof import diff_headers as compare_headers
+from ckpt_tools.proof.diff import Diff, EntryDiff
+from ckpt_tools.proof.diff import diff as compare_values
+from ckpt_tools.proof.diff import diff_headers as compare_headers
+from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 
 _HELP = """Show the differences between two checkpoints: names, types, values, objects, containers.

@@ -11,8 +11,7 @@ from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats.frameworks import sources_of
-from ckpt_tools.proof import Fingerprint, fingerprint
-from ckpt_tools.proof.fingerprint import to_json
+from ckpt_tools.proof.fingerprint import Fingerprint, fingerprint, to_json
 from ckpt_tools.storage.reader import Files
 
 _HELP = """Print a SHA-256 digest for each section of the checkpoint: model, optim, other.

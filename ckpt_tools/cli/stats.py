@@ -12,7 +12,7 @@ from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
-from ckpt_tools.proof import Anomaly
+from ckpt_tools.proof.anomalies import Anomaly
 from ckpt_tools.proof.stats import Statistics, TensorStats, stats
 from ckpt_tools.storage.reader import Files
 

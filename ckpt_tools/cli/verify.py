@@ -18,20 +18,16 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
 from ckpt_tools.errors import CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, Saved, read_index, run_of
-from ckpt_tools.proof import (
-    Comparison,
-    DamagedTensor,
-    Difference,
+from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
+from ckpt_tools.proof.damage_map import DamagedTensor, describe
+from ckpt_tools.proof.fingerprint import is_fingerprint, load
+from ckpt_tools.proof.verify import (
     VerifyReport,
     bytes_to_read,
-    compare,
+    expecting_ranks,
     verify,
     verify_quick,
-    with_objects,
 )
-from ckpt_tools.proof.damage_map import describe
-from ckpt_tools.proof.fingerprint import is_fingerprint, load
-from ckpt_tools.proof.verify import expecting_ranks
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.rank_states import LeftOut, without_left_out
 

@@ -14,10 +14,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from ckpt_tools import formats, proof
+from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.copying.atomic_output import PROOF_FILE
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plain_values import closed_in
 from ckpt_tools.core.plan import FilePlan, Target
 from ckpt_tools.core.progress import ignore_bytes
@@ -25,6 +26,9 @@ from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import UnsafePickleError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import Index
+from ckpt_tools.proof.check import require_intact, same_objects, same_tensors
+from ckpt_tools.proof.damage import require_undamaged
+from ckpt_tools.proof.replicas import require_equal_replicas
 from ckpt_tools.storage.reader import Files
 
 PROOF_FIELD = "proof"
@@ -66,8 +70,8 @@ def check(
     back = formats.read_written(folder, options=allowed)
     result = _opened(back, files)
     wanted = _expected(written, source, result.format, files)
-    seen = proof.KnownCrcs()
-    statement = proof.same_tensors(
+    seen = KnownCrcs()
+    statement = same_tensors(
         *(wanted, result, files),
         renamed={entry.fqn: entry.fqn for entry in wanted.tensors},
         dtypes={target.fqn: target.dtype for target in written.targets},
@@ -78,13 +82,13 @@ def check(
     )
     if own is not None:
         source = held_in(source, own)
-        return statement + proof.require_undamaged(source, files, seen=seen, threads=threads)
-    statement += proof.same_objects(wanted, result, files)
-    statement += proof.require_equal_replicas(source, files, threads=threads)
+        return statement + require_undamaged(source, files, seen=seen, threads=threads)
+    statement += same_objects(wanted, result, files)
+    statement += require_equal_replicas(source, files, threads=threads)
     # First the source: what is copied as it is would make the output look at fault.
-    statement += proof.require_undamaged(source, files, seen=seen, threads=threads)
+    statement += require_undamaged(source, files, seen=seen, threads=threads)
     if back.format != "safetensors":  # it has neither replicas nor checksums
-        proof.require_intact(back, files, seen=seen, threads=threads, on_bytes=on_bytes)
+        require_intact(back, files, seen=seen, threads=threads, on_bytes=on_bytes)
     return statement
 
 

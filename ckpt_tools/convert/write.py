@@ -202,10 +202,10 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener = SI
 
 def _check_source(plan: Plan, seen: KnownCrcs, options: WriteOptions) -> tuple[str, ...]:
     """Compare what was copied with the source's checksums; a note says what could not be."""
-    from ckpt_tools import proof  # late: it is needed after the copy alone
+    from ckpt_tools.proof.damage import check_copied  # late: it is needed after the copy alone
 
     with Files(sizes=options.sizes) as files:
-        return proof.check_copied(plan.chosen, files, seen=seen, threads=options.threads)
+        return check_copied(plan.chosen, files, seen=seen, threads=options.threads)
 
 
 def _is_there(out: str, plan: Plan, sizes: Sizes) -> bool:

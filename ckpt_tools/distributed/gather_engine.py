@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from ckpt_tools import formats, proof
+from ckpt_tools import formats
 from ckpt_tools.convert.check import held_in
 from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
 from ckpt_tools.convert.write import Locate, Plan, WriteOptions
@@ -35,6 +35,7 @@ from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
 from ckpt_tools.formats.rank_files.exchange import RankHeaders
 from ckpt_tools.formats.rank_files.file_names import Family
+from ckpt_tools.proof.damage import check_copied
 from ckpt_tools.storage.reader import Files
 
 T = TypeVar("T")
@@ -109,7 +110,7 @@ class _Gatherer:
         if options.checks_source:
             with group.collective(), Files(sizes=sizes) as files:
                 held, threads = held_in(self.index, own), options.threads
-                unchecked = proof.check_copied(held, files, seen=seen, threads=threads)
+                unchecked = check_copied(held, files, seen=seen, threads=threads)
             self.proven.extend(unchecked)
         if options.check:
             self.proven.append(_check(group, self.index, self.job, folder, own=own))

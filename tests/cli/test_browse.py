@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from ckpt_tools.cli import browse, cli
 from ckpt_tools.formats import read_index
-from ckpt_tools.proof import Naming, diff_headers
+from ckpt_tools.proof.diff import Naming, diff_headers
 
 REAL = Path(__file__).parents[1] / "data" / "checkpoints"
 DCP = REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt"

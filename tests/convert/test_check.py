@@ -27,10 +27,11 @@ from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import write as copy
 from ckpt_tools.core.index import ByteRange
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.errors import UnreadableError, WriteError
-from ckpt_tools.proof import KnownCrcs, damage
+from ckpt_tools.proof import damage
 from ckpt_tools.storage.reader import Files
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(6, 4)

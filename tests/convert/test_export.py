@@ -26,7 +26,7 @@ from ckpt_tools.errors import (
     WriteError,
 )
 from ckpt_tools.formats.safetensors.header import read_header
-from ckpt_tools.proof import Naming
+from ckpt_tools.proof.diff import Naming
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import TransformResult
 

@@ -114,9 +114,11 @@ def test_the_ranks_of_a_job_write_into_no_source(tmp_path: Path, command: tuple[
 # --------------------------------------------------------------------------------------- engines
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of reshards by one job of 4 ranks: ENGINE-NAME, or ENGINE-NAME.error.RANK."""
+@pytest.fixture(scope="module", params=["default", "tiny"])
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of reshards by one job of 4 ranks, with the default sizes or with tiny ones:
+    ENGINE-NAME, or ENGINE-NAME.error.RANK.
+    """
     folder = tmp_path_factory.mktemp("engines")
     local = folder / "local"
     verl = DATA / "verl_fsdp2_4r"
@@ -183,6 +185,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"engine": "gather", "name": "drifted", "ckpt": drifted(folder / "drifted"), "mesh": "2"},
         {"engine": "gather", "name": "hurt", "ckpt": hurt, "mesh": "2", "check": True},
         {"engine": "copy", "name": "hurt", "ckpt": hurt, "mesh": "2", "check": True},
+        {"engine": "copy", "name": "dcp", "ckpt": DCP, "mesh": "4x2"},
+        {"engine": "copy", "name": "columns", "ckpt": ranks, "mesh": "3", "place": ("*=S(1)",)},
         {"engine": "gather", "name": "lacking", "ckpt": lacking / "{rank}", "mesh": "8"},
     ]
     copied = {"verl": ranks}
@@ -195,7 +199,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
             out = folder / f"copy-{task['engine']}-{name}"
             ckpt_tools("reshard", source, "-o", out, "--to-mesh", task["mesh"], *places)
     (folder / "tasks.json").write_text(json.dumps(tasks, default=str))
-    job(4, "engines.py", folder / "tasks.json")
+    job(4, "engines.py", folder / "tasks.json", request.param)
     return folder
 
 
@@ -276,6 +280,11 @@ def test_the_engine_gather_writes_the_files_that_copy_writes(engines: Path, name
         assert not (engines / f"gather-{name}").exists()
         pytest.skip("torch 2.6 puts only even strided shards together")
     assert contents(engines / f"gather-{name}") == contents(engines / f"copy-gather-{name}")
+
+
+@pytest.mark.parametrize("name", ["dcp", "columns"])
+def test_the_engine_copy_writes_the_files_that_one_process_writes(engines: Path, name: str) -> None:
+    assert contents(engines / f"copy-{name}") == contents(engines / f"copy-copy-{name}")
 
 
 def test_the_engine_gather_refuses_large_replicas_that_differ(engines: Path) -> None:

@@ -11,10 +11,11 @@ import torch.distributed.checkpoint as dcp
 from launching import job
 
 import ckpt_tools
-from ckpt_tools import formats, proof
+from ckpt_tools import formats
 from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.errors import IncompleteError, UnsupportedError
+from ckpt_tools.proof.verify import verify
 from ckpt_tools.storage.reader import Files
 
 pytestmark = pytest.mark.torchrun
@@ -100,6 +101,6 @@ def test_a_damaged_replica_is_found(saved: Path, tmp_path: Path) -> None:
         file.seek(offset + length // 2)
         file.write(os.urandom(8))
     with Files() as files:
-        report = proof.verify(formats.read_index(str(tmp_path / "ckpt")), files)
+        report = verify(formats.read_index(str(tmp_path / "ckpt")), files)
     assert not report.whole
     assert [hurt.fqn for hurt in report.damaged] == ["model.large"]

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from reader_contract import DATA, truth_of, whole
 
-from ckpt_tools import api, formats, proof
+from ckpt_tools import api, formats
 from ckpt_tools.analysis import summary
 from ckpt_tools.cli import cli
 from ckpt_tools.convert.export import ExportOptions, plan_export
@@ -18,6 +18,7 @@ from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.errors import CkptError
+from ckpt_tools.proof.verify import verify
 from ckpt_tools.storage.reader import Files
 
 REAL = DATA / "checkpoints"
@@ -82,7 +83,7 @@ def test_a_hurt_file_of_other_state_is_found_by_its_crc(tmp_path: Path) -> None:
     data[place] ^= 1
     path.write_bytes(data)
     with Files() as files:
-        report = proof.verify(formats.read_index(str(folder)), files)
+        report = verify(formats.read_index(str(folder)), files)
     assert not report.whole
     assert "rng_state_2.pth" in str(report.problems[0])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from reader_contract import DATA, whole
 
-from ckpt_tools import formats, proof
+from ckpt_tools import formats
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import (
     CheckpointError,
@@ -15,6 +15,7 @@ from ckpt_tools.errors import (
     IncompleteError,
     UnsupportedError,
 )
+from ckpt_tools.proof.verify import verify
 from ckpt_tools.storage.reader import Files
 
 FLAT = DATA / "checkpoints" / "fsdp2_torchsave_1d_4r" / "ckpt"
@@ -126,7 +127,7 @@ def test_one_whole_replica_group_is_a_whole_checkpoint(gone: list[int], tmp_path
     assert _values(index) == _values(formats.read_index(str(HSDP)))
     assert any("replicas of ranks" in note for note in index.notes)
     with Files() as files:
-        assert proof.verify(index, files).whole
+        assert verify(index, files).whole
 
 
 @pytest.mark.parametrize("gone", [[7], [3, 4, 5, 6, 7], [3, 5, 6, 7], [4, 5, 6]])

@@ -1,6 +1,6 @@
 """Many reshards in one torchrun job, since a job costs seconds to start.
 
-    torchrun … tests/jobs/engines.py TASKS.json
+    torchrun … tests/jobs/engines.py TASKS.json [tiny]
 
 TASKS is a list of {"ckpt", "out", "engine", "mesh", "place", "check"}; `{rank}` in a checkpoint's
 path is the rank's own number, as where each node has its own disk. An error is written to
@@ -11,19 +11,24 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from size_records import DEFAULT, TINY
+
 from ckpt_tools.convert.reshard import ReshardOptions
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.mesh_spec import parse_mesh, parse_rule
+from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import reshard_by
 from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import CkptError
 
 
-def run(task: dict[str, object], rank: int) -> None:
+def run(task: dict[str, object], rank: int, sizes: Sizes) -> None:
     mesh = parse_mesh(str(task["mesh"]))
     rules = tuple(parse_rule(text, mesh) for text in task.get("place", ()))
-    write = WriteOptions(check=bool(task.get("check")))
+    write = WriteOptions(check=bool(task.get("check")), sizes=sizes)
     ckpt = str(task["ckpt"]).replace("{rank}", str(rank))
     options = ReshardOptions(mesh, rules=rules)
     try:
@@ -35,5 +40,6 @@ def run(task: dict[str, object], rank: int) -> None:
 
 if __name__ == "__main__":
     here = environment.place()
+    sizes = TINY if "tiny" in sys.argv else DEFAULT
     for one in json.loads(Path(sys.argv[1]).read_text()):
-        run(one, here.rank if here is not None else 0)
+        run(one, here.rank if here is not None else 0, sizes)

@@ -13,7 +13,8 @@ from ckpt_tools import formats
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import IncompleteError, UsageError, WriteError
-from ckpt_tools.proof import are_equal, same_tensors
+from ckpt_tools.proof.check import same_tensors
+from ckpt_tools.proof.fingerprint import are_equal
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data"

@@ -16,17 +16,17 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plain_values import PlainValue, Size
 from ckpt_tools.errors import IncompleteError, UsageError
-from ckpt_tools.proof import (
+from ckpt_tools.proof.containers import compare_objects
+from ckpt_tools.proof.diff import (
     Diff,
     DiffOptions,
     EntryDiff,
     Naming,
-    Tolerance,
     diff,
     diff_headers,
     parse_rename,
 )
-from ckpt_tools.proof.containers import compare_objects
+from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data"

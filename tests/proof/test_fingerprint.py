@@ -10,8 +10,7 @@ import torch
 
 from ckpt_tools import api, formats
 from ckpt_tools.errors import IncompleteError, UnreadableError, UnsupportedError
-from ckpt_tools.proof import Fingerprint, fingerprint
-from ckpt_tools.proof.fingerprint import is_fingerprint, load, to_json
+from ckpt_tools.proof.fingerprint import Fingerprint, fingerprint, is_fingerprint, load, to_json
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data"

@@ -23,10 +23,10 @@ from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.zip.checksums import Archives
 from ckpt_tools.formats.zip.read import Archive
-from ckpt_tools.proof import VerifyReport, bytes_to_read, verify, verify_quick
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage_map import IntervalMap, describe, holes
+from ckpt_tools.proof.verify import VerifyReport, bytes_to_read, verify, verify_quick
 from ckpt_tools.storage.reader import Files, Window
 
 DATA = Path(__file__).parents[1] / "data"
@@ -184,9 +184,10 @@ def test_progress_tells_every_byte() -> None:
 def test_quick_loads_neither_torch_nor_numpy() -> None:
     path = CHECKPOINTS / "fsdp2_dcp_1d_4r" / "ckpt"
     code = (
-        "import sys\nfrom ckpt_tools import formats, proof\n"
+        "import sys\nfrom ckpt_tools import formats\n"
+        "from ckpt_tools.proof.verify import verify_quick\n"
         "from ckpt_tools.storage.reader import Files\n"
-        f"assert proof.verify_quick(formats.read_index({str(path)!r}), Files()).whole\n"
+        f"assert verify_quick(formats.read_index({str(path)!r}), Files()).whole\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

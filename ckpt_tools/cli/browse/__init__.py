@@ -10,7 +10,7 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import ReadOptions
-from ckpt_tools.proof import Naming
+from ckpt_tools.proof.diff import Naming
 
 _HELP = """Browse a checkpoint on the screen: sizes, shards, values; or compare two.
 

@@ -20,8 +20,7 @@ from ckpt_tools.core.names import selector
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UsageError, printable
 from ckpt_tools.formats import open_object
-from ckpt_tools.proof import DiffOptions, EntryDiff, Naming, diff, diff_headers
-from ckpt_tools.proof.diff import Pairs, pair
+from ckpt_tools.proof.diff import DiffOptions, EntryDiff, Naming, Pairs, diff, diff_headers, pair
 from ckpt_tools.storage.reader import Files
 
 _MOST_VALUES = 10_000  # in a table

@@ -18,7 +18,7 @@ from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
-    from ckpt_tools.proof import Anomaly
+    from ckpt_tools.proof.anomalies import Anomaly
     from ckpt_tools.proof.stats import Statistics, TensorStats
 
 _MAX_OBJECTS, _MAX_STATS, _MAX_OPEN = 500, 5_000, 60

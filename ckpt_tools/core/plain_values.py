@@ -72,6 +72,16 @@ class PickledValue:
         return f"({self.qualname}, {len(self.pickle):,} bytes pickled, {digest})"
 
 
+def are_same(one: PlainValue, other: PlainValue) -> bool:
+    """Whether two values are equal and of equal types, also inside; a NaN is the same as another.
+
+    Texts of values say that, but those of long bytes take seconds.
+    """
+    if one is other or isinstance(one, bytes):
+        return one is other or (isinstance(other, bytes) and one == other)
+    return repr(one) == repr(other)
+
+
 def closed_in(value: PlainValue) -> Iterator[PickledValue]:
     """The values in a plain one that are not opened."""
     if isinstance(value, PickledValue):

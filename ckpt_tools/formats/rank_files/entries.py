@@ -20,6 +20,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
     replicas_differ,
 )
+from ckpt_tools.core.plain_values import are_same
 from ckpt_tools.core.state_tree import Branch, dict_of, merge
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, UnsupportedError
@@ -184,7 +185,7 @@ def _first_unequal(held: Sequence[RankObject]) -> RankObject | None:
     first = held[0]
     for part in held[1:]:
         opened = first.type_name is None and part.type_name is None
-        if not opened or not (part.value is first.value or repr(part.value) == repr(first.value)):
+        if not opened or not are_same(part.value, first.value):
             return part
     return None
 

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -53,13 +52,6 @@ def place() -> RankPlace | None:
     except ValueError:
         return None
     return RankPlace(rank, world_size, local_rank, local_world_size)
-
-
-def attempt() -> int:
-    """How many times torchrun (--max-restarts) has started this job's ranks before."""
-    with suppress(ValueError):
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return 0
 
 
 def refuse_lone_task() -> None:

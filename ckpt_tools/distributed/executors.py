@@ -54,7 +54,7 @@ class Here:
     def admit(self, out: str) -> None:
         """Refuse an output before a large index is read for it; `write` looks again."""
         if not is_address(out):
-            _admit(out, self.options)
+            _admit(out, self.options, resume=self.options.resume)
 
     def write(self, conversion: Conversion[P]) -> P:
         """`convert.write`. Raises what it raises, and WriteError when a worker dies."""
@@ -94,7 +94,7 @@ class Ranks:
     def admit(self, out: str) -> None:
         """Rank 0 refuses an output before a large index is read for it."""
         if self.group.rank == 0:
-            _admit(out, self.options)
+            _admit(out, self.options, resume=self.options.resume or self.group.attempt > 0)
 
     def write(self, conversion: Conversion[P]) -> P:
         """`convert.write`. Raises what it raises, on all ranks the same."""
@@ -167,7 +167,7 @@ def lead_or_follow(
 
     A later attempt of the job goes on with what an earlier one has left.
     """
-    attempt, out = environment.attempt(), conversion.out
+    attempt, out = group.attempt, conversion.out
     if attempt:
         conversion = replace(conversion, write=replace(conversion.write, restarted=True))
         if group.has_written(out):
@@ -200,8 +200,7 @@ class _Noting:
         self.group.note_written(self.out)
 
 
-def _admit(out: str, options: WriteOptions) -> None:
-    resume = options.resume or environment.attempt() > 0
+def _admit(out: str, options: WriteOptions, *, resume: bool) -> None:
     atomic_output.admit(out, sources=options.sources, force=options.force, resume=resume)
 
 

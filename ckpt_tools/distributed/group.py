@@ -16,14 +16,18 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tools.copying.out_path import partial_of
 from ckpt_tools.copying.parallel import Background
 from ckpt_tools.distributed import environment, messages
 from ckpt_tools.distributed.environment import RankPlace, let_it_finish
-from ckpt_tools.distributed.heartbeat import Heartbeat, Store
+from ckpt_tools.distributed.heartbeat import Heartbeat, Store, store_is_gone
+from ckpt_tools.distributed.meeting import meet
 from ckpt_tools.errors import CkptError, PeerFailedError, Terminated, UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store as JobStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 
@@ -44,16 +48,25 @@ class Group:
     """All ranks of the job. Each makes one, and calls the same methods in the same order.
 
     ``place`` is which of them this process is. Others may use the ``store`` under a prefix of their
-    own. What is in the ``lasting`` one, later attempts of the job see.
+    own. What is in the ``lasting`` one, later attempts of the job see; ``attempt`` counts those
+    before this one, which is 0 for the first.
     """
 
     def __init__(
-        self, store: Store, place: RankPlace, *, heartbeat: Heartbeat, lasting: Store | None = None
+        self,
+        store: Store,
+        place: RankPlace,
+        *,
+        heartbeat: Heartbeat,
+        lasting: Store | None = None,
+        attempt: int = 0,
     ) -> None:
         self.store = store
+        self.attempt = attempt
         self._lasting = store if lasting is None else lasting
         self.place = place
         self._heartbeat = heartbeat
+        self.is_done = False
         self._meetings = 0
         self._is_over = False
         self._stuck: int | None = None  # the exit code of a process with a thread left behind
@@ -178,18 +191,28 @@ class Group:
             self._heartbeat.report(PeerFailedError(why))
 
     def leave(self) -> None:
-        """Exit after rank 0: torchrun kills all ranks as soon as one has failed."""
+        """Exit after rank 0: torchrun kills all ranks as soon as one has failed.
+
+        Rank 0 of a job that is done waits until all have come here: the agent of one that is killed
+        before starts it again, which it cannot do when another agent has ended.
+        """
         with suppress(RuntimeError):  # the store is gone with rank 0, which has exited
             if self.rank == 0:
                 self.store.set("ended", "1")
-            is_alone = self.rank == 0 or self._heartbeat.is_leaderless
+            self.store.add("left", 1)
+            is_alone = self._heartbeat.is_leaderless or (self.rank == 0 and not self.is_done)
             end = time.monotonic() + (0 if is_alone else _LAST_WORD)
-            while time.monotonic() < end and not self.store.check(["ended"]):
+            while time.monotonic() < end and not self._may_leave():
                 time.sleep(_LONGEST_PAUSE)
         if self._stuck is not None:  # Python's own end may wait for what that thread waits for
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self._stuck)
+
+    def _may_leave(self) -> bool:
+        if self.rank == 0:
+            return self.store.add("left", 0) >= self.size
+        return self.store.check(["ended"])
 
     def _ask(self, call: Callable[[], T]) -> T:
         """What the store answers, which may be gone, or on a node that is.
@@ -267,11 +290,19 @@ def join(place: RankPlace, *, workers: int) -> Iterator[Group]:
             f"{place.world_size} ranks are the workers.",
             hint="Leave -j out, or run without torchrun.",
         )
-    # What an earlier attempt of the job has left in the store is never seen.
-    name = f"ckpt-tools/{environment.attempt()}/{next(_groups)}"
-    store, beats, lasting = _stores(place, name)
-    heartbeat = Heartbeat(beats, place)
-    group = Group(store, place, heartbeat=heartbeat, lasting=lasting)
+    store, beats = _stores(place)
+    try:
+        attempt = meet(beats, place, f"ckpt-tools/{next(_groups)}")
+    except RuntimeError as error:
+        raise store_is_gone(str(error).partition("\n")[0]) from error
+    heartbeat = Heartbeat(_under(attempt.prefix, beats), place)
+    group = Group(
+        _under(attempt.prefix, store),
+        place,
+        heartbeat=heartbeat,
+        lasting=_under("ckpt-tools/job", beats),
+        attempt=attempt.before,
+    )
     atexit.unregister(let_it_finish)
     atexit.register(group.leave)
     with heartbeat.running():
@@ -280,30 +311,31 @@ def join(place: RankPlace, *, workers: int) -> Iterator[Group]:
         except BaseException as error:
             group.abandon(error)
             raise
+        group.is_done = True
 
 
-def _stores(place: RankPlace, name: str) -> tuple[Store, Store, Store]:
-    """The job's store by two connections, for one may be busy while the other beats, and what all
-    attempts of the job share of it.
-    """
+def _under(prefix: str, store: JobStore) -> Store:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    under: Store = PrefixStore(prefix, store)
+    return under
+
+
+def _stores(place: RankPlace) -> tuple[JobStore, JobStore]:
+    """The job's store by two connections, for one may be busy while the other beats."""
     # torch is needed for its store alone, and costs seconds: only ranks of a job pay for it.
-    from torch.distributed import (  # type: ignore[attr-defined]
-        PrefixStore,
-        TCPStore,
-        rendezvous,
-    )
+    from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
     seconds = environment.join_timeout()
     limit = timedelta(seconds=seconds)
 
-    def connect() -> tuple[Store, Store, Store]:
+    def connect() -> tuple[JobStore, JobStore]:
         if environment.agent_has_store():
             _require_listener(seconds)
         store, _, _ = next(rendezvous("env://", timeout=limit))
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         beats = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
-        lasting = PrefixStore("ckpt-tools/job", beats)
-        return PrefixStore(name, store), PrefixStore(name, beats), lasting
+        return store, beats
 
     connecting = Background(connect)
     end = time.monotonic() + seconds + _ORPHANS_PATIENCE

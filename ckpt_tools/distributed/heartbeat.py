@@ -1,6 +1,6 @@
 """Are the ranks of a job alive? Each increments a key in the store, and others watch it.
 
-Rank 0 watches all ranks, as soon as all have joined, and every rank watches rank 0. Time is counted
+Rank 0 watches all ranks, which have met (`meeting`), and every rank watches rank 0. Time is counted
 in polls, not by the clock, so that a job that was suspended as a whole (`docker pause`) continues
 when it is resumed.
 """
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from ckpt_tools.core.text import some
 from ckpt_tools.distributed import environment, messages
 from ckpt_tools.distributed.environment import RankPlace
 from ckpt_tools.errors import CkptError, PeerFailedError
@@ -44,9 +43,7 @@ class Heartbeat:
         self._limit = environment.peer_timeout()
         self._interval = min(max(_INTERVAL, place.world_size / _RANKS_A_SECOND), self._limit / 5)
         self._count = 0
-        self._joined = 0
-        self._looks_since_joined = 0
-        self._watched: list[int] = []
+        self._watched = [0] if place.rank else list(range(1, place.world_size))
         self._seen: dict[int, tuple[bytes, int]] = {}
         self._stopped = threading.Event()
         self._lost: CkptError | None = None
@@ -62,7 +59,6 @@ class Heartbeat:
             self._store.set(f"host/{self._place.rank}", os.uname().nodename)
             self._beat()
             self._report_orphan()  # before others count on this rank
-            self._store.add("joined", 1)
         thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         thread.start()
         try:
@@ -88,11 +84,7 @@ class Heartbeat:
     def store_is_gone(self, why: str) -> CkptError:
         """Note that the store does not answer any more; gives the error for it."""
         self.is_leaderless = True
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        self._lost = self._lost or _gone(
-            f"The torchrun job's store at {address} is gone ({why}): "
-            "its node or the torchrun agent there has ended."
-        )
+        self._lost = self._lost or store_is_gone(why)
         return self._lost
 
     def report(self, error: CkptError) -> None:
@@ -124,8 +116,6 @@ class Heartbeat:
             self._lost = messages.decode(self._store.get("lost").decode())
         elif self._report_orphan():
             pass
-        elif self._joined < self._place.world_size:
-            self._look_for_more()
         else:
             self._look_for_silent()
 
@@ -140,30 +130,6 @@ class Heartbeat:
         self.is_leaderless = True
         name = f"Rank {self._place.rank} on {os.uname().nodename}"
         return _gone(f"{name} has lost the torchrun agent that started it.")
-
-    def _look_for_more(self) -> None:
-        joined = self._store.add("joined", 0)
-        self._looks_since_joined = 0 if joined > self._joined else self._looks_since_joined + 1
-        self._joined = joined
-        if joined >= self._place.world_size:
-            self._watched = [0] if self._place.rank else list(range(1, self._place.world_size))
-            return
-        limit = environment.join_timeout()
-        # Rank 0 alone makes the list, unless it does not exist.
-        later = _SECOND_LOOK * (1 + self._place.local_rank) if self._place.rank else 0
-        if self._looks_since_joined * self._interval >= limit + later:
-            ranks = range(self._place.world_size)
-            absent = [rank for rank in ranks if not self._store.check([f"beat/{rank}"])]
-            shown = some(list(map(str, absent)), _NAMED)
-            error = PeerFailedError(
-                f"Of the {len(ranks)} ranks of this torchrun job, {shown} did not join within "
-                f"{limit:.0f} seconds of the last that did: killed as they started, or on a slow "
-                "or lost node.",
-                hint="Check that node, then run the same command again on all of them. Inside of "
-                "another torchrun job, run it without that job's variables: env -u RANK "
-                "ckpt-tools …",
-            )
-            self._report(absent, error)
 
     def _look_for_silent(self) -> None:
         beats = self._store.multi_get([f"beat/{rank}" for rank in self._watched])
@@ -190,6 +156,15 @@ class Heartbeat:
         key = f"host/{rank}"
         host = self._store.get(key).decode() if self._store.check([key]) else "an unknown node"
         return f"Rank {rank} on {host}"
+
+
+def store_is_gone(why: str) -> PeerFailedError:
+    """The error for a job whose store does not answer."""
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return _gone(
+        f"The torchrun job's store at {address} is gone ({why}): "
+        "its node or the torchrun agent there has ended."
+    )
 
 
 def _gone(text: str) -> PeerFailedError:

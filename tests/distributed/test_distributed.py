@@ -54,6 +54,7 @@ from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.heartbeat import Heartbeat
 from ckpt_tools.distributed.job import Job
+from ckpt_tools.distributed.meeting import Attempt, meet
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.errors import (
     AnswerNo,
@@ -198,9 +199,27 @@ class MemoryStore:
         return all(key in self._values for key in keys)
 
 
+class Stopped(Exception):
+    """A rank is killed."""
+
+
+class Ending(MemoryStore):
+    """A store whose rank is killed as it waits for the others."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.__dict__ = store.__dict__
+
+    def add(self, key: str, value: int) -> int:
+        if value == 0:
+            raise Stopped
+        return super().add(key, value)
+
+
 def run_ranks(count: int, work: Callable[[Group], object]) -> list[object]:
     """What each rank gave or raised, all ranks being threads of this process."""
     store = MemoryStore()
+    for rank in range(count):
+        store.set(f"beat/{rank}", "0")
     found: list[object] = [None] * count
 
     def run(rank: int) -> None:
@@ -311,14 +330,34 @@ def test_ranks_that_never_join_end_the_one_that_waits_and_are_named(
     monkeypatch: pytest.MonkeyPatch, here: int, absent: str
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    store, place = MemoryStore(), RankPlace(here, 3, 0, 1)
-    heartbeat = Heartbeat(store, place)
     started = time.monotonic()
-    with heartbeat.running(), pytest.raises(PeerFailedError) as lost:
-        Group(store, place, heartbeat=heartbeat).barrier()
+    with pytest.raises(PeerFailedError) as lost:
+        meet(MemoryStore(), RankPlace(here, 3, 0, 1), "job")
     assert f"3 ranks of this torchrun job, {absent} did not join within 2 s" in lost.value.message
     assert "env -u RANK" in (lost.value.hint or "")
     assert time.monotonic() - started < 12
+
+
+@pytest.mark.parametrize("killed", [[0], [1], [0, 1], [0, 1, 2], []])
+def test_ranks_meet_those_of_their_own_attempt_alone(killed: list[int]) -> None:
+    """``killed`` are the ranks of the first attempt that had come as it ended."""
+    store = MemoryStore()
+    for rank in killed:
+        with pytest.raises(Stopped):
+            meet(Ending(store), RankPlace(rank, 3, rank, 3), "job")
+    met: dict[int, Attempt] = {}
+
+    def come(rank: int) -> None:
+        time.sleep(0.1 * (2 - rank))  # rank 0 last
+        met[rank] = meet(store, RankPlace(rank, 3, rank, 3), "job")
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(met) == 3
+    assert set(met.values()) == {Attempt(met[0].prefix, int(0 in killed))}
 
 
 @pytest.mark.usefixtures("impatient")

@@ -42,11 +42,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def restarted(out: Path, kill: str, *options: str, source: Path = DCP) -> str:
     """What a job of 2 ranks says whose first attempt is killed; it must end well."""
     words = ("--max-restarts", "1", JOBS / "killed.py", "reshard", source, "-o", out)
-    env = {"KILL": kill, "CKPT_TOOLS_PEER_TIMEOUT": "5"}
-    done = torchrun(2, *words, "--to-mesh", "4x8", *options, env=env)
+    done = torchrun(2, *words, "--to-mesh", "4x8", *options, env=killing(kill, out.parent))
     assert done.returncode == 0, done.stderr[-4000:]
     assert [path.name for path in out.parent.iterdir()] == [out.name]
     return done.stderr
+
+
+def killing(kill: str, folder: Path) -> dict[str, str]:
+    """The environment of a job of which a rank is killed."""
+    killed = str(folder.with_name(f"{folder.name}.killed"))
+    return {"KILL": kill, "KILLED": killed, "CKPT_TOOLS_PEER_TIMEOUT": "5"}
 
 
 @pytest.mark.parametrize("moment", MOMENTS if KILLS else ALWAYS)
@@ -57,13 +62,18 @@ def test_a_rank_killed_at_any_moment_ends_with_the_right_output(
     assert contents(tmp_path / "out") == alone
 
 
+def at_random(number: int) -> str:
+    """A rank, and the seconds after which it is killed."""
+    choose = random.Random(number)  # noqa: S311 - a test's own choice
+    return f"{choose.randrange(2)}:{choose.uniform(0.1, 4):.2f}"
+
+
 @pytest.mark.skipif(not KILLS, reason="scripts/kill_test runs it")
 @pytest.mark.parametrize("number", range(KILLS))
 def test_a_rank_killed_at_a_random_moment_ends_with_the_right_output(
     number: int, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
-    choose = random.Random(number)  # noqa: S311 - a test's own choice
-    restarted(tmp_path / "out", f"{choose.randrange(2)}:{choose.uniform(0.1, 4):.2f}")
+    restarted(tmp_path / "out", at_random(number))
     assert contents(tmp_path / "out") == alone
 
 
@@ -74,20 +84,22 @@ def test_the_engine_gather_is_restarted(moment: str, tmp_path: Path) -> None:
     job = tmp_path / "job"
     job.mkdir()
     words = ("--max-restarts", "1", JOBS / "killed.py", "reshard", RANKS, "-o", job / "out")
-    env = {"KILL": MOMENTS[moment], "CKPT_TOOLS_PEER_TIMEOUT": "5"}
+    env = killing(MOMENTS[moment], job)
     done = torchrun(4, *words, "--to-mesh", "4x8", "--engine", "gather", env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     assert contents(job / "out") == contents(tmp_path / "alone")
 
 
-@pytest.mark.skipif(not KILLS, reason="scripts/kill_test runs it")
-@pytest.mark.parametrize("moment", MOMENTS)
+OF_TWO = [*MOMENTS, *map(str, range(KILLS))] if KILLS else ["while others wait"]
+
+
+@pytest.mark.parametrize("moment", OF_TWO)
 def test_a_rank_of_two_nodes_is_killed(
     moment: str, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    words = ("--max-restarts", "3", JOBS / "killed.py", "reshard", DCP, "-o", out)
-    env = {"KILL": MOMENTS[moment], "CKPT_TOOLS_PEER_TIMEOUT": "5"}
+    words = ("--max-restarts", "1", JOBS / "killed.py", "reshard", DCP, "-o", out)
+    env = killing(MOMENTS.get(moment) or at_random(int(moment)), tmp_path)
     agents = nodes(*words, "--to-mesh", "4x8", env=env, rendezvous="c10d")
     said = ends(agents, within=200)
     assert [agent.returncode for agent in agents] == [0, 0], said

@@ -1,9 +1,10 @@
-"""The command line, of which one rank is killed in the job's first attempt as a function begins.
+"""The command line, of which one rank is killed once in the job as a function begins.
 
-    KILL=RANK:MODULE:FUNCTION:CALL torchrun --max-restarts 1 … tests/jobs/killed.py reshard …
+    KILL=RANK:MODULE:FUNCTION:CALL KILLED=FILE torchrun … tests/jobs/killed.py reshard …
 
 It is killed at the CALL-th call, from 1, of the FUNCTION, which may be a method: CLASS.METHOD. With
-a number of seconds alone instead, RANK:SECONDS, it is killed so long after it began.
+a number of seconds alone instead, RANK:SECONDS, it is killed so long after it began. FILE is then
+there: two agents count their attempts each for itself, and may change ranks.
 """
 
 import functools
@@ -13,9 +14,11 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 
 def _die(*_: object) -> None:
+    Path(os.environ["KILLED"]).touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -37,7 +40,7 @@ def _kill_at(module: str, function: str, call: int) -> None:
 
 if __name__ == "__main__":
     rank, *where = os.environ.get("KILL", "").split(":")
-    if os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == rank and not Path(os.environ["KILLED"]).exists():
         if len(where) == 1:
             threading.Timer(float(where[0]), _die).start()
         else:

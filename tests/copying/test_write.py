@@ -260,6 +260,13 @@ def test_whole_blocks_may_go_past_the_page_cache(
     assert len(passed) > 5 or os.major(tmp_path.stat().st_dev) == 0
 
 
+def test_what_is_less_than_the_least_goes_through_the_page_cache(tmp_path: Path) -> None:
+    plan = checked_plan(tmp_path, sizes=(50_000, 3, 4096, 300_000, 8000, 9000))
+    with Files() as files:
+        write([plan], str(tmp_path), files, direct_from=0, direct_least=1 << 20)
+    assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
+
+
 def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, some, offset: preadv(fd, [some[0][:7]], offset))

@@ -11,6 +11,7 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,12 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import DTYPES, Source, layouts, region, values
 
+from ckpt_tools.copying import write as write_module
 from ckpt_tools.copying.resume import TaskRange
 from ckpt_tools.copying.write import ALL, Share, write_files
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
 from ckpt_tools.core.plan import FilePlan, Finder, KnownReads, LazyPlans, WriteItem
+from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import (
     CheckpointError,
@@ -258,6 +261,30 @@ def test_whole_blocks_may_go_past_the_page_cache(
     assert (tmp_path / "out").read_bytes() == checked_bytes(plan)
     assert not any(offset % 4096 or length % 4096 for offset, length in passed)
     assert len(passed) > 5 or os.major(tmp_path.stat().st_dev) == 0
+
+
+def test_there_are_no_more_threads_than_memory_for_their_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, threads: int, **named: str) -> None:
+            counts.append(threads)
+            super().__init__(threads, **named)
+
+    monkeypatch.setattr(write_module, "ThreadPoolExecutor", Pool)
+    plan = checked_plan(tmp_path, sizes=(300_000,))
+    with Files(sizes=Sizes(task=16 << 10)) as files:
+        write_files(
+            LazyPlans.of([plan]),
+            root=str(tmp_path),
+            files=files,
+            threads=8,
+            max_memory=1 << 20,
+            on_bytes=ignore_bytes,
+        )
+    assert counts == [4]
 
 
 def test_what_is_less_than_the_least_goes_through_the_page_cache(tmp_path: Path) -> None:

@@ -75,11 +75,10 @@ def write_pictures() -> None:
         three_hours_ago = time.time() - 3 * 3600
         for file in step.iterdir():
             os.utime(file, (three_hours_ago, three_hours_ago))
-        layout = ["run7/step-1000", "--only", "model", "--to-mesh", "2x2", "--svg", "-", "-q"]
-        (DOCS / "layout.svg").write_text(_run(folder, "layout", *layout), encoding="utf-8")
-        shown = _run(folder, "inspect", "run7/step-1000")
-        lines = ["$ ckpt-tools inspect run7/step-1000", *shown.rstrip().splitlines()]
-        (DOCS / "inspect.svg").write_text(_terminal(lines), encoding="utf-8")
+        layout = ["layout", "run7/step-1000", "--only", "model", "--to-mesh", "2x2"]
+        for words in (["inspect", "run7/step-1000"], layout):
+            lines = [f"$ ckpt-tools {' '.join(words)}", *_run(folder, *words).rstrip().splitlines()]
+            (DOCS / f"{words[0]}.svg").write_text(_terminal(lines), encoding="utf-8")
         for ranks in (4, 8):
             source = SAMPLE.parent.parent / f"fsdp2_dcp_1d_{ranks}r" / "ckpt"
             shutil.copytree(source, Path(folder) / "run7" / f"{ranks}-ranks")

@@ -154,8 +154,8 @@ def no_option(
     """The error for an option that a command lacks, when it is known what to type instead."""
     meant = _OPTIONS.get(_dashed(name), _dashed(name))
     options = _options(command)
-    if name in _OUTPUT:
-        files = [f"{one} FILE" for one in ("--svg", "--html", "--write") if one in options]
+    if name in _OUTPUT or (name == "--svg" and "--html" in options):
+        files = [f"{one} FILE" for one in ("--html", "--write") if one in options]
         hint = "It prints to stdout: `> FILE` writes that into a file."
         hint += f" Into a file itself: {' or '.join(files)}." if files else ""
         return UsageError(f"{command.name} has no {name}.", hint=hint)

@@ -1,4 +1,4 @@
-"""`ckpt-tools layout`: a picture of who holds what, in the terminal, as SVG or as a page."""
+"""`ckpt-tools layout`: a picture of who holds what, in the terminal or as a page."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ only by the numbers in their names and have the same layout share one bar. With 
 drawn as a grid of its chunks. Formats without ranks show files instead.
 
 --html writes one page with all tensors, grouped by layer; it needs neither network nor scripts,
-and a damaged checkpoint gets one, too. --svg writes one picture. With --to-mesh both also show the
-layout after `reshard`, and how many bytes each rank gets that the rank of the same number did not
-have before. --json prints schema ckpt-tools/layout/1.
+and a damaged checkpoint gets one, too. With --to-mesh both also show the layout after `reshard`,
+and how many bytes each rank gets that the rank of the same number did not have before. --json
+prints schema ckpt-tools/layout/1.
 
 """ + options.examples(
     "ckpt-tools layout run7/step-1000",
     "ckpt-tools layout run7/step-1000 model.emb.weight",
     "ckpt-tools layout run7/step-1000 --html layout.html",
-    "ckpt-tools layout run7/step-1000 --to-mesh 2x2 --svg before-after.svg",
+    "ckpt-tools layout run7/step-1000 --to-mesh 2x2 --html before-after.html",
 )
 
 _PARAMS = [
     options.checkpoint(),
     click.Argument(["name"], metavar="[NAME]", required=False, shell_complete=completion.tensors),
     click.Option(["--every"], is_flag=True, help="One bar for each tensor; no shared bars."),
-    click.Option(["--svg"], metavar="FILE", help="Write a picture; - is stdout."),
     click.Option(["--html"], metavar="FILE", help="Write an HTML page; - is stdout."),
     click.Option(["--force"], is_flag=True, help="Replace an existing FILE."),
     click.Option(
@@ -62,7 +61,6 @@ def command(
     ckpt: str,
     name: str | None,
     every: bool,
-    svg: str | None,
     html: str | None,
     force: bool,
     to_mesh: str | None,
@@ -72,11 +70,11 @@ def command(
     **_shared: object,
 ) -> None:
     """Draw what the filters choose, in the one form that was asked for."""
-    if sum(map(bool, (svg, html, json))) > 1:
-        raise UsageError("--svg, --html and --json cannot be used together.")
+    if html and json:
+        raise UsageError("--html and --json cannot be used together.")
     if to_mesh is None and (placements or place):
         raise UsageError("--placements and --place need --to-mesh.")
-    whole = _read(ckpt, svg=svg, html=html, force=force)
+    whole = _read(ckpt, html=html, force=force)
     chosen = options.choose(whole, asked.filters())
     if name is not None:
         chosen = _one(whole, name)
@@ -86,14 +84,9 @@ def command(
         after = _after(chosen, before)
     if json:
         render.emit_json(_json(whole.root, before, after))
-    elif svg is not None:
-        from ckpt_tools.cli.pictures import drawing, files  # late, as `pages`: most runs draw none
-
-        picture = drawing.svg(whole.root, before, after)
-        files.write(svg, picture, sources=(ckpt, *sources_of(whole)), force=force)
     elif html is not None:
         from ckpt_tools.cli import report
-        from ckpt_tools.cli.pictures import files, pages
+        from ckpt_tools.cli.pictures import files, pages  # late: most runs write no page
 
         inspection = report.look(whole, chosen)
         picture = pages.layout_page(inspection, before, after, problems=whole.problems)
@@ -105,13 +98,12 @@ def command(
     whole.require_whole()
 
 
-def _read(ckpt: str, *, svg: str | None, html: str | None, force: bool) -> CheckpointIndex:
-    """The index; refuses a picture's file before, and draws a page of what cannot be read."""
+def _read(ckpt: str, *, html: str | None, force: bool) -> CheckpointIndex:
+    """The index; refuses the file of the page before, and draws a page of what cannot be read."""
     from ckpt_tools.cli.pictures.banner import page_of_failure  # late: most runs write no page
 
-    for path in filter(None, (svg, html)):
-        if path != "-":
-            one_file.admit(path, sources=[ckpt], force=force)
+    if html not in (None, "-"):
+        one_file.admit(html, sources=[ckpt], force=force)
     with page_of_failure(ckpt, html, force=force):
         return options.read(ckpt, asked.reading())
 

@@ -87,7 +87,7 @@ def test_the_output_of_a_report_is_stdout_and_the_error_says_so(command: str, na
     done = run(command, DCP, name, "report.txt")
     assert done.exit_code == 2
     assert "`> FILE` writes that into a file" in done.stderr
-    assert ("--svg FILE" in done.stderr) == (command == "layout")
+    assert ("--html FILE" in done.stderr) == (command in ("inspect", "layout"))
 
 
 @pytest.mark.parametrize(

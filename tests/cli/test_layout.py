@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner, Result
 
 from ckpt_tools.cli import cli
@@ -60,20 +59,26 @@ def test_json_has_every_piece_and_its_holders() -> None:
     assert found["moved"]["nbytes"] == sum(found["moved"]["by_rank"])
 
 
-@pytest.mark.parametrize("form", ["svg", "html"])
-def test_a_picture_is_written_once_and_replaced_with_force_only(form: str, tmp_path: Path) -> None:
-    out = tmp_path / f"layout.{form}"
-    assert _run(TP, f"--{form}", str(out), "--quiet").exit_code == 0
+def test_a_page_is_written_once_and_replaced_with_force_only(tmp_path: Path) -> None:
+    out = tmp_path / "layout.html"
+    assert _run(TP, "--html", str(out), "--quiet").exit_code == 0
     before = out.read_bytes()
-    again = _run(TP, f"--{form}", str(out), "--quiet")
+    again = _run(TP, "--html", str(out), "--quiet")
     assert again.exit_code == 2
     assert "--force replaces it" in again.stderr
-    assert _run(TP, f"--{form}", str(out), "--quiet", "--force").exit_code == 0
+    assert _run(TP, "--html", str(out), "--quiet", "--force").exit_code == 0
     assert out.read_bytes() == before
 
 
-def test_a_picture_can_go_to_stdout() -> None:
-    assert _run(TP, "--svg", "-", "--quiet").stdout.startswith("<svg")
+def test_a_page_can_go_to_stdout() -> None:
+    assert _run(TP, "--html", "-", "--quiet").stdout.startswith("<!doctype html>")
+
+
+def test_a_picture_file_is_answered_with_the_page_and_the_terminal() -> None:
+    done = _run(TP, "--svg", "a.svg")
+    assert done.exit_code == 2
+    assert "layout has no --svg." in done.stderr
+    assert "--html FILE" in done.stderr
 
 
 def test_an_unknown_name_gets_names_that_are_near() -> None:
@@ -83,4 +88,4 @@ def test_an_unknown_name_gets_names_that_are_near() -> None:
 
 
 def test_two_forms_at_once_are_refused() -> None:
-    assert _run(HSDP, "--svg", "a", "--json").exit_code == 2
+    assert _run(HSDP, "--html", "a", "--json").exit_code == 2

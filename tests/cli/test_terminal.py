@@ -22,7 +22,7 @@ def on_terminal(*args: str, columns: int = 80) -> list[str]:
 @pytest.mark.parametrize(
     "args",
     [
-        ("layout", DCP, "--output", "x.svg"),
+        ("layout", DCP, "--output", "x.html"),
         ("convert", DCP),
         ("export", DCP, "-o", "model.gguf"),
         ("reshard", DCP, "-o", "out", "--to-mesh", "2x2x2"),

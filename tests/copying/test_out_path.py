@@ -51,7 +51,6 @@ COMMANDS: dict[str, Callable[[Path, str], Result]] = {
     "reshard": lambda run7, out: run("reshard", run7, "-o", out, "--to-mesh", "2", "--force"),
     "-j": lambda run7, out: run("reshard", run7, "-o", out, "--to-mesh", 2, "--force", "-j", 2),
     "fingerprint": lambda run7, out: run("fingerprint", run7, "--write", out, "--force"),
-    "svg": lambda run7, out: run("layout", run7, "--svg", out, "--force"),
     "html": lambda run7, out: run("layout", run7, "--html", out, "--force"),
     "inspect": lambda run7, out: run("inspect", run7, "--html", out, "--force"),
 }
@@ -206,7 +205,7 @@ def test_any_other_link_is_refused_and_stays(tmp_path: Path, target: str) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "out.safetensors"]
 
 
-@pytest.mark.parametrize("command", ["fingerprint", "svg", "html", "inspect"])
+@pytest.mark.parametrize("command", ["fingerprint", "html", "inspect"])
 def test_a_small_file_replaces_no_link_and_keeps_its_mode(tmp_path: Path, command: str) -> None:
     file = tmp_path / "file"
     file.write_text("mine")

@@ -1,4 +1,4 @@
-"""Pictures of a checkpoint: for the terminal, as SVG, and as pages of one file without network.
+"""Pictures of a checkpoint: for the terminal, and as pages of one file without network.
 
 This room turns holdings and reports into text. It opens no checkpoint.
 """

@@ -79,39 +79,30 @@ def write_pictures() -> None:
         for words in (["inspect", "run7/step-1000"], layout):
             lines = [f"$ ckpt-tools {' '.join(words)}", *_run(folder, *words).rstrip().splitlines()]
             (DOCS / f"{words[0]}.svg").write_text(_terminal(lines), encoding="utf-8")
-        for ranks in (4, 8):
-            source = SAMPLE.parent.parent / f"fsdp2_dcp_1d_{ranks}r" / "ckpt"
-            shutil.copytree(source, Path(folder) / "run7" / f"{ranks}-ranks")
-        os.chdir(folder)  # so that the screens have the names that the examples have
-        write_screens()
+        os.chdir(folder)  # so that the screen has the names that the examples have
+        write_screen()
         os.chdir(ROOT)
 
 
-def write_screens() -> None:
-    """What `browse` shows of one checkpoint, and of two with a few other values."""
+def write_screen() -> None:
+    """What `browse` shows of one tensor."""
     from ckpt_tools.cli.browse.app import Browser  # late: the other pages need no textual
-    from ckpt_tools.cli.browse.sides import Sides
+    from ckpt_tools.cli.browse.content import Content
     from ckpt_tools.formats import read_index
-    from ckpt_tools.proof.diff import Naming
 
-    async def draw(name: str, paths: list[str], width: int, *keys: str) -> None:
-        app = Browser(Sides([read_index(path) for path in paths], Naming()))
-        async with app.run_test(size=(width, 32)) as pilot:
-            for key in ("home", *keys):
+    async def draw() -> None:
+        app = Browser(Content(read_index("run7/step-1000")))
+        async with app.run_test(size=(140, 32)) as pilot:
+            for key in ("home", "down", "down", "enter", "down", "enter", "down", "down"):
                 await pilot.press(key)
                 while not all(worker.is_finished for worker in app.workers):
                     await pilot.pause(0.02)
                 await pilot.pause()
             drawn = re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(), flags=re.DOTALL)
         lines = (line.rstrip() for line in drawn.splitlines())
-        (DOCS / name).write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
+        (DOCS / "browse.svg").write_text("\n".join(lines).strip() + "\n", encoding="utf-8")
 
-    model = ["down", "down", "enter", "down", "enter"]
-    asyncio.run(draw("browse.svg", ["run7/step-1000"], 140, *model, "down", "down"))
-    both = ["run7/4-ranks", "run7/8-ranks"]
-    asyncio.run(
-        draw("browse-two.svg", both, 170, "c", "down", *model, "down", "down", "enter", "down")
-    )
+    asyncio.run(draw())
 
 
 def _run(folder: str, *args: str) -> str:

@@ -19,7 +19,7 @@ GROUPS = {
         "inspect": "Format, sizes, mesh, and whether training can resume from it.",
         "ls": "One line for each tensor and object.",
         "show": "One entry: its chunks, placements and values.",
-        "browse": "Browse it on the screen, or compare two side by side.",
+        "browse": "Browse it on the screen.",
         "layout": "A picture of which rank holds what; also as SVG or HTML.",
     },
     "Verify": {

@@ -64,6 +64,7 @@ class Command(click.Command):
             if "unexpected extra argument" not in error.message:
                 raise
             hint = "CKPT is one path: a folder, a file, or a quoted glob of rank files."
+            hint += "\n`ckpt-tools diff A B` compares two."
             raise UsageError(error.message, hint=hint) from error
 
     def invoke(self, ctx: click.Context) -> object:

@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 
 from ckpt_tools.cli import browse, cli
 from ckpt_tools.formats import read_index
-from ckpt_tools.proof.diff import Naming, diff_headers
 
 REAL = Path(__file__).parents[1] / "data" / "checkpoints"
 DCP = REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt"
@@ -37,7 +36,7 @@ from textual.widgets import DataTable, Footer, Static  # noqa: E402
 from textual.widgets.tree import TreeNode  # noqa: E402
 
 from ckpt_tools.cli.browse.app import Browser, Shown  # noqa: E402
-from ckpt_tools.cli.browse.sides import Sides  # noqa: E402
+from ckpt_tools.cli.browse.content import Content  # noqa: E402
 
 
 class Screen:
@@ -90,17 +89,17 @@ class Screen:
             str(static.render()) for static in self.app.query("#details Static").results(Static)
         )
 
-    def table(self, kind: str, side: int = 0) -> list[list[str]]:
+    def table(self, kind: str) -> list[list[str]]:
         """The cells of a table of chunks or values."""
-        shown = list(self.app.query(f".{kind}").results(DataTable))[side]
+        shown = self.app.query_one(f".{kind}", DataTable)
         return [list(map(str, shown.get_row_at(row))) for row in range(shown.row_count)]
 
 
-def look(*paths: Path, act: Act, size: tuple[int, int] = (150, 40), clean: bool = False) -> None:
-    """Run the application on these checkpoints."""
+def look(path: Path, act: Act, size: tuple[int, int] = (150, 40)) -> None:
+    """Run the application on this checkpoint."""
 
     async def run() -> None:
-        app = Browser(Sides([read_index(str(path)) for path in paths], Naming(clean=clean)))
+        app = Browser(Content(read_index(str(path))))
         async with app.run_test(size=size) as pilot:
             screen = Screen(app, pilot)
             await screen.settle()
@@ -126,7 +125,6 @@ def test_the_keys_stand_in_the_last_line() -> None:
         keys = " ".join(str(key.render()) for key in footer.query("FooterKey").results())
         for word in ("Open", "/ Search", ": Slice", "Sections", "Names", "Ranks", "Quit"):
             assert word in keys
-        assert "Compare" not in keys
 
     look(DCP, act=act)
 
@@ -211,60 +209,6 @@ def test_ten_thousand_tensors_are_lines_only_once_they_are_opened(tmp_path: Path
     look(tmp_path, act=act)
 
 
-def _two(folder: Path) -> tuple[Path, Path]:
-    """Two checkpoints: one value, one shape and one name are different."""
-    same = np.arange(12, dtype=np.float32).reshape(3, 4)
-    other = same.copy()
-    other[1, 2] = 9.5
-    for name, value, shape, last in (("a", same, 5, "old"), ("b", other, 6, "new")):
-        (folder / name).mkdir()
-        tensors = {"layer.w": value, "layer.v": same, "emb": np.zeros(shape, np.float32)}
-        save_file({**tensors, last: same}, folder / name / "model.safetensors")
-    return folder / "a", folder / "b"
-
-
-def test_two_checkpoints_say_at_each_part_what_diff_says(tmp_path: Path) -> None:
-    a, b = _two(tmp_path)
-
-    async def act(screen: Screen) -> None:
-        model = await screen.go_to("model")
-        lines = {str(child.label): screen.lines()[child.line] for child in model.children}
-        assert lines["old"].endswith("only in A")
-        assert lines["new"].endswith("only in B")
-        assert lines["emb"].endswith("shape")
-        assert "differ" not in lines["layer"]
-        assert "3 of 5 differ" in screen.lines()[model.line]
-        await screen.go_to("model", "layer", "w")
-        assert "same by headers" in screen.text()
-        headers = diff_headers(read_index(str(a)), read_index(str(b)), naming=Naming())
-        assert sum(entry.status != "same" for entry in headers.entries) == 3
-
-    look(a, b, act=act)
-
-
-def test_values_are_compared_when_asked_and_shown_side_by_side(tmp_path: Path) -> None:
-    a, b = _two(tmp_path)
-
-    async def act(screen: Screen) -> None:
-        await screen.go_to("model", "layer")
-        await screen.press("c")
-        layer = screen.app.tree_widget.cursor_node
-        assert layer is not None
-        assert "1 of 2 differ" in screen.lines()[layer.line]
-        await screen.go_to("model", "layer", "w")
-        assert "1 of 12" in screen.text()
-        assert "[1, 2]" in screen.text()
-        assert screen.table("values", 0)[1][3] == "6"
-        assert screen.table("values", 1)[1][3] == "9.5"
-        await screen.go_to("model", "layer", "v")
-        assert "bit for bit" in screen.text()
-        await screen.press("d")
-        assert sum(" w " in line for line in screen.lines()) == 0
-        assert "4 tensors" in screen.lines()[1]
-
-    look(a, b, act=act)
-
-
 def test_what_is_not_whole_is_marked_and_the_rest_is_shown(tmp_path: Path) -> None:
     hurt = shutil.copytree(DCP, tmp_path / "hurt")
     (hurt / "__5_0.distcp").unlink()
@@ -302,41 +246,11 @@ def test_a_name_is_shown_as_it_is_spelled(tmp_path: Path) -> None:
     look(tmp_path / "[red]x.safetensors", act=act)
 
 
-def test_clean_names_put_an_export_beside_its_source(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["export", str(DCP), "-o", str(tmp_path / "out")])
-    assert done.exit_code == 0
-
-    async def act(screen: Screen) -> None:
-        model = await screen.go_to("model")
-        await screen.press("c")
-        assert screen.lines()[model.line].endswith("13 tensors  same")
-        await screen.press("d")
-        assert "model" not in screen.below()
-
-    look(DCP, tmp_path / "out", act=act, clean=True)
-
-
-def test_leaving_ends_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
-
-    def forever(_: Sides, names: set[str], on_bytes: Callable[[int], None]) -> None:
-        try:
-            while True:
-                on_bytes(0)
-        finally:
-            ended.extend(names)
-
-    monkeypatch.setattr(Sides, "compare", forever)
-    a, b = _two(tmp_path)
-
-    async def run() -> None:
-        app = Browser(Sides([read_index(str(a)), read_index(str(b))], Naming()))
-        async with app.run_test() as pilot:
-            await pilot.pause(0.1)
-            await pilot.press("c", "q")
-
-    asyncio.run(run())
-    assert len(ended) == 5
+def test_two_checkpoints_are_answered_with_diff() -> None:
+    done = CliRunner().invoke(cli, ["browse", str(DCP), str(DCP)])
+    assert done.exit_code == 2
+    assert "CKPT is one path" in done.stderr
+    assert "`ckpt-tools diff A B` compares two." in done.stderr
 
 
 def test_a_pipe_is_answered_with_the_commands_that_write_text() -> None:

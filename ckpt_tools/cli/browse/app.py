@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from time import sleep
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -17,9 +15,7 @@ from textual.widgets import DataTable, Footer, Header, Input, Static, Tree
 from textual.worker import get_current_worker
 
 from ckpt_tools.cli import entries, show
-from ckpt_tools.cli.browse.sides import Arrangement, Sides, kinds, status_text
-from ckpt_tools.cli.diff import HEADER
-from ckpt_tools.cli.diff import row as diff_row
+from ckpt_tools.cli.browse.content import Arrangement, Content, kinds, summary
 from ckpt_tools.cli.ls import Leaf, Node, joined, tree_of
 from ckpt_tools.cli.show import Corner
 from ckpt_tools.core.index import Entry, TensorEntry
@@ -49,10 +45,6 @@ class Shown(NamedTuple):
         return [self.place] if isinstance(self.place, Leaf) else list(self.place.walk())
 
 
-class _Stopped(Exception):
-    """Somebody left while values were compared."""
-
-
 class Entries(Tree[Shown]):
     """The tree; its keys are those of ncdu, too. What stands on a line is made when it is seen."""
 
@@ -62,9 +54,9 @@ class Entries(Tree[Shown]):
         Binding("left,h", "cursor_parent", "Up", show=False),
     ]
 
-    def __init__(self, label: str, sides: Sides) -> None:
+    def __init__(self, label: str, content: Content) -> None:
         super().__init__(Text(label))
-        self._sides = sides
+        self._content = content
         self._behind: dict[int, Text] = {}  # what stands behind names, by their nodes
 
     def action_open(self) -> None:
@@ -80,12 +72,6 @@ class Entries(Tree[Shown]):
         self._fill(self.root, every=count <= _OPENED_AT_ONCE)
         self.root.expand()
         self.cursor_line = 0
-
-    def again(self) -> None:
-        """Render all lines again."""
-        self._behind.clear()
-        self.root.refresh()
-        self.refresh()
 
     def on_tree_node_expanded(self, event: Tree.NodeExpanded[Shown]) -> None:
         """Add what is below a part when it is first opened."""
@@ -117,7 +103,7 @@ class Entries(Tree[Shown]):
         return len(node.label) + _LABEL
 
     def render_label(self, node: TreeNode[Shown], base_style: Style, style: Style) -> Text:
-        """A line: size, bar, name, type and shape or sums, and what differs."""
+        """A line: size, bar, name, type and shape or sums, and what is damaged."""
         label = Text(style=style)
         if node.data is not None and not node.is_root:
             filled = round(_BAR * node.data.place.nbytes / max(node.data.most, 1))
@@ -133,32 +119,24 @@ class Entries(Tree[Shown]):
         return label
 
     def _said(self, shown: Shown) -> Text:
-        """What stands behind a name: type and shape, or how much is below; and what differs."""
+        """What stands behind a name: type and shape, or how much is below; and what is damaged."""
         leaves = {leaf.name: leaf.entry for leaf in shown.below}
-        counts = Counter(map(self._sides.status, leaves))
+        wrong = len(self._content.damaged & leaves.keys())
         if isinstance(shown.place, Leaf):
-            entry, (status,) = shown.place.entry, counts
+            entry = shown.place.entry
             cells = entries.row(entry, None)[1 : 3 if isinstance(entry, TensorEntry) else 2]
-            colour = {"": "", "same": "green", "unknown": "yellow"}.get(status, "bold red")
-            return Text.assemble(
-                ("  ".join(["", *cells, ""]), "dim"), (status_text(status), colour)
-            )
-        wrong = len(leaves) - counts[""] - counts["same"]
-        if wrong:
-            word = "differ" if self._sides.two else "damaged"
-            mark = Text(f"  {wrong:,} of {len(leaves):,} {word}", "bold red")
+            behind, mark = "  ".join(["", *cells]), "  damaged"
         else:
-            mark = Text("  same" if set(counts) == {"same"} else "", "green")
-        return Text.assemble((f"  {kinds(leaves.values())}", "dim"), mark)
+            behind, mark = f"  {kinds(leaves.values())}", f"  {wrong:,} of {len(leaves):,} damaged"
+        return Text.assemble((behind, "dim"), (mark if wrong else "", "bold red"))
 
 
-class Side(VerticalScroll):
-    """What one checkpoint has: facts, chunks, values."""
+class Details(VerticalScroll):
+    """What is known of the entry under the cursor: facts, chunks, values."""
 
-    def __init__(self, sides: Sides, number: int) -> None:
-        super().__init__()
-        self._sides = sides
-        self._number = number
+    def __init__(self, content: Content) -> None:
+        super().__init__(id="details")
+        self._content = content
 
     def compose(self) -> ComposeResult:
         """The widgets, from top to bottom."""
@@ -174,15 +152,14 @@ class Side(VerticalScroll):
         for table in self.query(DataTable):
             table.clear(columns=True).display = False
 
-    def show(self, entry: Entry | None) -> None:
+    def show(self, entry: Entry) -> None:
         """Show what headers say of an entry."""
-        self.say("not here" if entry is None else self._sides.facts(entry, self._number))
+        self.say(self._content.facts(entry))
         if isinstance(entry, TensorEntry):
             table = self.query_one(".chunks", DataTable)
             table.display = True
             table.add_columns(*show.CHUNK_HEADER)
-            root = self._sides.indexes[self._number].root
-            for row in show.chunk_rows(entry, root, _MOST_CHUNKS):
+            for row in show.chunk_rows(entry, self._content.index.root, _MOST_CHUNKS):
                 table.add_row(*map(Text, row))
 
     def show_values(self, values: Corner | str) -> None:
@@ -213,19 +190,16 @@ def _row_name(values: Corner, number: int) -> str:
 
 
 class Browser(App[None]):
-    """The application: `sides` is what it walks through."""
+    """The application: `content` is what it walks through."""
 
     TITLE = "ckpt-tools browse"
     CSS = """
     * { scrollbar-size: 1 1; }
     Entries { width: 1fr; min-width: 40; }
-    .-two #details { width: 3fr; }
-    .-two Entries { width: 2fr; }
     #details { width: 1fr; border-left: solid $primary; }
     .-narrow #main { layout: vertical; }
     .-narrow Entries, .-narrow #details { width: 100%; height: 1fr; border-left: none; }
     .facts, .text { height: auto; padding: 0 1; }
-    #message { height: auto; padding: 0 1; }
     DataTable { height: auto; max-height: 24; margin: 1 0 0 1; }
     #asked Input { display: none; }
     #asked { height: auto; }
@@ -241,29 +215,22 @@ class Browser(App[None]):
         Binding("s", "arrange('section')", "Sections"),
         Binding("n", "arrange('name')", "Names"),
         Binding("f", "arrange('file')", "Ranks"),
-        Binding("c", "compare", "Compare values"),
-        Binding("d", "differing", "Differing only"),
         Binding("escape", "leave", "Back", show=False),
         Binding("q", "quit", "Quit"),
     ]
 
-    def __init__(self, sides: Sides) -> None:
+    def __init__(self, content: Content) -> None:
         super().__init__()
-        self.sides = sides
+        self.content = content
         self._arrangement: Arrangement = "section"
         self._text = ""
-        self._differing = False
 
     def compose(self) -> ComposeResult:
         """Header, tree and details, what is asked for, and the keys."""
         yield Header(icon=" ")
-        with Horizontal(id="main", classes="-two" if self.sides.two else ""):
-            yield Entries("everything", self.sides)
-            with Vertical(id="details"):
-                yield Static(id="message")
-                with Horizontal():
-                    for number, _ in enumerate(self.sides.indexes):
-                        yield Side(self.sides, number)
+        with Horizontal(id="main"):
+            yield Entries("everything", self.content)
+            yield Details(self.content)
         with Vertical(id="asked"):
             yield Input(placeholder="part of a name, a glob, or re:…", id="search")
             yield Input(placeholder="slice of the values: 0:4,:8", id="slice")
@@ -271,7 +238,7 @@ class Browser(App[None]):
 
     def on_mount(self) -> None:
         """Begin at the root."""
-        self.sub_title = " | ".join(printable(index.root) for index in self.sides.indexes)
+        self.sub_title = printable(self.content.index.root)
         self.tree_widget.focus()
         self.arrange()
 
@@ -280,9 +247,10 @@ class Browser(App[None]):
         """The tree."""
         return self.query_one(Entries)
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:  # noqa: ARG002 (textual's signature)
-        """Whether a key does anything: some are for two checkpoints alone."""
-        return self.sides.two or action not in ("compare", "differing")
+    @property
+    def details(self) -> Details:
+        """What stands beside the tree, or below it."""
+        return self.query_one(Details)
 
     # ------------------------------------------------------------------------------------- the tree
 
@@ -291,7 +259,7 @@ class Browser(App[None]):
         """Build the tree again: in its arrangement, of what is searched for."""
         worker = get_current_worker()
         try:
-            leaves = self.sides.leaves(self._arrangement, self._text, differing=self._differing)
+            leaves = self.content.leaves(self._arrangement, self._text)
         except CkptError as error:
             self.call_later(self._warn, error)
             return
@@ -315,76 +283,43 @@ class Browser(App[None]):
         self.query_one("#slice", Input).value = ""
         place = None if node.data is None else node.data.place
         if node.is_root:
-            self._say("")
             self._report()
         elif isinstance(place, Leaf):
-            self._say(self._difference(place.name))
-            for side, entry in zip(self.panes, self.sides.entries(place.name), strict=True):
-                side.show(entry)
-            self._read(place.name, None)
+            self.details.show(place.entry)
+            self._read(place.entry, None)
         elif node.data is not None:
-            self._say(self.sides.summary(node.data.below))
-            for side in self.panes:
-                side.say("")
-
-    @property
-    def panes(self) -> Sequence[Side]:
-        """What is shown of each side."""
-        return list(self.query(Side))
-
-    def _difference(self, name: str) -> str:
-        """What `diff` says of one name, a line for each column of its table."""
-        entry_diff = self.sides.difference(name)
-        status = self.sides.status(name)
-        if entry_diff is None or status in ("", "same"):
-            known = "the same, bit for bit" if status else "same by headers; c compares the values"
-            return known if self.sides.two else ""
-        cells = zip(HEADER[1:], diff_row(entry_diff)[1:], strict=True)
-        lines = [f"{label:<10} {text}" for label, text in cells if text != "-"]
-        return "\n".join([*lines, *([printable(entry_diff.detail)] if entry_diff.detail else [])])
+            self.details.say(summary(node.data.below))
 
     def _warn(self, error: Exception) -> None:
         self.notify(printable(str(error)), severity="warning", markup=False)
 
-    def _say(self, text: str) -> None:
-        message = self.query_one("#message", Static)
-        message.update(Text(text))
-        message.display = bool(text)
-
     @work(thread=True, exclusive=True, group="details")
     def _report(self) -> None:
-        """Say of each side what `inspect` says."""
+        """Say what `inspect` says."""
         worker = get_current_worker()
-        for number, side in enumerate(self.panes):
-            text = self.sides.report(number)
-            if not worker.is_cancelled:
-                self.call_later(side.say, text)
+        text = self.content.report()
+        if not worker.is_cancelled:
+            self.call_later(self.details.say, text)
 
     @work(thread=True, exclusive=True, group="details")
-    def _read(self, name: str, part: str | None) -> None:
-        """Read values of an entry of each side, and show them unless the cursor went on."""
+    def _read(self, entry: Entry, part: str | None) -> None:
+        """Read values of an entry, and show them unless the cursor went on."""
         worker = get_current_worker()
         sleep(_PAUSE)
-        for number, entry in enumerate(self.sides.entries(name)):
-            if worker.is_cancelled or entry is None:
-                continue
-            try:
-                values = self.sides.values(entry, number, part)
-            except (CkptError, OSError) as error:
-                values = "\n".join(map(printable, str(error).splitlines()))
-            if not worker.is_cancelled:
-                self.call_later(self.panes[number].show_values, values)
+        if worker.is_cancelled:
+            return
+        try:
+            values = self.content.values(entry, part)
+        except (CkptError, OSError) as error:
+            values = "\n".join(map(printable, str(error).splitlines()))
+        if not worker.is_cancelled:
+            self.call_later(self.details.show_values, values)
 
     # ------------------------------------------------------------------------------------- the keys
 
     def action_arrange(self, arrangement: Arrangement) -> None:
         """Arrange the tree by section, name or file."""
         self._arrangement = arrangement
-        self.arrange()
-
-    def action_differing(self) -> None:
-        """Show only what differs, or all again."""
-        self._differing = not self._differing
         self.arrange()
 
     def action_ask(self, what: str) -> None:
@@ -418,40 +353,5 @@ class Browser(App[None]):
         """Go back to the tree with what was written."""
         node = self.tree_widget.cursor_node
         if event.input.id == "slice" and node is not None and node.data is not None:
-            self._read(node.data.below[0].name, event.value or None)
+            self._read(node.data.below[0].entry, event.value or None)
         self._hide_lines()
-
-    def action_compare(self) -> None:
-        """Compare the values below the cursor."""
-        node = self.tree_widget.cursor_node
-        if node is not None and node.data is not None:
-            self._compare({leaf.name for leaf in node.data.below})
-
-    @work(thread=True, exclusive=True, group="compare")
-    def _compare(self, names: set[str]) -> None:
-        worker = get_current_worker()
-        total, done, shown = max(self.sides.nbytes(names), 1), 0, -1
-
-        def on_bytes(nbytes: int) -> None:
-            nonlocal done, shown
-            if worker.is_cancelled:
-                raise _Stopped
-            done += nbytes
-            if 100 * done // total > shown:
-                shown = 100 * done // total
-                self.call_later(self._say, f"comparing {format_size(total)}: {shown} % is read")
-
-        try:
-            self.sides.compare(names, on_bytes)
-        except _Stopped:
-            return
-        except (CkptError, OSError) as error:
-            self.call_later(self._warn, error)
-        self.call_later(self._show_compared)
-
-    def _show_compared(self) -> None:
-        """Render all lines again, and the details of the one under the cursor."""
-        tree = self.tree_widget
-        tree.again()
-        if tree.cursor_node is not None:
-            self._show_details(tree.cursor_node)

@@ -90,6 +90,10 @@ FORMATS: list[Format] = [
 
 # Ends of the names of files that say which names and sizes there are.
 _BESIDE = (".index.json", "config.json")
+_UNLISTED = (
+    "Folders of a web server are not listed. Give the address of one file, of a DCP directory (its "
+    ".metadata names the files), or of a Hugging Face folder (its index JSON does)."
+)
 
 
 def named(name: str) -> Format:
@@ -395,7 +399,8 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     """The rank files, or the parts of a model, that a glob chooses, as one checkpoint."""
     matched = paths.glob(path) if any(c in path for c in "*?[") else []
     if not matched:
-        raise IncompleteError(f"{path} does not exist.")
+        hint = _UNLISTED if paths.is_unlisted(path) else None
+        raise IncompleteError(f"{path} does not exist.", hint=hint)
     if len(matched) == 1:
         return read_index(matched[0], options=options)
     folder = paths.folder_of(matched[0])
@@ -449,7 +454,8 @@ def _only_one_inside(folder: str, options: ReadOptions) -> str:
                 f"{folder} holds no checkpoint, but is inside one.",
                 instead=paths_instead(folder, [around]),
             )
-        raise UnreadableError(f"{folder} holds no checkpoint.", hint=frameworks.SUPPORTED)
+        hint = _UNLISTED if paths.is_unlisted(folder) else frameworks.SUPPORTED
+        raise UnreadableError(f"{folder} holds no checkpoint.", hint=hint)
     inside = [one.path for one in reversed(saves)]
     message = f"{folder} is not a checkpoint; {len(inside)} are inside."
     of_ranks = rank_files.globs_of(inside)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from errno import ENOENT
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from errno import EACCES, ENOENT
 from functools import lru_cache
 from typing import TYPE_CHECKING, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
@@ -26,8 +27,9 @@ STALLED = 20.0
 PAUSES = (0.5, 2.0)
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})  # answers that may be others a moment later
 _BROKEN_OFF = frozenset({"ServerDisconnectedError", "ClientPayloadError", "ClientOSError"})
-# Web servers list no name that begins with a dot; this one is asked for all the same.
-_UNLISTED = ".metadata"
+# A web server lists no folder: it is asked for these, which name the other files.
+_INDEX_FILES = (".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+_FORBIDDEN = frozenset({401, 403})  # some answer so for what is not there, and for folders
 # A web server is asked for the same facts by every reader that looks at a folder: an answer holds
 # for so many seconds.
 _FRESH = 5.0
@@ -91,7 +93,7 @@ def _protocol(address: str) -> FileSystem:
 
 def _client(address: str) -> dict[str, object]:
     """Options of the client of an address, where the user's own configuration has none."""
-    if not _is_web(address):
+    if not is_web(address):
         return {}
     from aiohttp import ClientTimeout, TraceConfig
     from fsspec.config import conf
@@ -151,7 +153,7 @@ def _file_system(address: str) -> FileSystem:
 def _asked(address: str, ask: Callable[[FileSystem], Result]) -> Result:
     """The answer of the store; whatever fault it has is an OSError."""
     system = _file_system(address)
-    if _is_web(address):
+    if is_web(address):
         return _asked_again(address, lambda: ask(system))
     try:
         return ask(system)
@@ -201,6 +203,8 @@ def _fault(error: Exception, address: str) -> OSError:
         what = "its server redirects again and again"
     elif isinstance(status, int):
         what = f"its server answers {status} ({getattr(error, 'message', '')})"
+        if status in _FORBIDDEN:
+            return PermissionError(EACCES, what, address)
     else:
         what = f"{type(error).__name__}: {error}"
     return OSError(0, what, address)
@@ -214,7 +218,7 @@ class _Answers(Generic[Result]):
 
     def of(self, address: str, ask: Callable[[str], Result]) -> Result:
         """The answer for this address, asked for when none is fresh. Raises what ``ask`` raises."""
-        if not _is_web(address):
+        if not is_web(address):
             return ask(address)
         when, answer = self._kept.get(address, (-_FRESH, None))
         if answer is None or time.monotonic() - when > _FRESH:
@@ -233,6 +237,15 @@ _LISTINGS: _Answers[list[Facts]] = _Answers()
 
 def facts(address: str) -> Facts:
     """What the store says of an address. Raises FileNotFoundError, or another OSError."""
+    try:
+        return _facts_of(address)
+    except PermissionError:
+        if is_web(address) and listing(address):  # a folder that is not shown
+            return Facts(_tail(address), 0, is_dir=True)
+        raise
+
+
+def _facts_of(address: str) -> Facts:
     return _FACTS.of(address, lambda one: _facts(_asked(one, lambda system: system.info(one))))
 
 
@@ -244,48 +257,48 @@ def forget(address: str) -> None:
 
 
 def listing(address: str) -> list[Facts]:
-    """What is in a folder, by name. Raises OSError."""
-    return _LISTINGS.of(address, _list)
+    """What is in a folder, by name; of a web server, the files that name the others.
+
+    Raises OSError.
+    """
+    return _LISTINGS.of(address, _index_files if is_web(address) else _list)
+
+
+def _index_files(address: str) -> list[Facts]:
+    return files_named(address, _INDEX_FILES)
+
+
+def is_dir(address: str) -> bool:
+    """Whether this is a folder; of a web server, also one that it says is not there. Raises
+    OSError.
+    """
+    try:
+        return facts(address).is_dir
+    except FileNotFoundError:
+        return is_web(address) and bool(listing(address))
 
 
 def _list(address: str) -> list[Facts]:
     listed = _asked(address, lambda system: system.ls(address, detail=True))
     own = _tail(address)
-    if _is_web(address):
-        names = {*map(_linked(address), listed), _UNLISTED} - {""}
-        there = _with_sizes(address, sorted(names))
-        inside = [one for one in there if one.name != _UNLISTED or not one.is_dir]
-    else:
-        inside = [_facts(entry) for entry in listed]
+    inside = [_facts(entry) for entry in listed]
     return sorted(entry for entry in inside if entry.name and not _is_itself(entry, own, listed))
 
 
-def _is_web(address: str) -> bool:
+def is_web(address: str) -> bool:
+    """Whether this is the address of a web server, which lists no folders."""
     return address.startswith(("http://", "https://"))
 
 
-def _linked(address: str) -> Callable[[Mapping[str, object]], str]:
-    """Gives the name in this folder that a link of its page leads to; empty for one elsewhere."""
-    folder = f"{address.rstrip('/')}/"
-
-    def name(entry: Mapping[str, object]) -> str:
-        link = str(entry["name"])
-        rest = link.removeprefix(folder).rstrip("/")
-        is_here = link.startswith(folder) and not any(mark in rest for mark in "/?#:")
-        return rest if is_here else ""
-
-    return name
-
-
-def _with_sizes(address: str, names: Sequence[str]) -> list[Facts]:
-    """What these are: a web page lists names alone, and each is asked for. Dead links are none."""
+def files_named(address: str, names: Iterable[str]) -> list[Facts]:
+    """Those of these files that are in a folder; each is asked for. Raises OSError."""
     from concurrent.futures import ThreadPoolExecutor  # late, as all that addresses need
 
     def ask(name: str) -> Facts | None:
-        try:
-            return facts(f"{address.rstrip('/')}/{name}")
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError, PermissionError):
+            found = _facts_of(f"{address.rstrip('/')}/{name}")
+            return None if found.is_dir else found
+        return None
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(filter(None, pool.map(ask, names)))
@@ -298,7 +311,7 @@ def _is_itself(entry: Facts, own: str, listed: Sequence[Mapping[str, object]]) -
 
 def _facts(entry: Mapping[str, object]) -> Facts:
     size = entry.get("size")
-    # To a web client all is a file; a page in the place of one is the listing of a folder.
+    # To a web client all is a file; a page in the place of one is that of a folder.
     is_page = str(entry.get("mimetype", "")).startswith("text/html")
     is_dir = entry.get("type") == "directory" or is_page
     values = (entry.get(key) for key in ("ETag", "etag", "LastModified", "mtime", "created"))

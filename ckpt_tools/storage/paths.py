@@ -31,6 +31,11 @@ def is_address(path: str) -> bool:
     return _ADDRESS.match(path) is not None
 
 
+def is_unlisted(path: str) -> bool:
+    """Whether this is the address of a web server, which does not say what is in a folder."""
+    return fsspec_store.is_web(path)
+
+
 def local(path: str) -> str | None:
     """The path on this machine that is meant, also by ``file://``; None for any other address."""
     scheme, separator, rest = path.partition("://")
@@ -125,6 +130,15 @@ def file_sizes(path: str) -> dict[str, int]:
         return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
+def sizes_of_named(folder: str, names: Iterable[str]) -> dict[str, int]:
+    """The bytes of these files of a folder that cannot be listed, without those that are not there;
+    nothing of any other folder. Raises OSError.
+    """
+    if not fsspec_store.is_web(folder):
+        return {}
+    return {entry.name: entry.size for entry in fsspec_store.files_named(folder, names)}
+
+
 def states(path: str) -> dict[str, FileState]:
     """The states of a file, or of the files right in a folder, by path. Raises OSError.
 
@@ -132,7 +146,7 @@ def states(path: str) -> dict[str, FileState]:
     nothing.
     """
     if is_address(path):
-        if path.startswith(("http://", "https://")) or not is_dir(path):
+        if fsspec_store.is_web(path) or not is_dir(path):
             return {}
         return _states_listed(path)
     if not os.path.isdir(path):
@@ -191,8 +205,7 @@ def last_written(files: Iterable[str]) -> float | None:
 def is_dir(path: str) -> bool:
     """Whether this is a folder."""
     if is_address(path):
-        facts = _facts(path)
-        return facts is not None and facts.is_dir
+        return fsspec_store.is_dir(path)
     return os.path.isdir(path)
 
 
@@ -207,7 +220,7 @@ def is_file(path: str) -> bool:
 def exists(path: str) -> bool:
     """Whether something is there; a link counts even when it leads nowhere."""
     if is_address(path):
-        return _facts(path) is not None
+        return is_dir(path) or is_file(path)
     return os.path.lexists(path)
 
 

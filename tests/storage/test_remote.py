@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from io import BytesIO
 from pathlib import Path
 from threading import Thread
 from typing import ClassVar, NamedTuple
@@ -210,7 +210,7 @@ def test_local_paths_are_no_addresses(path: str) -> None:
 
 @pytest.fixture
 def site() -> Iterator[str]:
-    """The address of a web server that lists folders and knows no ranges."""
+    """The address of a web server that shows folders as pages and knows no ranges."""
     pytest.importorskip("aiohttp")
     handler = partial(SimpleHTTPRequestHandler, directory=str(REAL))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -227,23 +227,18 @@ def test_a_folder_of_a_web_server_is_looked_at(site: str) -> None:
 
 
 class _Quiet(SimpleHTTPRequestHandler):
-    """A server that lists no name that begins with a dot, as nginx and Apache do."""
+    """A server that shows no folder, as nginx does."""
 
     asked: ClassVar[list[str]] = []
 
     def log_request(self, *_: object) -> None:
         self.asked.append(self.path)
 
-    def list_directory(self, path: str) -> BytesIO:  # type: ignore[override]
-        shown = (name for name in os.listdir(path) if not name.startswith("."))
-        page = "".join(f"<a href='{name}'>{name}</a>" for name in shown).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        return BytesIO(page)
+    def list_directory(self, _: str) -> None:  # type: ignore[override]
+        self.send_error(403)
 
 
-def test_a_web_server_that_hides_metadata_is_asked_for_it_and_not_often() -> None:
+def test_a_web_server_that_shows_no_folder_is_asked_for_metadata_and_not_often() -> None:
     pytest.importorskip("aiohttp")
     folder = "fsdp2_dcp_1d_4r/ckpt"
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(REAL))) as server:
@@ -256,9 +251,50 @@ def test_a_web_server_that_hides_metadata_is_asked_for_it_and_not_often() -> Non
     assert _Quiet.asked.count(f"/{folder}/__0_0.distcp") == 1
 
 
+class _Ranges(_Quiet):
+    """The same, and it sends the range that is asked for."""
+
+    def do_GET(self) -> None:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        path = Path(self.translate_path(self.path))
+        if asked is None or not path.is_file():
+            super().do_GET()
+            return
+        data = path.read_bytes()
+        start, end = int(asked[1]), min(int(asked[2]) + 1, path.stat().st_size)
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+        self.send_header("Content-Length", str(end - start))
+        self.end_headers()
+        self.wfile.write(data[start:end])
+
+
+def test_a_hugging_face_folder_of_a_web_server_is_asked_for_its_index() -> None:
+    pytest.importorskip("aiohttp")
+    folder = "hf_sharded_safetensors/ckpt"
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(REAL))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        far = read_index(f"http://127.0.0.1:{server.server_port}/{folder}")
+        server.shutdown()
+    assert [entry.fqn for entry in far.tensors] == [
+        entry.fqn for entry in read_index(str(REAL / folder)).tensors
+    ]
+    assert not far.problems
+
+
+@pytest.mark.parametrize("folder", ["fsdp2_torchsave_1d_4r/ckpt", "nowhere"])
+def test_another_folder_of_a_web_server_is_refused_with_what_can_be_read(
+    site: str, folder: str
+) -> None:
+    done = _run("inspect", f"{site}/{folder}")
+    assert done.exit_code == 3
+    assert "Folders of a web server are not listed." in done.stderr
+    assert ".metadata names the files" in done.stderr
+
+
 def test_a_web_server_without_ranges_is_an_error_that_says_so(site: str) -> None:
     with pytest.raises(UnreadableError, match="was asked for") as caught:
-        read_index(f"{site}/fsdp2_torchsave_1d_4r/ckpt")
+        read_index(f"{site}/fsdp1_full_torchsave/ckpt/model.pt")
     assert "does not support range requests" in str(caught.value.hint)
 
 
@@ -286,9 +322,6 @@ class _Troubled(SimpleHTTPRequestHandler):
         elif "busy" in self.path or self.busy.get(self.path, 0):
             self.busy[self.path] = self.busy.get(self.path, 0) - 1
             self._answer(503)
-        elif self.path.rstrip("/").endswith("/links"):
-            links = ("http://elsewhere.example/a.pt", "//other.example/b.pt", "/c.pt", "mailto:me")
-            self._answer(200, "".join(f"<a href='{link}'>x</a>" for link in (*links, "dead.pt")))
         else:
             return False
         return True
@@ -340,13 +373,6 @@ def test_one_busy_answer_ends_no_run(troubled: str, monkeypatch: pytest.MonkeyPa
     done = _run("inspect", f"{troubled}/{there}")
     assert done.exit_code == 0, done.stderr
     assert _Troubled.busy == dict.fromkeys([f"/{there}", *files], 0)
-
-
-def test_links_that_lead_elsewhere_are_no_files_of_a_folder(troubled: str) -> None:
-    assert fsspec_store.listing(f"{troubled}/links") == []
-    done = _run("inspect", f"{troubled}/links")
-    assert done.exit_code == 3
-    assert "holds no checkpoint" in done.stderr
 
 
 def test_a_fault_of_a_client_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

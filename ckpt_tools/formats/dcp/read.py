@@ -76,6 +76,7 @@ def _read_index(path: str) -> CheckpointIndex:
     refuse_special([os.path.join(path, ".metadata")])
     sizes = _file_sizes(path)
     union = _read_metadata(path, sizes)
+    sizes |= paths.sizes_of_named(path, union.files - sizes.keys())
     metadata = union.metadata
     _refuse_flat_parameters(path, metadata.tensors)
     path_of = _paths(metadata)

@@ -202,7 +202,7 @@ def _lies_alone(path: str) -> bool:
         names = paths.listdir(paths.folder_of(path))
     except OSError:
         return False
-    return sum(name.endswith(os.path.splitext(path)[1]) for name in names) == 1
+    return sum(name.endswith(os.path.splitext(path)[1]) for name in names) <= 1
 
 
 def _is_whole(layout: Layout) -> bool:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from types import CodeType
 
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
@@ -94,15 +93,13 @@ class Export(Conversion[ExportPlan]):
         )
 
     def settings(self, plan: ExportPlan) -> dict[str, str]:
-        """The options; of a map that is a function, what it gave."""
+        """The options; of a map that is a function, the names and boxes that it gave."""
         settings = option_texts(self.options)
         if self.options.steps:
             digest = sha256()
             for target in plan.targets:
                 made = (target.fqn, plan.origins[target.fqn], list(target.entry.boxes))
                 digest.update(repr(made).encode())
-            for step in self.options.steps:  # rows may move inside of boxes
-                digest.update(_code_text(getattr(step, "__code__", None)).encode())
             settings["what the names map does"] = digest.hexdigest()[:32]
         return settings
 
@@ -111,14 +108,6 @@ class Export(Conversion[ExportPlan]):
         from ckpt_tools.convert import check as checking
 
         checking.record_in_headers(folder, plan.files, statement)
-
-
-def _code_text(code: CodeType | None) -> str:
-    """What a function does, as text that differs when its lines do; empty for what is none."""
-    if code is None:
-        return ""
-    inner = [_code_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return repr((code.co_code, code.co_names, inner))
 
 
 def plan_export(

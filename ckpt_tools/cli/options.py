@@ -14,6 +14,7 @@ import click
 from ckpt_tools import formats
 from ckpt_tools.cli import guesses
 from ckpt_tools.cli.group import interruptible, say, set_verbosity
+from ckpt_tools.cli.render import cut_to
 from ckpt_tools.copying import parallel
 from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
@@ -60,12 +61,16 @@ class Command(click.Command):
                 error.format_message().split()
             )  # choices stand on lines of their own
             raise UsageError(missing, hint=f"For example: {example}") from error
+        except click.BadParameter as error:
+            if error.param is None or "--format" not in error.param.opts:
+                raise
+            raise UsageError(error.format_message(), hint=guesses.FORMATS) from error
         except click.UsageError as error:
             if "unexpected extra argument" not in error.message:
                 raise
             hint = "CKPT is one path: a folder, a file, or a quoted glob of rank files."
             hint += "\n`ckpt-tools diff A B` compares two."
-            raise UsageError(error.message, hint=hint) from error
+            raise UsageError(cut_to(error.message, 200), hint=hint) from error
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command, which Ctrl-C may leave tidily."""

@@ -52,9 +52,13 @@ def test_plans_that_were_made_are_not_kept(many: LazyPlans) -> None:
     assert many[0] is not many[0]
 
 
+@pytest.mark.parametrize("limits", [(100_000, 4, 1 << 30), (1, 1 << 20, 100_000)])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 60])
-def test_workers_do_every_task_of_lazy_plans_once(many: LazyPlans, count: int) -> None:
-    sizes = Sizes(plans=100_000, task=4_000)
+def test_workers_do_every_task_of_lazy_plans_once(
+    many: LazyPlans, count: int, limits: tuple[int, int, int]
+) -> None:
+    plans, plan_files, most_plans = limits
+    sizes = Sizes(plans=plans, plan_files=plan_files, most_plans=most_plans, task=4_000)
     wanted = Counter((task.file.path, task.number) for plan in many for task in cut(plan, 4_000))
     shares = [
         [task for _, tasks in groups_of(many, Share(n, count), sizes) for task in tasks]

@@ -59,14 +59,14 @@ def command(*, shell: str) -> None:
 _MOST = 2_000
 
 
-def tensors(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 (click's signature)
-    """Names of the tensors of the CKPT before it."""
-    return _fitting(_names(ctx)[0], incomplete)
+def tensors(ckpt: str, incomplete: str) -> list[str]:
+    """Names of the tensors of a checkpoint."""
+    return _fitting(_names(ckpt)[0], incomplete)
 
 
-def names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 (click's signature)
-    """Names of all entries of the CKPT before it."""
-    tensors, objects = _names(ctx)
+def names(ckpt: str, incomplete: str) -> list[str]:
+    """Names of all entries of a checkpoint."""
+    tensors, objects = _names(ckpt)
     return _fitting(sorted(tensors + objects), incomplete)
 
 
@@ -81,12 +81,9 @@ def _fitting(candidates: list[str], incomplete: str) -> list[str]:
     return (begin or [name for name in candidates if incomplete in name])[:_MOST]
 
 
-def _names(ctx: click.Context) -> tuple[list[str], list[str]]:
+def _names(ckpt: str) -> tuple[list[str], list[str]]:
     from ckpt_tools.formats import read_index  # late: most completions need no checkpoint
 
-    ckpt = ctx.params.get("ckpt")
-    if not isinstance(ckpt, str):
-        return [], []
     try:
         index = read_index(ckpt)
     except (CkptError, OSError):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import click
 
-from ckpt_tools.cli import asked, options, progress, render
+from ckpt_tools.cli import options, progress, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.names import Filters
+from ckpt_tools.core.options import option, required
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
-from ckpt_tools.proof.diff import Diff, EntryDiff
+from ckpt_tools.proof.diff import Diff, DiffOptions, EntryDiff
 from ckpt_tools.proof.diff import diff as compare_values
 from ckpt_tools.proof.diff import diff_headers as compare_headers
 from ckpt_tools.proof.tolerance import Tolerance
@@ -53,72 +56,47 @@ WORDS = {
     "same": "same",
 }
 
-_PARAMS = [
-    click.Argument(["first"], metavar="A", type=click.Path(), callback=options.of_step),
-    click.Argument(["second"], metavar="B", type=click.Path(), callback=options.of_step),
-    click.Option(
-        ["--header-only"], is_flag=True, help="Compare names, types and shapes, no values."
-    ),
-    *(
-        click.Option(
-            [f"--{name}"], metavar="X", type=click.FloatRange(min=0), default=0.0, help=text
-        )
-        for name, text in (("rtol", "Relative tolerance."), ("atol", "Absolute tolerance."))
-    ),
-    click.Option(
-        ["--ignore-dtypes"], is_flag=True, help="Equal values of different types count as equal."
-    ),
-    click.Option(
-        ["--clean-names"], is_flag=True, help="Compare names without containers and wrappers."
-    ),
-    click.Option(
-        ["--rename", "renames"],
-        multiple=True,
-        metavar="[a:|b:]PATTERN=NEW",
-        help="Change names before comparing. Repeatable.",
-    ),
-    options.threads(),
-    options.as_json(),
-    *options.filters(),
-    *options.reading(),
-    *options.talk(),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    first: str = required("A", own=True, parse=str)
+    second: str = required("B", own=True, parse=str)
+    header_only: bool = option(
+        False, "--header-only", "Compare names, types and shapes, no values."
+    )
+    wanted: DiffOptions
+    threads: int | None = options.threads()
+    json: bool = options.as_json()
+    filters: Filters
+    reading: options.Reading
 
 
-@click.command("diff", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(
-    *,
-    first: str,
-    second: str,
-    header_only: bool,
-    clean_names: bool,
-    threads: int | None,
-    json: bool,
-    **_shared: object,
-) -> None:
+@options.command("diff", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Compare what the filters choose on both sides; exit with 1 when it is not the same."""
-    wanted = asked.comparing()
+    wanted, reading, header_only = asked.wanted, asked.reading, asked.header_only
     if header_only and (wanted.tolerance != Tolerance() or wanted.ignore_dtypes):
         raise UsageError("--header-only compares no values, so tolerances mean nothing.")
-    chosen = asked.filters()
-    a = options.choose(options.read(first, asked.reading()), chosen)
-    b = options.choose(options.read(second, asked.reading()), chosen)
+    a = options.choose(reading.read(asked.first), asked.filters)
+    b = options.choose(reading.read(asked.second), asked.filters)
     if header_only:
         compared = compare_headers(a, b, naming=wanted.naming)
     else:
         total = a.count.nbytes + b.count.nbytes
         with progress.byte_bar(total, label="diff") as on_bytes, Files() as files:
             compared = compare_values(
-                a, b, files, options=wanted, threads=threads, on_bytes=on_bytes
+                a, b, files, options=wanted, threads=asked.threads, on_bytes=on_bytes
             )
-    if json:
+    if asked.json:
         render.emit_json(_json(a, b, compared))
     else:
         render.emit(_lines(compared))
     for index in (a, b):
         index.require_whole()  # only headers have come this far with anything lost
     if not compared.equal:
-        if not compared.tensors + compared.objects and not clean_names:
+        if not compared.tensors + compared.objects and not wanted.naming.clean:
             say("No name is on both sides; --clean-names compares them without containers.")
         click.get_current_context().exit(1)
 

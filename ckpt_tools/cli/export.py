@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-
-import click
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ckpt_tools import formats
-from ckpt_tools.cli import asked, options, progress, render, shaping
+from ckpt_tools.cli import options, progress, render, shaping
 from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.parallel import choose_threads
+from ckpt_tools.core.index import SECTIONS, Section
+from ckpt_tools.core.options import option
 from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.text import counted, format_size
@@ -38,97 +40,113 @@ are removed; notes on stderr say what was changed.
 )
 
 
-_PARAMS = [
-    options.checkpoint(),
-    options.output(),
-    click.Option(
-        ["--format", "form"],
-        type=click.Choice([one.name for one in formats.targets("whole")]),
-        default=None,
-        help="Format of the output.  [default: by the suffix of OUT, else safetensors]",
-    ),
-    click.Option(
-        ["--layout"],
-        type=click.Choice(convert.WHOLE_LAYOUTS),
-        help="Write the full tensors and optimizer as this framework's loader reads them.",
-    ),
-    options.dtype(),
-    options.size(
-        "--max-shard-size", default="5GB", text="Tensor bytes of one safetensors file, at most."
-    ),
-    click.Option(["--keep-names"], is_flag=True, help="Keep every name unchanged."),
-    options.keep_rank_states(),
-    *shaping.for_export(),
-    *options.writing(),
-    options.as_json(),
-    *options.filters(only="model"),
-    *options.reading(),
-    *options.talk(),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    ckpt: str = options.ckpt()
+    out: str = options.output("export")
+    form: str | None = option(
+        None,
+        "--format",
+        "Format of the output.  [default: by the suffix of OUT, else safetensors]",
+        heading="Output",
+        choices=[one.name for one in formats.targets("whole")],
+    )
+    wanted: convert.ExportOptions
+    names: shaping.NewNames
+    folder: shaping.Folder
+    adapters: shaping.Adapters
+    writing: shaping.Writing
+    json: bool = options.as_json()
+    only: Section | Literal["all"] | None = option(
+        None,
+        "--only",
+        "Only this section.  [default: model]",
+        heading="Which entries",
+        after="--exclude",
+        choices=(*SECTIONS, "all"),
+    )
+    reading: options.Reading
 
 
-@click.command("export", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(
-    *,
-    ckpt: str,
-    out: str,
-    form: str | None,
-    layout: str | None,
-    jobs: int,
-    dry_run: bool,
-    json: bool,
-    **_shared: object,
-) -> None:
+@options.command("export", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Plan and write the output, then say on stdout what it is."""
     environment.refuse_lone_task()
     started = time.monotonic()
-    form = _form("torch" if layout is not None and form is None else form, out)
+    dry_run, out = asked.writing.dry_run, asked.out
+    form = _form("torch" if asked.wanted.layout and asked.form is None else asked.form, out)
     if dry_run and environment.is_follower():
         return  # rank 0 plans alone
-    plan = _dry_run(ckpt, out, form) if dry_run else _write(ckpt, out, form, jobs=jobs)
+    asked = replace(asked, ckpt=asked.reading.find(asked.ckpt))
+    plan = (_dry_run if dry_run else _write)(asked, form)
     for note in plan.notes:
         say(note)
-    if json:
+    if asked.json:
         render.emit_json(_json(plan, out, dry_run=dry_run))
+    elif dry_run:
+        answer(f"{_what(plan, out)}; not written (--dry-run); {_workers(plan, asked.writing)}")
     else:
-        answer(_summary(plan, out, dry_run=dry_run, seconds=time.monotonic() - started))
+        answer(_summary(plan, out, seconds=time.monotonic() - started))
     if dry_run:
         check_room(out, plan.files, single_file=plan.single_file)
 
 
-def _dry_run(ckpt: str, out: str, form: str) -> convert.ExportPlan:
+def _dry_run(asked: Asked, form: str) -> convert.ExportPlan:
     """Plan it, and refuse what writing it would refuse."""
-    write = asked.writing()
-    dry_run_output(out, write, write.sources)
-    conversion = _conversion(ckpt, out, form, write)
-    dry_run_output(out, write, conversion.sources)
+    write = _write_options(asked)
+    dry_run_output(asked.out, write, write.sources)
+    conversion = _conversion(asked, form, write)
+    dry_run_output(asked.out, write, conversion.sources)
     return conversion.plan(formats.locate)
 
 
-def _write(ckpt: str, out: str, form: str, *, jobs: int) -> convert.ExportPlan:
+def _write(asked: Asked, form: str) -> convert.ExportPlan:
     """Write it, alone or with all ranks of a job."""
-    write = asked.writing()
+    write = _write_options(asked)
     with (
         progress.byte_bar(label="export") as bar,
         available(
             write,
-            workers=jobs,
+            workers=asked.writing.jobs,
             listener=Listener(bar, bar.expect, say),
-            texts=asked.texts(),
+            texts=options.texts(asked),
         ) as executor,
     ):
         with executor.together():
-            executor.admit(out)
-            conversion = _conversion(ckpt, out, form, write)
+            executor.admit(asked.out)
+            conversion = _conversion(asked, form, write)
         return executor.write(conversion)
 
 
-def _conversion(ckpt: str, out: str, form: str, write: WriteOptions) -> convert.Export:
+def _write_options(asked: Asked) -> WriteOptions:
+    """How to write, and all that is read for it."""
+    given = (asked.folder.assets, asked.adapters.config, *asked.names.sources)
+    copied = asked.folder.files_read(asked.ckpt)
+    return asked.writing.beside(asked.ckpt, [*filter(None, given)], copied)
+
+
+def _conversion(asked: Asked, form: str, write: WriteOptions) -> convert.Export:
     """The export with all its options. Raises AnswerNo when filters choose nothing."""
-    index = read_index(ckpt, options=asked.reading(shaping.cuts()))
-    options.choose(index, asked.filters_of_export())
-    is_folder = form == "safetensors" and not convert.is_single_file(out, form)
-    return convert.Export(index, out, write, asked.export(index, form=form, is_folder=is_folder))
+    read = replace(asked.reading.options, cuts=asked.names.cuts())
+    index = read_index(asked.ckpt, options=read)
+    usual: Section | None = None if asked.wanted.layout else "model"
+    only = None if asked.only == "all" else asked.only or usual
+    wanted = replace(asked.wanted, format=form, only=only)
+    options.choose(index, wanted)
+    steps = shaping.export_steps(
+        index,
+        wanted,
+        names=asked.names,
+        folder=asked.folder,
+        adapters=asked.adapters,
+        is_folder=form == "safetensors" and not convert.is_single_file(asked.out, form),
+    )
+    wanted = replace(wanted, steps=steps)
+    if asked.adapters.alone:  # PEFT reads one file
+        wanted = replace(wanted, basename="adapter_model", max_shard_size=1 << 62)
+    return convert.Export(index, asked.out, write, wanted)
 
 
 def _form(form: str | None, out: str) -> str:
@@ -145,26 +163,26 @@ def _form(form: str | None, out: str) -> str:
     return form or by_suffix or formats.targets("whole")[0].name
 
 
-def _summary(plan: convert.ExportPlan, out: str, *, dry_run: bool, seconds: float) -> str:
-    """One line: what was written, or would be."""
-    tensors = counted(plan.tensors, "tensor")
-    files = counted(len(plan.files), "file")
-    what = f"{out}: {tensors}, {format_size(plan.nbytes)} in {files}"
-    if dry_run:
-        return f"{what}; not written (--dry-run); {_workers(plan)} would write it"
+def _summary(plan: convert.ExportPlan, out: str, *, seconds: float) -> str:
+    """One line: what was written."""
     rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""
-    return f"{what}, in {seconds:.1f} s{rate}"
+    return f"{_what(plan, out)}, in {seconds:.1f} s{rate}"
 
 
-def _workers(plan: convert.ExportPlan) -> str:
-    """How many threads, and processes, the command would use for this plan."""
-    params = click.get_current_context().params
-    jobs: int = params["jobs"]
-    threads: int = params["threads"] or choose_threads(
+def _what(plan: convert.ExportPlan, out: str) -> str:
+    tensors, files = counted(plan.tensors, "tensor"), counted(len(plan.files), "file")
+    return f"{out}: {tensors}, {format_size(plan.nbytes)} in {files}"
+
+
+def _workers(plan: convert.ExportPlan, writing: shaping.Writing) -> str:
+    """How many threads, and processes, would write this plan."""
+    jobs = writing.jobs
+    threads = writing.options.threads or choose_threads(
         plan.nbytes // jobs, Sizes(), lanes=-(-len(plan.files) // jobs), processes=jobs
     )
     each = counted(threads, "thread")
-    return each if jobs == 1 else f"{counted(jobs, 'worker')} of {each}"
+    who = each if jobs == 1 else f"{counted(jobs, 'worker')} of {each}"
+    return f"{who} would write it"
 
 
 def _json(plan: convert.ExportPlan, out: str, *, dry_run: bool) -> render.Json:

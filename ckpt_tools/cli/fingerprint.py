@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json as jsonlib
+from dataclasses import dataclass
 
-import click
-
-from ckpt_tools.cli import asked, options, progress, render
+from ckpt_tools.cli import options, progress, render
 from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.names import Filters
+from ckpt_tools.core.options import option
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.proof.fingerprint import Fingerprint, fingerprint, to_json
@@ -30,47 +31,43 @@ save: `ckpt-tools verify --against FILE` then finds any later change.
     "ckpt-tools fingerprint run7/step-1000 --json | jq -r .digest",
 )
 
-_PARAMS = [
-    options.checkpoint(),
-    click.Option(["-l", "--long"], is_flag=True, help="Also print the digest of every tensor."),
-    click.Option(["--write", "target"], metavar="FILE", help="Save the fingerprint in this file."),
-    click.Option(["--force"], is_flag=True, help="Replace an existing FILE."),
-    options.threads(),
-    options.as_json(),
-    *options.filters(),
-    *options.reading(),
-    *options.talk(),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    ckpt: str = options.ckpt()
+    long: bool = option(False, "-l --long", "Also print the digest of every tensor.")
+    write: str | None = option(
+        None, "--write", "Save the fingerprint in this file.", metavar="FILE"
+    )
+    force: bool = option(False, "--force", "Replace an existing FILE.")
+    threads: int | None = options.threads()
+    json: bool = options.as_json()
+    filters: Filters
+    reading: options.Reading
 
 
-@click.command("fingerprint", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(
-    *,
-    ckpt: str,
-    long: bool,
-    target: str | None,
-    force: bool,
-    threads: int | None,
-    json: bool,
-    **_shared: object,
-) -> None:
+@options.command("fingerprint", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Digest the chosen tensors, then print and keep what came out."""
+    ckpt, target, force = asked.reading.find(asked.ckpt), asked.write, asked.force
     if target is not None:
         one_file.admit(target, sources=[ckpt], force=force)
-    index = options.read(ckpt, asked.reading())
+    index = options.read(ckpt, asked.reading.options)
     sources = [ckpt, *sources_of(index)]
     if target is not None:
         one_file.admit(target, sources=sources, force=force)
-    chosen = options.choose(index, asked.filters())
-    digests = digest(chosen, threads=threads)
+    chosen = options.choose(index, asked.filters)
+    digests = digest(chosen, threads=asked.threads)
     if target is not None:
         data = jsonlib.dumps(to_json(digests), indent=1).encode() + b"\n"
         one_file.write(target, data, sources=sources, force=force)
-    if json:
+    if asked.json:
         render.emit_json(to_json(digests))
         return
     render.emit(f"{section:<6} {value}" for section, value in digests.sections.items())
-    if long:
+    if asked.long:
         render.emit(f"{t.sha256}  {t.fqn}" for t in digests.tensors)
 
 

@@ -230,6 +230,11 @@ def is_quiet() -> bool:
     return bool(click.get_current_context().meta.get(_QUIET, False))
 
 
+def set_quiet(ctx: click.Context, *, on: bool) -> None:
+    """Have notes and progress left out."""
+    ctx.meta[_QUIET] = on
+
+
 def verbosity(ctx: click.Context) -> int:
     """How often -v was given: 0, 1 or 2."""
     count = ctx.meta.get(_VERBOSE, 0)

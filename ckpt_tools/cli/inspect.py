@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import click
 
-from ckpt_tools.cli import asked, options, render, report, run_list
+from ckpt_tools.cli import options, render, report, run_list
 from ckpt_tools.cli.group import say_error
+from ckpt_tools.core.names import Filters
+from ckpt_tools.core.options import option
 from ckpt_tools.errors import CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import read_index, run_of
 
@@ -36,54 +40,44 @@ ckpt-tools/run/1.
 )
 
 
-_PARAMS = [
-    options.checkpoints(),
-    click.Option(["--all", "every"], is_flag=True, help="Also list every tensor and object."),
-    click.Option(
-        ["--shards"], is_flag=True, help="Also show what each file holds, and how evenly."
-    ),
-    click.Option(["--html"], metavar="FILE", help="Write an HTML page; - is stdout."),
-    click.Option(["--stats"], is_flag=True, help="Read every value, for histograms in the page."),
-    click.Option(["--force"], is_flag=True, help="Replace an existing FILE."),
-    options.as_json(),
-    *options.filters(),
-    *options.reading(),
-    *options.talk(),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    ckpts: tuple[str, ...] = options.ckpts()
+    every: bool = option(False, "--all", "Also list every tensor and object.")
+    shards: bool = option(False, "--shards", "Also show what each file holds, and how evenly.")
+    html: str | None = option(None, "--html", "Write an HTML page; - is stdout.", metavar="FILE")
+    stats: bool = option(False, "--stats", "Read every value, for histograms in the page.")
+    force: bool = option(False, "--force", "Replace an existing FILE.")
+    json: bool = options.as_json()
+    filters: Filters
+    reading: options.Reading
 
 
-@click.command("inspect", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(
-    *,
-    ckpts: tuple[str, ...],
-    every: bool,
-    shards: bool,
-    html: str | None,
-    stats: bool,
-    force: bool,
-    json: bool,
-    **_shared: object,
-) -> None:
+@options.command("inspect", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Report each checkpoint; go on after one that cannot be read, and fail at the end."""
-    chosen = asked.filters()
-    if html is None and (stats or force):
+    ckpts = [*map(asked.reading.find, asked.ckpts)]
+    every, shards, json = asked.every, asked.shards, asked.json
+    if asked.html is None and (asked.stats or asked.force):
         raise UsageError("--stats and --force belong to --html; `ckpt-tools stats` prints numbers.")
-    if html is not None:
-        _page(ckpts, html, stats=stats, force=force, json=json)
+    if asked.html is not None:
+        _page(ckpts, asked.html, asked)
         return
     objects: list[render.Json] = []
     codes: list[int] = []
     for ckpt in ckpts:
         try:
             if run := run_of(ckpt):
-                saves = [run_list.line_of(saved, asked.reading()) for saved in run]
+                saves = [run_list.line_of(saved, asked.reading.options) for saved in run]
                 if json:
                     objects.append(run_list.as_json(ckpt, saves))
                 else:
                     render.emit(run_list.lines(ckpt, saves))
                 continue
-            whole = read_index(ckpt, options=asked.reading())
-            index = options.choose(whole, chosen)
+            whole = read_index(ckpt, options=asked.reading.options)
+            index = options.choose(whole, asked.filters)
             if json:
                 objects.append(report.as_json(whole, index, every=every, shards=shards))
             else:
@@ -105,7 +99,7 @@ def _emit_json(objects: list[render.Json], *, several: bool) -> None:
         render.emit_json(objects[0])
 
 
-def _page(ckpts: tuple[str, ...], html: str, *, stats: bool, force: bool, json: bool) -> None:
+def _page(ckpts: list[str], html: str, asked: Asked) -> None:
     """Write the report of one checkpoint as a page."""
     from ckpt_tools.cli.pictures import files  # late: most reports are for the terminal
     from ckpt_tools.cli.pictures.banner import page_of_failure
@@ -113,17 +107,18 @@ def _page(ckpts: tuple[str, ...], html: str, *, stats: bool, force: bool, json: 
     from ckpt_tools.copying import one_file
     from ckpt_tools.formats.frameworks import sources_of
 
-    if len(ckpts) > 1 or json:
+    force = asked.force
+    if len(ckpts) > 1 or asked.json:
         raise UsageError("--html reports one checkpoint, and not as --json.")
     if html != "-":
         one_file.admit(html, sources=ckpts, force=force)
     with page_of_failure(ckpts[0], html, force=force):
-        whole = options.read(ckpts[0], asked.reading())
-    index = options.choose(whole, asked.filters())
+        whole = options.read(ckpts[0], asked.reading.options)
+    index = options.choose(whole, asked.filters)
     seen, failure = None, None
     try:
         index = options.with_values(index)
-        seen = look(index) if stats else None
+        seen = look(index) if asked.stats else None
     except CheckpointError as error:
         failure = error
     page = report_page(whole, index, seen=seen, unseen=failure)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import click
 
 from ckpt_tools.analysis import ownership
 from ckpt_tools.analysis.ownership import HeldTensor, Holdings
 from ckpt_tools.analysis.summary import mesh_of
-from ckpt_tools.cli import asked, completion, entries, options, render
+from ckpt_tools.cli import completion, entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import colors, fold, text
 from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.mesh_spec import (
+    default_placements,
+    described,
+    parse_mesh,
+    parse_placements,
+    parse_rule,
+)
+from ckpt_tools.core.names import Filters
+from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.frameworks import sources_of
@@ -37,51 +48,49 @@ prints schema ckpt-tools/layout/1.
     "ckpt-tools layout run7/step-1000 --to-mesh 2x2 --html before-after.html",
 )
 
-_PARAMS = [
-    options.checkpoint(),
-    click.Argument(["name"], metavar="[NAME]", required=False, shell_complete=completion.tensors),
-    click.Option(["--every"], is_flag=True, help="One bar for each tensor; no shared bars."),
-    click.Option(["--html"], metavar="FILE", help="Write an HTML page; - is stdout."),
-    click.Option(["--force"], is_flag=True, help="Replace an existing FILE."),
-    click.Option(
-        ["--to-mesh"], metavar="MESH", help="Also show the layout after resharding to this mesh."
-    ),
-    click.Option(["--placements"], metavar="LIST", help="As in reshard: 'R,S(0)'."),
-    click.Option(["--place"], metavar="GLOB=LIST", multiple=True, help="As in reshard."),
-    options.as_json(),
-    *options.filters(),
-    *options.reading(),
-    *options.talk(),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    ckpt: str = options.ckpt()
+    name: str | None = option(None, "[NAME]", complete=completion.tensors)
+    every: bool = option(False, "--every", "One bar for each tensor; no shared bars.")
+    html: str | None = option(None, "--html", "Write an HTML page; - is stdout.", metavar="FILE")
+    force: bool = option(False, "--force", "Replace an existing FILE.")
+    to_mesh: Mesh | None = option(
+        None,
+        "--to-mesh",
+        "Also show the layout after resharding to this mesh.",
+        metavar="MESH",
+        parse=parse_mesh,
+    )
+    placements: str | None = option(
+        None, "--placements", "As in reshard: 'R,S(0)'.", metavar="LIST"
+    )
+    rules: tuple[str, ...] = repeated("--place", "As in reshard.", metavar="GLOB=LIST", parse=str)
+    json: bool = options.as_json()
+    filters: Filters
+    reading: options.Reading
 
 
-@click.command("layout", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(
-    *,
-    ckpt: str,
-    name: str | None,
-    every: bool,
-    html: str | None,
-    force: bool,
-    to_mesh: str | None,
-    placements: str | None,
-    place: tuple[str, ...],
-    json: bool,
-    **_shared: object,
-) -> None:
+@options.command("layout", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Draw what the filters choose, in the one form that was asked for."""
+    name, html, json = asked.name, asked.html, asked.json
     if html and json:
         raise UsageError("--html and --json cannot be used together.")
-    if to_mesh is None and (placements or place):
+    if asked.to_mesh is None and (asked.placements or asked.rules):
         raise UsageError("--placements and --place need --to-mesh.")
-    whole = _read(ckpt, html=html, force=force)
-    chosen = options.choose(whole, asked.filters())
+    ckpt = asked.reading.find(asked.ckpt)
+    whole = _read(ckpt, asked)
+    chosen = options.choose(whole, asked.filters)
     if name is not None:
         chosen = _one(whole, name)
     before = ownership.holdings_of(chosen, mesh_of(whole))
     after = None
-    if to_mesh is not None and not (html and chosen.problems):  # what is broken is shown as it is
-        after = _after(chosen, before)
+    if asked.to_mesh is not None and not (html and chosen.problems):  # broken: shown as it is
+        after = _after(chosen, before, asked.to_mesh, asked)
     if json:
         render.emit_json(_json(whole.root, before, after))
     elif html is not None:
@@ -90,22 +99,23 @@ def command(
 
         inspection = report.look(whole, chosen)
         picture = pages.layout_page(inspection, before, after, problems=whole.problems)
-        files.write(html, picture, sources=(ckpt, *sources_of(whole)), force=force)
+        files.write(html, picture, sources=(ckpt, *sources_of(whole)), force=asked.force)
     elif name is not None:
         render.emit(_one_lines(before.tensors[0], before, after))
     else:
-        render.emit(_lines(whole.root, before, after, every=every))
+        render.emit(_lines(whole.root, before, after, every=asked.every))
     whole.require_whole()
 
 
-def _read(ckpt: str, *, html: str | None, force: bool) -> CheckpointIndex:
+def _read(ckpt: str, asked: Asked) -> CheckpointIndex:
     """The index; refuses the file of the page before, and draws a page of what cannot be read."""
     from ckpt_tools.cli.pictures.banner import page_of_failure  # late: most runs write no page
 
+    html, force = asked.html, asked.force
     if html not in (None, "-"):
         one_file.admit(html, sources=[ckpt], force=force)
     with page_of_failure(ckpt, html, force=force):
-        return options.read(ckpt, asked.reading())
+        return options.read(ckpt, asked.reading.options)
 
 
 def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
@@ -116,14 +126,16 @@ def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
     return whole.select({name})
 
 
-def _after(chosen: CheckpointIndex, before: Holdings) -> text.After:
+def _after(chosen: CheckpointIndex, before: Holdings, mesh: Mesh, asked: Asked) -> text.After:
     """Who will hold what after a reshard. Raises what planning that reshard raises."""
-    from ckpt_tools.convert.reshard import plan_reshard  # late: most pictures show what is there
-    from ckpt_tools.core import mesh_spec
+    # Late: most pictures show what is there.
+    from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 
-    wanted = asked.target()
-    mesh, plan = wanted.mesh, plan_reshard(chosen, wanted)
-    say(mesh_spec.described(mesh, wanted.placements or mesh_spec.default_placements(mesh)))
+    given = asked.placements
+    placements = None if given is None else parse_placements(given, mesh)
+    rules = tuple(parse_rule(text, mesh) for text in asked.rules)
+    plan = plan_reshard(chosen, ReshardOptions(mesh, placements, rules))
+    say(described(mesh, placements or default_placements(mesh)))
     layouts = {target.fqn: target.layout for target in plan.targets}
     holdings = ownership.after(before, mesh, layouts)
     return text.After(holdings, ownership.moved(before, holdings))

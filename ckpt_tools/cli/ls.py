@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import click
-
 from ckpt_tools.analysis.summary import FoundMesh, mesh_of
-from ckpt_tools.cli import asked, entries, options, render
+from ckpt_tools.cli import entries, options, render
 from ckpt_tools.cli.entries import row
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.render import cut_to
 from ckpt_tools.core.index import CheckpointIndex, Entry, TensorEntry
+from ckpt_tools.core.names import Filters
+from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UsageError
 
@@ -33,39 +33,36 @@ no BYTES of its own.
 )
 
 
-_PARAMS = [
-    options.checkpoint(),
-    click.Option(["-l", "--long"], is_flag=True, help="Also show section, mesh, chunks and ranks."),
-    click.Option(["--tree"], is_flag=True, help="A tree, with the sum of each level of the names."),
-    options.as_json(),
-    click.Option(["--jsonl"], is_flag=True, help="One JSON object per line, one for each entry."),
-    click.Option(["--csv"], is_flag=True, help="CSV with a header line."),
-    *options.filters(),
-    *options.reading(),
-    *options.talk(),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    ckpt: str = options.ckpt()
+    long: bool = option(False, "-l --long", "Also show section, mesh, chunks and ranks.")
+    tree: bool = option(False, "--tree", "A tree, with the sum of each level of the names.")
+    json: bool = options.as_json()
+    jsonl: bool = option(False, "--jsonl", "One JSON object per line, one for each entry.")
+    csv: bool = option(False, "--csv", "CSV with a header line.")
+    filters: Filters
+    reading: options.Reading
 
 
-@click.command("ls", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(
-    *,
-    ckpt: str,
-    long: bool,
-    tree: bool,
-    json: bool,
-    jsonl: bool,
-    csv: bool,
-    **_shared: object,
-) -> None:
+@options.command("ls", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Print the entries in the one form that was asked for."""
-    forms = {"long": long, "tree": tree, "json": json, "jsonl": jsonl, "csv": csv}
+    forms = {
+        "long": asked.long,
+        "tree": asked.tree,
+        "json": asked.json,
+        "jsonl": asked.jsonl,
+        "csv": asked.csv,
+    }
     wanted = [name for name, on in forms.items() if on]
     if len(wanted) > 1:
         raise UsageError(f"--{wanted[0]} and --{wanted[1]} cannot be used together.")
-    chosen = asked.filters()
-    whole = options.read(ckpt, asked.reading())
+    whole = asked.reading.read(asked.ckpt)
     mesh = mesh_of(whole)
-    index = options.with_values(options.choose(whole, chosen))
+    index = options.with_values(options.choose(whole, asked.filters))
     _print(index, mesh, form=wanted[0] if wanted else "short")
     say(f"{index.count}.")
     whole.require_whole()

@@ -1,47 +1,47 @@
-"""Options that several commands share, and what they choose: the checkpoint, its step, its entries.
+"""Commands that take dataclasses: the options that fields describe, and the values given for them.
 
-A command lists them in ``params`` and gets their values as arguments; `asked` makes the library's
-dataclasses of them. `Command` is the class of all commands: guesses, and options under headings.
+This is the one place where an option becomes a field. `Command` is the class of all commands:
+guesses, and options under headings. Below are the fields that several commands share, and what they
+choose: the checkpoint, its step, its entries.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache, partial
+from types import NoneType
+from typing import TYPE_CHECKING, TypeVar, get_args, get_type_hints
 
 import click
 
 from ckpt_tools import formats
 from ckpt_tools.cli import guesses
-from ckpt_tools.cli.group import interruptible, say, set_verbosity
+from ckpt_tools.cli.group import interruptible, say, set_quiet, set_verbosity
 from ckpt_tools.cli.render import cut_to
-from ckpt_tools.copying import parallel
-from ckpt_tools.core.dtypes import DType, parse_dtype
-from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
-from ckpt_tools.core.names import near_names, select
-from ckpt_tools.core.text import parse_size
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.names import Filters, near_names, select
+from ckpt_tools.core.options import (
+    Completion,
+    Heading,
+    Option,
+    option,
+    option_of,
+    repeated,
+    required,
+)
 from ckpt_tools.errors import AnswerNo, UsageError, Way
 from ckpt_tools.formats import SMALL_OBJECT, ReadOptions, is_checkpoint, open_objects, read_index
 from ckpt_tools.formats.frameworks import whole_of
 from ckpt_tools.storage.reader import Files
 
-# The headings of a command's help, each with the names of its options. Any other comes first.
-_HEADINGS = {
-    "Output": "out to_mesh placements place like form layout device_type"
-    " torch_version engine param_names keep_rank_states",
-    "Which entries": "include exclude only latest step",
-    "Types and sizes": "dtype dtype_for max_shard_size vocab_size",
-    "Names": "keep_names map map_value force_map rename untie under",
-    "Hugging Face folder": "hf_assets allow_mismatch",
-    "LoRA": "adapter merge_lora lora_alpha adapter_config adapter_name lora_fan_in_fan_out",
-    "Writing": "dry_run force resume check jobs threads max_memory",
-    "Other": "json allow_global verbose quiet help _click_default_help",
-}
-_HEADING = {name: heading for heading, names in _HEADINGS.items() for name in names.split()}
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _GROUPED_FROM = 16  # options; fewer are read at a glance
 # Suffixes that people may give to an output and that no command writes.
 _FOREIGN = (".gguf", ".ggml", ".onnx", ".npz", ".h5", ".msgpack", ".pkl", ".zip", ".tar", ".json")
-_SMALLEST_BARE = 1_000  # a bare number below this is no number of bytes
 
 
 class Command(click.Command):
@@ -83,13 +83,9 @@ class Command(click.Command):
         taken = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         if len(taken) < _GROUPED_FROM:
             return {"Options": taken}
-        groups: dict[str, list[click.Option]] = {name: [] for name in ("Options", *_HEADINGS)}
-        writes = any(option.name == "out" for option in taken)
-        for option in taken:
-            heading = _HEADING.get(option.name or "", "Options")
-            if heading in ("Output", "Writing") and not writes:
-                heading = "Options"
-            groups[heading].append(option)
+        groups: dict[str, list[click.Option]] = {heading: [] for heading in get_args(Heading)}
+        for one in taken:
+            groups[one.described.heading if isinstance(one, _Described) else "Other"].append(one)
         return {heading: options for heading, options in groups.items() if options}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -110,83 +106,177 @@ def _commands(ctx: click.Context) -> dict[str, click.Command]:
     return {name: command for name, command in commands.items() if command is not None}
 
 
-_LATEST, _STEP = "ckpt_tools.latest", "ckpt_tools.step"
-# One path, or all of a command that takes several.
-Given = TypeVar("Given", str, tuple[str, ...])
+Asked = TypeVar("Asked", bound="DataclassInstance")
 
 
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """Which entries are wanted: name patterns, and a section or None for all."""
+def command(
+    name: str,
+    takes: type[Asked],
+    *,
+    help: str,  # noqa: A002 (click's word)
+) -> Callable[[Callable[[Asked], None]], Command]:
+    """A command whose function takes what was given, as the dataclass ``takes``."""
 
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    only: Section | None = None
+    def made(function: Callable[[Asked], None]) -> Command:
+        def run(**given: object) -> None:
+            function(_made(takes, given))
 
-    @property
-    def wants_all(self) -> bool:
-        """Whether nothing is filtered at all."""
-        return not (self.include or self.exclude or self.only)
+        return Command(name, callback=run, params=[*_placed(_params(takes)), *_talk()], help=help)
 
-
-def filters(*, only: str = "all") -> list[click.Parameter]:
-    """--include, --exclude and --only, as ``include``, ``exclude`` and ``only``."""
-    return [
-        click.Option(
-            ["-i", "--include"],
-            multiple=True,
-            metavar="GLOB",
-            help="Only names that match this glob, or the regex after `re:`. Repeatable.",
-        ),
-        click.Option(
-            ["-x", "--exclude"], multiple=True, metavar="GLOB", help="Leave out names that match."
-        ),
-        click.Option(
-            ["--only"],
-            type=click.Choice([*SECTIONS, "all"]),
-            default=only,
-            show_default=True,
-            help="Only this section.",
-        ),
-    ]
+    return made
 
 
-def reading() -> list[click.Parameter]:
-    """--allow-global, as ``allow_global``; --latest and --step, which `checkpoint` reads."""
-    return [
-        click.Option(
-            ["--latest"],
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_remember,
-            help="If CKPT is a folder of several: use the last step.",
-        ),
-        click.Option(
-            ["--step"],
-            metavar="N",
-            type=click.IntRange(min=0),
-            is_eager=True,
-            expose_value=False,
-            callback=_remember,
-            help="If CKPT is a folder of several: use this step.",
-        ),
-        click.Option(
-            ["--allow-global"],
-            multiple=True,
-            metavar="NAME",
-            help="Accept this class name in pickles; it is never imported or run.",
-        ),
-    ]
+def _params(takes: type[DataclassInstance]) -> list[click.Parameter]:
+    """The options and arguments that the fields describe, those of dataclasses in it among them."""
+    hints, params = get_type_hints(takes), list[click.Parameter]()
+    for one in fields(takes):
+        described, part = option_of(one), _part(hints[one.name])
+        if described is None:
+            params += [] if part is None else _params(part)
+        elif _name(described) not in {param.name for param in params}:
+            params.append(_param(described, one, hints[one.name]))
+    return params
 
 
-def as_json() -> click.Parameter:
-    """--json, as ``json``."""
-    return click.Option(["--json"], is_flag=True, help="One JSON object on stdout.")
+def _placed(params: Sequence[click.Parameter]) -> list[click.Parameter]:
+    """The same, each option after the one that its field names."""
+    placed = [*params]
+    for one in params:
+        after = one.described.after if isinstance(one, _Described) else None
+        for other in [other for other in placed if after in other.opts]:
+            placed.remove(one)
+            placed.insert(placed.index(other) + 1, one)
+    return placed
 
 
-def talk() -> list[click.Parameter]:
-    """--quiet and --verbose: how much goes to stderr. No arguments."""
+@cache
+def _part(hint: Hashable) -> type[DataclassInstance] | None:
+    """The dataclass that a field holds, where the fields of that describe options."""
+    if not isinstance(hint, type) or not is_dataclass(hint):
+        return None
+    own = any(map(option_of, fields(hint)))
+    return hint if own or any(map(_part, get_type_hints(hint).values())) else None
+
+
+def _made(takes: type[Asked], given: Mapping[str, object]) -> Asked:
+    """The dataclass of what was given. Raises what the parsers of its fields raise."""
+    hints, values = get_type_hints(takes), dict[str, object]()
+    for one in fields(takes):
+        described, part = option_of(one), _part(hints[one.name])
+        if described is not None and given[_name(described)] is not None:
+            values[one.name] = _value(described, given[_name(described)])
+        elif described is None and part is not None:
+            values[one.name] = _made(part, given)
+    return takes(**values)  # click's own values: `_type` has seen to each
+
+
+def _value(described: Option, given: object) -> object:
+    """The value of what click gives. Raises what its parser raises."""
+    if described.parse is None:
+        return given
+    try:
+        if isinstance(given, tuple):
+            return tuple(map(described.parse, given))
+        return described.parse(str(given))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=described.names.split()) from error
+
+
+def _name(described: Option) -> str:
+    """What click calls it."""
+    return described.flag.strip("-.[]").replace("-", "_").lower()
+
+
+class _Described(click.Option):
+    """An option of a field; its help may be made when it is shown."""
+
+    described = Option("")
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The option's lines in the help."""
+        text = self.described.help
+        self.help = text if isinstance(text, str) else text()
+        return super().get_help_record(ctx)
+
+
+def _param(described: Option, field: Field[object], hint: object) -> click.Parameter:
+    """The option or the argument of a field."""
+    if not described.names.startswith("-"):
+        return _argument(described, is_required=field.default is MISSING or described.repeated)
+    make = partial(_Described, [*described.names.split(), _name(described)])
+    if hint is bool:
+        made = make(is_flag=True, flag_value=not field.default, default=field.default)
+    else:
+        make = partial(make, type=_type(described, hint), metavar=described.metavar)
+        if described.repeated:
+            made = make(multiple=True)
+        elif field.default is MISSING:
+            made = make(required=True)
+        else:
+            default = described.typed if described.parse else field.default
+            made = make(default=default, show_default=described.shown or bool(default))
+    made.described = described
+    return made
+
+
+def _argument(described: Option, *, is_required: bool) -> click.Argument:
+    """The argument of a field: a path, or a name in the checkpoint that the one before it names."""
+    make = partial(
+        click.Argument,
+        [_name(described)],
+        metavar=described.names,
+        required=is_required,
+        nargs=-1 if described.repeated else 1,
+    )
+    if described.complete is None:
+        return make(type=click.Path())
+    return make(shell_complete=partial(_completed, described.complete))
+
+
+def _completed(
+    complete: Completion, ctx: click.Context, _param: click.Parameter, incomplete: str
+) -> list[str]:
+    """What a shell is offered for a name in CKPT."""
+    ckpt = ctx.params.get("ckpt")
+    return complete(ckpt, incomplete) if isinstance(ckpt, str) else []
+
+
+def _type(described: Option, hint: object) -> object:
+    """The type that click has for a field. Raises TypeError where it makes no values of that."""
+    if described.parse is not None:
+        return click.Choice(described.choices) if described.choices else click.STRING
+    least = described.at_least
+    kinds: dict[object, object] = {
+        str: click.STRING,
+        int: click.IntRange(min=least),
+        float: click.FLOAT if least is None else click.FloatRange(min=least),
+    }
+    for kind in {*get_args(hint)} - {NoneType} or {hint}:
+        if kind not in kinds:
+            raise TypeError(f"{described.flag}: nothing makes {hint} of a text.")
+    return kinds[kind]
+
+
+def texts(asked: DataclassInstance) -> dict[str, str]:
+    """What all ranks of a job must have been given alike, by the flags."""
+    found: dict[str, str] = {}
+    for one in fields(asked):
+        described, value = option_of(one), getattr(asked, one.name)
+        if described is None and is_dataclass(value) and not isinstance(value, type):
+            found |= texts(value)
+        elif described is not None and not described.own and value not in (None, ()):
+            found[described.flag] = _text(value)
+    return found
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple) and not isinstance(value, DType):
+        return ", ".join(map(_text, value))
+    return value.name if isinstance(value, DType) else str(value)
+
+
+def _talk() -> list[click.Parameter]:
+    """--quiet and --verbose: how much goes to stderr, from the moment on when they are read."""
     return [
         click.Option(
             ["-v", "--verbose"],
@@ -199,63 +289,87 @@ def talk() -> list[click.Parameter]:
             ["-q", "--quiet"],
             is_flag=True,
             expose_value=False,
-            callback=_remember,
+            callback=lambda ctx, _param, value: set_quiet(ctx, on=value),
             help="No notes and no progress on stderr.",
         ),
     ]
 
 
-def checkpoint() -> click.Parameter:
-    """The argument CKPT, as ``ckpt``."""
-    return click.Argument(["ckpt"], metavar="CKPT", type=click.Path(), callback=of_step)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Which checkpoint is meant by the folder of several, and how it is read.
 
+    Raises UsageError for two ways at once.
+    """
 
-def checkpoints() -> click.Parameter:
-    """The argument CKPT..., as ``ckpts``: one or more."""
-    return click.Argument(
-        ["ckpts"],
-        metavar="CKPT...",
-        nargs=-1,
-        required=True,
-        type=click.Path(),
-        callback=of_step,
+    latest: bool = option(
+        False,
+        "--latest",
+        "If CKPT is a folder of several: use the last step.",
+        heading="Which entries",
+        own=True,
     )
+    step: int | None = option(
+        None,
+        "--step",
+        "If CKPT is a folder of several: use this step.",
+        metavar="N",
+        heading="Which entries",
+        at_least=0,
+        own=True,
+    )
+    options: ReadOptions
+
+    def __post_init__(self) -> None:
+        if self.latest and self.step is not None:
+            raise UsageError("--latest and --step cannot be used together.")
+
+    def find(self, ckpt: str) -> str:
+        """The path of the checkpoint that --latest or --step choose in the one that was given."""
+        return formats.of_step(ckpt, self.step) if self.latest or self.step is not None else ckpt
+
+    def read(self, ckpt: str) -> CheckpointIndex:
+        """The index of that checkpoint; its notes go to stderr."""
+        return read(self.find(ckpt), self.options)
 
 
-def of_step(ctx: click.Context, param: click.Parameter, value: Given) -> Given:  # noqa: ARG001 (click's signature)
-    """The paths of checkpoints that --latest or --step choose in those that were given."""
-    latest, step = ctx.meta.get(_LATEST, False), ctx.meta.get(_STEP)
-    if latest and step is not None:
-        raise UsageError("--latest and --step cannot be used together.")
-    if not value or ctx.resilient_parsing or not (latest or isinstance(step, int)):
-        return value
-    from ckpt_tools import formats  # late: most commands name their checkpoint
-
-    wanted = step if isinstance(step, int) else None
-    if isinstance(value, str):
-        return formats.of_step(value, wanted)
-    return tuple(formats.of_step(path, wanted) for path in value)
+def read(ckpt: str, options: ReadOptions) -> CheckpointIndex:
+    """The index of a checkpoint; its notes go to stderr."""
+    index = read_index(ckpt, options=options)
+    for note in index.notes:
+        say(note)
+    return index
 
 
-def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:
-    """Keep the value of --quiet, and of --latest or --step for CKPT, which is read after them."""
-    ctx.meta[f"ckpt_tools.{param.name}"] = value
+def ckpt() -> str:
+    """The field of CKPT."""
+    return required("CKPT", own=True, parse=str)
 
 
-def output() -> click.Parameter:
-    """-o OUT, as ``out``."""
-    return click.Option(
-        ["-o", "--output", "out"],
+def ckpts() -> tuple[str, ...]:
+    """The field of CKPT...: one or more."""
+    return repeated("CKPT...", own=True, parse=str)
+
+
+def as_json() -> bool:
+    """The field of --json."""
+    return option(False, "--json", "One JSON object on stdout.", heading="Other", own=True)
+
+
+def output(verb: str) -> str:
+    """The field of -o OUT, for the command that makes it."""
+    return required(
+        "-o --output",
+        "Output folder or file.",
         metavar="OUT",
-        required=True,
-        callback=_out,
-        help="Output folder or file.",
+        heading="Output",
+        parse=partial(_out, verb),
     )
 
 
-def _out(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa: ARG001 (click's signature)
+def _out(verb: str, value: str) -> str:
     """The output. Raises UsageError for the name of a file that this command does not write."""
-    is_export = ctx.command.name == "export"
+    is_export = verb == "export"
     name = value.lower()
     single = tuple(suffix for form in formats.targets("whole") for suffix in form.suffixes)
     if not name.endswith(_FOREIGN) and (is_export or not name.endswith(single)):
@@ -270,113 +384,9 @@ def _out(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa
     if not is_export:
         hint = "Name a folder. `ckpt-tools export` writes full tensors into one file."
     raise UsageError(
-        f"{value}: {ctx.command.name} does not write {suffix} files.",
+        f"{value}: {verb} does not write {suffix} files.",
         hint=f"{hint}\nA / at the end makes a folder of this name.",
     )
-
-
-def writing() -> list[click.Parameter]:
-    """--dry-run, --force, --resume, --check, --jobs, --threads and --max-memory."""
-    return [
-        click.Option(["--dry-run"], is_flag=True, help="Plan and check, but write nothing."),
-        click.Option(["--force"], is_flag=True, help="Replace an existing output."),
-        click.Option(
-            ["--resume"],
-            is_flag=True,
-            help="Continue the same command after it was interrupted: keep finished files, write "
-            "the others. An output of one file starts again.",
-        ),
-        click.Option(
-            ["--no-verify-source", "verify_source"],
-            is_flag=True,
-            flag_value=False,
-            default=True,
-            help="Do not compare what is copied with the source's own checksums.",
-        ),
-        click.Option(
-            ["--check"],
-            is_flag=True,
-            help="Read the result back before it is renamed to OUT, compare it with the source, "
-            "and check the source's own checksums.",
-        ),
-        click.Option(
-            ["-j", "--jobs"],
-            metavar="N",
-            type=click.IntRange(min=1),
-            default=1,
-            show_default=True,
-            help="Worker processes on this machine.",
-        ),
-        click.Option(
-            ["--threads"],
-            metavar="N",
-            type=click.IntRange(min=1),
-            default=None,
-            show_default="by cores, files and bytes",
-            help="Threads of each process.",
-        ),
-        click.Option(
-            ["--max-memory"],
-            metavar="SIZE",
-            default=lambda: str(parallel.default_memory()),
-            show_default="64MiB; 128MiB with 16 cores or more",
-            callback=_size,
-            help="Total memory of all buffers.",
-        ),
-    ]
-
-
-def size(name: str, *, default: str, text: str) -> click.Parameter:
-    """An option that takes an amount of bytes such as ``5GB`` or ``64MiB``."""
-    return click.Option(
-        [name], metavar="SIZE", default=default, show_default=True, callback=_size, help=text
-    )
-
-
-def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    if value.strip().isdigit() and 0 < int(value) < _SMALLEST_BARE:
-        raise click.BadParameter(
-            f"{value} of what? Write {value}GB, {value}GiB or {value}MB.", ctx, param
-        )
-    try:
-        return parse_size(value)
-    except UsageError as error:
-        raise click.BadParameter(f"{error.message} {error.hint or ''}", ctx, param) from error
-
-
-def keep_rank_states() -> click.Parameter:
-    """--keep-rank-states, as ``keep_rank_states``."""
-    return click.Option(
-        ["--keep-rank-states"],
-        is_flag=True,
-        help="Keep each rank's own data positions and random states even if the target has another "
-        "number of ranks. By default they are then left out, with a note.",
-    )
-
-
-def dtype() -> click.Parameter:
-    """--dtype, as ``dtype``: an element type, or None to keep each tensor's own."""
-    return click.Option(
-        ["--dtype"],
-        metavar="keep|TYPE",
-        default="keep",
-        show_default=True,
-        callback=_dtype,
-        help="Cast floating tensors, rounding to nearest even: bf16, fp16, fp32, float8_e4m3fn…",
-    )
-
-
-def _dtype(ctx: click.Context, param: click.Parameter, value: str) -> DType | None:
-    if value == "keep":
-        return None
-    dtype = parse_dtype(value)
-    if dtype is None or not dtype.holds_weights:
-        raise click.BadParameter(
-            f"{value!r} is not a floating type for weights; use keep, bf16, fp16 or fp32.",
-            ctx,
-            param,
-        )
-    return dtype
 
 
 def examples(*lines: str) -> str:
@@ -385,14 +395,6 @@ def examples(*lines: str) -> str:
 
 
 _MAX_SHOWN = 5
-
-
-def read(ckpt: str, options: ReadOptions) -> CheckpointIndex:
-    """The index of a checkpoint; its notes go to stderr."""
-    index = read_index(ckpt, options=options)
-    for note in index.notes:
-        say(note)
-    return index
 
 
 def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
@@ -437,15 +439,15 @@ def _did_you_mean(names: list[str]) -> str:
     return "Did you mean one of these?\n" + "\n".join(names[:_MAX_SHOWN])
 
 
-def threads() -> click.Parameter:
-    """-j, as ``threads``; None to choose by the machine and the work."""
-    return click.Option(
-        ["-j", "--threads"],
+def threads() -> int | None:
+    """The field of -j; None to choose by the machine and the work."""
+    return option(
+        None,
+        "-j --threads",
+        "Tensors or byte ranges to read at a time.",
         metavar="N",
-        type=click.IntRange(min=1),
-        default=None,
-        show_default="the cores this process may use, at most 16",
-        help="Tensors or byte ranges to read at a time.",
+        at_least=1,
+        shown="the cores this process may use, at most 16",
     )
 
 

@@ -5,27 +5,36 @@ The command, and what it says on stdout: a summary, the forecast of --dry-run, o
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import click
-
 from ckpt_tools import formats
-from ckpt_tools.cli import asked, options, progress, render, shaping
+from ckpt_tools.cli import options, progress, render, shaping
 from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert import forecast
-from ckpt_tools.convert.reshard import ReshardPlan
+from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.parallel import choose_threads
-from ckpt_tools.core.mesh_spec import default_placements, described
+from ckpt_tools.core.layout import Mesh
+from ckpt_tools.core.mesh_spec import default_placements, described, parse_placements, parse_rule
+from ckpt_tools.core.options import option, repeated, required
 from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.engines import dry_run, reshard_by
 from ckpt_tools.distributed.job import ENGINES, Engine, Job, check_room, made_at
-from ckpt_tools.errors import UsageError
-from ckpt_tools.transforms.frameworks import LAYOUTS, FrameworkLayout
+from ckpt_tools.errors import UsageError, reason_of
+from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.storage import paths
+from ckpt_tools.transforms import param_names
+from ckpt_tools.transforms.base import Transform
+from ckpt_tools.transforms.frameworks import VERL_MESH, FrameworkLayout
+from ckpt_tools.transforms.optimizer import ParamNames
+
+_LONGEST_LIST = 64 << 20  # bytes of a list of parameters' names
 
 _HELP = """Write a checkpoint as the shards of another mesh, for a training job to load.
 
@@ -47,99 +56,80 @@ torchrun with as many ranks as the source mesh. Only copy supports --resume.
     "torchrun --nproc-per-node 8 -m ckpt_tools reshard run7/step-1000 -o run7-16 --to-mesh 16",
 )
 
-_PARAMS = [
-    options.checkpoint(),
-    options.output(),
-    click.Option(
-        ["--to-mesh"],
-        metavar="MESH",
-        required=True,
-        help="The target mesh: 32, 4x8, or with names: dp_replicate=4,dp_shard=8.",
-    ),
-    click.Option(
-        ["--placements"], metavar="LIST", help="One placement for each mesh dimension: 'R,S(0)'."
-    ),
-    click.Option(
-        ["--place"],
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    ckpt: str = options.ckpt()
+    out: str = options.output("reshard")
+    wanted: ReshardOptions
+    to_mesh: str = required("--to-mesh", parse=str)  # as it was typed
+    placements: str | None = option(
+        None,
+        "--placements",
+        "One placement for each mesh dimension: 'R,S(0)'.",
+        metavar="LIST",
+        heading="Output",
+        after="--to-mesh",
+    )
+    rules: tuple[str, ...] = repeated(
+        "--place",
+        "Placements for names that match. Repeatable; the last match wins.",
         metavar="GLOB=LIST",
-        multiple=True,
-        help="Placements for names that match. Repeatable; the last match wins.",
-    ),
-    click.Option(
-        ["--like"],
+        heading="Output",
+        after="--placements",
+        parse=str,
+    )
+    like: str | None = option(
+        None,
+        "--like",
+        "Place tensors as in this other checkpoint of the mesh.",
         metavar="CKPT",
-        help="Place tensors as in this other checkpoint of the mesh.",
-    ),
-    click.Option(
-        ["--format", "form"],
-        type=click.Choice([one.name for one in formats.targets("shards")]),
-        default="dcp",
-        show_default=True,
-        help="A DCP directory, or one torch file of DTensors for each rank.",
-    ),
-    click.Option(
-        ["--layout"],
-        type=click.Choice(LAYOUTS),
-        help="Write the folders, containers and extra files that this framework's loader expects.",
-    ),
-    click.Option(
-        ["--param-names"],
+        heading="Output",
+        after="--place",
+    )
+    param_names: str | None = option(
+        None,
+        "--param-names",
+        "Names for a numbered optimizer state: a text file, one name per line, in the "
+        "optimizer's order; a checkpoint with names; or 'stored', those in its own "
+        "param_groups.",
         metavar="FILE",
-        help="Names for a numbered optimizer state: a text file, one name per line, in the "
-        "optimizer's order; a checkpoint with names; or 'stored', those in its own param_groups.",
-    ),
-    options.keep_rank_states(),
-    click.Option(
-        ["--device-type"],
-        metavar="TYPE",
-        default="cuda",
-        show_default=True,
-        help="Device type of the mesh in --format ranks.",
-    ),
-    click.Option(
-        ["--torch-version"],
-        metavar="VERSION",
-        show_default="that of rank files that are the source, else the installed one, else the "
-        "newest known",
-        help="The torch of the job that will load --format ranks, such as 2.13. Each reads only "
-        "its own rank files.",
-    ),
-    click.Option(
-        ["--engine"],
-        type=click.Choice(ENGINES),
-        default="copy",
-        show_default=True,
-        help="What copies the tensors.",
-    ),
-    options.dtype(),
-    *shaping.for_reshard(),
-    *options.writing(),
-    options.as_json(),
-    *options.filters(),
-    *options.reading(),
-    *options.talk(),
-]
+        heading="Output",
+        after="--layout",
+    )
+    engine: Engine = option(
+        "copy", "--engine", "What copies the tensors.", heading="Output", choices=ENGINES
+    )
+    names: shaping.NewNames
+    untie: bool = option(
+        False,
+        "--untie",
+        "Also write lm_head if the source has only the embedding that it is tied to, for a job "
+        "that loads both. Applied before --map.",
+        heading="Names",
+    )
+    under: str | None = option(
+        None,
+        "--under",
+        "Put all names into this container, for a job that loads {NAME: …}.",
+        metavar="NAME",
+        heading="Names",
+    )
+    writing: shaping.Writing
+    json: bool = options.as_json()
+    reading: options.Reading
 
 
-@click.command("reshard", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(
-    *,
-    ckpt: str,
-    out: str,
-    to_mesh: str,
-    form: str,
-    layout: FrameworkLayout | None,
-    param_names: str | None,
-    engine: Engine,
-    jobs: int,
-    dry_run: bool,
-    json: bool,
-    **_shared: object,
-) -> None:
+@options.command("reshard", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Plan and write the output, then say on stdout what it is."""
     environment.refuse_lone_task()
-    wanted = asked.reshard(form=_format(form, layout))
-    if engine != "copy" and (layout is not None or param_names is not None):
+    asked = replace(asked, ckpt=asked.reading.find(asked.ckpt))
+    layout, engine, dry_run = asked.wanted.layout, asked.engine, asked.writing.dry_run
+    wanted = _options(asked)
+    if engine != "copy" and (layout is not None or asked.param_names is not None):
         raise UsageError(
             f"--engine {engine} keeps all names and containers, so it takes neither --layout nor "
             "--param-names.",
@@ -148,19 +138,57 @@ def command(
     if dry_run and engine != "gather" and environment.is_follower():
         return  # rank 0 plans alone; to gather, each knows its own file only
     mesh = wanted.mesh
-    words = f"{to_mesh} = {described(mesh, wanted.placements or default_placements(mesh))}"
+    words = f"{asked.to_mesh} = {described(mesh, wanted.placements or default_placements(mesh))}"
     say(words)
+    others = [*asked.names.sources, *filter(None, (asked.like, asked.param_names))]
     job = Job(
-        ckpt,
-        out,
+        asked.ckpt,
+        asked.out,
         wanted,
-        asked.writing(),
+        asked.writing.beside(asked.ckpt, others),
         engine,
-        jobs,
-        asked.reading(shaping.cuts()),
-        asked.texts(),
+        asked.writing.jobs,
+        replace(asked.reading.options, cuts=asked.names.cuts()),
+        options.texts(asked),
     )
-    (_dry_run if dry_run else _write)(job, said=words, as_json=json)
+    (_dry_run if dry_run else _write)(job, said=words, as_json=asked.json)
+
+
+def _options(asked: Asked) -> ReshardOptions:
+    """All that is asked for; reads the checkpoints that --like and --param-names name.
+
+    Raises UsageError for options that exclude one another, and what reading raises.
+    """
+    given, read = asked.wanted, asked.reading.options
+    mesh, layout = given.mesh, given.layout
+    form = _format(given.format, layout)
+    if layout == "verl" and "=" not in asked.to_mesh:
+        mesh = Mesh(mesh.shape, VERL_MESH[-len(mesh.shape) :])
+    placements, like = asked.placements, asked.like
+    return replace(
+        given,
+        mesh=mesh,
+        placements=None if placements is None else parse_placements(placements, mesh),
+        rules=tuple(parse_rule(text, mesh) for text in asked.rules),
+        like=None if like is None else read_index(like, options=read),
+        format=form,
+        param_names=None if asked.param_names is None else _param_names(asked.param_names, read),
+        steps=_steps(asked),
+    )
+
+
+def _steps(asked: Asked) -> tuple[Transform, ...]:
+    """The steps, in their order. Raises UsageError for options that do not fit."""
+    steps = [*asked.names.steps(asked.ckpt)]
+    if asked.under is not None or asked.untie:
+        from ckpt_tools.transforms import maps  # late: few reshards have steps
+
+        untie = [maps.UntieTransform()] if asked.untie else []
+        under = [] if asked.under is None else [maps.UnderTransform(asked.under)]
+        steps = [*untie, *steps, *under]
+    if steps and asked.engine != "copy":
+        raise UsageError(f"Other names and --untie need --engine copy, not {asked.engine}.")
+    return tuple(steps)
 
 
 def _dry_run(job: Job, *, said: str, as_json: bool) -> None:
@@ -203,6 +231,31 @@ def _format(form: str, layout: FrameworkLayout | None) -> str:
     if form == "ranks" and layout not in (None, "plain", "accelerate"):
         raise UsageError(f"--layout {layout} is of DCP directories; it has no --format ranks.")
     return form
+
+
+def _param_names(text: str, read: ReadOptions) -> ParamNames:
+    """What --param-names means: a list in a file, a checkpoint with names, or the word stored.
+
+    Raises UsageError when nothing is there, or when what is there has no names.
+    """
+    if text == "stored":
+        return ParamNames()
+    if os.path.isfile(text) and formats.detect(formats.frameworks.member(text)) is None:
+        return ParamNames(param_names.parse_names(_text_of(text), where=text))
+    if not os.path.exists(text):
+        raise UsageError(f"--param-names: {text} does not exist.")
+    return param_names.names_in(options.with_values(formats.read_index(text, options=read)))
+
+
+def _text_of(path: str) -> str:
+    if os.path.getsize(path) > _LONGEST_LIST:
+        raise UsageError(f"--param-names: {path} is too long for a list of names.")
+    try:
+        with open(paths.open_file(path), encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        why = reason_of(error)
+        raise UsageError(f"--param-names: {path} cannot be read as text: {why}.") from error
 
 
 _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import click
-
 from ckpt_tools.analysis.summary import FoundMesh, layout_of, mesh_of, placement_names
-from ckpt_tools.cli import asked, completion, entries, options, render
+from ckpt_tools.cli import completion, entries, options, render
 from ckpt_tools.cli.render import Json
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.core.options import option, required
 from ckpt_tools.core.plain_values import PickledValue
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
@@ -38,33 +37,27 @@ plain object or of a tensor with one element: strings without quotes, everything
 )
 
 
-_PARAMS = [
-    options.checkpoint(),
-    click.Argument(["name"], metavar="NAME", shell_complete=completion.names),
-    click.Option(
-        ["--slice", "part"], metavar="SLICE", help="Show the values of this part, e.g. '0:4,:8'."
-    ),
-    click.Option(["--raw"], is_flag=True, help="Print only the value, for scripts."),
-    options.as_json(),
-    *options.reading(),
-    *options.talk(),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    ckpt: str = options.ckpt()
+    name: str = required("NAME", complete=completion.names, parse=str)
+    part: str | None = option(
+        None, "--slice", "Show the values of this part, e.g. '0:4,:8'.", metavar="SLICE"
+    )
+    raw: bool = option(False, "--raw", "Print only the value, for scripts.")
+    json: bool = options.as_json()
+    reading: options.Reading
 
 
-@click.command("show", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(
-    *,
-    ckpt: str,
-    name: str,
-    part: str | None,
-    raw: bool,
-    json: bool,
-    **_shared: object,
-) -> None:
+@options.command("show", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Find the entry, then print it in the form that was asked for."""
+    name, part, raw, json = asked.name, asked.part, asked.raw, asked.json
     if raw and json:
         raise UsageError("--raw and --json cannot be used together.")
-    index = options.read(ckpt, asked.reading())
+    index = asked.reading.read(asked.ckpt)
     entry = index.tensor(name) or index.object(name)
     if entry is None:
         raise options.no_such_name(index, name)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
-import click
-
-from ckpt_tools.cli import asked, options, progress, render
+from ckpt_tools.cli import options, progress, render
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.group import say
+from ckpt_tools.core.names import Filters
+from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.proof.anomalies import Anomaly
@@ -37,48 +37,42 @@ _HEADER = ("NAME", "DTYPE", "SHAPE", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "
 _CSV_HEADER = tuple(name.lower() for name in (_HEADER[0], "SECTION", *_HEADER[1:3], "NUMEL"))
 _CSV_HEADER += tuple(name.lower() for name in _HEADER[3:])
 
-_PARAMS = [
-    options.checkpoint(),
-    click.Option(
-        ["--fail-nonfinite"], is_flag=True, help="Exit with 1 if any value is NaN or infinite."
-    ),
-    click.Option(["--csv"], is_flag=True, help="Print the table as CSV, with all digits."),
-    options.threads(),
-    options.as_json(),
-    *options.filters(),
-    *options.reading(),
-    *options.talk(),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    ckpt: str = options.ckpt()
+    fail_nonfinite: bool = option(
+        False, "--fail-nonfinite", "Exit with 1 if any value is NaN or infinite."
+    )
+    csv: bool = option(False, "--csv", "Print the table as CSV, with all digits.")
+    threads: int | None = options.threads()
+    json: bool = options.as_json()
+    filters: Filters
+    reading: options.Reading
 
 
-@click.command("stats", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(
-    *,
-    ckpt: str,
-    fail_nonfinite: bool,
-    csv: bool,
-    threads: int | None,
-    json: bool,
-    **_shared: object,
-) -> None:
+@options.command("stats", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Look at every value of the chosen tensors, then print what was seen."""
-    if csv and json:
+    if asked.csv and asked.json:
         raise UsageError("--csv and --json cannot be used together.")
-    index = options.read(ckpt, asked.reading())
-    chosen = options.choose(index, asked.filters())
+    index = asked.reading.read(asked.ckpt)
+    chosen = options.choose(index, asked.filters)
     with progress.byte_bar(chosen.count.nbytes, label="stats") as on_bytes, Files() as files:
-        statistics = stats(chosen, files, threads=threads, on_bytes=on_bytes)
+        statistics = stats(chosen, files, threads=asked.threads, on_bytes=on_bytes)
     if not chosen.tensors:
         raise AnswerNo(f"{index.root} has no tensors.")
-    if json:
+    if asked.json:
         render.emit_json(_json(index.root, statistics))
-    elif csv:
+    elif asked.csv:
         render.emit_csv(_CSV_HEADER, map(_csv_row, statistics.tensors))
         for line in _anomaly_lines(statistics):
             say(line)
     else:
         render.emit(_lines(statistics))
-    if fail_nonfinite and statistics.nonfinite:
+    if asked.fail_nonfinite and statistics.nonfinite:
         names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
         verb = "is" if statistics.nonfinite == 1 else "are"
         values = counted(statistics.nonfinite, "value")

@@ -6,15 +6,17 @@ The command, and its report as lines for people and as JSON.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import click
 
-from ckpt_tools.cli import asked, options, progress, render
+from ckpt_tools.cli import options, progress, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.names import Filters
+from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
 from ckpt_tools.errors import CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, Saved, read_index, run_of
@@ -59,50 +61,45 @@ ckpt-tools/verify/1.
     "ckpt-tools verify run7-hf --against run7/step-1000 --only model",
 )
 
-_PARAMS = [
-    options.checkpoints(),
-    click.Option(["--quick"], is_flag=True, help="Read headers only, no values."),
-    click.Option(
-        ["--against"],
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    ckpts: tuple[str, ...] = options.ckpts()
+    quick: bool = option(False, "--quick", "Read headers only, no values.")
+    against: str | None = option(
+        None,
+        "--against",
+        "Compare the tensors that the filters choose with this fingerprint or checkpoint.",
         metavar="FILE|CKPT",
-        help="Compare the tensors that the filters choose with this fingerprint or checkpoint.",
-    ),
-    click.Option(
-        ["--expect-ranks"],
+    )
+    expect_ranks: int | None = option(
+        None,
+        "--expect-ranks",
+        "The job had N ranks: each must have a file.",
         metavar="N",
-        type=click.IntRange(min=1),
-        help="The job had N ranks: each must have a file.",
-    ),
-    options.threads(),
-    options.as_json(),
-    *options.filters(),
-    *options.reading(),
-    *options.talk(),
-]
+        at_least=1,
+    )
+    threads: int | None = options.threads()
+    json: bool = options.as_json()
+    filters: Filters
+    reading: options.Reading
 
 
-@click.command("verify", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(
-    *,
-    ckpts: tuple[str, ...],
-    quick: bool,
-    against: str | None,
-    expect_ranks: int | None,
-    threads: int | None,
-    json: bool,
-    **_shared: object,
-) -> None:
+@options.command("verify", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Verify all of the checkpoint, then compare what the filters choose; exit with 1 for no."""
-    chosen = asked.filters()
+    chosen, against, json = asked.filters, asked.against, asked.json
     if not chosen.wants_all and against is None:
         raise UsageError(
             "verify always checks everything; --include, --exclude and --only choose only what "
             "--against compares."
         )
-    read = asked.reading()
-    verified = partial(_report, quick=quick, threads=threads, ranks=expect_ranks)
+    ckpts, read = [*map(asked.reading.find, asked.ckpts)], asked.reading.options
+    verified = partial(_report, asked=asked)
     several = [saved.path for ckpt in ckpts for saved in run_of(ckpt) or [Saved(ckpt, None)]]
-    if len(several) > 1 or several != list(ckpts):
+    if len(several) > 1 or several != ckpts:
         if against is not None:
             raise UsageError("--against compares one checkpoint; several were given.")
         _each(several, read, verified, json=json)
@@ -115,7 +112,7 @@ def command(
     elif against is not None:
         # What else is wrong, a lost file that only held replicas, keeps no tensor from being read.
         readable = replace(index, problems=())
-        other = _compare(readable, against, chosen, read=read, threads=threads)
+        other = _compare(readable, against, asked)
     if json:
         render.emit_json(as_json(report, other))
     else:
@@ -139,16 +136,15 @@ class _Against(NamedTuple):
         return self.compared is not None and self.compared.same
 
 
-def _report(
-    index: CheckpointIndex, *, quick: bool, threads: int | None, ranks: int | None
-) -> VerifyReport:
-    """Verify by headers alone, or by reading all; ``ranks`` is how many there must be, if known."""
+def _report(index: CheckpointIndex, asked: Asked) -> VerifyReport:
+    """Verify by headers alone, or by reading all."""
     with Files() as files:
-        if quick:
+        if asked.quick:
             report = verify_quick(index, files)
         else:
             with progress.byte_bar(bytes_to_read(index), label="verify") as on_bytes:
-                report = verify(index, files, threads=threads, on_bytes=on_bytes)
+                report = verify(index, files, threads=asked.threads, on_bytes=on_bytes)
+    ranks = asked.expect_ranks
     return report if ranks is None else expecting_ranks(report, index, ranks)
 
 
@@ -176,24 +172,18 @@ def _each(ckpts: Sequence[str], read: ReadOptions, verified: _Verify, *, json: b
         click.get_current_context().exit(worst)
 
 
-def _compare(
-    index: CheckpointIndex,
-    against: str,
-    chosen: options.Filters,
-    *,
-    read: ReadOptions,
-    threads: int | None,
-) -> _Against:
+def _compare(index: CheckpointIndex, against: str, asked: Asked) -> _Against:
     """Compare the chosen tensors with a fingerprint, or with those of another checkpoint."""
     from ckpt_tools.cli.fingerprint import digest
 
+    chosen, threads = asked.filters, asked.threads
     if is_fingerprint(against):
         reference = load(against)
         if not chosen.wants_all:
             reference = reference.select(chosen.include, chosen.exclude, chosen.only)
     else:
         say(f"Reading {against} for comparison.")
-        other = options.read(against, read)
+        other = options.read(against, asked.reading.options)
         mine, theirs = options.choose(index, chosen), options.choose(other, chosen)
         with Files() as files:
             theirs, mine, left_out = without_left_out(theirs, mine, files)

@@ -12,14 +12,14 @@ from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.convert.arranging import digest_in, note_on_unopened, without_unopened
 from ckpt_tools.convert.header_strings import NO_PLACE, kept_strings, left_out_strings
-from ckpt_tools.convert.write import Conversion, Locate, Plan
+from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, Plan
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
-from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.names import select
+from ckpt_tools.core.options import option
 from ckpt_tools.core.plan import LazyPlans, Target
-from ckpt_tools.core.text import counted, some
+from ckpt_tools.core.text import counted, parse_amount, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
@@ -33,29 +33,36 @@ from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_
 WHOLE_LAYOUTS = ("accelerate",)
 
 
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """What to export and in which form; ``max_shard_size`` in bytes, ``dtype`` None to keep.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions(EntryOptions):
+    """What to export and in which form; ``max_shard_size`` in bytes.
 
-    ``dtypes`` are exceptions from ``dtype`` by name patterns, the last match wins. ``steps`` change
-    the entries after containers and wrappers are off their names. ``basename`` begins the name of
-    each safetensors file. ``keep_rank_states`` takes what each rank saved for itself along where
-    objects go along. ``layout`` is the framework for whose loader torch files are laid out; it
-    gives the names, so that neither ``steps`` nor ``keep_names`` go with it.
+    ``basename`` begins the name of each safetensors file. States of ranks go along where objects
+    do. ``layout`` is the framework for whose loader torch files are laid out; it gives the names,
+    so that neither ``steps`` nor ``keep_names`` go with it.
     """
 
     format: str = "safetensors"
-    dtype: DType | None = None
-    dtypes: tuple[tuple[str, DType | None], ...] = ()
-    keep_names: bool = False
-    keep_rank_states: bool = False
-    steps: tuple[Transform, ...] = ()
-    basename: str = "model"
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    layout: str | None = option(
+        None,
+        "--layout",
+        "Write the full tensors and optimizer as this framework's loader reads them.",
+        heading="Output",
+        choices=WHOLE_LAYOUTS,
+    )
+    keep_names: bool = option(False, "--keep-names", "Keep every name unchanged.", heading="Names")
+    max_shard_size: int = option(
+        5_000_000_000,
+        "--max-shard-size",
+        "Tensor bytes of one safetensors file, at most.",
+        metavar="SIZE",
+        heading="Types and sizes",
+        after="--dtype",
+        typed="5GB",
+        parse=parse_amount,
+    )
     only: Section | None = "model"
-    max_shard_size: int = 5_000_000_000
-    layout: str | None = None
+    basename: str = "model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

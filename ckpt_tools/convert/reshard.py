@@ -17,21 +17,27 @@ from ckpt_tools.analysis import infer_mesh as inference
 from ckpt_tools.convert import arranging
 from ckpt_tools.convert.export import made_of, rename
 from ckpt_tools.convert.header_strings import NO_PLACE, left_out_strings
-from ckpt_tools.convert.write import Conversion, Locate, Plan, WriteOptions
+from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, Plan, WriteOptions
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
-from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard, on_mesh
-from ckpt_tools.core.mesh_spec import PlaceRule, default_placements, described, fsdp_order
+from ckpt_tools.core.mesh_spec import (
+    PlaceRule,
+    default_placements,
+    described,
+    fsdp_order,
+    parse_mesh,
+)
 from ckpt_tools.core.names import select
+from ckpt_tools.core.options import option, required
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import frameworks, param_names
-from ckpt_tools.transforms.base import Transform, TransformedTensor
+from ckpt_tools.transforms.base import TransformedTensor
 from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.frameworks import FrameworkLayout
 from ckpt_tools.transforms.optimizer import ParamNames
@@ -39,35 +45,59 @@ from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_o
 
 
 @dataclass(frozen=True, slots=True)
-class ReshardOptions:
+class ReshardOptions(EntryOptions):
     """The target: a mesh, the placements of tensors on it, the format, and which tensors to write.
 
     ``placements`` None means FSDP2's own; ``rules`` overrule them by name, the last match wins;
-    ``like`` takes each tensor's layout from another checkpoint where that has one. ``steps`` change
-    the tensors after containers and wrappers are off their names. ``layout`` is the framework whose
-    loader the output is for. ``param_names`` name a numbered optimizer's parameters in its order;
-    empty, they are those that its groups store. ``keep_rank_states`` takes data positions and
-    random states along that belong to other ranks than the target has. ``torch_version`` is the
+    ``like`` takes each tensor's layout from another checkpoint where that has one. ``layout`` is
+    the framework whose loader the output is for. ``param_names`` name a numbered optimizer's
+    parameters in its order; empty, they are those that its groups store. ``torch_version`` is the
     torch of the job that will load rank files: None for that of rank files that are the source,
     else the installed one, else the newest known.
     """
 
-    mesh: Mesh
+    mesh: Mesh = required(
+        "--to-mesh",
+        "The target mesh: 32, 4x8, or with names: dp_replicate=4,dp_shard=8.",
+        metavar="MESH",
+        heading="Output",
+        parse=parse_mesh,
+    )
     placements: tuple[Placement, ...] | None = None
     rules: tuple[PlaceRule, ...] = ()
     like: CheckpointIndex | None = None
-    format: str = "dcp"
-    device_type: str = "cuda"
-    dtype: DType | None = None
-    dtypes: tuple[tuple[str, DType | None], ...] = ()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    only: Section | None = None
-    steps: tuple[Transform, ...] = ()
-    layout: FrameworkLayout | None = None
+    format: str = option(
+        "dcp",
+        "--format",
+        "A DCP directory, or one torch file of DTensors for each rank.",
+        heading="Output",
+        choices=[one.name for one in formats.targets("shards")],
+    )
+    layout: FrameworkLayout | None = option(
+        None,
+        "--layout",
+        "Write the folders, containers and extra files that this framework's loader expects.",
+        heading="Output",
+        choices=frameworks.LAYOUTS,
+    )
     param_names: ParamNames | None = None
-    keep_rank_states: bool = False
-    torch_version: str | None = None
+    device_type: str = option(
+        "cuda",
+        "--device-type",
+        "Device type of the mesh in --format ranks.",
+        metavar="TYPE",
+        heading="Output",
+    )
+    torch_version: str | None = option(
+        None,
+        "--torch-version",
+        "The torch of the job that will load --format ranks, such as 2.13. Each reads only its "
+        "own rank files.",
+        metavar="VERSION",
+        heading="Output",
+        shown="that of rank files that are the source, else the installed one, else the "
+        "newest known",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

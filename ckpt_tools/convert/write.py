@@ -15,21 +15,27 @@ from typing import Generic, Protocol, TypeVar
 
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
+from ckpt_tools.copying.parallel import memory_text
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.standing import Standing
 from ckpt_tools.copying.tasks import check_memory
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
 from ckpt_tools.core.known_crcs import KnownCrcs
+from ckpt_tools.core.names import Filters
+from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.progress import SILENT, Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.core.text import parse_amount
 from ckpt_tools.errors import OutputExistsError
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Materialize
+from ckpt_tools.transforms.base import Materialize, Transform
+from ckpt_tools.transforms.dtypes import parse_cast, parse_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +53,46 @@ class WriteOptions:
     Raises UsageError for no thread, or less than 1 MiB of memory.
     """
 
-    force: bool = False
-    threads: int | None = None
-    max_memory: int = 64 << 20
-    resume: bool = False
+    force: bool = option(False, "--force", "Replace an existing output.", heading="Writing")
+    resume: bool = option(
+        False,
+        "--resume",
+        "Continue the same command after it was interrupted: keep finished files, write the "
+        "others. An output of one file starts again.",
+        heading="Writing",
+    )
     restarted: bool = False
-    check: bool = False
-    verify_source: bool = True
+    verify_source: bool = option(
+        True, "--no-verify-source", "Do not compare what is copied with the source's own checksums."
+    )
+    check: bool = option(
+        False,
+        "--check",
+        "Read the result back before it is renamed to OUT, compare it with the source, and "
+        "check the source's own checksums.",
+        heading="Writing",
+    )
+    threads: int | None = option(
+        None,
+        "--threads",
+        "Threads of each process.",
+        metavar="N",
+        heading="Writing",
+        at_least=1,
+        shown="by cores, files and bytes",
+        own=True,
+    )
+    max_memory: int = option(
+        64 << 20,
+        "--max-memory",
+        "Total memory of all buffers.",
+        metavar="SIZE",
+        heading="Writing",
+        typed=memory_text,
+        shown="64MiB; 128MiB with 16 cores or more",
+        own=True,
+        parse=parse_amount,
+    )
     sources: tuple[str, ...] = ()
     watched: tuple[FileEntry, ...] = ()
     sizes: Sizes = field(default_factory=Sizes)
@@ -65,6 +104,42 @@ class WriteOptions:
     def checks_source(self) -> bool:
         """Whether the CRC-32s of what is copied are compared in passing; --check reads them all."""
         return self.verify_source and not self.check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryOptions(Filters):
+    """Which entries are converted, and in which types: ``dtype`` None to keep each tensor's own.
+
+    ``dtypes`` are exceptions from ``dtype`` by name patterns, the last match wins. ``steps`` change
+    the tensors after containers and wrappers are off their names. ``keep_rank_states`` takes data
+    positions and random states along that belong to other ranks than the target has.
+    """
+
+    dtype: DType | None = option(
+        None,
+        "--dtype",
+        "Cast floating tensors, rounding to nearest even: bf16, fp16, fp32, float8_e4m3fn…",
+        metavar="keep|TYPE",
+        heading="Types and sizes",
+        typed="keep",
+        parse=parse_cast,
+    )
+    dtypes: tuple[tuple[str, DType | None], ...] = repeated(
+        "--dtype-for",
+        "Another --dtype for names that match: '*norm*=fp32', '*.gate.*=keep'.",
+        metavar="GLOB=TYPE",
+        heading="Types and sizes",
+        parse=parse_rule,
+    )
+    keep_rank_states: bool = option(
+        False,
+        "--keep-rank-states",
+        "Keep each rank's own data positions and random states even if the target has another "
+        "number of ranks. By default they are then left out, with a note.",
+        heading="Output",
+        after="--layout",
+    )
+    steps: tuple[Transform, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

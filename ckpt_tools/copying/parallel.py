@@ -52,6 +52,11 @@ def default_memory() -> int:
     return max(_LEAST_MEMORY, min(MOST_THREADS, usable_cores()) * _MEMORY_PER_THREAD)
 
 
+def memory_text() -> str:
+    """The same as --max-memory takes it."""
+    return str(default_memory())
+
+
 @cache
 def usable_cores() -> int:
     """Processors that this process may use, at least 1."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import translate
 
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Path, Section
+from ckpt_tools.core.options import option, repeated
 from ckpt_tools.errors import AnswerNo, Instead, UsageError, Way
 
 # Wrapper modules leave one of these components in a parameter's name: torch.compile, FSDP1, and
@@ -178,6 +180,38 @@ def clean(name: str) -> str:
     """The name without wrapper components and without a leading DDP ``module``."""
     first, dot, rest = unwrapped(name).partition(".")
     return rest if first == "module" and dot else first + dot + rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Which entries are wanted: name patterns, and a section or None for all."""
+
+    include: tuple[str, ...] = repeated(
+        "-i --include",
+        "Only names that match this glob, or the regex after `re:`. Repeatable.",
+        metavar="GLOB",
+        heading="Which entries",
+        parse=str,
+    )
+    exclude: tuple[str, ...] = repeated(
+        "-x --exclude",
+        "Leave out names that match.",
+        metavar="GLOB",
+        heading="Which entries",
+        parse=str,
+    )
+    only: Section | None = option(
+        None,
+        "--only",
+        "Only this section.",
+        heading="Which entries",
+        choices={**{section: section for section in SECTIONS}, "all": None},
+    )
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether nothing is filtered at all."""
+        return not (self.include or self.exclude or self.only)
 
 
 def selector(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:

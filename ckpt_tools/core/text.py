@@ -13,6 +13,7 @@ from ckpt_tools.errors import UsageError
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50}
 _UNITS = {"": 1} | _DECIMAL | _BINARY
+_SMALLEST_BARE = 1_000  # a bare number below this is no number of bytes
 _SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
 
 
@@ -34,6 +35,16 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise UsageError(f"The size {text!r} is less than one byte.")
     return size
+
+
+def parse_amount(text: str) -> int:
+    """`parse_size` for an option: raises ValueError, also for a bare number that is surely none."""
+    if text.strip().isdigit() and 0 < int(text) < _SMALLEST_BARE:
+        raise ValueError(f"{text} of what? Write {text}GB, {text}GiB or {text}MB.")
+    try:
+        return parse_size(text)
+    except UsageError as error:
+        raise ValueError(f"{error.message} {error.hint or ''}") from error
 
 
 def format_size(nbytes: int) -> str:

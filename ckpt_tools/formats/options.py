@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckpt_tools.core.options import repeated
+
 
 class Cut(NamedTuple):
     """How tensor-parallel parts have the tensors whose names match the regular expression ``name``.
@@ -26,5 +28,11 @@ class ReadOptions:
     ``cuts`` say how tensor-parallel parts are to be joined, the first that matches a name.
     """
 
-    allow_globals: tuple[str, ...] = ()
+    allow_globals: tuple[str, ...] = repeated(
+        "--allow-global",
+        "Accept this class name in pickles; it is never imported or run.",
+        metavar="NAME",
+        heading="Other",
+        parse=str,
+    )
     cuts: tuple[Cut, ...] = ()

@@ -17,6 +17,7 @@ from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.errors import UsageError
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
@@ -39,18 +40,6 @@ class Rename(NamedTuple):
     side: Side | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """How names are made comparable: with ``clean``, without containers and wrapper components.
-
-    Renames come after that, in order. Clean names outside of the model begin with their section,
-    as in ``optim:state.emb.weight.exp_avg``.
-    """
-
-    clean: bool = False
-    renames: tuple[Rename, ...] = ()
-
-
 def parse_rename(text: str) -> Rename:
     """``PATTERN=NEW`` for both sides, or ``a:PATTERN=NEW`` and ``b:PATTERN=NEW`` for one.
 
@@ -69,6 +58,29 @@ def parse_rename(text: str) -> Rename:
     except (re.error, IndexError) as error:
         raise UsageError(f"--rename {text!r} cannot be read: {error}.") from error
     return Rename(compiled, replacement, side)
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How names are made comparable: with ``clean``, without containers and wrapper components.
+
+    Renames come after that, in order. Clean names outside of the model begin with their section,
+    as in ``optim:state.emb.weight.exp_avg``.
+    """
+
+    clean: bool = option(
+        False,
+        "--clean-names",
+        "Compare names without containers and wrappers.",
+        after="--ignore-dtypes",
+    )
+    renames: tuple[Rename, ...] = repeated(
+        "--rename",
+        "Change names before comparing. Repeatable.",
+        metavar="[a:|b:]PATTERN=NEW",
+        after="--clean-names",
+        parse=parse_rename,
+    )
 
 
 class Pairs(NamedTuple):
@@ -138,7 +150,9 @@ class DiffOptions:
 
     naming: Naming = field(default_factory=Naming)
     tolerance: Tolerance = field(default_factory=Tolerance)
-    ignore_dtypes: bool = False
+    ignore_dtypes: bool = option(
+        False, "--ignore-dtypes", "Equal values of different types count as equal."
+    )
 
 
 @dataclass(frozen=True, slots=True)

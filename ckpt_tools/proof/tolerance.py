@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+
+from ckpt_tools.core.options import option
 
 
-class Tolerance(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tolerance:
     """Values are the same when they are at most ``atol + rtol * |b|`` apart.
 
     With both at zero they are compared bit by bit: a NaN's bits and a zero's sign count, too.
     """
 
-    rtol: float = 0.0
-    atol: float = 0.0
+    rtol: float = option(0.0, "--rtol", "Relative tolerance.", metavar="X", at_least=0)
+    atol: float = option(0.0, "--atol", "Absolute tolerance.", metavar="X", at_least=0)
 
     @property
     def is_bitwise(self) -> bool:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools.core import names
-from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.dtypes import DType, parse_dtype
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UsageError
@@ -19,6 +19,26 @@ from ckpt_tools.transforms.quantized import Quantized
 
 # What optimizers of mixed precision call their own float32 copy of a weight.
 _MASTERS = frozenset({"master_param", "master_weight", "master", "fp32_param", "param"})
+
+
+def parse_cast(text: str) -> DType | None:
+    """The type that --dtype means, None for ``keep``. Raises ValueError."""
+    dtype = parse_dtype(text)
+    if text != "keep" and (dtype is None or not dtype.holds_weights):
+        raise ValueError(
+            f"{text!r} is not a floating type for weights; use keep, bf16, fp16 or fp32."
+        )
+    return dtype
+
+
+def parse_rule(text: str) -> tuple[str, DType | None]:
+    """The pattern and the type that ``GLOB=TYPE`` means. Raises UsageError."""
+    pattern, equals, name = text.rpartition("=")
+    dtype = parse_dtype(name)
+    is_known = name == "keep" or (dtype is not None and dtype.holds_weights)
+    if not equals or not pattern or not is_known:
+        raise UsageError(f"--dtype-for is written GLOB=TYPE with a floating type, not {text!r}.")
+    return pattern, dtype
 
 
 def cast_dtype(entry: TensorEntry, dtype: DType | None) -> DType:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
-
-import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import ReadOptions
 
 _HELP = """Browse a checkpoint on the screen: sizes, shards, values.
 
@@ -22,11 +20,17 @@ Only headers and the values on the screen are read. It needs textual: pip instal
 
 """ + options.examples("ckpt-tools browse run7/step-1000")
 
-_PARAMS = [options.checkpoint(), *options.reading(), *options.talk()]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    ckpt: str = options.ckpt()
+    reading: options.Reading
 
 
-@click.command("browse", cls=options.Command, help=_HELP, params=_PARAMS)
-def command(*, ckpt: str, allow_global: tuple[str, ...]) -> None:
+@options.command("browse", Asked, help=_HELP)
+def command(asked: Asked) -> None:
     """Read the headers, then hand the screen over until somebody leaves it."""
     if find_spec("textual") is None:
         raise UsageError(
@@ -40,6 +44,6 @@ def command(*, ckpt: str, allow_global: tuple[str, ...]) -> None:
     from ckpt_tools.cli.browse.app import Browser  # late: textual is an extra
     from ckpt_tools.cli.browse.content import Content
 
-    index = options.read(ckpt, ReadOptions(allow_global))
+    index = asked.reading.read(asked.ckpt)
     Browser(Content(index)).run()
     index.require_whole()

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from fuzz_cases import conversions, damages, optimizers
 from fuzz_cases.commands import Commands, Fault, Refused
 from fuzz_cases.sources import RefusedByTorch
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.api import CheckpointException
 
 KINDS = {
@@ -91,6 +92,7 @@ def run(seed: int) -> Ended:
         return Ended(kind, "failed", f"{type(error).__name__}: {error}", _trace(error))
     finally:
         signal.alarm(0)
+        _version._derived_version = None  # torch leaves 2.3's there when it refuses a save
     return Ended(kind, "done", "", commands.log)
 
 

@@ -310,11 +310,19 @@ def read(tree: Branch[Entry]) -> Optimizer:
 
 
 def _groups_of(tree: Tree[Entry]) -> tuple[ParamGroup | None, ...]:
-    if _is_value(tree, []):
-        return ()
+    """The groups; a DCP directory of torch up to 2.3 has a list without tensors as one object."""
+    if isinstance(tree, ObjectEntry) and tree.opened and _is_list(tree.value):
+        tree = list_of([_opened(value) for value in tree.value])
     if not isinstance(tree, Branch) or tree.keys is not None:
         raise UnsupportedError("The optimizer's param_groups are not a list of groups.")
     return tuple(None if g is None else _group_of(n, g) for n, g in enumerate(tree.items))
+
+
+def _opened(value: PlainValue) -> Tree[Entry]:
+    """A group that is a plain value as the dict that it is."""
+    if not isinstance(value, Mapping):
+        return _held_in("", value)
+    return _dict({key: _held_in(key, item) for key, item in value.items()})
 
 
 def _group_of(number: int, tree: Tree[Entry]) -> ParamGroup:
@@ -496,4 +504,9 @@ def _is_value(item: Tree[Entry], value: PlainValue) -> bool:
 
 def _listed(key: str, params: Sequence[PlainValue]) -> ObjectEntry:
     """A list of plain values, such as a group's parameters."""
-    return ObjectEntry(key, (key,), "optim", ByteRange("", 0, 0), value=list(params), opened=True)
+    return _held_in(key, list(params))
+
+
+def _held_in(key: Key, value: PlainValue) -> ObjectEntry:
+    part = key if isinstance(key, int) else str(key)
+    return ObjectEntry(str(part), (part,), "optim", ByteRange("", 0, 0), value=value, opened=True)

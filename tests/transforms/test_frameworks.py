@@ -14,7 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from alone import ALONE
 from click.testing import CliRunner, Result
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckpt_tools.cli import cli
 from ckpt_tools.formats import read_index
@@ -208,6 +210,24 @@ def test_a_flattened_optimizer_becomes_nested_and_back_again(tmp_path: Path) -> 
     lay_out(tmp_path / "plain", tmp_path / "again", "titan")
     again = {n for n in names_of(tmp_path / "again" / "step-1") if n.startswith("optimizer.")}
     assert again == {name for name in names_of(TITAN) if name.startswith("optimizer.")}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", ["plain", "titan", "lightning"])
+def test_groups_that_torch_2_3_kept_as_one_object_are_laid_out_as_those_of_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state, optim = get_state_dict(model, optimizer)
+    for name, version in {"today": None, "2.3": "2_3"}.items():
+        monkeypatch.setattr(_version, "_derived_version", version)
+        dcp.save({"model": state, "optim": optim}, checkpoint_id=tmp_path / name, **ALONE)
+        lay_out(tmp_path / name, tmp_path / f"{name}-out", layout)
+    assert "optim.param_groups" in names_of(tmp_path / "2.3")
+    assert names_of(tmp_path / "2.3-out") == names_of(tmp_path / "today-out")
 
 
 def test_fsdp1_in_one_file_becomes_what_fsdp2_of_accelerate_loads(tmp_path: Path) -> None:

@@ -92,7 +92,8 @@ def run(seed: int) -> Ended:
         return Ended(kind, "failed", f"{type(error).__name__}: {error}", _trace(error))
     finally:
         signal.alarm(0)
-        _version._derived_version = None  # torch leaves 2.3's there when it refuses a save
+        # torch leaves that of 2.3 there when it refuses a save.
+        _version._derived_version = None  # noqa: SLF001 (nothing public resets it)
     return Ended(kind, "done", "", commands.log)
 
 

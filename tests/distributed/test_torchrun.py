@@ -186,7 +186,13 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         {"engine": "gather", "name": "hurt", "ckpt": hurt, "mesh": "2", "check": True},
         {"engine": "copy", "name": "hurt", "ckpt": hurt, "mesh": "2", "check": True},
         {"engine": "copy", "name": "dcp", "ckpt": DCP, "mesh": "4x2"},
-        {"engine": "copy", "name": "columns", "ckpt": ranks, "mesh": "3", "place": ("*=S(1)",)},
+        {
+            "engine": "copy",
+            "name": "columns",
+            "ckpt": ranks,
+            "mesh": "3",
+            "place": ("*_proj.weight*=S(1)",),
+        },
         {"engine": "gather", "name": "lacking", "ckpt": lacking / "{rank}", "mesh": "8"},
     ]
     copied = {"verl": ranks}

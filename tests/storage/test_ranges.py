@@ -27,7 +27,7 @@ pytest.importorskip("aiohttp")
 
 REAL = Path(__file__).parents[1] / "data" / "checkpoints"
 DCP = "fsdp2_dcp_hsdp_2x4/ckpt"
-COLUMNS = "fsdp2_tp_torchsave_2x2/ckpt"  # half of its shards are columns, which lie in strides
+COLUMNS = "fsdp2_tp_dcp_2x2/ckpt"  # half of its shards are columns, which lie in strides
 NUMBERS = bytes(range(256)) * 8
 
 
@@ -159,7 +159,7 @@ def test_all_of_a_file_is_no_other_range_when_it_was_asked_for(serve, tmp_path: 
 
 
 def test_a_stream_of_an_old_file_is_compared_too(serve) -> None:  # noqa: ANN001
-    there = f"{serve(shifted, REAL)}/fsdp2_torchsave_legacy_4r/ckpt"
+    there = f"{serve(shifted, REAL)}/fsdp2_torchsave_legacy_4r/ckpt/model_rank0.pt"
     with pytest.raises(UnreadableError, match="was asked for bytes="):
         read_index(there)
 

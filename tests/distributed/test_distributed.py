@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import contents
+from size_records import TINY
 
 from ckpt_tools import formats
 from ckpt_tools.cli import cli
@@ -593,6 +594,18 @@ def test_what_one_worker_raises_is_raised(orders: list[ShareOrder], tmp_path: Pa
     os.truncate(tmp_path / "source" / "__2_0.distcp", 100)
     with pytest.raises(UnreadableError, match=r"__2_0\.distcp is truncated"):
         write_with_workers(orders, on_bytes=nothing, seen=KnownCrcs())
+
+
+@pytest.mark.parametrize(("sizes", "most"), [(Sizes(), 2), (TINY, 1 << 60)])
+def test_workers_say_now_and_then_how_much_they_have_written(
+    orders: list[ShareOrder], sizes: Sizes, most: int
+) -> None:
+    told: list[int] = []
+    orders = [order._replace(sizes=sizes) for order in orders]
+    write_with_workers(orders, on_bytes=told.append, seen=KnownCrcs())
+    assert 0 < sum(told) <= orders[0].plans.length
+    said = [nbytes for nbytes in told if nbytes]
+    assert (2 if sizes == TINY else 0) < len(said) <= most
 
 
 def test_a_worker_that_dies_is_an_error_that_says_how(orders: list[ShareOrder]) -> None:

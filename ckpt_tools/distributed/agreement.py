@@ -54,7 +54,8 @@ def begin(
 
 def require_same_options(group: Group, mine: Mapping[str, str]) -> None:
     """Raise UsageError on all ranks when one has other options than rank 0."""
-    theirs = json.loads(group.broadcast(json.dumps(dict(mine))))
+    group.command = group.broadcast(json.dumps(dict(mine)))
+    theirs = json.loads(group.command)
     error = None
     for name in sorted({*mine, *theirs}):
         here, there = mine.get(name, "not given"), theirs.get(name, "not given")

@@ -170,12 +170,12 @@ def lead_or_follow(
     attempt, out = group.attempt, conversion.out
     if attempt:
         conversion = replace(conversion, write=replace(conversion.write, restarted=True))
-        if group.has_written(out):
+        if group.has_written(out, conversion.index.root):
             plan = conversion.plan(executor.locate)
             note = f"Attempt {attempt} of this job had already finished {out}."
             return replace(plan, notes=(*plan.notes, note))
     if group.rank == 0:
-        return write(conversion, _Noting(group, executor, out), listener)
+        return write(conversion, _Noting(group, executor, out, conversion.index.root), listener)
     plan = conversion.plan(executor.locate)
     executor.run(plan, atomic_output.place_of(out), KnownCrcs())
     return plan
@@ -183,11 +183,14 @@ def lead_or_follow(
 
 @dataclass(frozen=True, slots=True)
 class _Noting:
-    """Executes as another does, and has later attempts of the job know that ``out`` is written."""
+    """Executes as another does, and has later attempts of the job know that ``out`` is written from
+    ``source``.
+    """
 
     group: Group
     executor: Executor
     out: str
+    source: str
 
     @property
     def locate(self) -> Locate:
@@ -197,7 +200,7 @@ class _Noting:
     def run(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
         """What is written next is renamed to ``out``."""
         self.executor.run(plan, place, seen)
-        self.group.note_written(self.out)
+        self.group.note_written(self.out, self.source)
 
 
 def _admit(out: str, options: WriteOptions, *, resume: bool) -> None:

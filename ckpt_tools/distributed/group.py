@@ -66,6 +66,7 @@ class Group:
         self._lasting = store if lasting is None else lasting
         self.place = place
         self._heartbeat = heartbeat
+        self.command = ""  # its options, as all ranks have them
         self.is_done = False
         self._meetings = 0
         self._is_over = False
@@ -134,16 +135,21 @@ class Group:
         self.barrier()
         return self._ask(lambda: self.store.add(key, 0))
 
-    def note_written(self, out: str) -> None:
-        """Have later attempts of this job know that all of ``out`` is written."""
-        self._ask(lambda: self._lasting.set(f"written/{os.path.abspath(out)}", "1"))
+    def note_written(self, out: str, source: str) -> None:
+        """Have later attempts of this job know that all of ``out`` is written from ``source``."""
+        self._ask(lambda: self._lasting.set(self._written(out, source), "1"))
 
-    def has_written(self, out: str) -> bool:
-        """Whether an earlier attempt of this job has made ``out``, as rank 0 sees it. A meeting."""
-        key = f"written/{os.path.abspath(out)}"
+    def has_written(self, out: str, source: str) -> bool:
+        """Whether an earlier attempt of this command has made ``out`` from ``source``, as rank 0
+        sees it. A meeting.
+        """
+        key = self._written(out, source)
         is_there = os.path.lexists(out) and not os.path.lexists(partial_of(out))
         noted = self.rank == 0 and is_there and self._ask(lambda: self._lasting.check([key]))
         return bool(self.broadcast("1" if noted else ""))
+
+    def _written(self, out: str, source: str) -> str:
+        return f"written/{os.path.abspath(out)}/{os.path.abspath(source)}/{self.command}"
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -294,6 +300,8 @@ def join(place: RankPlace, *, workers: int) -> Iterator[Group]:
     try:
         attempt = meet(beats, place, f"ckpt-tools/{next(_groups)}")
     except RuntimeError as error:
+        if place.local_rank == 0:
+            environment.speak()  # rank 0 may be gone with it
         raise store_is_gone(str(error).partition("\n")[0]) from error
     heartbeat = Heartbeat(_under(attempt.prefix, beats), place)
     group = Group(

@@ -245,6 +245,25 @@ def test_every_rank_hears_what_rank_0_says() -> None:
     assert run_ranks(4, lambda group: group.broadcast(f"from {group.rank}")) == ["from 0"] * 4
 
 
+@pytest.mark.parametrize(
+    ("dtype", "source", "seen"), [("bf16", "a", True), ("fp16", "a", False), ("bf16", "b", False)]
+)
+def test_what_an_earlier_attempt_has_written_is_that_of_its_own_command(
+    tmp_path: Path, dtype: str, source: str, *, seen: bool
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def work(group: Group) -> bool:
+        agreement.require_same_options(group, {"--dtype": "bf16"})
+        if group.rank == 0:
+            group.note_written(str(out), "a")
+        agreement.require_same_options(group, {"--dtype": dtype})
+        return group.has_written(str(out), source)
+
+    assert run_ranks(2, work) == [seen, seen]
+
+
 def test_what_one_rank_raises_all_raise() -> None:
     def work(group: Group) -> None:
         with group.collective():

@@ -1,7 +1,8 @@
 """Records stdout, stderr and exit code of the looking commands over all of tests/data.
 
-One JSON object a line, sorted by path and command, without times or absolute paths: two commits
-that do the same give the same file. Every folder and file below tests/data is a source, so what is
+One JSON object a line, sorted by path and command, without absolute paths: two commits that do the
+same give the same file, in any clone: it is a copy of the data that is looked at, all of it saved
+one day before a fixed now. Every folder and file below tests/data is a source, so what is
 refused is recorded, too.
 """
 
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
@@ -23,6 +27,7 @@ COMMANDS = (
     ("fingerprint", "--json"),
 )
 _DATA = "tests/data"
+_NOW, _DAY = 1_700_000_000, 86_400
 _LEFT_OUT = (".md", ".json", "truth.safetensors")
 
 
@@ -60,11 +65,29 @@ def record(source: str) -> list[str]:
 def main() -> None:
     """Write the record of every source to the file that is named."""
     out = os.path.abspath(sys.argv[1])
-    os.chdir(_DATA)
-    with open(out, "w", encoding="utf-8") as file, ProcessPoolExecutor() as pool:
-        file.writelines(
-            "\n".join(lines) + "\n" for lines in pool.map(record, list(sources()), chunksize=8)
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        data = shutil.copytree(_DATA, os.path.join(folder, "data"), symlinks=True)
+        os.chdir(data)
+        _set_times()
+        with (
+            open(out, "w", encoding="utf-8") as file,
+            ProcessPoolExecutor(initializer=_stop) as pool,
+        ):
+            file.writelines(
+                "\n".join(lines) + "\n" for lines in pool.map(record, list(sources()), chunksize=8)
+            )
+        os.chdir("/")  # out of the folder that goes
+
+
+def _set_times() -> None:
+    for folder, _, names in os.walk("."):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            os.utime(path, (_NOW - _DAY, _NOW - _DAY), follow_symlinks=False)
+
+
+def _stop() -> None:
+    """Stop the clock of a process."""
+    time.time = lambda: _NOW
 
 
 if __name__ == "__main__":

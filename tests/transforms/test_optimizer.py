@@ -104,7 +104,7 @@ def test_every_optimizer_of_torch_has_the_shapes_that_torch_gives(kind: str, tim
 
 
 def _of_packages() -> dict[str, StateDict]:
-    """Of `scripts/record_optimizers.py`: each optimizer's state dicts before and after steps."""
+    """State dicts of optimizers of several packages, by torch, before and after two steps."""
     data = lzma.decompress(Path("tests/data/optimizers.pt.xz").read_bytes())
     found = torch.load(io.BytesIO(data), weights_only=True)["optimizers"]
     return {

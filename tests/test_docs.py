@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from click.testing import CliRunner
+from running import run
 
 from ckpt_tools.cli import cli
 
@@ -49,7 +49,7 @@ def test_each_page_has_examples(docs: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", cli.list_commands(None))
 def test_each_help_ends_in_examples(name: str) -> None:
-    shown = CliRunner().invoke(cli, [name, "--help"]).stdout
+    shown = run(name, "--help").stdout
     assert "Examples:" in shown
     assert max(map(len, shown.splitlines())) <= 110
 
@@ -67,7 +67,7 @@ def test_each_command_of_the_page_on_frameworks_runs_as_it_stands(
     name, saved, *more = shlex.split(command)
     more = [{"N": "2"}.get(word, word) for word in more]
     more[more.index("-o") + 1] = str(tmp_path / "out")
-    done = CliRunner().invoke(cli, [name, str(REAL / SAVED[saved]), *more])
+    done = run(name, REAL / SAVED[saved], *more)
     assert done.exit_code == 0, done.stderr
 
 

@@ -7,10 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from reader_contract import DATA
-
-from ckpt_tools.cli import cli
+from running import run
 
 REAL = DATA / "checkpoints"
 RANDOM = "random states of 4 ranks"
@@ -59,10 +57,6 @@ FRAMEWORKS = {
         RANDOM,
     ),
 }
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(cli, [*map(str, words)])
 
 
 def resharded(kind: str, out: Path, mesh: str, *more: str) -> tuple[Path, Path, str]:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from running import run
 from safetensors.numpy import save_file
 
-from ckpt_tools.cli import browse, cli
+from ckpt_tools.cli import browse
 from ckpt_tools.formats import read_index
 
 REAL = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -24,7 +24,7 @@ def test_without_textual_the_error_names_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(browse, "find_spec", lambda _: None)
-    done = CliRunner().invoke(cli, ["browse", str(DCP)])
+    done = run("browse", DCP)
     assert done.exit_code == 2
     assert "pip install 'ckpt-tools[browse]'" in done.stderr
 
@@ -130,9 +130,7 @@ def test_the_keys_stand_in_the_last_line() -> None:
 
 
 def test_a_slice_has_the_values_that_show_has() -> None:
-    said = CliRunner().invoke(
-        cli, ["show", str(DCP), "model.emb.weight", "--slice", "2:9,1:4", "--json"]
-    )
+    said = run("show", DCP, "model.emb.weight", "--slice", "2:9,1:4", "--json")
     expected = json.loads(said.stdout)["slice"]["values"]
 
     async def act(screen: Screen) -> None:
@@ -161,7 +159,7 @@ def test_an_object_is_shown_with_its_value() -> None:
 
 
 def test_by_ranks_each_file_has_the_bytes_that_it_holds() -> None:
-    said = CliRunner().invoke(cli, ["inspect", str(DCP), "--shards", "--json"])
+    said = run("inspect", DCP, "--shards", "--json")
     loads = {Path(one["path"]).name: one["nbytes"] for one in json.loads(said.stdout)["shards"]}
 
     async def act(screen: Screen) -> None:
@@ -247,13 +245,13 @@ def test_a_name_is_shown_as_it_is_spelled(tmp_path: Path) -> None:
 
 
 def test_two_checkpoints_are_answered_with_diff() -> None:
-    done = CliRunner().invoke(cli, ["browse", str(DCP), str(DCP)])
+    done = run("browse", DCP, DCP)
     assert done.exit_code == 2
     assert "CKPT is one path" in done.stderr
     assert "`ckpt-tools diff A B` compares two." in done.stderr
 
 
 def test_a_pipe_is_answered_with_the_commands_that_write_text() -> None:
-    done = CliRunner().invoke(cli, ["browse", str(DCP)])
+    done = run("browse", DCP)
     assert done.exit_code == 2
     assert "ls --tree" in done.stderr

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from dtensor_files import ROWS, save_ranks
+from running import run
 from safetensors.torch import save_file
 
 from ckpt_tools import __version__
@@ -22,10 +22,6 @@ REAL = DATA / "checkpoints"
 DCP = str(REAL / "fsdp2_dcp_1d_4r" / "ckpt")
 HSDP = str(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt")
 RANKS = str(REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt")
-
-
-def run(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args))
 
 
 @pytest.fixture
@@ -112,7 +108,7 @@ def test_what_is_wrong_is_in_the_json_too(hurt: Path) -> None:
 
 
 def test_a_verdict_has_its_colour_on_a_terminal() -> None:
-    shown = CliRunner().invoke(cli, ["inspect", DCP], color=True).stdout
+    shown = run("inspect", DCP, color=True).stdout
     assert "\x1b[32mcomplete by its headers\x1b[0m" in shown
 
 

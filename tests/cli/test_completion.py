@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from click.shell_completion import ShellComplete
-from click.testing import CliRunner
+from running import run
 
 from ckpt_tools.cli import cli
 
@@ -30,19 +30,19 @@ def _offered(*words: str) -> list[str]:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_has_its_script(shell: str) -> None:
-    done = CliRunner().invoke(cli, ["completion", shell])
+    done = run("completion", shell)
     assert done.exit_code == 0
     assert f"_CKPT_TOOLS_COMPLETE={shell}_complete" in done.stdout
 
 
 def test_bash_can_read_its_script() -> None:
-    script = CliRunner().invoke(cli, ["completion", "bash"]).stdout
+    script = run("completion", "bash").stdout
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
 def test_fish_completes_commands_and_names() -> None:
-    script = CliRunner().invoke(cli, ["completion", "fish"]).stdout
+    script = run("completion", "fish").stdout
     asked = f'complete -C "ckpt-tools ins"; complete -C "ckpt-tools show {CKPT} model.head1.b"'
     done = subprocess.run(
         ["fish", "-c", f"source; {asked}"],
@@ -78,13 +78,13 @@ def test_names_that_are_no_line_are_not_offered(hostile: Path) -> None:
 
 
 def test_bash_puts_names_on_the_line_so_that_nothing_in_them_runs(hostile: Path) -> None:
-    script = CliRunner().invoke(cli, ["completion", "bash"]).stdout
-    run = hostile.parent.parent / f"{hostile.parent.name}-ckpt-tools"
-    run.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckpt_tools "$@"\n')
-    run.chmod(0o755)
+    script = run("completion", "bash").stdout
+    program = hostile.parent.parent / f"{hostile.parent.name}-ckpt-tools"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckpt_tools "$@"\n')
+    program.chmod(0o755)
     asked = f"""
         COMP_WORDS=(ckpt-tools show {hostile} a); COMP_CWORD=3
-        _ckpt_tools_completion {run}
+        _ckpt_tools_completion {program}
         for word in "${{COMPREPLY[@]}}"; do eval "printf '%s\\n' $word"; done
     """
     done = subprocess.run(
@@ -170,7 +170,7 @@ def test_a_name_that_a_shell_completes_is_one_word_and_nothing_in_it_runs(
     for number, name in enumerate(names):
         _checkpoint(tmp_path / f"{number}.safetensors", name)
     start, *options = INTERACTIVE[shell]
-    (tmp_path / "script").write_text(CliRunner().invoke(cli, ["completion", shell]).stdout)
+    (tmp_path / "script").write_text(run("completion", shell).stdout)
     with _shell(tmp_path, shell, *options) as terminal:
         terminal.type("")
         terminal.type(f"{start}\n")
@@ -187,7 +187,7 @@ def test_a_name_with_a_line_break_is_completed_by_no_shell(tmp_path: Path, shell
         pytest.skip(f"needs {shell}")
     _checkpoint(tmp_path / "0.safetensors", "a\ntouch ran")
     start, *options = INTERACTIVE[shell]
-    (tmp_path / "script").write_text(CliRunner().invoke(cli, ["completion", shell]).stdout)
+    (tmp_path / "script").write_text(run("completion", shell).stdout)
     with _shell(tmp_path, shell, *options) as terminal:
         terminal.type("")
         terminal.type(f"{start}\n")

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from alone import ALONE
-from click.testing import CliRunner, Result
+from running import run
 
 from ckpt_tools import formats, open_checkpoint
-from ckpt_tools.cli import cli
 from ckpt_tools.errors import CkptError
 
 DATA = Path(__file__).parents[1] / "data"
@@ -31,10 +30,6 @@ class Said(NamedTuple):
     tensors: int
     objects: int | None = None
     nbytes: int | None = None
-
-
-def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, list(map(str, args)))
 
 
 def _in_full(path: Path) -> Iterator[tuple[str, Said]]:

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from reader_contract import DATA, TrueTensor, truth_of
-
-from ckpt_tools.cli import cli
+from running import run
 
 REAL = DATA / "checkpoints"
 FRAMEWORKS = ("accelerate", "composer", "dcp_hf", "hf_sharded", "lightning", "peft")
@@ -30,10 +29,6 @@ COMMANDS = (
 # FSDP1 under verl saves its optimizer as flat pieces without a layout, which nobody can put
 # together: inspect and verify say so, and export has the model.
 HURT = {("verl_fsdp1_4r", "inspect"): 3, ("verl_fsdp1_4r", "verify"): 1}
-
-
-def run(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args))
 
 
 def levels(top: str) -> Iterator[str]:

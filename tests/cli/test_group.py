@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from running import run
 
 from ckpt_tools.cli import cli, inspect
 from ckpt_tools.cli.group import say_error
@@ -31,7 +32,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, error: BaseException, *flags: str) -
         raise error
 
     monkeypatch.setattr(inspect, "read_index", failing)
-    return CliRunner().invoke(cli, ["inspect", "ckpt", *flags])
+    return run("inspect", "ckpt", *flags)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_an_error_of_the_system_names_the_file(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_several_checkpoints_are_told_on_after_one_fails() -> None:
-    result = CliRunner().invoke(cli, ["inspect", "/nowhere", CKPT])
+    result = run("inspect", "/nowhere", CKPT)
     assert result.exit_code == 3
     assert CKPT in result.stdout
     assert "/nowhere" in result.stderr
@@ -92,9 +93,9 @@ def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(cli.commands, "failing", failing)
     monkeypatch.setattr(type(cli), "get_command", lambda *_: failing)
-    assert "\x1b" in CliRunner().invoke(cli, ["failing"], color=True).stderr
+    assert "\x1b" in run("failing", color=True).stderr
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in CliRunner().invoke(cli, ["failing"], color=True).stderr
+    assert "\x1b" not in run("failing", color=True).stderr
 
 
 def test_what_click_quotes_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +104,7 @@ def test_what_click_quotes_is_printable(monkeypatch: pytest.MonkeyPatch) -> None
         raise click.UsageError("No such option: --\x1b[2J")  # as click 8.1 does
 
     monkeypatch.setattr(type(cli), "get_command", lambda *_: failing)
-    result = CliRunner().invoke(cli, ["ls"], color=True)
+    result = run("ls", color=True)
     assert result.exit_code == 2
     assert result.stderr.endswith("No such option: --\\x1b[2J\n")
 
@@ -158,19 +159,19 @@ _HELP_IS_AN_ANSWER = version("click").startswith("8.1.")  # there, exit code 0
     ],
 )
 def test_what_cannot_be_meant_is_exit_code_2(args: list[str]) -> None:
-    assert CliRunner().invoke(cli, args).exit_code == 2
+    assert run(*args).exit_code == 2
 
 
 def test_values_of_a_hurt_tensor_are_refused_and_whole_ones_shown(tmp_path: Path) -> None:
     hurt = shutil.copytree(CKPT, tmp_path / "hurt")
     os.truncate(hurt / "__2_0.distcp", 1000)
-    result = CliRunner().invoke(cli, ["show", str(hurt), "app.model.emb.weight"])
+    result = run("show", hurt, "app.model.emb.weight")
     assert (result.exit_code, result.stdout) == (3, "")
     assert "__2_0.distcp is truncated" in result.stderr
-    assert CliRunner().invoke(cli, ["show", "--raw", str(hurt), "app.model.seen"]).exit_code == 0
+    assert run("show", "--raw", hurt, "app.model.seen").exit_code == 0
 
 
 def test_forms_exclude_one_another() -> None:
-    result = CliRunner().invoke(cli, ["ls", CKPT, "--json", "--csv"])
+    result = run("ls", CKPT, "--json", "--csv")
     assert result.exit_code == 2
     assert "--json and --csv" in result.stderr

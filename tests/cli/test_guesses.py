@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from launching import BIN, torchrun
+from running import run
 
 from ckpt_tools import __version__
 from ckpt_tools.cli import cli, guesses
@@ -15,10 +15,6 @@ REAL = Path(__file__).parents[1] / "data" / "checkpoints"
 DCP = str(REAL / "fsdp2_dcp_1d_4r" / "ckpt")
 COMPOSER = REAL / "composer-0.32.1-monolith" / "ep0-ba1-rank0.pt"
 RANKS = REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt"
-
-
-def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(arg) for arg in args])
 
 
 @pytest.mark.parametrize(

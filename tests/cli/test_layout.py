@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from click.testing import CliRunner, Result
-
-from ckpt_tools.cli import cli
+from click.testing import Result
+from running import run
 
 REAL = Path(__file__).parents[1] / "data" / "checkpoints"
 HSDP = str(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt")
@@ -13,7 +12,7 @@ TP = str(REAL / "fsdp2_tp_torchsave_2x2" / "ckpt")
 
 
 def _run(*args: str) -> Result:
-    return CliRunner().invoke(cli, ["layout", *args])
+    return run("layout", *args)
 
 
 def test_a_bar_names_the_ranks_of_each_piece() -> None:

@@ -7,10 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from running import run
 
 from ckpt_tools import formats
-from ckpt_tools.cli import cli
 from ckpt_tools.core.index import CheckpointIndex, LocatedIndex
 from ckpt_tools.core.text import format_size
 from ckpt_tools.storage.reader import Files
@@ -25,10 +24,6 @@ SAFE = str(CHECKPOINTS / "dcp_hf_sharded_4r" / "ckpt")
 OTHER = str(CHECKPOINTS / "fsdp2_dcp_1d_4r" / "ckpt")
 HOLE = str(DATA / "cases" / "C33_missing_ranks" / "hole")
 DTYPES = str(CHECKPOINTS / "dtensor_dtypes_dcp_4r" / "ckpt")
-
-
-def run(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args))
 
 
 @pytest.fixture

@@ -5,16 +5,15 @@ from pathlib import Path
 
 import browser
 import pytest
-from click.testing import CliRunner, Result
-
-from ckpt_tools.cli import cli
+from click.testing import Result
+from running import run
 
 REAL = Path(__file__).parents[1] / "data" / "checkpoints"
 DCP = str(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt")
 
 
 def _run(*args: str) -> Result:
-    return CliRunner().invoke(cli, ["inspect", *args])
+    return run("inspect", *args)
 
 
 def test_the_page_has_the_facts_of_the_report() -> None:
@@ -49,12 +48,12 @@ def test_a_broken_checkpoint_gets_its_page(tmp_path: Path, args: tuple[str, ...]
     shutil.copytree(DCP, tmp_path / "ckpt")
     next((tmp_path / "ckpt").glob("__2_*.distcp")).unlink()
     command = [args[0], str(tmp_path / "ckpt"), *args[1:], "--html", "-", "-q"]
-    done = CliRunner().invoke(cli, command)
+    done = run(*command)
     assert done.exit_code == 3
     assert "NOT COMPLETE" in done.stdout.split("</header>")[0]
     metadata = tmp_path / "ckpt" / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:300])
-    done = CliRunner().invoke(cli, command)
+    done = run(*command)
     assert done.exit_code == 3
     assert "CANNOT BE READ" in done.stdout
     assert ".metadata is truncated" in done.stdout

@@ -5,16 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
-
-from ckpt_tools.cli import cli
+from running import run
 
 DATA = Path(__file__).parents[1] / "data"
 DCP = DATA / "checkpoints" / "fsdp2_dcp_toplevel_multifile_4r" / "ckpt"
-
-
-def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, list(map(str, args)))
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from reader_contract import DATA
+from running import run
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tools import formats
-from ckpt_tools.cli import cli
 
 REAL = DATA / "checkpoints"
 TITAN = REAL / "torchtitan_llama3_4r" / "ckpt" / "checkpoint_full"
@@ -18,10 +18,6 @@ HUB = {
     "model.embed_tokens.weight": np.arange(12, dtype=np.float32).reshape(6, 2),
     "model.norm.weight": np.ones(2, np.float32),
 }
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(cli, [*map(str, words)])
 
 
 def ran(*words: object) -> Result:

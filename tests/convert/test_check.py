@@ -12,15 +12,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from alone import ALONE
-from click.testing import CliRunner, Result
 from damages import Victim
 from dtensor_files import ROWS, drifted, dtensor, mesh_of, shard
 from reader_contract import DATA
+from running import run
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ckpt_tools import api, formats
-from ckpt_tools.cli import cli
 from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.export import Export, ExportOptions
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
@@ -36,10 +35,6 @@ from ckpt_tools.storage.reader import Files
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(6, 4)
 DCP = str(DATA / "checkpoints" / "fsdp2_dcp_hsdp_2x4" / "ckpt")
-
-
-def run(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args))
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])

@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from alone import ALONE
-from click.testing import CliRunner, Result
+from click.testing import Result
 from reader_contract import DATA
+from running import run
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-
-from ckpt_tools.cli import cli
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -54,7 +53,7 @@ def quiet() -> Iterator[None]:
 
 
 def ran(*words: object) -> Result:
-    result = CliRunner().invoke(cli, [*map(str, words)])
+    result = run(*words)
     assert result.exit_code == 0, result.stderr
     return result
 
@@ -160,7 +159,7 @@ def test_a_model_that_lacks_a_layer_is_refused_with_its_names(tmp_path: Path) ->
     assets = save_assets(model, tmp_path / "assets")
     source = save_dcp(model, tmp_path / "ckpt")
     words = ("export", source, "-o", tmp_path / "out", "--hf-assets", assets)
-    result = CliRunner().invoke(cli, [*map(str, words), "-x", "*layers.1.mlp*"])
+    result = run(*words, "-x", "*layers.1.mlp*")
     assert result.exit_code == 1
     assert "3 missing: model.layers.1.mlp.down_proj.weight" in result.stderr
     assert not list(tmp_path.glob("out*"))

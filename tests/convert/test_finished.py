@@ -4,12 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import running
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from dtensor_files import ROWS, save_ranks
 from size_records import DEFAULT, use
 
-from ckpt_tools.cli import cli
 from ckpt_tools.copying.task_writer import TaskWriter
 from ckpt_tools.errors import WriteError
 
@@ -32,7 +32,7 @@ def save(folder: Path, *, step: int) -> Path:
 
 def run(kind: str, source: Path, out: Path, *options: str) -> Result:
     command, *more = COMMANDS[kind]
-    return CliRunner().invoke(cli, [command, str(source), "-o", str(out), *more, *options])
+    return running.run(command, source, "-o", out, *more, *options)
 
 
 @pytest.fixture

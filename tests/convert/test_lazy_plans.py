@@ -7,12 +7,11 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from reader_contract import DATA
+from running import run
 from size_records import DEFAULT, use
 
 from ckpt_tools import formats
-from ckpt_tools.cli import cli
 from ckpt_tools.convert.export import ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.copying.tasks import ALL, Share, cut, groups_of
@@ -84,7 +83,7 @@ def test_lazy_plans_write_the_same_bytes_by_any_number_of_workers(
     for out in ("one", "two"):
         flags = ("-j", "2") if out == "two" else ("--check",)
         args = ("reshard", VERL, "-o", str(tmp_path / out), "--to-mesh", "3x2", "--format", "ranks")
-        done = CliRunner().invoke(cli, [*args, *flags])
+        done = run(*args, *flags)
         assert done.exit_code == 0, done.output
     (tmp_path / "one" / "ckpt_tools_proof.json").unlink()
     one, two = (
@@ -96,8 +95,8 @@ def test_lazy_plans_write_the_same_bytes_by_any_number_of_workers(
 
 def test_a_framework_folder_of_rank_files_is_lazy_and_whole(tmp_path: Path) -> None:
     args = ("reshard", VERL, "-o", str(tmp_path / "out"), "--to-mesh", "3", "--layout", "verl")
-    assert CliRunner().invoke(cli, args).exit_code == 0
-    done = CliRunner().invoke(cli, ["diff", VERL, str(tmp_path / "out"), "-x", "*.rng.*"])
+    assert run(*args).exit_code == 0
+    done = run("diff", VERL, tmp_path / "out", "-x", "*.rng.*")
     assert done.exit_code == 0, done.output
 
 

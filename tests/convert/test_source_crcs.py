@@ -4,11 +4,11 @@ import random
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+import running
+from click.testing import Result
 from damages import ZIPS, Victim
 
 from ckpt_tools import api
-from ckpt_tools.cli import cli
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.known_crcs import KnownCrcs
@@ -38,7 +38,7 @@ def hurt(base: str, folder: Path, *, seed: int) -> tuple[Victim, str]:
 
 def run(victim: Victim, out: Path, kind: str, *options: str) -> Result:
     command, *more = COMMANDS[kind]
-    return CliRunner().invoke(cli, [command, str(victim.path), "-o", str(out), *more, *options])
+    return running.run(command, victim.path, "-o", out, *more, *options)
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
@@ -74,7 +74,7 @@ def test_a_sound_source_needs_no_note_and_one_without_checksums_has_one(tmp_path
     done = run(source, tmp_path / "model.safetensors", "export")
     assert "checksums" not in done.stderr
     words = ["export", str(tmp_path / "model.safetensors"), "-o", str(tmp_path / "again")]
-    done = CliRunner().invoke(cli, words)
+    done = running.run(*words)
     assert "Not compared with checksums of the source: " in done.stderr
     assert "of which it keeps none" in done.stderr
 

@@ -22,9 +22,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from alone import ALONE
-from click.testing import CliRunner
 from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
+from running import run
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
@@ -37,7 +37,6 @@ from ckpt_tools import (
     api,
     open_checkpoint,
 )
-from ckpt_tools.cli import cli
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.state_tree import Branch, nested
 from ckpt_tools.errors import CkptError, UnsupportedError, WriteError
@@ -317,9 +316,7 @@ def test_every_command_sees_the_tensors_inside_of_a_dcp_item(case: str, tmp_path
     assert {one.fqn for one in api.stats(b).tensors} == {entry.fqn for entry in a.tensors}
     assert all(one.whole for one in (api.verify(b), api.verify_quick(b)))
     out = tmp_path / "out.safetensors"
-    done = CliRunner().invoke(
-        cli, ["export", str(tmp_path / "dcp"), "-o", str(out), "--only", "all", "--check"]
-    )
+    done = run("export", tmp_path / "dcp", "-o", out, "--only", "all", "--check")
     assert done.exit_code == 0, done.stderr
     assert "equal the source" in done.stderr
     assert load_file(out).keys() == {entry.fqn for entry in a.tensors}
@@ -335,7 +332,7 @@ def test_patterns_and_new_names_are_of_the_tensors_inside_of_a_dcp_item(tmp_path
     ):
         out = tmp_path / "out.safetensors"
         words = ["export", str(tmp_path / "dcp"), "-o", str(out), "--force", *options]
-        done = CliRunner().invoke(cli, words)
+        done = run(*words)
         assert done.exit_code == 0, done.stderr
         assert load_file(out).keys() == wanted
     out = to_dcp(tmp_path / "dcp", tmp_path / "all")
@@ -369,11 +366,11 @@ def test_a_hurt_dcp_item_with_tensors_is_refused_and_not_left_out(tmp_path: Path
     data.write_bytes(content.replace(hurt, hurt[:-200] + bytes(200)))
     assert place >= 0
     words = ["export", str(tmp_path / "dcp"), "-o", str(tmp_path / "o.safetensors")]
-    done = CliRunner().invoke(cli, [*words, "--only", "all"])
+    done = run(*words, "--only", "all")
     assert done.exit_code == 3
     assert "pair" in done.stderr
     assert not api.verify(str(tmp_path / "dcp")).whole
-    done = CliRunner().invoke(cli, [*words, "-i", "w"])
+    done = run(*words, "-i", "w")
     assert done.exit_code == 0, done.stderr
 
 
@@ -390,7 +387,7 @@ def test_verify_checks_the_checksums_of_tensors_inside_of_a_dcp_item(tmp_path: P
 def test_what_could_run_code_stays_one_object_and_is_named(tmp_path: Path) -> None:
     torchs_own({"w": T, "model": {"_extra_state": (T, _Runs())}}, tmp_path / "dcp")
     words = ["export", str(tmp_path / "dcp"), "-o", str(tmp_path / "o.safetensors")]
-    done = CliRunner().invoke(cli, [*words, "--only", "all"])
+    done = run(*words, "--only", "all")
     assert done.exit_code == 0, done.stderr
     assert "model._extra_state" in done.stderr
     assert load_file(tmp_path / "o.safetensors").keys() == {"w"}
@@ -645,7 +642,7 @@ def test_scalars_of_numpy_are_kept_bit_for_bit(tmp_path: Path, protocol: int) ->
 def test_where_nothing_can_be_written_nothing_is(tmp_path: Path) -> None:
     torch.save({"odd": deque([T])}, tmp_path / "a.pt")
     words = ["reshard", str(tmp_path / "a.pt"), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
-    told = CliRunner().invoke(cli, words)
+    told = run(*words)
     assert told.exit_code == 3
     assert "nothing of it can be written. Left out 1 object" in told.stderr
     assert not (tmp_path / "out").exists()
@@ -663,7 +660,7 @@ def test_a_tensor_of_a_tuple_in_a_dcp_item_is_shown_and_fingerprinted(tmp_path: 
     torchs_own(state, tmp_path / "dcp")
     a, b = (open_checkpoint(str(tmp_path / name)) for name in ("a.pt", "dcp"))
     assert api.fingerprint(a).digest == api.fingerprint(b).digest
-    shown = CliRunner().invoke(cli, ["show", str(tmp_path / "dcp"), "pair.0", "--json"])
+    shown = run("show", tmp_path / "dcp", "pair.0", "--json")
     assert json.loads(shown.stdout)["shape"] == [6]
     assert b.read_torch("pair.0").equal(T)
     assert b.read_value("pair.1") == 2

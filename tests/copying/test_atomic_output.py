@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from reader_contract import DATA
+from running import run
 from size_records import use
 
 from ckpt_tools import api, formats
-from ckpt_tools.cli import cli
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.convert.write import WriteOptions
@@ -565,6 +564,6 @@ def test_a_file_that_an_option_names_must_stay_as_it_was(
         return real(*args)
 
     monkeypatch.setattr(executors, "write", changed_meanwhile)
-    result = CliRunner().invoke(cli, ["export", "source", "-o", "out", *words])
+    result = run("export", "source", "-o", "out", *words)
     assert (result.exit_code, f"{name} has changed since" in result.stderr) == (4, True)
     assert not os.path.exists("out")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+import running
+from click.testing import Result
 from reader_contract import DATA
 
 from ckpt_tools import api, formats
-from ckpt_tools.cli import cli
 from ckpt_tools.convert.reshard import ReshardOptions
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, out_path
@@ -24,7 +24,7 @@ FULL = DATA / "checkpoints" / "fsdp1_full_torchsave" / "ckpt"
 
 
 def run(*args: object) -> Result:
-    return CliRunner().invoke(cli, [*map(str, args), "-q"])
+    return running.run(*args, "-q")
 
 
 def content(folder: Path) -> dict[str, bytes]:

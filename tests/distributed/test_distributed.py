@@ -16,14 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import contents
+from running import run
 from size_records import TINY
 
 from ckpt_tools import formats
-from ckpt_tools.cli import cli
 from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.export import Export, ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, plan_reshard
@@ -590,7 +589,7 @@ def test_an_output_that_is_there_is_refused_before_anything_is_read(
     command: list[str], tmp_path: Path
 ) -> None:
     arguments = [*command, str(tmp_path / "nowhere"), "-o", str(tmp_path)]
-    done = CliRunner().invoke(cli, arguments)
+    done = run(*arguments)
     assert done.exit_code == 2
     assert "already exists; nothing was read or written" in done.stderr
 
@@ -825,7 +824,7 @@ def test_shards_that_torch_cannot_put_together_are_one_clear_error(
 
 def test_a_rehearsal_says_what_each_file_will_hold_and_writes_nothing(tmp_path: Path) -> None:
     arguments = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "2x2", "--dry-run"]
-    done = CliRunner().invoke(cli, arguments)
+    done = run(*arguments)
     assert done.exit_code == 0, done.stderr
     assert "not written (--dry-run)" in done.stdout
     assert "__3_0.distcp" in done.stdout
@@ -834,23 +833,23 @@ def test_a_rehearsal_says_what_each_file_will_hold_and_writes_nothing(tmp_path: 
 
 def test_a_rehearsal_of_many_files_is_a_summary_and_its_json_has_them_all(tmp_path: Path) -> None:
     arguments = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "64", "--dry-run"]
-    lines = CliRunner().invoke(cli, arguments).stdout.splitlines()
+    lines = run(*arguments).stdout.splitlines()
     assert "The smallest, the middle and the largest of 65 files (--json has all):" in lines
     assert len(lines) < 16
-    done = CliRunner().invoke(cli, [*arguments, "--json"])
+    done = run(*arguments, "--json")
     assert len(json.loads(done.stdout)["files"]) == 65
 
 
 def test_a_rehearsal_refuses_what_would_be_refused(tmp_path: Path) -> None:
     arguments = ["reshard", str(DCP), "-o", str(tmp_path), "--to-mesh", "2", "--dry-run"]
-    done = CliRunner().invoke(cli, arguments)
+    done = run(*arguments)
     assert done.exit_code == 2
     assert "already exists" in done.stderr
 
 
 def test_the_mesh_is_told_in_words(tmp_path: Path) -> None:
     arguments = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "4x8"]
-    done = CliRunner().invoke(cli, arguments)
+    done = run(*arguments)
     assert "4x8 = dp_replicate=4 × dp_shard=8: Replicate, Shard(0)" in done.stderr
     assert done.stdout.count("\n") == 1
 
@@ -1004,7 +1003,7 @@ def test_an_item_that_is_damaged_is_refused_by_whoever_reads_it(
     with open(source / Path(item.path).name, "r+b") as file:
         file.seek(item.offset)
         file.write(bytes(item.length))
-    done = CliRunner().invoke(cli, [*command, str(source), "-o", str(out), "-j", jobs])
+    done = run(*command, source, "-o", out, "-j", jobs)
     assert done.exit_code == 3
     assert Path(item.path).name in done.stderr
     assert not out.exists()
@@ -1012,7 +1011,7 @@ def test_an_item_that_is_damaged_is_refused_by_whoever_reads_it(
 
 def test_what_workers_wrote_of_chunks_they_located_is_checked(tmp_path: Path) -> None:
     arguments = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "2x2", "-j", "2"]
-    done = CliRunner().invoke(cli, [*arguments, "--check"])
+    done = run(*arguments, "--check")
     assert done.exit_code == 0, done.stderr
     assert (tmp_path / "out" / "ckpt_tools_proof.json").exists()
 
@@ -1050,7 +1049,7 @@ def test_one_task_of_several_without_torchrun_is_refused(
     given: dict[str, str], command: list[str], tmp_path: Path, *, is_refused: bool
 ) -> None:
     words = [command[0], str(tmp_path / "nothing"), "-o", str(tmp_path / "out"), *command[1:]]
-    done = CliRunner().invoke(cli, words, env=given)
+    done = run(*words, env=given)
     assert ("as task" in done.stderr) == is_refused
     assert done.exit_code == (2 if is_refused else 3)
 

@@ -19,10 +19,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
+from running import run
 
 from ckpt_tools import ExportOptions, ReadOptions, ReshardOptions, WriteOptions, api
-from ckpt_tools.cli import cli
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plain_values import PickledValue
 from ckpt_tools.errors import UnreadableError
@@ -170,7 +169,7 @@ def test_a_function_that_does_more_than_hold_data_is_not_passed_on(
         {"w": T, "odd": argparse.Namespace(x=writes) if hidden else writes}, tmp_path / "a.pt"
     )
     words = [str(tmp_path / "a.pt"), "-o", str(tmp_path / "o"), "--to-mesh", "2"]
-    done = CliRunner().invoke(cli, ["reshard", *words])
+    done = run("reshard", *words)
     assert done.exit_code == 0, done.stderr
     assert "Left out 1 object that cannot be written: odd" in done.stderr
     assert not any(b"numpy\nsave" in path.read_bytes() for path in (tmp_path / "o").iterdir())
@@ -196,7 +195,7 @@ def test_an_object_of_an_unknown_class_stays_what_it_is_from_dcp_to_dcp(tmp_path
 def test_tensors_in_a_closed_value_are_said_to_go(tmp_path: Path) -> None:
     torch.save({"w": T, "odd": collections.deque([1, T])}, tmp_path / "a.pt")
     words = [str(tmp_path / "a.pt"), "-o", str(tmp_path / "o"), "--to-mesh", "2"]
-    done = CliRunner().invoke(cli, ["reshard", *words])
+    done = run("reshard", *words)
     assert done.exit_code == 0, done.stderr
     assert "cannot be written: odd (collections.deque with tensors)" in done.stderr
 
@@ -204,7 +203,7 @@ def test_tensors_in_a_closed_value_are_said_to_go(tmp_path: Path) -> None:
 def test_values_that_differ_are_told_apart(tmp_path: Path) -> None:
     torch.save({"w": T, "at": dt.date(2026, 1, 1)}, tmp_path / "a.pt")
     torch.save({"w": T, "at": dt.date(2026, 1, 2)}, tmp_path / "b.pt")
-    done = CliRunner().invoke(cli, ["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")])
+    done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt")
     assert done.exit_code == 1
     assert "(datetime.date, " in done.stdout
 
@@ -256,12 +255,12 @@ def test_a_large_object_stays_closed_where_it_is_only_looked_at(tmp_path: Path) 
     torch.save({"w": T, "text": "x" * (2 << 20), "step": 3}, tmp_path / "a.pt")
     index = api.open_checkpoint(str(tmp_path / "a.pt"))
     api.reshard(index, str(tmp_path / "o"), options=ReshardOptions(Mesh((2,))), write=CHECKED)
-    listed = CliRunner().invoke(cli, ["ls", str(tmp_path / "o"), "-l"]).stdout
+    listed = run("ls", tmp_path / "o", "-l").stdout
     assert "= (not opened)" in listed
     assert "= 3" in listed
     pairs = (("o", "o"), ("a.pt", "o"))
     for pair in pairs:
-        same = CliRunner().invoke(cli, ["diff", *(str(tmp_path / name) for name in pair)])
+        same = run("diff", *pair)
         assert same.exit_code == 0, same.output
     assert as_torch_file(tmp_path / "o", tmp_path / "b.pt")["text"] == "x" * (2 << 20)
 

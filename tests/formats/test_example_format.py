@@ -7,18 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+import running
+from click.testing import Result
 
 import ckpt_tools.cli
 from ckpt_tools import formats
-from ckpt_tools.cli import cli
 
 ROOT = Path(__file__).parents[2]
 DCP = str(ROOT / "tests" / "data" / "checkpoints" / "fsdp2_dcp_hsdp_2x4" / "ckpt")
 
 
 def run(*args: str, exit_code: int = 0) -> Result:
-    done = CliRunner().invoke(cli, args)
+    done = running.run(*args)
     assert done.exit_code == exit_code, (args, done.output, done.exception)
     return done
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from reader_contract import DATA
+from running import run
 
 from ckpt_tools import formats
-from ckpt_tools.cli import cli
 from ckpt_tools.errors import (
     CheckpointError,
     IncompleteError,
@@ -188,7 +187,7 @@ def test_a_checkpoint_beside_what_was_read_is_named(tmp_path: Path, beside: str)
     (tmp_path / "scheduler.bin").write_bytes(b"PK\x03\x04" + bytes(60))
     (note,) = formats.read_index(str(tmp_path)).notes
     assert note == f"Beside it, and not read: pytorch_model.bin, {beside}."
-    result = CliRunner().invoke(cli, ["verify", str(tmp_path), "--json"])
+    result = run("verify", tmp_path, "--json")
     assert note in json.loads(result.stdout)["notes"]
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from dtensor_files import ROWS, dtensor, mesh_of, shard
 from plan_writer import Source, write_plans
+from running import run
 
 from ckpt_tools import formats
-from ckpt_tools.cli import cli
 from ckpt_tools.core.layout import Layout, Mesh, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import rank_files
@@ -30,7 +30,7 @@ DCP = REAL / "fsdp2_dcp_1d_4r" / "ckpt"
 
 def reshard(source: Path, out: Path, *more: str) -> Result:
     words = ("reshard", str(source), "-o", str(out), "--to-mesh", "2", "--only", "model")
-    return CliRunner().invoke(cli, [*words, *more])
+    return run(*words, *more)
 
 
 def torch_of(folder: Path) -> str | None:

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import running
 import torch
-from click.testing import CliRunner, Result
+from running import Result
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import open_checkpoint
-from ckpt_tools.cli import cli
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex
@@ -25,7 +25,7 @@ F4 = torch.float4_e2m1fn_x2
 
 
 def run(*args: object, code: int = 0) -> Result:
-    done = CliRunner().invoke(cli, [str(arg) for arg in args])
+    done = running.run(*args)
     assert done.exit_code == code, done.output
     return done
 

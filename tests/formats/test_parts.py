@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from reader_contract import DATA, truth_of, whole
+from running import run
 
 from ckpt_tools import api, formats
 from ckpt_tools.analysis import summary
-from ckpt_tools.cli import cli
 from ckpt_tools.convert.export import ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.convert.write import WriteOptions
@@ -110,11 +109,11 @@ def test_no_reshard_leaves_out_a_part_that_cannot_be_read(lost: str, tmp_path: P
     folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
     (folder / lost).write_text("version https://git-lfs.github.com/spec/v1\n")
     words = ["reshard", str(folder), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
-    refused = CliRunner().invoke(cli, words)  # also where states of the old ranks are left out
+    refused = run(*words)  # also where states of the old ranks are left out
     assert refused.exit_code == 3
     told = shlex.split(refused.stderr.splitlines()[-1])
     assert told[:-2] == ["ckpt-tools", *words]
-    assert CliRunner().invoke(cli, told[1:]).exit_code == 0
+    assert run(*told[1:]).exit_code == 0
     assert not api.verify(str(folder)).whole
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from running import run
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api, formats
-from ckpt_tools.cli import cli
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions, slices, torch_file
@@ -49,10 +48,6 @@ def stage(number: int) -> dict[str, torch.Tensor]:
 
 def model(seed: int) -> dict[str, torch.Tensor]:
     return {name: tensor + seed for name, tensor in WHOLE.items()}
-
-
-def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, list(map(str, args)))
 
 
 def problem(path: Path) -> CheckpointError | None:

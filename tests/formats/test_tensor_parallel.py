@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from running import run
 from safetensors.torch import load_file
 
-from ckpt_tools.cli import cli
 from ckpt_tools.transforms import maps
 
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 8, 4, 2, 12, 20
@@ -52,10 +51,6 @@ def write_parts(folder: Path, model: dict[str, torch.Tensor], *, embedding_dim: 
             is_cut = tensor.ndim > 1
             state[name] = tensor.chunk(2, dim)[part].clone() if is_cut else tensor.clone()
         torch.save(state, folder / f"consolidated.{part:02}.pth")
-
-
-def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, list(map(str, args)))
 
 
 @pytest.mark.parametrize("embedding_dim", [0, 1], ids=["llama3", "llama2"])

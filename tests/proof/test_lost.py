@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from running import run
 
 import ckpt_tools
-from ckpt_tools.cli import cli
 from ckpt_tools.errors import AnswerNo, IncompleteError
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -25,10 +24,6 @@ NEEDED = [
     ("dcp_serialization_safetensors_4r/ckpt", "__1_0.distcp"),
     ("fsdp2_torchsave_1d_4r/ckpt", "model_rank2.pt"),
 ]
-
-
-def run(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args))
 
 
 def lacking(name: str, file: str, tmp_path: Path) -> Path:

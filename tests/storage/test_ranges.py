@@ -13,11 +13,10 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from running import Result, run
 from safetensors.numpy import save_file
 
 from ckpt_tools import formats
-from ckpt_tools.cli import cli
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats import read_index
 from ckpt_tools.storage.reader import Files
@@ -181,7 +180,7 @@ def test_the_own_client_of_a_person_is_compared_too(
 
 
 def _export(source: object, out: Path, *more: str) -> Result:
-    return CliRunner().invoke(cli, ["export", str(source), "-o", str(out), "-q", *more])
+    return run("export", source, "-o", out, "-q", *more)
 
 
 @pytest.mark.parametrize("more", [(), ("--check",)])
@@ -211,7 +210,7 @@ def test_what_check_proves_are_the_bytes_that_were_copied(
         {"w": np.arange(1 << 16, dtype=np.float32).reshape(256, 256)}, tmp_path / "w.safetensors"
     )
     command = ["reshard", str(tmp_path / "w.safetensors"), "-o", str(tmp_path / "in"), "-q"]
-    done = CliRunner().invoke(cli, [*command, "--to-mesh", "2", "--placements", placement])
+    done = run(*command, "--to-mesh", "2", "--placements", placement)
     assert done.exit_code == 0, done.stderr
     with Files() as files:
         (entry,) = formats.locate(read_index(str(tmp_path / "in")), files).tensors

@@ -17,9 +17,8 @@ from threading import Thread
 from typing import ClassVar, NamedTuple
 
 import pytest
-from click.testing import CliRunner, Result
+from running import run
 
-from ckpt_tools.cli import cli
 from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.storage import fsspec_store, paths
@@ -37,10 +36,6 @@ KINDS = (
     "dcp_hf_sharded_4r/ckpt",
     "dcp_zstd_4r/ckpt",
 )
-
-
-def _run(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args))
 
 
 @pytest.fixture
@@ -61,14 +56,14 @@ def test_a_checkpoint_in_a_store_has_the_same_tensors(kind: str, put) -> None:  
     if "zstd" in kind:
         pytest.importorskip("zstandard")
     here, there = str(REAL / kind), put(REAL / kind, "run")
-    assert _run("fingerprint", there, "-q").stdout == _run("fingerprint", here, "-q").stdout
+    assert run("fingerprint", there, "-q").stdout == run("fingerprint", here, "-q").stdout
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("command", [("ls",), ("layout",), ("verify", "--quick"), ("stats",)])
 def test_looking_is_the_same_as_at_home(kind: str, command: tuple[str, ...], put) -> None:  # noqa: ANN001
     here, there = str(REAL / kind), put(REAL / kind, "run")
-    first, second = (_run(*command, place, "-q") for place in (here, there))
+    first, second = (run(*command, place, "-q") for place in (here, there))
     assert second.exit_code == 0
     assert second.stdout.replace(there, here) == first.stdout
 
@@ -78,8 +73,8 @@ def test_export_and_reshard_write_here_what_they_read_there(tmp_path: Path, put)
     there = put(REAL / KINDS[0], "run")
     for source, name in ((here, "here"), (there, "there")):
         out = str(tmp_path / name)
-        assert _run("export", source, "-o", f"{out}-hf", "-q").exit_code == 0
-        assert _run("reshard", source, "-o", out, "--to-mesh", "2x2", "-q").exit_code == 0
+        assert run("export", source, "-o", f"{out}-hf", "-q").exit_code == 0
+        assert run("reshard", source, "-o", out, "--to-mesh", "2x2", "-q").exit_code == 0
     for name in ("", "-hf"):
         first = {p.name: p.read_bytes() for p in (tmp_path / f"here{name}").iterdir()}
         second = {p.name: p.read_bytes() for p in (tmp_path / f"there{name}").iterdir()}
@@ -88,13 +83,13 @@ def test_export_and_reshard_write_here_what_they_read_there(tmp_path: Path, put)
 
 def test_a_parent_with_one_checkpoint_inside_is_found(put) -> None:  # noqa: ANN001
     there = put(REAL / KINDS[0], "run/step-10")
-    done = _run("inspect", there.removesuffix("/step-10"))
+    done = run("inspect", there.removesuffix("/step-10"))
     assert "step-10" in done.stdout
 
 
 def test_a_glob_chooses_rank_files(put) -> None:  # noqa: ANN001
     there = put(REAL / KINDS[1], "run")
-    done = _run("inspect", f"{there}/model_rank*.pt")
+    done = run("inspect", f"{there}/model_rank*.pt")
     assert done.exit_code == 0, done.stderr
     assert "dp=2,tp=2, confirmed" in done.stdout
 
@@ -106,13 +101,13 @@ def test_a_server_that_knows_no_ranges_is_not_believed(monkeypatch: pytest.Monke
 
 
 def test_what_is_not_there_is_said_in_one_line() -> None:
-    done = _run("inspect", "memory://bucket/nowhere")
+    done = run("inspect", "memory://bucket/nowhere")
     assert done.exit_code == 3
     assert done.stderr == "Error: memory://bucket/nowhere does not exist.\n"
 
 
 def test_an_unknown_protocol_is_a_matter_of_usage() -> None:
-    done = _run("inspect", "nonsense://bucket/run")
+    done = run("inspect", "nonsense://bucket/run")
     assert done.exit_code == 2
     assert "s3fs" in done.stderr
 
@@ -124,8 +119,8 @@ def test_an_output_in_a_store_is_what_it_is_on_a_disk(
     put,  # noqa: ANN001
 ) -> None:
     source, there = put(REAL / KINDS[0], "run"), "memory://bucket/out"
-    assert _run(*args, source, "-o", there, "-q").exit_code == 0
-    assert _run(*args, source, "-o", str(tmp_path / "out"), "-q").exit_code == 0
+    assert run(*args, source, "-o", there, "-q").exit_code == 0
+    assert run(*args, source, "-o", str(tmp_path / "out"), "-q").exit_code == 0
     system = fsspec.filesystem("memory")
     first = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert {
@@ -136,7 +131,7 @@ def test_an_output_in_a_store_is_what_it_is_on_a_disk(
 @pytest.mark.parametrize("flags", [(), ("--force",)])
 def test_nothing_in_a_store_is_replaced(flags: tuple[str, ...], put) -> None:  # noqa: ANN001
     there = put(REAL / KINDS[0], "run")
-    done = _run("export", str(REAL / KINDS[0]), "-o", there, *flags)
+    done = run("export", str(REAL / KINDS[0]), "-o", there, *flags)
     assert done.exit_code == 2
     assert "already exists" in done.stderr
 
@@ -153,7 +148,7 @@ def test_what_makes_a_checkpoint_is_sent_last(
         real(path, address)
 
     monkeypatch.setattr(fsspec_store, "put", watched)
-    assert _run("reshard", source, "-o", "memory://bucket/out", "--to-mesh", "2").exit_code == 0
+    assert run("reshard", source, "-o", "memory://bucket/out", "--to-mesh", "2").exit_code == 0
     assert sent[-1] == "memory://bucket/out/.metadata"
 
 
@@ -164,19 +159,19 @@ def test_a_store_that_keeps_too_few_bytes_is_found_out(
     source = put(REAL / KINDS[0], "run")
     system = fsspec.filesystem("memory")
     monkeypatch.setattr(fsspec_store, "put", lambda path, address: system.pipe_file(address, b"?"))  # noqa: ARG005
-    done = _run("export", source, "-o", "memory://bucket/out")
+    done = run("export", source, "-o", "memory://bucket/out")
     assert done.exit_code == 4
     assert "were sent" in done.stderr
 
 
 def test_resume_into_a_store_is_refused() -> None:
-    done = _run("export", str(REAL / KINDS[0]), "-o", "memory://bucket/out", "--resume")
+    done = run("export", str(REAL / KINDS[0]), "-o", "memory://bucket/out", "--resume")
     assert done.exit_code == 2
 
 
 def test_a_rehearsal_sends_nothing() -> None:
     args = ("--to-mesh", "2", "--dry-run")
-    done = _run("reshard", str(REAL / KINDS[0]), "-o", "memory://bucket/out", *args)
+    done = run("reshard", str(REAL / KINDS[0]), "-o", "memory://bucket/out", *args)
     assert done.exit_code == 0, done.stderr
     assert not paths.exists("memory://bucket/out")
 
@@ -286,7 +281,7 @@ def test_a_hugging_face_folder_of_a_web_server_is_asked_for_its_index() -> None:
 def test_another_folder_of_a_web_server_is_refused_with_what_can_be_read(
     site: str, folder: str
 ) -> None:
-    done = _run("inspect", f"{site}/{folder}")
+    done = run("inspect", f"{site}/{folder}")
     assert done.exit_code == 3
     assert "Folders of a web server are not listed." in done.stderr
     assert ".metadata names the files" in done.stderr
@@ -359,18 +354,18 @@ def troubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 )
 def test_a_fault_of_a_web_server_is_a_sentence(troubled: str, path: str, said: str) -> None:
     began = time.monotonic()
-    done = _run("inspect", f"{troubled}/{path}")
+    done = run("inspect", f"{troubled}/{path}")
     assert done.exit_code == 3
     assert said in done.stderr
     assert path in done.stderr
     assert time.monotonic() - began < 10
 
 
-def test_one_busy_answer_ends_no_run(troubled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_busy_answer_ends_norun(troubled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     there = "fsdp2_dcp_1d_4r/ckpt"
     files = [f"/{there}/{name}" for name in sorted(os.listdir(REAL / there))]
     monkeypatch.setattr(_Troubled, "busy", dict.fromkeys([f"/{there}", *files], 1))
-    done = _run("inspect", f"{troubled}/{there}")
+    done = run("inspect", f"{troubled}/{there}")
     assert done.exit_code == 0, done.stderr
     assert _Troubled.busy == dict.fromkeys([f"/{there}", *files], 0)
 

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+import running
 
-from ckpt_tools.cli import cli
 from ckpt_tools.errors import IncompleteError, UnreadableError
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -102,7 +101,7 @@ def test_a_path_that_no_file_can_have_is_refused(relative: str) -> None:
 def test_dcp_items_are_found_by_any_form_of_their_path(tmp_path: Path, before: str) -> None:
     folder = _renamed(tmp_path / "run", before)
     for quick in ((), ("--quick",)):
-        done = CliRunner().invoke(cli, ["verify", str(folder), *quick])
+        done = running.run("verify", folder, *quick)
         assert done.exit_code == 0, done.stderr
         assert "all 48 are complete" in done.stdout
         assert "0-3 intact" in done.stdout
@@ -110,7 +109,7 @@ def test_dcp_items_are_found_by_any_form_of_their_path(tmp_path: Path, before: s
 
 def test_a_dcp_item_outside_of_the_directory_is_refused(tmp_path: Path) -> None:
     folder = _renamed(tmp_path / "run", "../run/")
-    done = CliRunner().invoke(cli, ["verify", str(folder)])
+    done = running.run("verify", folder)
     assert done.exit_code == 3
     assert "outside of its folder: '../run/__0_0.distcp'" in done.stderr
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from alone import ALONE
-from click.testing import CliRunner, Result
+from running import Result, run
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from ckpt_tools.cli import cli
 from ckpt_tools.formats import read_index
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -39,7 +38,7 @@ def names_of(path: Path) -> set[str]:
 def lay_out(source: Path, out: Path, layout: str, *more: str) -> str:
     """Run `reshard --layout`; what it told on stderr."""
     command = ["reshard", str(source), "-o", str(out), "--to-mesh", "2", "--layout", layout, *more]
-    done = CliRunner().invoke(cli, command)
+    done = run(*command)
     assert done.exit_code == 0, done.stderr
     return done.stderr
 
@@ -97,7 +96,7 @@ def test_verl_gets_the_mesh_that_its_own_loader_has(
 ) -> None:
     command = ["reshard", str(VERL), "-o", str(tmp_path / "out"), "--to-mesh", mesh]
     placed = ["--placements", "S(0)"] if "=" in mesh else []
-    done = CliRunner().invoke(cli, [*command, "--layout", "verl", *placed])
+    done = run(*command, "--layout", "verl", *placed)
     assert done.exit_code == 0, done.stderr
     found = read_index(str(tmp_path / "out" / "global_step_1" / "actor")).mesh
     assert found is not None
@@ -122,7 +121,7 @@ def test_composers_gradient_scaler_is_found_by_fsdp1_and_by_fsdp2(
 
 def test_states_of_the_old_ranks_are_left_out_and_named(tmp_path: Path) -> None:
     command = ["reshard", str(COMPOSER), "-o", str(tmp_path / "a"), "--to-mesh", "4"]
-    told = CliRunner().invoke(cli, [*command, "--layout", "composer"]).stderr
+    told = run(*command, "--layout", "composer").stderr
     assert "Left out, state of the old ranks: rng (2 ranks)." in told
     assert "rng" in names_of(tmp_path / "a" / "ep0-ba1")  # an empty list, which its loader asks for
     told = lay_out(TITAN, tmp_path / "b", "titan")
@@ -136,11 +135,11 @@ def test_states_of_as_many_ranks_stay(tmp_path: Path) -> None:
     lay_out(COMPOSER, tmp_path / "a", "composer")
     assert "rng.1.python" in names_of(tmp_path / "a" / "ep0-ba1")
     command = ["reshard", str(TITAN), "-o", str(tmp_path / "b"), "--to-mesh", "4"]
-    told = CliRunner().invoke(cli, [*command, "--layout", "titan"]).stderr
+    told = run(*command, "--layout", "titan").stderr
     assert "dataloader.dp_rank_3" in names_of(tmp_path / "b" / "step-2")
     assert "exclude_from_loading" not in told
     command = ["reshard", str(ACCELERATE / "optimizer_0"), "-o", str(tmp_path / "c")]
-    CliRunner().invoke(cli, [*command, "--to-mesh", "4", "--layout", "accelerate"])
+    run(*command, "--to-mesh", "4", "--layout", "accelerate")
     assert (tmp_path / "c" / "random_states_3.pkl").exists()
 
 
@@ -165,7 +164,7 @@ def test_a_position_in_the_data_stays_for_as_many_ranks_and_is_named_else(
     source.chmod(0o755)
     torch.save({"_num_yielded": 3}, source / "dl_state_dict.bin")
     command = ["reshard", str(source), "-o", str(tmp_path / "out"), "--layout", "accelerate"]
-    told = CliRunner().invoke(cli, [*command, "--to-mesh", ranks]).stderr
+    told = run(*command, "--to-mesh", ranks).stderr
     assert (tmp_path / "out" / "dl_state_dict.bin").exists() == stays
     assert ("of the old ranks: dl_state_dict.bin, random_states_0" in told) != stays
 
@@ -245,7 +244,7 @@ def test_a_second_part_leaves_the_first_where_it_is(tmp_path: Path) -> None:
 
 def whole(source: Path, out: Path, *more: str) -> Result:
     command = ["export", str(source), "-o", str(out), "--layout", "accelerate", *more]
-    return CliRunner().invoke(cli, command)
+    return run(*command)
 
 
 @pytest.mark.parametrize("source", [ACCELERATE, ACCELERATE1, TRAINER, TITAN], ids=lambda p: p.name)
@@ -324,7 +323,7 @@ def test_a_nested_optimizer_is_proven_equal_under_its_new_names(tmp_path: Path) 
 
 def test_a_named_optimizer_is_not_numbered_without_an_order(tmp_path: Path) -> None:
     command = ["reshard", str(LIGHTNING), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
-    done = CliRunner().invoke(cli, [*command, "--layout", "verl"])
+    done = run(*command, "--layout", "verl")
     assert done.exit_code == 2
     assert "--param-names FILE" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -333,7 +332,7 @@ def test_a_named_optimizer_is_not_numbered_without_an_order(tmp_path: Path) -> N
 @pytest.mark.parametrize("more", [["--engine", "dcp"], ["--format", "ranks"]])
 def test_what_a_layout_cannot_have_is_refused(tmp_path: Path, more: Sequence[str]) -> None:
     command = ["reshard", str(LIGHTNING), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
-    done = CliRunner().invoke(cli, [*command, "--layout", "titan", *more])
+    done = run(*command, "--layout", "titan", *more)
     assert done.exit_code == 2
     assert "--layout" in done.stderr
 
@@ -382,7 +381,7 @@ def test_a_name_that_two_entries_would_have_is_refused(tmp_path: Path) -> None:
         {"model": {"train_state.step": torch.ones(2)}, "train_state": state}, tmp_path / "a.pt"
     )
     command = ["reshard", str(tmp_path / "a.pt"), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
-    done = CliRunner().invoke(cli, [*command, "--layout", "titan"])
+    done = run(*command, "--layout", "titan")
     assert done.exit_code == 2
     assert "This layout would call two entries train_state.step." in done.stderr
     assert not (tmp_path / "out").exists()
@@ -391,6 +390,6 @@ def test_a_name_that_two_entries_would_have_is_refused(tmp_path: Path) -> None:
 def test_a_section_that_is_no_optimizer_is_not_laid_out_as_one(tmp_path: Path) -> None:
     torch.save({"optim": {"w": {"exp_avg": torch.ones(2)}}}, tmp_path / "a.pt")
     command = ["reshard", str(tmp_path / "a.pt"), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
-    done = CliRunner().invoke(cli, [*command, "--layout", "plain"])
+    done = run(*command, "--layout", "plain")
     assert done.exit_code == 2
     assert "optim.w.exp_avg: no state dict of an optimizer has it" in done.stderr

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from alone import ALONE
-from click.testing import CliRunner, Result
+from click.testing import Result
 from reader_contract import DATA
+from running import run
 from safetensors.numpy import load_file, save_file
 
-from ckpt_tools.cli import cli
 from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.transforms.lora import LoraConfig, MergeTransform
@@ -21,10 +21,6 @@ PEFT_ADAPTER = REAL / "peft_fsdp2_adapter_4r" / "ckpt" / "adapter"
 VERL = REAL / "verl_lora_4r"
 VERL_META = VERL / "ckpt" / "global_step_1" / "actor" / "lora_train_meta.json"
 VERL_MERGE = VERL / "peer_verl_merge"
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(cli, [*map(str, words)])
 
 
 def ran(*words: object) -> Result:

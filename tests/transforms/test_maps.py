@@ -5,14 +5,13 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reader_contract import DATA
+from running import Result, run
 from safetensors.numpy import load_file, save_file
 
 from ckpt_tools import api, formats
-from ckpt_tools.cli import cli
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.convert.write import WriteOptions
@@ -485,8 +484,7 @@ def hub(folder: Path, *more: str, model_type: str | None = None) -> Path:
 
 
 def reshard(source: Path, out: Path, *words: object) -> Result:
-    run = ("reshard", source, "-o", out, "--to-mesh", 1, *words)
-    return CliRunner().invoke(cli, [*map(str, run)])
+    return run("reshard", source, "-o", out, "--to-mesh", 1, *words)
 
 
 def test_a_map_that_is_named_is_refused_for_a_model_that_it_is_not_for(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from alone import ALONE
-from click.testing import CliRunner
+from running import ran, run
 from torch import optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckpt_tools.cli import cli
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats import read_index
 from ckpt_tools.transforms import optimizer
@@ -398,11 +397,6 @@ def test_an_order_that_the_groups_cannot_have_is_refused(names: ParamNames, said
         optimizer.numbered(forest.tree(GROUPS), names, digest=forest.digest)
 
 
-def run(*command: str) -> None:
-    done = CliRunner().invoke(cli, command)
-    assert done.exit_code == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     "layout", ["plain", "accelerate", "titan", "verl", "lightning", "composer"]
 )
@@ -437,7 +431,7 @@ def there_and_back(tmp_path: Path, state: StateDict, order: list[str], layout: s
     is_numbered = any(isinstance(param, int) for group in groups for param in group["params"])
     given = names if is_numbered or layout == "verl" else ()
     source = str(tmp_path / "source.pt")
-    run("reshard", source, "-o", there, "--to-mesh", "2", "--layout", layout, *given)
+    ran("reshard", source, "-o", there, "--to-mesh", "2", "--layout", layout, *given)
     found = {
         "accelerate": f"{there}/optimizer_0",
         "titan": f"{there}/step-1",
@@ -445,8 +439,8 @@ def there_and_back(tmp_path: Path, state: StateDict, order: list[str], layout: s
         "composer": f"{there}/ep0-ba1",
     }.get(layout, there)
     given = names if layout == "verl" else ()
-    run("reshard", found, "-o", back, "--to-mesh", "1", "--layout", "plain", *given)
-    run("export", back, "-o", whole, "--only", "all", "--keep-names")
+    ran("reshard", found, "-o", back, "--to-mesh", "1", "--layout", "plain", *given)
+    ran("export", back, "-o", whole, "--only", "all", "--keep-names")
     return torch.load(whole, weights_only=True)["optim"]
 
 
@@ -464,7 +458,7 @@ def test_torch_loads_a_layout_as_its_own_state_dict(
     model, saved = built(2)
     torch.save(nested_of(model, saved), tmp_path / "optim.pt")
     source, out = str(tmp_path / "optim.pt"), str(tmp_path / "out")
-    run("reshard", source, "-o", out, "--to-mesh", "2", "--layout", layout)
+    ran("reshard", source, "-o", out, "--to-mesh", "2", "--layout", layout)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     other, loading = built(1)
     asked = {
@@ -480,11 +474,11 @@ def test_torch_loads_a_layout_as_its_own_state_dict(
 def test_an_optimizer_without_anything_is_written_or_refused(tmp_path: Path) -> None:
     torch.save({"state": {}, "param_groups": []}, tmp_path / "none.pt")
     command = ["reshard", str(tmp_path / "none.pt"), "--to-mesh", "2", "--layout"]
-    run(*command, "plain", "-o", str(tmp_path / "plain"))
+    ran(*command, "plain", "-o", str(tmp_path / "plain"))
     assert [entry.fqn for entry in read_index(str(tmp_path / "plain")).objects] == [
         "optim.param_groups"
     ]
-    done = CliRunner().invoke(cli, [*command, "titan", "-o", str(tmp_path / "titan")])
+    done = run(*command, "titan", "-o", tmp_path / "titan")
     assert done.exit_code == 1
     assert "nothing that is chosen has a place in --layout titan" in done.stderr
     assert not (tmp_path / "titan").exists()

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from running import run
 
-from ckpt_tools.cli import cli
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.names import join
@@ -160,7 +159,7 @@ def test_a_real_numbered_state_of_dcp_becomes_what_get_state_dict_names(tmp_path
     (tmp_path / "names.txt").write_text("\n".join(order))
     out = str(tmp_path / "out")
     command = ["reshard", source, "-o", out, "--to-mesh", "2", "--layout", "plain"]
-    done = CliRunner().invoke(cli, [*command, "--param-names", str(tmp_path / "names.txt")])
+    done = run(*command, "--param-names", tmp_path / "names.txt")
     assert done.exit_code == 0, done.stderr
     named = read_index(out)
     states = {e.fqn for e in named.tensors if e.fqn.endswith("exp_avg")}
@@ -171,7 +170,7 @@ def test_names_of_a_checkpoint_with_other_groups_are_refused(tmp_path: Path) -> 
     source = str(CHECKPOINTS / "fsdp2_dcp_rawoptim_4r" / "ckpt")
     other = str(CHECKPOINTS / "fsdp2_dcp_1d_4r" / "ckpt")
     command = ["reshard", source, "-o", str(tmp_path / "out"), "--to-mesh", "2"]
-    done = CliRunner().invoke(cli, [*command, "--param-names", other])
+    done = run(*command, "--param-names", other)
     assert done.exit_code == 2
     assert "[11] parameters, and those that the names come from [6, 5]" in done.stderr
 
@@ -192,7 +191,7 @@ def test_a_part_of_an_optimizer_is_exported_as_it_is(tmp_path: Path) -> None:
     groups = [{"lr": 0.1, "params": [0]}]
     torch.save({"state": {0: {"step": torch.ones(())}}, "param_groups": groups}, tmp_path / "a.pt")
     command = ["export", str(tmp_path / "a.pt"), "-o", str(tmp_path / "b.pt"), "--keep-names"]
-    done = CliRunner().invoke(cli, [*command, "--only", "optim", "-x", "*.params"])
+    done = run(*command, "--only", "optim", "-x", "*.params")
     assert done.exit_code == 0, done.stderr
     found = torch.load(tmp_path / "b.pt", weights_only=True)
     assert found == {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1}]}
@@ -201,7 +200,7 @@ def test_a_part_of_an_optimizer_is_exported_as_it_is(tmp_path: Path) -> None:
 def test_numbers_of_a_dcp_directory_are_ints_in_a_pickle(tmp_path: Path) -> None:
     source, out = CHECKPOINTS / "fsdp2_dcp_rawoptim_4r" / "ckpt", tmp_path / "optim.pt"
     command = ["export", str(source), "-o", str(out), "--keep-names", "--only", "optim"]
-    done = CliRunner().invoke(cli, command)
+    done = run(*command)
     assert done.exit_code == 0, done.stderr
     (found,) = torch.load(out, weights_only=True).values()
     assert list(found["state"]) == found["param_groups"][0]["params"] == list(range(11))

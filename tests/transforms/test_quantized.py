@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from running import run
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.cli import cli
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.transforms.quantized import Quantized, recognise
@@ -172,10 +171,6 @@ def test_codes_in_floating_storage_are_known_by_the_state_beside_them() -> None:
 
 
 # -------------------------------------------------------------------------------- through commands
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(cli, [*map(str, words)])
 
 
 @pytest.fixture

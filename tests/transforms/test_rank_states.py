@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 
 import pytest
-from click.testing import CliRunner
+from running import run
 
-from ckpt_tools.cli import cli
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry, Path, TensorEntry
 from ckpt_tools.core.mesh_spec import parse_mesh
@@ -168,9 +167,7 @@ def test_states_of_ranks_alone_are_no_output() -> None:
 
 def test_a_reshard_names_what_each_rank_holds_whole_and_could_be_cut(tmp_path: FilePath) -> None:
     command = ["reshard", str(TITAN), "-o", str(tmp_path / "out"), "--to-mesh", "2"]
-    note = next(
-        line for line in CliRunner().invoke(cli, command).stderr.splitlines() if "12" in line
-    )
+    note = next(line for line in run(*command).stderr.splitlines() if "12" in line)
     weights = ", ".join(f"layers.0.attention.qkv_linear.w{one}.weight" for one in "kqv")
     assert note == (
         f"15 tensors replicated on each rank: 12 scalars, {weights}; --place shards them."
@@ -181,7 +178,7 @@ def test_a_plain_reshard_takes_no_positions_of_other_ranks_along(tmp_path: FileP
     def names_after(mesh: str, *more: str) -> set[str]:
         out = tmp_path / mesh / str(len(more))
         command = ["reshard", str(TITAN), "-o", str(out), "--to-mesh", mesh, *more]
-        done = CliRunner().invoke(cli, command)
+        done = run(*command)
         assert done.exit_code == 0, done.stderr
         assert ("Left out, state of the old ranks: dataloader" in done.stderr) == (
             mesh == "2" and not more
@@ -198,10 +195,10 @@ def test_a_plain_reshard_takes_no_positions_of_other_ranks_along(tmp_path: FileP
 
 def test_a_file_for_any_ranks_has_no_states_of_four(tmp_path: FilePath) -> None:
     command = ["export", str(VERL), "--only", "all", "--keep-names", "-o"]
-    done = CliRunner().invoke(cli, [*command, str(tmp_path / "a.pt")])
+    done = run(*command, tmp_path / "a.pt")
     assert "Left out, state of the old ranks: extra_state.rng (4 ranks)." in done.stderr
     found = {entry.fqn for entry in read_index(str(tmp_path / "a.pt")).entries}
     assert not [fqn for fqn in found if ".rng." in fqn]
-    CliRunner().invoke(cli, [*command, str(tmp_path / "b.pt"), "--keep-rank-states"])
+    run(*command, tmp_path / "b.pt", "--keep-rank-states")
     kept = {entry.fqn for entry in read_index(str(tmp_path / "b.pt")).entries}
     assert "extra_state.rng.random.rank_3" in kept

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ckpt_tools.transforms.frameworks import LAYOUTS
+from ckpt_tools.transforms.frameworks import layouts
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -36,7 +36,7 @@ def test_every_layout_has_a_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     from realsize_jobs import conversions
 
-    assert set(conversions.LAYOUTS) == set(LAYOUTS)
+    assert set(conversions.LAYOUTS) == set(layouts("shards"))
 
 
 def _flip(tensors: dict[str, torch.Tensor]) -> None:

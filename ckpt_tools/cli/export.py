@@ -22,6 +22,8 @@ from ckpt_tools.distributed.executors import available
 from ckpt_tools.distributed.job import check_room, dry_run_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import read_index
+from ckpt_tools.formats.frameworks import HUB_FORMAT
+from ckpt_tools.transforms import frameworks
 
 _HELP = """Write full tensors from a sharded checkpoint, for loading elsewhere.
 
@@ -76,7 +78,8 @@ def command(asked: Asked) -> None:
     environment.refuse_lone_task()
     started = time.monotonic()
     dry_run, out = asked.writing.dry_run, asked.out
-    form = _form("torch" if asked.wanted.layout and asked.form is None else asked.form, out)
+    own = frameworks.row_of(asked.wanted.layout).formats("whole")
+    form = _form(asked.form or next(iter(own), None), out)
     if dry_run and environment.is_follower():
         return  # rank 0 plans alone
     asked = replace(asked, ckpt=asked.reading.find(asked.ckpt))
@@ -141,7 +144,7 @@ def _conversion(asked: Asked, form: str, write: WriteOptions) -> convert.Export:
         names=asked.names,
         folder=asked.folder,
         adapters=asked.adapters,
-        is_folder=form == "safetensors" and not convert.is_single_file(asked.out, form),
+        is_folder=form == HUB_FORMAT and not convert.is_single_file(asked.out, form),
     )
     wanted = replace(wanted, steps=steps)
     if asked.adapters.alone:  # PEFT reads one file

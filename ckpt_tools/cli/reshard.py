@@ -18,8 +18,13 @@ from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.copying.parallel import choose_threads
-from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.mesh_spec import default_placements, described, parse_placements, parse_rule
+from ckpt_tools.core.mesh_spec import (
+    default_placements,
+    described,
+    parse_mesh,
+    parse_placements,
+    parse_rule,
+)
 from ckpt_tools.core.options import option, repeated, required
 from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.text import counted, format_size
@@ -29,9 +34,8 @@ from ckpt_tools.distributed.job import ENGINES, Engine, Job, check_room, made_at
 from ckpt_tools.errors import UsageError, reason_of
 from ckpt_tools.formats import ReadOptions, read_index
 from ckpt_tools.storage import paths
-from ckpt_tools.transforms import param_names
+from ckpt_tools.transforms import frameworks, param_names
 from ckpt_tools.transforms.base import Transform
-from ckpt_tools.transforms.frameworks import VERL_MESH, FrameworkLayout
 from ckpt_tools.transforms.optimizer import ParamNames
 
 _LONGEST_LIST = 64 << 20  # bytes of a list of parameters' names
@@ -160,10 +164,8 @@ def _options(asked: Asked) -> ReshardOptions:
     Raises UsageError for options that exclude one another, and what reading raises.
     """
     given, read = asked.wanted, asked.reading.options
-    mesh, layout = given.mesh, given.layout
-    form = _format(given.format, layout)
-    if layout == "verl" and "=" not in asked.to_mesh:
-        mesh = Mesh(mesh.shape, VERL_MESH[-len(mesh.shape) :])
+    form = frameworks.shards_format(given.layout, given.format)
+    mesh = parse_mesh(asked.to_mesh, frameworks.row_of(given.layout).mesh_names)
     placements, like = asked.placements, asked.like
     return replace(
         given,
@@ -222,15 +224,6 @@ def _say_notes(plan: ReshardPlan, said: str) -> None:
     for note in plan.notes:
         if note not in said:
             say(note)
-
-
-def _format(form: str, layout: FrameworkLayout | None) -> str:
-    """The format that a framework's loader reads. Raises UsageError where that is not ``form``."""
-    if layout == "verl":
-        return "ranks"
-    if form == "ranks" and layout not in (None, "plain", "accelerate"):
-        raise UsageError(f"--layout {layout} is of DCP directories; it has no --format ranks.")
-    return form
 
 
 def _param_names(text: str, read: ReadOptions) -> ParamNames:

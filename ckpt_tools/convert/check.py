@@ -87,7 +87,7 @@ def check(
     statement += require_equal_replicas(source, files, threads=threads)
     # First the source: what is copied as it is would make the output look at fault.
     statement += require_undamaged(source, files, seen=seen, threads=threads)
-    if back.format != "safetensors":  # it has neither replicas nor checksums
+    if formats.named(back.format).guarded:
         require_intact(back, files, seen=seen, threads=threads, on_bytes=on_bytes)
     return statement
 

@@ -25,12 +25,11 @@ from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import dtypes as casts
+from ckpt_tools.transforms import frameworks
 from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
+from ckpt_tools.transforms.frameworks import FrameworkLayout, LayoutTarget
 from ckpt_tools.transforms.param_names import loadable
 from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
-
-# The frameworks whose loaders of whole tensors `--layout` writes for.
-WHOLE_LAYOUTS = ("accelerate",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +41,13 @@ class ExportOptions(EntryOptions):
     so that neither ``steps`` nor ``keep_names`` go with it.
     """
 
-    format: str = "safetensors"
-    layout: str | None = option(
+    format: str = formats.targets("whole")[0].name
+    layout: FrameworkLayout | None = option(
         None,
         "--layout",
         "Write the full tensors and optimizer as this framework's loader reads them.",
         heading="Output",
-        choices=WHOLE_LAYOUTS,
+        choices=frameworks.layouts("whole"),
     )
     keep_names: bool = option(False, "--keep-names", "Keep every name unchanged.", heading="Names")
     max_shard_size: int = option(
@@ -189,7 +188,8 @@ def _refuse_split_adapters(
 
 def _refuse_with_layout(options: ExportOptions, *, single_file: str | None, check: bool) -> None:
     """Raise UsageError for options that do not go with a framework's layout."""
-    if options.format != "torch" or single_file is not None:
+    whole = frameworks.row_of(options.layout).formats("whole")
+    if options.format not in whole or single_file is not None:
         raise UsageError(
             f"--layout {options.layout} is a folder of torch files; it has no other --format, and "
             "OUT no ending."
@@ -208,34 +208,30 @@ def _refuse_with_layout(options: ExportOptions, *, single_file: str | None, chec
 
 
 def _plan_layout(
-    index: CheckpointIndex, options: ExportOptions, layout: str, locate: Locate
+    index: CheckpointIndex, options: ExportOptions, layout: FrameworkLayout, locate: Locate
 ) -> ExportPlan:
     """Plan whole tensors and objects as the framework's own loader finds them."""
-    from ckpt_tools.transforms import frameworks  # late: few exports ask for it
-
     ranks = EVERY_RANK if options.keep_rank_states else ONE_FILE
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    chosen, of_ranks = without_old_ranks(chosen, ranks, places=frameworks.places_of(layout))
+    chosen, of_ranks = without_old_ranks(chosen, ranks, places=frameworks.row_of(layout).places)
     with Files() as files:
         located = locate(chosen, files)
         located.require_chosen()
         located = loadable(formats.open_objects(located, files))
         located, left_out = without_unopened(located, None)
-        wanted = frameworks.LayoutTarget(
-            world_size=1, ranks=ranks, order=None, digest=digest_in(index, files)
-        )
-        arranged = frameworks.arrange_whole(located, layout, wanted)
-    made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
-    targets, kept = _targets(index, made, options)
-    plans = frameworks.plan_files(arranged, located, targets, lambda *_: LazyPlans())
+        made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
+        targets, kept = _targets(index, made, options)
+        digest = digest_in(index, files)
+        wanted = LayoutTarget(options.format, formats.PlanOptions(), ranks, None, digest)
+        laid = frameworks.plan(located, targets, layout, wanted)
     return ExportPlan(
-        files=plans,
+        files=laid.files,
         targets=targets,
         chosen=chosen,
         source=formats.to_locate_in(index),
         origins={target.fqn: (target.fqn,) for target in targets},
         notes=(
-            *(*index.notes, *kept, *of_ranks, *left_out, *arranged.notes),
+            *(*index.notes, *kept, *of_ranks, *left_out, *laid.notes),
             *left_out_strings(index, NO_PLACE),
         ),
         nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckpt_tools import formats
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import Target
 from ckpt_tools.core.text import some
@@ -40,7 +41,7 @@ def kept_strings(
     )
     now = {target.fqn: target.entry.shape for target in targets}
     written_for = {fqn: shape for fqn, (_, shape) in strings.tensors.items()}
-    if form != "safetensors":
+    if not formats.named(form).strings:
         return {}, left_out_strings(index, NO_PLACE)
     if not is_same or not now.items() <= written_for.items():
         return {}, left_out_strings(index, "tensors were changed or renamed, and it may be of them")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import infer_mesh as inference
@@ -31,7 +30,7 @@ from ckpt_tools.core.mesh_spec import (
 )
 from ckpt_tools.core.names import select
 from ckpt_tools.core.options import option, required
-from ckpt_tools.core.plan import LazyPlans, Target
+from ckpt_tools.core.plan import Target
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
@@ -39,7 +38,7 @@ from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import frameworks, param_names
 from ckpt_tools.transforms.base import TransformedTensor
 from ckpt_tools.transforms.dtypes import chosen_dtypes
-from ckpt_tools.transforms.frameworks import FrameworkLayout
+from ckpt_tools.transforms.frameworks import FrameworkLayout, LaidOut, LayoutTarget
 from ckpt_tools.transforms.optimizer import ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
 
@@ -67,7 +66,7 @@ class ReshardOptions(EntryOptions):
     rules: tuple[PlaceRule, ...] = ()
     like: CheckpointIndex | None = None
     format: str = option(
-        "dcp",
+        formats.targets("shards")[0].name,
         "--format",
         "A DCP directory, or one torch file of DTensors for each rank.",
         heading="Output",
@@ -78,7 +77,7 @@ class ReshardOptions(EntryOptions):
         "--layout",
         "Write the folders, containers and extra files that this framework's loader expects.",
         heading="Output",
-        choices=frameworks.LAYOUTS,
+        choices=frameworks.layouts("shards"),
     )
     param_names: ParamNames | None = None
     device_type: str = option(
@@ -171,22 +170,22 @@ def plan_reshard(
     targets = tuple(
         Target(e.fqn, e.path, e, chosen_types[e.fqn], layouts[e.fqn]) for e in located.tensors
     )
-    plans, targets, held, arranged = _plan_layout(targets, located, options)
+    laid = _laid_out(targets, located, options)
     placements = options.placements or default_placements(options.mesh)
     said = [*_notes(layouts, located.tensors, options), *of_torch]
-    notes = [*stepped, *kept, *said, *of_ranks, *left_out, *arranged]
+    notes = [*stepped, *kept, *said, *of_ranks, *left_out, *laid.notes]
     notes += left_out_strings(index, NO_PLACE)
     return ReshardPlan(
-        files=plans,
-        targets=targets,
+        files=laid.files,
+        targets=laid.targets,
         chosen=chosen,
         mesh=options.mesh,
         inside=len(opened.tensors) - len(chosen.tensors),
         notes=(*index.notes, described(options.mesh, placements), *notes),
-        nbytes=plans.length,
+        nbytes=laid.files.length,
         source=formats.to_locate_in(index),
-        objects=held.objects,
-        tree=held.nesting,
+        objects=laid.last.objects,
+        tree=laid.last.nesting,
     )
 
 
@@ -203,7 +202,7 @@ def _for_torch(
 def _chosen(index: CheckpointIndex, options: ReshardOptions) -> tuple[CheckpointIndex, list[str]]:
     """The entries that are wanted, without states of other ranks than the target's, and notes."""
     chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
-    places = frameworks.places_of(options.layout)
+    places = frameworks.row_of(options.layout).places
     return without_old_ranks(chosen, _target_ranks(options), places=places)
 
 
@@ -246,41 +245,31 @@ def _with_names(
         opened = formats.open_objects(replace(index, objects=tuple(groups)), files).objects
     known = {entry.fqn: entry for entry in opened}
     index = replace(index, objects=tuple(known.get(e.fqn, e) for e in index.objects))
-    if options.layout == "verl" and not param_names.numbered(index):
+    if frameworks.row_of(options.layout).numbers and not param_names.numbered(index):
         return index  # they are then the order in which to number
     return param_names.with_names(index, given)
 
 
-def _plan_layout(
+def _laid_out(
     targets: tuple[Target, ...], located: CheckpointIndex, options: ReshardOptions
-) -> tuple[LazyPlans, tuple[Target, ...], CheckpointIndex, tuple[str, ...]]:
-    """The files of the output as its framework wants them, the targets under their names there, the
-    index of the last folder, and notes.
-    """
+) -> LaidOut:
+    """The files of the output, unchanged or as its framework wants them."""
+    wanted = formats.PlanOptions(
+        tree=located.nesting,
+        mesh=options.mesh,
+        device_type=options.device_type,
+        torch_version=options.torch_version,
+    )
     if options.layout is None:
-        return _plan_files(targets, located, options), targets, located, ()
-    folders = [located]
+        form = formats.named(options.format)
+        plans = form.plan_files(targets, located.objects, options=wanted)
+        return LaidOut(plans, targets, located, ())
     order = options.param_names if options.param_names and options.param_names.names else None
     with Files() as files:
-        wanted = frameworks.LayoutTarget(
-            world_size=options.mesh.size,
-            ranks=_target_ranks(options),
-            order=order,
-            digest=arranging.digest_in(located, files),
-            by_ranks=options.format == "ranks",
-        )
-        arranged = frameworks.arrange(located, options.layout, wanted)
-
-    def plan_folder(folder: str, part: Sequence[Target], moved: CheckpointIndex) -> LazyPlans:
-        folders.append(moved)
-        rank_name = arranged.rank_names.get(folder)
-        if arranged.rank_names and rank_name is None:
-            return _plan_files(part, moved, replace(options, format="dcp"))
-        return _plan_files(part, moved, options, rank_name=rank_name)
-
-    plans = frameworks.plan_files(arranged, located, targets, plan_folder)
-    placed = [frameworks.renamed(tree, targets) for tree in arranged.folders.values()]
-    return plans, tuple(chain.from_iterable(placed)), folders[-1], arranged.notes
+        digest = arranging.digest_in(located, files)
+        ranks = _target_ranks(options)
+        target = LayoutTarget(options.format, wanted, ranks, order, digest)
+        return frameworks.plan(located, targets, options.layout, target)
 
 
 def _stepped(
@@ -317,7 +306,7 @@ def _stepped(
 
 def refuse_check(options: ReshardOptions, write: WriteOptions) -> None:
     """Raise UsageError for --check of an output that is not one checkpoint."""
-    if write.check and options.layout not in (None, "plain"):
+    if write.check and not frameworks.row_of(options.layout).is_one:
         raise UsageError(
             f"--check reads one checkpoint back, and --layout {options.layout} writes several.",
             hint="Compare them afterwards: ckpt-tools diff CKPT OUT/… --clean-names.",
@@ -458,20 +447,3 @@ def _notes(
                 f"No placement uses {', '.join(idle)}, so it replicates; see --place and --like."
             )
     return notes
-
-
-def _plan_files(
-    targets: Sequence[Target],
-    located: CheckpointIndex,
-    options: ReshardOptions,
-    *,
-    rank_name: str | None = None,
-) -> LazyPlans:
-    wanted = formats.PlanOptions(
-        tree=located.nesting,
-        mesh=options.mesh,
-        device_type=options.device_type,
-        torch_version=options.torch_version,
-        rank_name=rank_name,
-    )
-    return formats.named(options.format).plan_files(targets, located.objects, options=wanted)

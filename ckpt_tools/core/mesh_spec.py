@@ -23,6 +23,8 @@ _PLACEMENT = re.compile(
 _SHARD_NAMES = frozenset(
     {"dp_shard", "dp", "fsdp", "shard", "dp_shard_cp", "data_parallel", "data"}
 )
+# FSDP2's own reading of a mesh of one or two sizes without names.
+FSDP2_NAMES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +35,20 @@ class PlaceRule:
     placements: tuple[Placement, ...]
 
 
-def parse_mesh(text: str) -> Mesh:
+def parse_mesh(text: str, unnamed: tuple[str, ...] = FSDP2_NAMES) -> Mesh:
     """The mesh that ``32``, ``4x8`` or ``dp_replicate=4,dp_shard=8`` means.
 
-    Two sizes without names are FSDP2's own reading of a 2-D mesh: ``dp_replicate`` × ``dp_shard``.
-    Raises UsageError for anything else.
+    Sizes without names get the last ones of ``unnamed``. Raises UsageError for anything else.
     """
     spec = text.replace(" ", "")
     if _SIZES.fullmatch(spec):
         shape = tuple(int(size) for size in spec.split("x"))
-        names = {1: ("dp_shard",), 2: ("dp_replicate", "dp_shard")}.get(len(shape))
-        if names is None:
+        if len(shape) > len(unnamed):
             raise UsageError(
                 f"A mesh of {len(shape)} dimensions needs names: {text!r}.",
                 hint="For example --to-mesh dp_replicate=2,dp_shard=2,tp=2.",
             )
-        return Mesh(shape, names)
+        return Mesh(shape, unnamed[-len(shape) :])
     pairs = [_NAMED.fullmatch(part) for part in spec.split(",")]
     if not spec or any(pair is None for pair in pairs):
         raise UsageError(

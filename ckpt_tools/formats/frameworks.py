@@ -29,8 +29,12 @@ _SIDE_FILE = re.compile(
     r"|data(_\d+)?\.pt|(train_)?dataloader\.pt"
     r"|(trainer_state|progress|recipe_state|step_scheduler)\.pt)"
 )
+# The folder of config and tokenizer that verl keeps beside its rank files, as on the hub.
+HUB_FOLDER = "huggingface"
+# The format of whole tensors that the loaders of Hugging Face and PEFT read from a folder.
+HUB_FORMAT = "safetensors"
 # Folders beside the checkpoint that hold the same weights again, or none.
-_SIDE_FOLDER = frozenset({"sharded", "huggingface", "dataloader", "rng", ".git", "__pycache__"})
+_SIDE_FOLDER = frozenset({"sharded", HUB_FOLDER, "dataloader", "rng", ".git", "__pycache__"})
 
 
 def member(path: str) -> str:

@@ -95,6 +95,8 @@ class Format(ABC):
     or None; an output with one of ``suffixes`` is one file. ``nested`` says that it keeps a state
     dict's containers and objects as they are; ``object_codec`` is that of objects whose bytes its
     writer copies unopened, ``codecs`` are those of chunks and objects that only it can locate.
+    ``strings`` says that its headers have room for text; ``guarded`` that it has checksums or
+    replicas, which a comparison of tensors does not read.
     ``index_files`` are suffixes of files without which the others cannot be read: they are sent to
     a store last. ``counts_ranks``: every rank writes a file, also one with nothing to save, so that
     `CheckpointIndex.world_size` is the number of ranks that saved.
@@ -108,6 +110,8 @@ class Format(ABC):
     nested: ClassVar[bool] = False
     object_codec: ClassVar[str | None] = None
     codecs: ClassVar[frozenset[str]] = frozenset()
+    strings: ClassVar[bool] = False
+    guarded: ClassVar[bool] = True
     index_files: ClassVar[tuple[str, ...]] = ()
     counts_ranks: ClassVar[bool] = False
 

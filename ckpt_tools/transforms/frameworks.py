@@ -1,9 +1,9 @@
 """How frameworks want a checkpoint: folders, containers, and the files beside it.
 
-Entries of any source are taken out of the containers that they stand in and put into those that the
-framework's own loader looks for: a tree in, a tree for each folder out. What a layout has no place
-for is left out and named. Which format a folder has, and how its files are planned, is the caller's
-to say. This room plans: of the disk it asks only how long the files are that are copied along.
+A row a framework. Entries of any source are taken out of the containers that they stand in and put
+into those that its own loader looks for: a tree in, a tree for each folder out. What a layout has
+no place for is left out and named. This room plans: of the disk it asks only how long the files are
+that are copied along.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import combinations
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.mesh_spec import FSDP2_NAMES
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
 from ckpt_tools.errors import AnswerNo, UsageError, unwritable
-from ckpt_tools.formats.frameworks import folder_of_save
+from ckpt_tools.formats.frameworks import HUB_FOLDER, folder_of_save
 from ckpt_tools.transforms import optimizer, param_names
 from ckpt_tools.transforms.base import copied_file, small_file
 from ckpt_tools.transforms.optimizer import Digest, ParamNames
@@ -38,158 +39,144 @@ FrameworkLayout = Literal[
     "lightning-fsdp2",
     "composer",
 ]
-LAYOUTS: tuple[FrameworkLayout, ...] = get_args(FrameworkLayout)
-# Plans the files of a folder, by its name, from its targets and its part of the index.
-PlanFolder = Callable[[str, Sequence[Target], CheckpointIndex], LazyPlans]
-
-# The outermost containers of other state that a layout has a place for; the others take any.
-_PLACES: Mapping[str, tuple[str, ...]] = {
-    "accelerate": ("scheduler", "trainer_state", "random_states", "rng_state"),  # as files
-    "titan": ("lr_scheduler", "train_state", "dataloader"),
-    "verl": (),  # but for one entry, see `_verl`
-    "composer": ("state", "rng"),
-}
-# What verl calls the dimensions of its mesh; torch loads no DTensor of a mesh with other names.
-VERL_MESH = ("ddp", "fsdp")
 
 _STEP = re.compile(r"(?:global_step_|step[-_=]?|checkpoint-|ep\d+-ba)(\d+)(?:\D.*)?")
 # What Composer's Trainer may call its gradient scaler: FSDP1 has the last, FSDP2 one of the others.
 _SCALERS = ("GradScaler", "ClosureGradScaler", "ShardedGradScaler")
 # verl's folder of config and tokenizer may hold a copy of the model, too.
-_HUB = "huggingface"
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?)(\.index\.json)?")
 _RANK_FILES = r"random_states_\d+\.pkl|rng_state_\d+\.pth"
 
 
-def places_of(layout: str | None) -> tuple[str, ...] | None:
-    """The outermost containers of other state that a layout has a place for, None for any."""
-    return None if layout is None else _PLACES.get(layout)
-
-
-@dataclass(frozen=True, slots=True)
-class Arranged:
-    """A checkpoint as a framework wants it.
-
-    ``folders`` are the trees of DCP directories or rank files by their folders; where
-    ``rank_names`` has some of them, these are rank files of such names, and the others DCP
-    directories whatever the format that was asked for. ``beside`` are
-    trees of which each is one torch.save file, ``texts`` whole small files, ``copied`` files of the
-    source by their new names. ``notes`` say what was left out, for a person.
-    """
-
-    folders: Mapping[str, Branch[Entry]]
-    rank_names: Mapping[str, str] = field(default_factory=dict)
-    beside: Mapping[str, Branch[Entry]] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-    copied: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class LayoutTarget:
-    """What an arrangement is for.
+    """What a layout is for: the ``format`` that was asked for, and the ``options`` of its writer.
 
-    ``order`` are the parameters' names in the order of the loading job's optimizer, which only verl
-    needs; ``digest`` compares hyper-parameters; ``by_ranks`` asks for the model in rank files.
+    ``order`` are the parameters' names in the order of the loading job's optimizer, for layouts
+    that number its states; ``digest`` compares hyper-parameters.
     """
 
-    world_size: int
+    format: str
+    options: formats.PlanOptions
     ranks: TargetRanks
     order: ParamNames | None
     digest: Digest
-    by_ranks: bool = False
-
-
-class _StateParts(NamedTuple):
-    """A checkpoint without its containers: the model by its names, the optimizer, all else."""
-
-    model: Branch[Entry]
-    optim: Branch[Entry] | None
-    other: Branch[Entry]
-
-
-def arrange(index: CheckpointIndex, layout: FrameworkLayout, target: LayoutTarget) -> Arranged:
-    """The entries of a checkpoint, its objects opened, as the loader of ``layout`` expects them.
-
-    Raises UsageError when there are several optimizers, when two names become one, and for
-    numbered optimizer states where names are expected or the other way round; UnsupportedError for
-    an optimizer's state that cannot be had in the framework's shape, AnswerNo when nothing is left.
-    """
-    makers: dict[FrameworkLayout, Callable[[_Job], Arranged]] = {
-        "plain": _plain,
-        "accelerate": _accelerate,
-        "titan": _titan,
-        "verl": _verl,
-        "lightning": _lightning,
-        "lightning-fsdp1": partial(_lightning, trainers="model"),
-        "lightning-fsdp2": partial(_lightning, trainers="state_dict"),
-        "composer": _composer,
-    }
-    arranged = makers[layout](_Job(index, _parts(index), target))
-    return _not_empty(arranged, index, layout)
-
-
-def arrange_whole(index: CheckpointIndex, layout: str, target: LayoutTarget) -> Arranged:
-    """The same for Accelerate's loader of FULL_STATE_DICT: two torch.save files of whole tensors,
-    whose names have no container.
-
-    Raises what `arrange` raises.
-    """
-    job = _Job(index, _parts(index), target)
-    files = {"pytorch_model_fsdp.bin": job.parts.model, "optimizer.bin": _in((), job.nested())}
-    copied, notes = _side_files(job)
-    arranged = Arranged({}, beside=files, copied=copied, notes=tuple(notes))
-    return _not_empty(arranged, index, layout)
-
-
-def _not_empty(arranged: Arranged, index: CheckpointIndex, layout: str) -> Arranged:
-    trees = (*arranged.folders.values(), *arranged.beside.values())
-    if not any(next(tree.leaves(), None) for tree in trees):
-        raise AnswerNo(
-            f"{index.root}: nothing that is chosen has a place in --layout {layout}.",
-            hint="Leave --layout out to keep it unchanged.",
-        )
-    return arranged
 
 
 class _Job(NamedTuple):
-    """What an arrangement is made of."""
+    """A checkpoint without its containers: the model by its names, the optimizer, all else."""
 
     source: CheckpointIndex
-    parts: _StateParts
+    model: Branch[Entry]
+    optim: Branch[Entry] | None
+    other: Branch[Entry]
     target: LayoutTarget
+    row: Framework
 
-    def nested(self) -> Tree[Entry]:
-        """The optimizer by names, with groups: what `get_optimizer_state_dict` gives."""
-        optim = self.parts.optim
-        return None if optim is None else optimizer.nested(optim, digest=self.target.digest)
+    def tree(
+        self, model: Sequence[str], optim: Sequence[str], *others: Branch[Entry]
+    ) -> Branch[Entry]:
+        """The model and the optimizer, as the framework has it, in these containers."""
+        return _together(_in(model, self.model), _in(optim, self.shaped()), *others)
 
-    def taken(self, *tops: str) -> Branch[Entry]:
-        """Of what is neither the model's nor the optimizer's, what these keys hold."""
-        return dict_of({top: self.parts.other.get(top) for top in tops})
+    def shaped(self) -> Tree[Entry]:
+        """The optimizer in the framework's shape."""
+        return None if self.optim is None else self.row.shape(self.optim, self.target)
 
-    def left_out(self, *tops: str) -> list[str]:
-        """A note on what these keys do not hold."""
-        paths = [path for path, _ in self.parts.other.walk() if path[0] not in tops]
+    def taken(self) -> Branch[Entry]:
+        """Of what is neither the model's nor the optimizer's, what there is a place for."""
+        return dict_of({top: self.other.get(top) for top in self.row.places or ()})
+
+    def left_out(self) -> list[str]:
+        """A note on what there is no place for."""
+        tops = self.row.places or ()
+        paths = [path for path, _ in self.other.walk() if path[0] not in tops]
         if not paths:
             return []
         shown = ", ".join(dict.fromkeys(names.join(path[:2]) for path in paths))
         return [f"Left out, because this layout has no place for it: {shown}."]
 
-    def step(self) -> tuple[int, list[str]]:
-        """The step that a folder above the source is named after, the nearest first; else 1, with a
-        note.
+    def folder(self) -> tuple[str, list[str]]:
+        """The folder of the step that a folder above the source is named after, the nearest first;
+        else of step 1, with a note.
 
         Never 0 for want of a name: of a step 0 TorchTitan loads the model alone.
         """
         for part in reversed(os.path.abspath(self.source.root).split(os.sep)):
             match = _STEP.fullmatch(part)
             if match:
-                return int(match[1]), []
-        return 1, ["No folder name has the step, so it is 1; rename the folder if needed."]
+                return self.row.folder.format(step=int(match[1])), []
+        note = "No folder name has the step, so it is 1; rename the folder if needed."
+        return self.row.folder.format(step=1), [note]
 
 
-def _parts(index: CheckpointIndex) -> _StateParts:
+class _Folder(NamedTuple):
+    """The tree of a folder, its format, and the name of its rank files where it is not usual."""
+
+    tree: Branch[Entry]
+    format: str
+    rank_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Arranged:
+    """A checkpoint as a framework wants it.
+
+    ``beside`` are trees of which each is one torch.save file, ``texts`` whole small files,
+    ``copied`` files of the source by their new names. ``notes`` say what was left out, for a
+    person.
+    """
+
+    folders: Mapping[str, _Folder]
+    beside: Mapping[str, Branch[Entry]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    copied: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def _nested(optim: Branch[Entry], target: LayoutTarget) -> Tree[Entry]:
+    """By names, with groups: what `get_optimizer_state_dict` gives."""
+    return optimizer.nested(optim, digest=target.digest)
+
+
+def _flattened(optim: Branch[Entry], _target: LayoutTarget) -> Tree[Entry]:
+    """By names, each hyper-parameter too."""
+    return optimizer.flattened(optim)
+
+
+def _numbered(optim: Branch[Entry], target: LayoutTarget) -> Tree[Entry]:
+    """As `Optimizer.state_dict` gives it, for a loader that hands it to the optimizer itself."""
+    return optimizer.numbered(optim, target.order, digest=target.digest)
+
+
+class Framework(NamedTuple):
+    """What a framework's loader takes.
+
+    ``reads`` are the formats, the usual ones first; ``folder`` is where it looks for a ``{step}``;
+    ``shape`` is that of the optimizer. ``places`` are the outermost containers of other state that
+    it has a place for, None for any. ``mesh_names`` are those of dimensions that nobody named:
+    torch loads no DTensor of a mesh with other names. ``is_one``: its output is one checkpoint.
+    """
+
+    arrange: Callable[[_Job], _Arranged]
+    reads: tuple[str, ...] = ("dcp",)
+    folder: str = ""
+    shape: Callable[[Branch[Entry], LayoutTarget], Tree[Entry]] = _nested
+    places: tuple[str, ...] | None = None
+    mesh_names: tuple[str, ...] = FSDP2_NAMES
+    is_one: bool = False
+
+    @property
+    def numbers(self) -> bool:
+        """Whether the optimizer's states are by number, and not by name."""
+        return self.shape is _numbered
+
+    def formats(self, writes: formats.Writes) -> list[str]:
+        """The formats that it reads, of those that are ``writes``."""
+        return [one for one in self.reads if formats.named(one).writes == writes]
+
+
+def _job(index: CheckpointIndex, target: LayoutTarget, row: Framework) -> _Job:
     """Take everything out of its container."""
     optimizers = param_names.optimizers_of(index)
     if len(optimizers) > 1:
@@ -219,7 +206,8 @@ def _parts(index: CheckpointIndex) -> _StateParts:
                 )
     own = {entry.fqn for entry in model.values()}
     own |= {entry.fqn for entry in optim.leaves()} if optim is not None else set()
-    return _StateParts(dict_of(model), optim, tree.filter(lambda entry: entry.fqn not in own))
+    rest = tree.filter(lambda entry: entry.fqn not in own)
+    return _Job(index, dict_of(model), optim, rest, target, row)
 
 
 def _in(path: Sequence[str], tree: Tree[Entry]) -> Branch[Entry]:
@@ -242,36 +230,40 @@ def _together(*trees: Branch[Entry]) -> Branch[Entry]:
     return reduce(merge, trees)
 
 
-def _plain(job: _Job) -> Arranged:
+def _plain(job: _Job) -> _Arranged:
     """What ``dcp.save({"model": …, "optim": …})`` of `get_state_dict` writes."""
-    model, optim = _in(("model",), job.parts.model), _in(("optim",), job.nested())
-    return Arranged({"": _together(model, optim, job.parts.other)})
+    tree = job.tree(("model",), ("optim",), job.other)
+    return _Arranged({"": _Folder(tree, job.target.format)})
 
 
-def _accelerate(job: _Job) -> Arranged:
+def _accelerate(job: _Job) -> _Arranged:
     """The folder of ``Accelerator.save_state``, also that of the transformers Trainer.
 
-    Its loader takes rank files of the model's bare state dict, with LOCAL_STATE_DICT; it has the
-    optimizer in a DCP directory all the same.
+    For FULL_STATE_DICT these are two torch.save files of whole tensors, whose names have no
+    container. For LOCAL_STATE_DICT its loader takes rank files of the model's bare state dict; it
+    has the optimizer in a DCP directory all the same.
     """
-    by_ranks, optim = job.target.by_ranks, _in(("optimizer",), job.nested())
-    model = job.parts.model
-    folders = {"": model} if by_ranks else {"pytorch_model_fsdp_0": _in(("model",), model)}
-    rank_names = {"": "pytorch_model_fsdp_rank{rank}.bin"} if by_ranks else {}
     copied, notes = _side_files(job)
-    if by_ranks:
+    if job.target.format == "torch":
+        whole = {"pytorch_model_fsdp.bin": job.model, "optimizer.bin": _in((), job.shaped())}
+        return _Arranged({}, whole, copied=copied, notes=notes)
+    optim = _in(("optimizer",), job.shaped())
+    folders = {"optimizer_0": _Folder(optim, "dcp")}
+    if job.target.format == "ranks":
         notes.append(
             "Accelerate reads these files with LOCAL_STATE_DICT alone, and into FSDP2 only: on a "
             "mesh of the same dimension names."
         )
-    elif next(optim.leaves(), None) is not None:
+        model = {"": _Folder(job.model, "ranks", "pytorch_model_fsdp_rank{rank}.bin")}
+        return _Arranged(model | folders, copied=copied, notes=notes)
+    if next(optim.leaves(), None) is not None:
         notes.append(
             "With FSDP1, Accelerate's loader of SHARDED_STATE_DICT leaves a new optimizer empty, "
             "also from its own shards. For FSDP1: ckpt-tools export CKPT -o OUT --layout "
             "accelerate, and state_dict_type FULL_STATE_DICT."
         )
-    folders["optimizer_0"] = optim
-    return Arranged(folders, rank_names, copied=copied, notes=tuple(notes))
+    model = {"pytorch_model_fsdp_0": _Folder(_in(("model",), job.model), "dcp")}
+    return _Arranged(model | folders, copied=copied, notes=notes)
 
 
 def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
@@ -281,7 +273,7 @@ def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
     states = _beside_source(job.source, (), _RANK_FILES)
     ranks = len(states) or job.source.world_size
     states |= _beside_source(job.source, (), r"dl_state_dict.*")  # positions in the data
-    left_out = job.left_out(*_PLACES["accelerate"])
+    left_out = job.left_out()
     if job.target.ranks.fit("ranks", ranks):
         return copied | states, left_out
     notes = [f"Left out, state of the old ranks: {', '.join(sorted(states))}."] if states else []
@@ -300,89 +292,76 @@ def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str)
     }
 
 
-def _titan(job: _Job) -> Arranged:
+def _titan(job: _Job) -> _Arranged:
     """One step of TorchTitan: the model's names at the top, the optimizer flattened."""
-    optim = None if job.parts.optim is None else optimizer.flattened(job.parts.optim)
-    tops = _PLACES["titan"]
-    taken = job.taken(*tops)
-    tree = _together(job.parts.model, _in(("optimizer",), optim), taken)
-    step, notes = job.step()
-    notes += job.left_out(*tops)
-    absent = ",".join(sorted(set(tops) - set(map(str, taken.parts()))))
+    taken = job.taken()
+    tree = job.tree((), ("optimizer",), taken)
+    folder, notes = job.folder()
+    notes += job.left_out()
+    absent = ",".join(sorted(set(job.row.places or ()) - set(map(str, taken.parts()))))
     if absent:
         notes = [f"TorchTitan needs: --checkpoint.exclude_from_loading={absent}.", *notes]
-    return Arranged({f"step-{step}": tree}, notes=tuple(notes))
+    return _Arranged({folder: _Folder(tree, "dcp")}, notes=notes)
 
 
-def _verl(job: _Job) -> Arranged:
+def _verl(job: _Job) -> _Arranged:
     """Rank files of verl: the optimizer numbered, as its loader gives it to the optimizer."""
-    parts, target = job.parts, job.target
-    step, notes = job.step()
-    folder = f"global_step_{step}/actor"
-    optim = parts.optim
-    if optim is not None:
-        optim = optimizer.numbered(optim, target.order, digest=target.digest)
-    scheduler = parts.other.get("extra_state", "lr_scheduler")
+    folder, notes = job.folder()
+    scheduler = job.other.get("extra_state", "lr_scheduler")
     own = {e.fqn for e in scheduler.leaves()} if isinstance(scheduler, Branch) else set()
-    tree = _together(
-        _in(("model",), parts.model),
-        _in(("optim",), optim),
-        _in(("extra_state", "lr_scheduler"), scheduler),
-    )
-    rank_names = {}
+    tree = job.tree(("model",), ("optim",), _in(("extra_state", "lr_scheduler"), scheduler))
+    rank_name = None
     if len(tree.items) == 1:  # also alone it is what the container holds
         ((family, tree),) = ((str(part), _in((), inner)) for part, inner in tree.pairs())
-        rank_names = {folder: f"{family}_world_size_{{world}}_rank_{{rank}}.pt"}
-    rest = parts._replace(other=parts.other.filter(lambda entry: entry.fqn not in own))
+        rank_name = f"{family}_world_size_{{world}}_rank_{{rank}}.pt"
+    rest = job._replace(other=job.other.filter(lambda entry: entry.fqn not in own))
     copied = _of_hub(job.source, folder)
     if not copied:
         notes.append(
-            f"There is no folder {_HUB} (config and tokenizer), which verl's merger wants."
+            f"There is no folder {HUB_FOLDER} (config and tokenizer), which verl's merger wants."
         )
     if not own:
         notes.append("There is no lr_scheduler, so leave `extra` out of checkpoint.load_contents.")
-    config = f'{{\n    "FSDP_version": 2,\n    "world_size": {target.world_size}\n}}'
-    return Arranged(
-        {folder: tree},
-        rank_names,
+    world_size = job.target.options.mesh.size
+    config = f'{{\n    "FSDP_version": 2,\n    "world_size": {world_size}\n}}'
+    return _Arranged(
+        {folder: _Folder(tree, "ranks", rank_name)},
         texts={f"{folder}/fsdp_config.json": config},
         copied=copied,
-        notes=(*notes, *job._replace(parts=rest).left_out()),
+        notes=[*notes, *rest.left_out()],
     )
 
 
 def _of_hub(index: CheckpointIndex, folder: str) -> dict[str, str]:
     """The files of verl's folder of config and tokenizer, by their places in the output."""
-    home = os.path.join(index.root, _HUB)
+    home = os.path.join(index.root, HUB_FOLDER)
     found = (
         os.path.relpath(os.path.join(parent, name), home)
         for parent, _, files in os.walk(home)
         for name in files
         if not _WEIGHTS.fullmatch(name)
     )
-    return {f"{folder}/{_HUB}/{name}": os.path.join(home, name) for name in sorted(found)}
+    return {f"{folder}/{HUB_FOLDER}/{name}": os.path.join(home, name) for name in sorted(found)}
 
 
-def _lightning(job: _Job, trainers: str = "") -> Arranged:
+def _lightning(job: _Job, trainers: str = "") -> _Arranged:
     """A sharded checkpoint of Lightning: all else that the user saved lies in ``meta.pt``.
 
     ``trainers`` is the container in which its Trainer looks for the model: that of FSDPStrategy is
     another one than that of ModelParallelStrategy (Lightning 2.6). Else a container stays.
     """
-    parts = job.parts
     model = trainers or _own(job.source, "model", "model")
     optim = _own(job.source, "optim", "optimizer")
     if trainers and not re.fullmatch(r"optimizer_\d+", optim):  # in its one file: optimizer_states
         optim = "optimizer_0"
-    folders = {"": _together(_in((model,), parts.model), _in((optim,), job.nested()))}
+    folders = {"": _Folder(job.tree((model,), (optim,)), "dcp")}
     meta = os.path.join(job.source.root, "meta.pt")
     if job.source.framework == "lightning" and os.path.isfile(meta):
-        return Arranged(folders, copied={"meta.pt": meta})
+        return _Arranged(folders, copied={"meta.pt": meta})
     plain = {entry.fqn for entry in job.source.objects if entry.opened}
-    beside = parts.other.filter(lambda entry: entry.fqn in plain)
-    rest = parts._replace(other=parts.other.filter(lambda entry: entry.fqn not in plain))
-    notes = job._replace(parts=rest).left_out()
-    return Arranged(folders, beside={"meta.pt": beside}, notes=tuple(notes))
+    beside = job.other.filter(lambda entry: entry.fqn in plain)
+    rest = job._replace(other=job.other.filter(lambda entry: entry.fqn not in plain))
+    return _Arranged(folders, {"meta.pt": beside}, notes=rest.left_out())
 
 
 def _own(index: CheckpointIndex, section: str, otherwise: str) -> str:
@@ -391,26 +370,22 @@ def _own(index: CheckpointIndex, section: str, otherwise: str) -> str:
     return str(tops.pop()) if index.framework == "lightning" and len(tops) == 1 else otherwise
 
 
-def _composer(job: _Job) -> Arranged:
+def _composer(job: _Job) -> _Arranged:
     """One sharded checkpoint of Composer: all of it in ``state``."""
     kind = _optimizer_class(job)
     root = os.path.basename(os.path.abspath(job.source.root))
-    folder = root if re.fullmatch(r"ep\d+-ba\d+", root) else f"ep0-ba{job.step()[0]}"
-    tops = _PLACES["composer"]
-    taken = job.taken(*tops)
+    folder = root if re.fullmatch(r"ep\d+-ba\d+", root) else job.folder()[0]
+    taken = job.taken()
     if taken.get("rng") is None:
         # Its loader asks for the random states of all ranks that saved them: of none.
         none = ObjectEntry("rng", ("rng",), "other", ByteRange("", 0, 0), value=[], opened=True)
         taken = _together(taken, dict_of({"rng": none}))
-    tree = _together(
-        _in(("state", "model"), job.parts.model),
-        _in(("state", "optimizers", kind), job.nested()),
-        merge(taken, _scalers(taken)),
-    )
-    notes = job.left_out(*tops)
+    others = merge(taken, _scalers(taken))
+    tree = job.tree(("state", "model"), ("state", "optimizers", kind), others)
+    notes = job.left_out()
     if taken.get("state") is None:
         notes.append("Composer's own state (timestamp, …) is missing: use load_weights_only=True.")
-    return Arranged({folder: tree}, notes=tuple(notes))
+    return _Arranged({folder: _Folder(tree, "dcp")}, notes=notes)
 
 
 def _scalers(taken: Branch[Entry]) -> Branch[Entry]:
@@ -430,28 +405,116 @@ def _optimizer_class(job: _Job) -> str:
     return "AdamW"
 
 
-def plan_files(
-    arranged: Arranged,
-    located: CheckpointIndex,
-    targets: Sequence[Target],
-    plan_folder: PlanFolder,
-) -> LazyPlans:
-    """All files of the arrangement, folder by folder, then what lies beside them.
+_ROWS: Mapping[FrameworkLayout, Framework] = {
+    "plain": Framework(_plain, ("dcp", "ranks"), is_one=True),
+    "accelerate": Framework(
+        _accelerate,
+        ("dcp", "ranks", "torch"),
+        places=("scheduler", "trainer_state", "random_states", "rng_state"),  # as files
+    ),
+    "titan": Framework(
+        _titan,
+        folder="step-{step}",
+        shape=_flattened,
+        places=("lr_scheduler", "train_state", "dataloader"),
+    ),
+    "verl": Framework(
+        _verl,
+        ("ranks",),
+        folder="global_step_{step}/actor",
+        shape=_numbered,
+        places=(),  # but for one entry
+        mesh_names=("ddp", "fsdp"),
+    ),
+    "lightning": Framework(_lightning),
+    "lightning-fsdp1": Framework(partial(_lightning, trainers="model")),
+    "lightning-fsdp2": Framework(partial(_lightning, trainers="state_dict")),
+    "composer": Framework(_composer, folder="ep0-ba{step}", places=("state", "rng")),
+}
 
-    ``targets`` equal the source's tensors under their own names; ``plan_folder`` plans the files of
-    a folder, by its name, from its targets and its part of the index, both under new names.
+
+def row_of(layout: FrameworkLayout | None) -> Framework:
+    """The row of a layout; without one everything stays in its place, which asks for no more than
+    plain.
     """
-    plans = LazyPlans()
-    for folder, tree in arranged.folders.items():
-        moved = located.arranged(tree)
+    return _ROWS[layout or "plain"]
+
+
+def layouts(writes: formats.Writes) -> list[FrameworkLayout]:
+    """The layouts that `export` ("whole" tensors) or `reshard` ("shards") can write."""
+    return [layout for layout, row in _ROWS.items() if row.formats(writes)]
+
+
+def shards_format(layout: FrameworkLayout | None, asked: str) -> str:
+    """The format of shards in a layout: what is ``asked``, or its own in place of the usual one.
+
+    Raises UsageError for another one.
+    """
+    own = row_of(layout).formats("shards")
+    if asked == formats.targets("shards")[0].name:
+        return own[0]
+    if asked not in own:
+        raise UsageError(f"--layout {layout} is of DCP directories; it has no --format {asked}.")
+    return asked
+
+
+class LaidOut(NamedTuple):
+    """A checkpoint in a layout: its files, its targets under their new names, the index of its last
+    folder, and notes on what was left out.
+    """
+
+    files: LazyPlans
+    targets: tuple[Target, ...]
+    last: CheckpointIndex
+    notes: tuple[str, ...]
+
+
+def plan(
+    index: CheckpointIndex,
+    targets: Sequence[Target],
+    layout: FrameworkLayout,
+    target: LayoutTarget,
+) -> LaidOut:
+    """The files of a checkpoint, its objects opened, as the loader of ``layout`` expects them.
+
+    ``targets`` equal the tensors of ``index`` under their own names. Raises UsageError when there
+    are several optimizers, when two names become one, and for numbered optimizer states where names
+    are expected or the other way round; UnsupportedError for an optimizer's state that cannot be
+    had in the framework's shape, AnswerNo when nothing is left.
+    """
+    row = row_of(layout)
+    arranged = row.arrange(_job(index, target, row))
+    trees = (*(one.tree for one in arranged.folders.values()), *arranged.beside.values())
+    if not any(next(tree.leaves(), None) for tree in trees):
+        raise AnswerNo(
+            f"{index.root}: nothing that is chosen has a place in --layout {layout}.",
+            hint="Leave --layout out to keep it unchanged.",
+        )
+    files, placed, last = LazyPlans(), list[Target](), index
+    for name, folder in arranged.folders.items():
+        moved = index.arranged(folder.tree)
         if moved.entries:
-            plans += plan_folder(folder, renamed(tree, targets), moved).inside(folder)
+            here, last = _renamed(folder.tree, targets), moved
+            wanted = replace(target.options, tree=moved.nesting, rank_name=folder.rank_name)
+            form = formats.named(folder.format)
+            files += form.plan_files(here, moved.objects, options=wanted).inside(name)
+            placed += here
+    return LaidOut(
+        files + _plan_beside(arranged, index, targets), (*placed,), last, (*arranged.notes,)
+    )
+
+
+def _plan_beside(
+    arranged: _Arranged, index: CheckpointIndex, targets: Sequence[Target]
+) -> LazyPlans:
+    """The files of what lies beside the folders."""
+    plans = LazyPlans()
     for name, tree in arranged.beside.items():
-        moved = located.arranged(tree)
+        moved = index.arranged(tree)
         if moved.entries:
             wanted = formats.PlanOptions(tree=moved.tree, single_file=name)
             torch = formats.named("torch")
-            plans += torch.plan_files(renamed(tree, targets), moved.objects, options=wanted)
+            plans += torch.plan_files(_renamed(tree, targets), moved.objects, options=wanted)
     beside = [small_file(name, text.encode()) for name, text in arranged.texts.items()]
     for name, path in arranged.copied.items():
         try:
@@ -461,7 +524,7 @@ def plan_files(
     return plans + LazyPlans.of(beside)
 
 
-def renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...]:
+def _renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...]:
     """The targets of a tree's tensors, under the names of their places, sorted by these."""
     by_name = {target.fqn: target for target in targets}
     placed = [

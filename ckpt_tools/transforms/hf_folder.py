@@ -21,6 +21,7 @@ from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError, reason_of
+from ckpt_tools.formats.frameworks import HUB_FOLDER
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import hf_architecture, hf_config
@@ -29,7 +30,6 @@ from ckpt_tools.transforms.dtypes import chosen_dtypes
 from ckpt_tools.transforms.hf_architecture import Needed, Shapes
 from ckpt_tools.transforms.hf_config import CONFIG
 
-_OF_VERL = "huggingface"
 _ASSETS = (
     CONFIG,
     "generation_config.json",
@@ -124,7 +124,7 @@ def config_beside(path: str) -> Mapping[str, object]:
     broken one.
     """
     folder = os.path.dirname(path) or "." if os.path.isfile(path) else path
-    return read_config(folder) or read_config(os.path.join(folder, _OF_VERL)) or {}
+    return read_config(folder) or read_config(os.path.join(folder, HUB_FOLDER)) or {}
 
 
 def assets_beside(path: str) -> str:
@@ -134,7 +134,7 @@ def assets_beside(path: str) -> str:
     """
     folder = os.path.dirname(path) or "." if os.path.isfile(path) else path
     above = os.path.dirname(os.path.abspath(folder))
-    places = [os.path.join(folder, _OF_VERL), folder, os.path.join(above, _OF_VERL), above]
+    places = [os.path.join(folder, HUB_FOLDER), folder, os.path.join(above, HUB_FOLDER), above]
     beside = next((one for one in places if os.path.isfile(os.path.join(one, CONFIG))), None)
     if beside is None:
         raise UsageError(

@@ -15,7 +15,7 @@ from ckpt_tools.core.names import join
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats import read_index
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.frameworks import LAYOUTS, places_of
+from ckpt_tools.transforms.frameworks import layouts, row_of
 from ckpt_tools.transforms.rank_states import (
     EVERY_RANK,
     ONE_FILE,
@@ -129,7 +129,8 @@ def test_what_a_layout_has_no_place_for_is_not_offered_to_be_kept() -> None:
     index = checkpoint(*OF_FOUR["torchtitan"][0], *OF_FOUR["composer"][0])
     two = TargetRanks.of_mesh(parse_mesh("2"))
     said = {
-        layout: without_old_ranks(index, two, places=places_of(layout))[1] for layout in LAYOUTS
+        layout: without_old_ranks(index, two, places=row_of(layout).places)[1]
+        for layout in layouts("shards")
     }
     assert said["plain"][0].endswith("--keep-rank-states keeps them.")
     assert said["titan"][0].endswith("--keep-rank-states keeps dataloader.")

@@ -18,6 +18,7 @@ class Safetensors(PackageFormat):
     files = ("*.safetensors", "*.safetensors.index.json")
     index_files = (".index.json",)
     writes = "whole"
+    strings, guarded = True, False
 
     def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
         from ckpt_tools.formats.safetensors import read

@@ -140,7 +140,6 @@ def _conversion(asked: Asked, form: str, write: WriteOptions) -> convert.Export:
     options.choose(index, wanted)
     steps = shaping.export_steps(
         index,
-        wanted,
         names=asked.names,
         folder=asked.folder,
         adapters=asked.adapters,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.cli.group import say
-from ckpt_tools.convert.write import EntryOptions, WriteOptions
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.index import CheckpointIndex, FileEntry
 from ckpt_tools.core.options import option, repeated
 from ckpt_tools.errors import UsageError
@@ -190,7 +190,7 @@ class Adapters:
         heading="LoRA",
     )
 
-    def steps(self, ckpt: str, options: EntryOptions) -> Sequence[Transform]:
+    def steps(self, ckpt: str) -> Sequence[Transform]:
         """The step of --adapter or --merge-lora, if one is asked for. Raises UsageError."""
         if not self.alone and not self.merge:
             if self != Adapters():
@@ -215,7 +215,7 @@ class Adapters:
             config = replace(config, transposed=self.transposed, asked=True)
         if self.alone:
             return [lora.AdapterTransform(config, self.name)]
-        return [lora.MergeTransform(config, self.name, options.dtype, options.dtypes)]
+        return [lora.MergeTransform(config, self.name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,6 @@ class Writing:
 
 def export_steps(
     index: CheckpointIndex,
-    options: EntryOptions,
     *,
     names: NewNames,
     folder: Folder,
@@ -265,7 +264,7 @@ def export_steps(
     if folder.assets is None and folder.allow_mismatch:
         raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
     if folder.assets is None and folder.vocab_size is None:
-        return (*adapters.steps(index.root, options), *names.steps(index.root))
+        return (*adapters.steps(index.root), *names.steps(index.root))
     from ckpt_tools.transforms import hf_folder, maps
 
     path = folder.assets
@@ -273,10 +272,9 @@ def export_steps(
         path = hf_folder.assets_beside(index.root)
         say(f"--hf-assets: taking {path}.")
     assets = None if path is None else hf_folder.read_assets(path)
-    steps = [*adapters.steps(index.root, options), *names.steps(index.root, assets)]
+    steps = [*adapters.steps(index.root), *names.steps(index.root, assets)]
     if folder.vocab_size is not None:
         steps.append(maps.VocabularyTransform(folder.vocab_size))
     if assets is not None:
-        allowed, dtype, dtypes = folder.allow_mismatch, options.dtype, options.dtypes
-        steps.append(hf_folder.AssetsTransform(assets, index, allowed, dtype, dtypes))
+        steps.append(hf_folder.AssetsTransform(assets, index, folder.allow_mismatch))
     return tuple(steps)

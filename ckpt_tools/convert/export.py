@@ -24,9 +24,9 @@ from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.storage.paths import normal
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
-from ckpt_tools.transforms import dtypes as casts
 from ckpt_tools.transforms import frameworks
 from ckpt_tools.transforms.base import Transform, TransformedTensor, TransformResult
+from ckpt_tools.transforms.dtypes import DtypePolicy, master_weights_note
 from ckpt_tools.transforms.frameworks import FrameworkLayout, LayoutTarget
 from ckpt_tools.transforms.param_names import loadable
 from ckpt_tools.transforms.rank_states import EVERY_RANK, ONE_FILE, without_old_ranks
@@ -139,8 +139,9 @@ def plan_export(
     with Files() as files:
         located = _whole(chosen, options, locate, files)
         renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
-        outcome = steps.apply(options.steps, made_of(located, renamed), files)
-    targets, kept = _targets(index, outcome.made, options)
+        types = DtypePolicy(options.dtype, options.dtypes, index)
+        outcome = steps.apply(options.steps, made_of(located, renamed), files, types)
+    targets, kept = _targets(outcome.made, types)
     targets = _in_containers(targets, outcome, index, options)
     objects = tuple(e for e in located.objects if keeps_nesting and e.is_writable)
     if keeps_nesting:
@@ -220,7 +221,7 @@ def _plan_layout(
         located = loadable(formats.open_objects(located, files))
         located, left_out = without_unopened(located, None)
         made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
-        targets, kept = _targets(index, made, options)
+        targets, kept = _targets(made, DtypePolicy(options.dtype, options.dtypes, index))
         digest = digest_in(index, files)
         wanted = LayoutTarget(options.format, formats.PlanOptions(), ranks, None, digest)
         laid = frameworks.plan(located, targets, layout, wanted)
@@ -294,12 +295,12 @@ def made_of(located: CheckpointIndex, renamed: Mapping[str, str]) -> tuple[Trans
 
 
 def _targets(
-    index: CheckpointIndex, made: Sequence[TransformedTensor], options: ExportOptions
+    made: Sequence[TransformedTensor], types: DtypePolicy
 ) -> tuple[tuple[Target, ...], list[str]]:
     """The targets with their types, and a note on those that keep their own against --dtype."""
-    types, notes = casts.chosen_dtypes(made, options.dtype, options.dtypes, source=index)
+    chosen, notes = types.types_of(made)
     entries = (one.entry for one in made)
-    return tuple(Target(e.fqn, e.path, e, types[e.fqn]) for e in entries), notes
+    return tuple(Target(e.fqn, e.path, e, chosen[e.fqn]) for e in entries), notes
 
 
 def is_single_file(out: str, form: str) -> bool:
@@ -364,7 +365,7 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex, *, nested: bool) 
     if rest:
         counts = ", ".join(f"{count} of {section}" for section, count in sorted(rest.items()))
         notes.append(f"Left out tensors: {counts}; choose with --only, --include and --exclude.")
-    notes += casts.master_weights_note(index, chosen.tensors)
+    notes += master_weights_note(index, chosen.tensors)
     if chosen.objects and nested:
         notes.append(note_on_unopened(chosen.objects))
     elif chosen.objects:

@@ -37,7 +37,7 @@ from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import base as steps
 from ckpt_tools.transforms import frameworks, param_names
 from ckpt_tools.transforms.base import TransformedTensor
-from ckpt_tools.transforms.dtypes import chosen_dtypes
+from ckpt_tools.transforms.dtypes import DtypePolicy
 from ckpt_tools.transforms.frameworks import FrameworkLayout, LaidOut, LayoutTarget
 from ckpt_tools.transforms.optimizer import ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
@@ -162,11 +162,12 @@ def plan_reshard(
     sharded = _sharded(index)
     stepped: list[str] = []
     made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
+    types = DtypePolicy(options.dtype, options.dtypes, index)
     if options.steps:
-        located, made, stepped = _stepped(index, located, options)
+        located, made, stepped = _stepped(index, located, options, types)
         sharded = frozenset(one.entry.fqn for one in made if not sharded.isdisjoint(one.origins))
     layouts = _layouts(located.tensors, options, sharded=sharded)
-    chosen_types, kept = chosen_dtypes(made, options.dtype, options.dtypes, source=index)
+    chosen_types, kept = types.types_of(made)
     targets = tuple(
         Target(e.fqn, e.path, e, chosen_types[e.fqn], layouts[e.fqn]) for e in located.tensors
     )
@@ -273,7 +274,7 @@ def _laid_out(
 
 
 def _stepped(
-    index: CheckpointIndex, located: CheckpointIndex, options: ReshardOptions
+    index: CheckpointIndex, located: CheckpointIndex, options: ReshardOptions, types: DtypePolicy
 ) -> tuple[CheckpointIndex, tuple[TransformedTensor, ...], list[str]]:
     """The index after all steps, its tensors in the order of their new names, and notes.
 
@@ -297,7 +298,7 @@ def _stepped(
         )
     renamed, notes = rename(index, located.tensors, keep_names=False)
     with Files() as files:
-        outcome = steps.apply(options.steps, made_of(located, renamed), files)
+        outcome = steps.apply(options.steps, made_of(located, renamed), files, types)
     made = tuple(sorted(outcome.made, key=lambda one: one.entry.fqn))
     tree = located.nesting.filter(lambda fqn: located.object(fqn) is not None)
     located = replace(located, tensors=tuple(one.entry for one in made), tree=tree)

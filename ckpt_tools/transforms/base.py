@@ -15,6 +15,7 @@ from ckpt_tools.core.plan import FilePlan, Finder, WriteItem, object_entry_as_te
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.transforms.dtypes import DtypePolicy
 
 
 class TransformedTensor(NamedTuple):
@@ -52,19 +53,23 @@ class TransformResult(NamedTuple):
     works: tuple[Materialize, ...] = ()
 
 
-Transform = Callable[[tuple[TransformedTensor, ...], Files], TransformResult]
+Transform = Callable[[tuple[TransformedTensor, ...], Files, DtypePolicy], TransformResult]
 
 
 def apply(
-    steps: Sequence[Transform], made: tuple[TransformedTensor, ...], files: Files
+    steps: Sequence[Transform],
+    made: tuple[TransformedTensor, ...],
+    files: Files,
+    types: DtypePolicy,
 ) -> TransformResult:
     """Apply the steps in order; their notes, files and works are collected.
 
-    Raises UsageError when two entries end with one name.
+    ``types`` are those in which the result will be written. Raises UsageError when two entries end
+    with one name.
     """
     outcome = TransformResult(made)
     for step in steps:
-        one = step(outcome.made, files)
+        one = step(outcome.made, files, types)
         refuse_collisions(one.made)
         outcome = TransformResult(
             one.made,

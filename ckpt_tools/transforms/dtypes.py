@@ -6,7 +6,9 @@ It knows types and names, never values. What a quantized weight is made of, `qua
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from ckpt_tools.core import names
 from ckpt_tools.core.dtypes import DType, parse_dtype
@@ -14,7 +16,6 @@ from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transforms import quantized
-from ckpt_tools.transforms.base import TransformedTensor
 from ckpt_tools.transforms.quantized import Quantized
 
 # What optimizers of mixed precision call their own float32 copy of a weight.
@@ -41,65 +42,88 @@ def parse_rule(text: str) -> tuple[str, DType | None]:
     return pattern, dtype
 
 
-def cast_dtype(entry: TensorEntry, dtype: DType | None) -> DType:
-    """The output type of a tensor of no quantized weight: floating ones follow ``dtype``.
+# A tensor to write, and the names in the source that its elements come from.
+_Made = tuple[TensorEntry, tuple[str, ...]]
 
-    Those of 8 bits and fewer stay: without a scale they mean nothing.
+
+@dataclass(frozen=True)
+class DtypePolicy:
+    """The types in which one run writes the tensors of ``source``.
+
+    ``rules`` are patterns of new names and their types (None: keep); the last match wins. All else
+    follows ``dtype`` (None: keep), but for tensors of quantized weights.
     """
-    follows = entry.dtype.kind == "float" and entry.dtype.bits > 8
-    return dtype if dtype is not None and follows else entry.dtype
 
+    dtype: DType | None
+    rules: Sequence[tuple[str, DType | None]]
+    source: CheckpointIndex = field(repr=False)
 
-def chosen_dtypes(
-    made: Sequence[TransformedTensor],
-    dtype: DType | None,
-    rules: Sequence[tuple[str, DType | None]],
-    *,
-    source: CheckpointIndex,
-) -> tuple[dict[str, DType], list[str]]:
-    """The output type of each tensor by its new name, and notes on what stays against ``dtype``.
+    @cached_property
+    def quantized(self) -> Quantized:
+        """The quantized weights of the source, by its own names."""
+        return quantized.recognise(self.source)
 
-    ``rules`` are patterns of new names and their types (None: keep); the last match wins. A tensor
-    of a quantized weight, as it is called in ``source``, follows rules only.
-    Raises UsageError for a pattern that cannot be read, for a cast of packed codes, and for one of
-    tensors that may belong to a quantized weight.
-    """
-    matchers = [(names.selector((pattern,), ()), wanted) for pattern, wanted in rules]
-    known = quantized.recognise(source) if dtype is not None or rules else quantized.NONE
-    chosen: dict[str, DType] = {}
-    kept: list[TransformedTensor] = []
-    ruled: list[str] = []
-    doubtful: dict[str, str] = {}
-    for one in made:
-        fqn, own = one.entry.fqn, one.entry.dtype
-        ways = [wanted for matches, wanted in matchers if matches(fqn)]
-        is_member = not known.members.keys().isdisjoint(one.origins)
-        if ways and own.kind == "float":
-            chosen[fqn] = ways[-1] or own
-            if is_member and chosen[fqn] != own:
-                _refuse_codes(one, known)
-                ruled.append(fqn)
+    @cached_property
+    def _matchers(self) -> list[tuple[Callable[[str], bool], DType | None]]:
+        return [(names.selector((pattern,), ()), wanted) for pattern, wanted in self.rules]
+
+    def of_plain(self, entry: TensorEntry) -> DType:
+        """The type of a tensor of no quantized weight. Raises UsageError for a bad pattern.
+
+        Floating types of 8 bits and fewer follow rules only: without a scale they mean nothing.
+        """
+        return self._ruled(entry) or self._cast(entry)
+
+    def _ruled(self, entry: TensorEntry) -> DType | None:
+        """The type that the rules give, None where none of them is for this tensor."""
+        ways = [wanted for matches, wanted in self._matchers if matches(entry.fqn)]
+        return (ways[-1] or entry.dtype) if ways and entry.dtype.kind == "float" else None
+
+    def _cast(self, entry: TensorEntry) -> DType:
+        follows = entry.dtype.kind == "float" and entry.dtype.bits > 8
+        return self.dtype if self.dtype is not None and follows else entry.dtype
+
+    def types_of(self, made: Sequence[_Made]) -> tuple[dict[str, DType], list[str]]:
+        """The type of each tensor by its new name, and notes on what stays against ``dtype``.
+
+        Raises UsageError for a bad pattern, for a cast of packed codes, and for one of tensors that
+        may belong to a quantized weight.
+        """
+        asked = self.dtype is not None or self._matchers
+        known = self.quantized if asked else quantized.NONE
+        chosen: dict[str, DType] = {}
+        kept: list[_Made] = []
+        cast: list[str] = []
+        doubtful: dict[str, str] = {}
+        for entry, origins in made:
+            fqn, own, ruled = entry.fqn, entry.dtype, self._ruled(entry)
+            if known.members.keys().isdisjoint(origins):
+                chosen[fqn] = ruled or self._cast(entry)
+                near = [known.doubtful[name] for name in origins if name in known.doubtful]
+                if near and ruled is None and chosen[fqn] != own:
+                    doubtful[fqn] = near[0]
                 continue
-        else:
-            chosen[fqn] = own if is_member else cast_dtype(one.entry, dtype)
-            near = [known.doubtful[name] for name in one.origins if name in known.doubtful]
-            if near and chosen[fqn] != own:
-                doubtful[fqn] = near[0]
-        if is_member:
-            kept.append(one)
-    _refuse_doubtful(doubtful)
-    return chosen, [*_kept_notes(kept, known), *_ruled_notes(ruled)]
+            chosen[fqn] = ruled or own
+            if chosen[fqn] == own:
+                kept.append((entry, origins))
+                continue
+            if not known.codes.isdisjoint(origins):
+                raise _cast_of_codes(entry)
+            cast.append(fqn)
+        _refuse_doubtful(doubtful)
+        notes = _kept_notes(kept, known)
+        if cast:
+            tensors = counted(len(cast), "tensor")
+            notes.append(f"--dtype-for casts {tensors} of quantized weights: {some(sorted(cast))}.")
+        return chosen, notes
 
 
-def _refuse_codes(one: TransformedTensor, known: Quantized) -> None:
-    """Raise UsageError when packed codes in a floating type would be cast."""
-    if not known.codes.isdisjoint(one.origins):
-        raise UsageError(
-            f"{one.entry.fqn} holds packed 4-bit codes in {one.entry.dtype.name}: a cast would "
-            "make them unreadable.",
-            hint=f"Add --dtype-for '{one.entry.fqn}=keep' as the last one, or leave it out with "
-            "--exclude.",
-        )
+def _cast_of_codes(entry: TensorEntry) -> UsageError:
+    return UsageError(
+        f"{entry.fqn} holds packed 4-bit codes in {entry.dtype.name}: a cast would make them "
+        "unreadable.",
+        hint=f"Add --dtype-for '{entry.fqn}=keep' as the last one, or leave it out with --exclude.",
+    )
 
 
 def _refuse_doubtful(doubtful: Mapping[str, str]) -> None:
@@ -116,26 +140,19 @@ def _refuse_doubtful(doubtful: Mapping[str, str]) -> None:
     )
 
 
-def _kept_notes(kept: Sequence[TransformedTensor], known: Quantized) -> list[str]:
+def _kept_notes(kept: Sequence[_Made], known: Quantized) -> list[str]:
     """A line on the quantized weights that stay, for those that a cast could have changed."""
-    families: dict[str, list[TransformedTensor]] = defaultdict(list)
-    for one in kept:
-        origin = next(name for name in one.origins if name in known.members)
-        families[known.members[origin].family].append(one)
+    families: dict[str, list[_Made]] = defaultdict(list)
+    for entry, origins in kept:
+        origin = next(name for name in origins if name in known.members)
+        families[known.members[origin].family].append((entry, origins))
     parts = []
     for family, members in sorted(families.items()):
-        if any(one.entry.dtype.kind == "float" for one in members):
-            of = {known.members[name].weight for one in members for name in one.origins}
+        if any(entry.dtype.kind == "float" for entry, _ in members):
+            of = {known.members[name].weight for _, origins in members for name in origins}
             tensors, weights = counted(len(members), "tensor"), counted(len(of), f"{family} weight")
             parts.append(f"{tensors} of {weights} ({some(sorted(of))})")
     return [f"Kept exact: {'; '.join(parts)}."] if parts else []
-
-
-def _ruled_notes(ruled: Sequence[str]) -> list[str]:
-    if not ruled:
-        return []
-    tensors = counted(len(ruled), "tensor")
-    return [f"--dtype-for casts {tensors} of quantized weights: {some(sorted(ruled))}."]
 
 
 def master_weights_note(index: CheckpointIndex, chosen: Sequence[TensorEntry]) -> list[str]:

@@ -15,11 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType, parse_dtype
-from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import AnswerNo
-from ckpt_tools.transforms import quantized
 from ckpt_tools.transforms.base import TransformedTensor
+from ckpt_tools.transforms.dtypes import DtypePolicy
 from ckpt_tools.transforms.hf_architecture import Shapes
 
 CONFIG = "config.json"
@@ -59,17 +58,15 @@ class Weights(NamedTuple):
         return shapes_of
 
 
-def weights_of(
-    made: Sequence[TransformedTensor], types: Mapping[str, DType], *, source: CheckpointIndex
-) -> Weights:
+def weights_of(made: Sequence[TransformedTensor], types: DtypePolicy) -> Weights:
     """What these entries are when they are written in these types, by their new names."""
-    known = quantized.recognise(source)
+    (written, _), known = types.types_of(made), types.quantized
     sizes = Counter(member.weight for member in known.members.values())
     counts: Counter[DType] = Counter()
     packed: dict[str, str] = {}
     scales: list[str] = []
     for one in made:
-        fqn, dtype = one.entry.fqn, types[one.entry.fqn]
+        fqn, dtype = one.entry.fqn, written[one.entry.fqn]
         families = [known.members[name].family for name in one.origins if name in known.members]
         codes = [name for name in one.origins if known.is_packed(name)]
         # An 8-bit float without scales is a number like any other.

@@ -15,7 +15,6 @@ from fnmatch import fnmatch
 
 from ckpt_tools import formats
 from ckpt_tools.copying.read import first_difference
-from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.plan import FilePlan
@@ -26,7 +25,7 @@ from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import hf_architecture, hf_config
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult, copied_file, small_file
-from ckpt_tools.transforms.dtypes import chosen_dtypes
+from ckpt_tools.transforms.dtypes import DtypePolicy
 from ckpt_tools.transforms.hf_architecture import Needed, Shapes
 from ckpt_tools.transforms.hf_config import CONFIG
 
@@ -176,17 +175,16 @@ def values_of(config: Mapping[str, object]) -> dict[str, int]:
 class AssetsTransform:
     """Puts the assets beside the weights, once these are what the config's model needs.
 
-    ``dtype`` and ``dtypes`` say the types of what is written, as for `chosen_dtypes`; ``source`` is
-    the checkpoint that it comes from.
+    ``source`` is the checkpoint that these come from.
     """
 
     assets: Assets
     source: CheckpointIndex = field(repr=False)
     allow_mismatch: bool = False
-    dtype: DType | None = None
-    dtypes: tuple[tuple[str, DType | None], ...] = ()
 
-    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:
+    def __call__(
+        self, made: tuple[TransformedTensor, ...], files: Files, types: DtypePolicy
+    ) -> TransformResult:
         """Compare names and shapes, write tied tensors once, add the files.
 
         Raises AnswerNo, with lists, when anything is missing, unexpected or misshapen, or quantized
@@ -201,8 +199,7 @@ class AssetsTransform:
             )
         ties = dict(needed.ties) if needed else hf_architecture.usual_ties(self.assets.config)
         left, notes = _untied(made, ties, self.source, files)
-        types, _ = chosen_dtypes(left, self.dtype, self.dtypes, source=self.source)
-        weights = hf_config.weights_of(left, types, source=self.source)
+        weights = hf_config.weights_of(left, types)
         config, changes = hf_config.true_of(
             weights,
             self.assets.config,

@@ -261,6 +261,6 @@ def test_an_unfinished_export_by_a_function_that_makes_something_else_is_another
         order = convert.Export(index, str(tmp_path / "out"), WriteOptions(), options)
         return order.settings(order.plan(formats.locate))["what the names map does"]
 
-    same = settings(lambda made, _files: TransformResult(tuple(made)))
-    assert settings(lambda made, _: TransformResult((*made,))) == same
-    assert settings(lambda made, _: TransformResult(tuple(made[1:]))) != same
+    same = settings(lambda made, *_: TransformResult(tuple(made)))
+    assert settings(lambda made, *_: TransformResult((*made,))) == same
+    assert settings(lambda made, *_: TransformResult(tuple(made[1:]))) != same

@@ -5,9 +5,8 @@ import pytest
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transforms import dtypes as casts
 from ckpt_tools.transforms.base import TransformedTensor
-from ckpt_tools.transforms.dtypes import master_weights_note
+from ckpt_tools.transforms.dtypes import DtypePolicy, master_weights_note
 
 BF16, FP32, FP8 = BY_NAME["bfloat16"], BY_NAME["float32"], BY_NAME["float8_e4m3fn"]
 
@@ -24,7 +23,7 @@ def chosen_dtypes(
 ) -> tuple[dict[str, DType], list[str]]:
     made = [TransformedTensor(entry, (entry.fqn,)) for entry in tensors]
     index = CheckpointIndex("run", "dcp", tuple(tensors))
-    return casts.chosen_dtypes(made, dtype, rules, source=index)
+    return DtypePolicy(dtype, rules, index).types_of(made)
 
 
 def test_floats_follow_and_all_else_stays() -> None:
@@ -83,12 +82,13 @@ def test_a_quantized_weight_is_known_by_its_names_in_the_source() -> None:
     some = entries(l__weight=FP8, l__weight_scale=FP32)
     made = [TransformedTensor(replace(e, fqn=f"x{n}"), (e.fqn,)) for n, e in enumerate(some)]
     index = CheckpointIndex("run", "dcp", tuple(some))
-    assert casts.chosen_dtypes(made, BF16, (), source=index)[0] == {"x0": FP8, "x1": FP32}
+    assert DtypePolicy(BF16, (), index).types_of(made)[0] == {"x0": FP8, "x1": FP32}
 
 
 def test_a_pattern_that_cannot_be_read_is_refused() -> None:
-    with pytest.raises(UsageError):
-        chosen_dtypes(entries(w=FP32), None, (("re:(", FP32),))
+    for some in ([], entries(w=FP32)):
+        with pytest.raises(UsageError):
+            chosen_dtypes(some, None, (("re:(", FP32),))
 
 
 def test_master_weights_of_the_optimizer_are_told_and_not_taken() -> None:

@@ -55,12 +55,10 @@ def export(
     )
 
 
-def step_for(
-    tmp_path: Path, *, allow: bool = False, written: DType | None = None, **config: object
-) -> StepFor:
+def step_for(tmp_path: Path, *, allow: bool = False, **config: object) -> StepFor:
     folder = assets(tmp_path / "assets", CONFIG | config, WEIGHTS)
     found = read_assets(str(folder))
-    return lambda index: AssetsTransform(found, index, allow, written)
+    return lambda index: AssetsTransform(found, index, allow)
 
 
 def test_the_assets_come_along_and_the_weights_do_not(tmp_path: Path) -> None:
@@ -155,7 +153,7 @@ def config_of(folder: Path) -> dict[str, object]:
 def test_the_config_says_the_type_that_was_written(tmp_path: Path, key: str) -> None:
     config: dict[str, object] = {key: "float32"}
     bf16 = BY_NAME["bfloat16"]
-    plan = export(tmp_path, WEIGHTS, step_for(tmp_path, written=bf16, **config), dtype=bf16)
+    plan = export(tmp_path, WEIGHTS, step_for(tmp_path, **config), dtype=bf16)
     assert config_of(tmp_path / "out") == CONFIG | {key: "bfloat16"}
     assert any("config.json says bfloat16" in n and "it said float32" in n for n in plan.notes)
 

@@ -13,6 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.copying.origin import option_texts
+from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.transforms import quantized
 from ckpt_tools.transforms.lora import LoraConfig, MergeTransform
 
 REAL = DATA / "checkpoints"
@@ -75,6 +77,34 @@ def test_verls_adapter_has_the_names_and_bits_of_verls_own_merger(tmp_path: Path
     assert ran("diff", ours, theirs).exit_code == 0
     made = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (made["r"], made["lora_alpha"], made["task_type"]) == (4, 8, "CAUSAL_LM")
+
+
+def test_nothing_is_merged_into_codes_that_look_like_floats(tmp_path: Path) -> None:
+    """bitsandbytes says so below the weight's own name in the source."""
+    sign = {"base_model.model.l.base_layer.weight.quant_map": np.zeros(16, np.float32)}
+    folder = source(tmp_path / "in", layer("l", 2) | sign)
+    words = ("--merge-lora", "--lora-alpha", 4, "--dtype", "bf16")
+    result = run("export", folder, "-o", tmp_path / "out", *words)
+    assert result.exit_code == 3
+    assert "l.weight is bitsandbytes 4-bit: LoRA cannot be merged" in result.stderr
+
+
+def test_what_is_quantized_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def recognise(index: CheckpointIndex) -> quantized.Quantized:
+        asked.append(index)
+        return real(index)
+
+    real = quantized.recognise
+    monkeypatch.setattr(quantized, "recognise", recognise)
+    folder = source(tmp_path / "in", layer("l", 2))
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "config.json").write_text("{}")
+    words = ("--merge-lora", "--lora-alpha", 4, "--dtype", "bf16", "--hf-assets", assets)
+    ran("export", folder, "-o", tmp_path / "out", *words, "--allow-mismatch", "--dry-run")
+    assert len(asked) == 1
 
 
 def test_alpha_is_asked_for_and_never_guessed(tmp_path: Path) -> None:

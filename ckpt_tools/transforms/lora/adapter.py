@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_tools.core.text import counted
-from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult, small_file
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks, content_of
 from ckpt_tools.transforms.lora.parts import PREFIX, AdapterParts, parts_of
@@ -21,7 +20,7 @@ class AdapterTransform:
     config: LoraConfig
     adapter: str | None = None
 
-    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
         """Choose and rename. Raises what `parts_of` and `check_ranks` raise."""
         parts = parts_of(made, self.adapter)
         check_ranks(self.config, parts)

@@ -20,9 +20,8 @@ from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import IncompleteError, UnsupportedError, unwritable
 from ckpt_tools.storage.reader import Files, temporary_folder
-from ckpt_tools.transforms import dtypes as casts
-from ckpt_tools.transforms import quantized
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult
+from ckpt_tools.transforms.dtypes import DtypePolicy
 from ckpt_tools.transforms.lora.config import LoraConfig, check_ranks
 from ckpt_tools.transforms.lora.orientation import transposed
 from ckpt_tools.transforms.lora.parts import AdapterParts, Factors, parts_of
@@ -102,15 +101,15 @@ def _cast(raw: bytes | bytearray, source: DType, target: DType) -> bytes | bytea
 class MergeTransform:
     """Gives the base model's weights, with one adapter in them, under the base model's names.
 
-    ``dtype`` and ``dtypes`` are those of the output: a sum is rounded once.
+    A sum is rounded once, to the type that is written.
     """
 
     config: LoraConfig
     adapter: str | None = None
-    dtype: DType | None = None
-    dtypes: tuple[tuple[str, DType | None], ...] = ()
 
-    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
+    def __call__(
+        self, made: tuple[TransformedTensor, ...], _files: Files, types: DtypePolicy
+    ) -> TransformResult:
         """Plan the merge; nothing is read.
 
         Raises what `parts_of`, `check_ranks` and `transposed` raise, IncompleteError for a base
@@ -119,17 +118,17 @@ class MergeTransform:
         parts = parts_of(made, self.adapter)
         check_ranks(self.config, parts)
         turned = transposed(parts, said=self.config.transposed, asked=self.config.asked)
-        entries = tuple(one.entry for one in made)
-        packed = quantized.recognise(CheckpointIndex("", "", entries)).members
+        packed = types.quantized.members
         folder = mkdtemp(dir=temporary_folder())
         merged: dict[str, TransformedTensor] = {}
         works: list[Merge] = []
         for number, factors in enumerate(parts.factors):
             name = f"{factors.module}.weight"
             path = os.path.join(folder, f"{number:06}.bin")
-            if name in parts.base and parts.base[name].entry.fqn in packed:
-                raise _is_quantized(name, packed[parts.base[name].entry.fqn].family)
-            work = self._merge(parts, factors, path=path, turned=factors.module in turned)
+            for origin in parts.base[name].origins if name in parts.base else ():
+                if origin in packed:
+                    raise _is_quantized(name, packed[origin].family)
+            work = self._merge(parts, factors, types, path=path, turned=factors.module in turned)
             works.append(work)
             origins = (*parts.base[name].origins, *factors.a.origins, *factors.b.origins)
             merged[name] = TransformedTensor(_entry_of(work), origins)
@@ -137,7 +136,9 @@ class MergeTransform:
         out = tuple(made.named(name) for name, made in sorted(every.items()))
         return TransformResult(out, tuple(self._notes(parts)), works=tuple(works))
 
-    def _merge(self, parts: AdapterParts, factors: Factors, *, path: str, turned: bool) -> Merge:
+    def _merge(
+        self, parts: AdapterParts, factors: Factors, types: DtypePolicy, *, path: str, turned: bool
+    ) -> Merge:
         name = f"{factors.module}.weight"
         if name not in parts.base:
             raise IncompleteError(
@@ -156,12 +157,8 @@ class MergeTransform:
             )
         if not {base.dtype.name, left.dtype.name, right.dtype.name} <= _FLOATS:
             raise _is_quantized(name, base.dtype.name)
-        made = TransformedTensor(base, ())
-        chosen, _ = casts.chosen_dtypes(
-            [made], self.dtype, self.dtypes, source=CheckpointIndex("", "", ())
-        )
         scale = self.config.scale(factors.module, factors.rank)
-        return Merge(base, left, right, scale, chosen[name], path)
+        return Merge(base, left, right, scale, types.of_plain(base), path)
 
     def _notes(self, parts: AdapterParts) -> Iterator[str]:
         ranks = sorted({one.rank for one in parts.factors})

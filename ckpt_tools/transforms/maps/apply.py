@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UsageError
-from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.maps import views
 from ckpt_tools.transforms.maps.model import (
@@ -42,7 +41,7 @@ class MapTransform:
     values: Mapping[str, int]
     model_type: str | None = None
 
-    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
         """Apply the map. Raises what `apply` raises."""
         return apply(self.tensor_map, made, values=self.values, model_type=self.model_type)
 
@@ -54,7 +53,7 @@ class AutoMapTransform:
     values: Mapping[str, int]
     model_type: str | None = None
 
-    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
         """Choose and apply a map, or none when the names are Hugging Face's already.
 
         Raises UsageError when no map, or more than one, knows all names, and what `apply` raises.

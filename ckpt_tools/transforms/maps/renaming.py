@@ -13,7 +13,6 @@ from ckpt_tools.core.index import CheckpointIndex, Entry
 from ckpt_tools.core.state_tree import Branch, dict_of
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
-from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult
 from ckpt_tools.transforms.maps import views
 
@@ -30,7 +29,7 @@ class RenameTransform:
 
     rules: tuple[tuple[str, str], ...]
 
-    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
         """Rename the entries.
 
         Raises UsageError for an expression that cannot be read or that changes no name.
@@ -83,7 +82,7 @@ class VocabularyTransform:
 
     size: int
 
-    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
         """Take the padding off.
 
         Raises UsageError when no tensor is known to have a row for each token, or one has fewer.
@@ -129,7 +128,7 @@ class UntieTransform:
     name: str = "lm_head.weight"
     source: str = "model.embed_tokens.weight"
 
-    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
         """Add the entry, over the same bytes, unless it is there.
 
         Raises UsageError when there is nothing that it could be a copy of.
@@ -149,7 +148,7 @@ class UnderTransform:
 
     container: str
 
-    def __call__(self, made: tuple[TransformedTensor, ...], files: Files) -> TransformResult:  # noqa: ARG002 (a step's signature)
+    def __call__(self, made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
         """Put the container before every name and path."""
         name, above = self.container, tuple(self.container.split("."))
         entries = (

@@ -28,7 +28,7 @@ _SAMPLES = 4
 Held = tuple[tuple[int, ...], Grid | tuple[tuple[Box, int | None], ...]]
 
 
-class Tiling(NamedTuple):
+class _Tiling(NamedTuple):
     """How a tensor is cut: its shape, the boxes that hold elements, and the cut dimensions.
 
     A dimension counts as cut, too, when some rank saved an empty piece of it.
@@ -39,7 +39,7 @@ class Tiling(NamedTuple):
     dims: tuple[int, ...]
 
 
-def cut_of(entry: TensorEntry) -> Tiling | None:
+def cut_of(entry: TensorEntry) -> _Tiling | None:
     """How this tensor is cut, or None when it is stored in one piece."""
     shape = entry.shape
     boxes = set(entry.boxes)
@@ -49,7 +49,7 @@ def cut_of(entry: TensorEntry) -> Tiling | None:
     dims = tuple(
         dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)
     )
-    return Tiling(shape, solid, dims) if dims and solid else None
+    return _Tiling(shape, solid, dims) if dims and solid else None
 
 
 @dataclass(eq=False, slots=True)
@@ -92,8 +92,8 @@ def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inferenc
 
     Without a world size, the most pieces that a tensor is cut into stand for it.
     """
-    kinds: dict[Tiling, list[TensorEntry]] = {}
-    known: dict[tuple[Grid, tuple[int, ...]], Tiling | None] = {}
+    kinds: dict[_Tiling, list[TensorEntry]] = {}
+    known: dict[tuple[Grid, tuple[int, ...]], _Tiling | None] = {}
     for entry in tensors:
         grid = entry.grid
         if grid is None:
@@ -111,7 +111,7 @@ def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inferenc
     return None if mesh is None else Inference(mesh, _usual(kinds, mesh))
 
 
-def _usual(kinds: dict[Tiling, list[TensorEntry]], mesh: Mesh) -> tuple[Layout, ...]:
+def _usual(kinds: dict[_Tiling, list[TensorEntry]], mesh: Mesh) -> tuple[Layout, ...]:
     """The layouts that are the only one to fit some tensor, the most frequent first."""
     counts: Counter[Layout] = Counter()
     for cut, entries in kinds.items():
@@ -121,7 +121,7 @@ def _usual(kinds: dict[Tiling, list[TensorEntry]], mesh: Mesh) -> tuple[Layout, 
     return tuple(layout for layout, _ in counts.most_common())
 
 
-def _fitting(cut: Tiling, entries: Sequence[TensorEntry], mesh: Mesh) -> list[Layout]:
+def _fitting(cut: _Tiling, entries: Sequence[TensorEntry], mesh: Mesh) -> list[Layout]:
     """The layouts that give this cut, and each box of a few of its tensors to who saved it."""
     sample = entries[:_SAMPLES]
     return [
@@ -131,7 +131,7 @@ def _fitting(cut: Tiling, entries: Sequence[TensorEntry], mesh: Mesh) -> list[La
     ]
 
 
-def _best(kinds: dict[Tiling, list[TensorEntry]], ranks: int, *, by_rank: bool) -> Mesh | None:
+def _best(kinds: dict[_Tiling, list[TensorEntry]], ranks: int, *, by_rank: bool) -> Mesh | None:
     """The mesh of so many ranks that explains most tensors; fewer dimensions win a draw."""
     total = sum(map(len, kinds.values()))
     best: Mesh | None = None
@@ -149,7 +149,9 @@ def _best(kinds: dict[Tiling, list[TensorEntry]], ranks: int, *, by_rank: bool) 
     return best
 
 
-def _score(kinds: dict[Tiling, list[TensorEntry]], mesh: Mesh, *, by_rank: bool) -> tuple[int, int]:
+def _score(
+    kinds: dict[_Tiling, list[TensorEntry]], mesh: Mesh, *, by_rank: bool
+) -> tuple[int, int]:
     """How many tensors the mesh explains, and how many of them in the usual order."""
     explained = usual = 0
     for cut, entries in kinds.items():
@@ -177,21 +179,21 @@ def _factorings(number: int, ndim: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def _layouts_on(cut: Tiling, mesh: Mesh) -> tuple[Layout, ...]:
+def _layouts_on(cut: _Tiling, mesh: Mesh) -> tuple[Layout, ...]:
     """The layouts that give this cut: on the mesh itself, else on its ranks in one line."""
     layouts = _layouts(cut, mesh)
     return layouts if layouts or len(mesh.shape) == 1 else _layouts(cut, Mesh((mesh.size,)))
 
 
 @lru_cache(maxsize=4096)
-def _layouts(cut: Tiling, mesh: Mesh) -> tuple[Layout, ...]:
+def _layouts(cut: _Tiling, mesh: Mesh) -> tuple[Layout, ...]:
     """Every layout on this mesh whose boxes are exactly those of the cut."""
     return tuple(
         layout for layout in _possible(cut, mesh) if _solid_boxes(layout, cut) == cut.boxes
     )
 
 
-def _possible(cut: Tiling, mesh: Mesh) -> Iterator[Layout]:
+def _possible(cut: _Tiling, mesh: Mesh) -> Iterator[Layout]:
     """Layouts whose number of parts can give the number of pieces, along every dimension."""
     pieces = {dim: len({box.offsets[dim] for box in cut.boxes}) for dim in cut.dims}
     options: list[Placement] = [Replicate(), *map(Shard, cut.dims)]
@@ -204,7 +206,9 @@ def _possible(cut: Tiling, mesh: Mesh) -> Iterator[Layout]:
         if parts.keys() != pieces.keys():
             continue
         if all(_can_give(cut.shape[dim], parts[dim], pieces[dim]) for dim in parts):
-            for order in _orders(len(placements), shared=len(sharded) > len(parts)):
+            dims = range(len(placements))
+            # The order of cutting matters only where two mesh dimensions cut the same.
+            for order in permutations(dims) if len(sharded) > len(parts) else [tuple(dims)]:
                 yield Layout(mesh, placements, order)
 
 
@@ -213,12 +217,7 @@ def _can_give(size: int, parts: int, pieces: int) -> bool:
     return pieces == parts if size % parts == 0 else pieces <= parts
 
 
-def _orders(ndim: int, *, shared: bool) -> Iterator[tuple[int, ...]]:
-    """The orders of cutting that can matter: one, unless two mesh dimensions cut the same."""
-    return permutations(range(ndim)) if shared else iter([tuple(range(ndim))])
-
-
-def _solid_boxes(layout: Layout, cut: Tiling) -> set[Box]:
+def _solid_boxes(layout: Layout, cut: _Tiling) -> set[Box]:
     """The boxes that hold elements; replicas are looked at once."""
     ranges = [
         range(size if isinstance(placement, Shard) else 1)

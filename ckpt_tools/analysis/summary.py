@@ -100,7 +100,7 @@ class Step(NamedTuple):
     fqn: str
 
 
-class FileLoad(NamedTuple):
+class _FileLoad(NamedTuple):
     """What one file holds: who saved it if known, chunks, their bytes, and its own length."""
 
     path: str
@@ -284,7 +284,7 @@ def _no(reason: str) -> Verdict:
     return Verdict(yes=False, reason=reason)
 
 
-def file_loads(index: CheckpointIndex) -> list[FileLoad]:
+def file_loads(index: CheckpointIndex) -> list[_FileLoad]:
     """What each file holds, replicas included, in the order of ranks and then of paths."""
     lengths = {file.path: file.length for file in index.files}
     ranks: dict[str, int | None] = {}
@@ -297,7 +297,7 @@ def file_loads(index: CheckpointIndex) -> list[FileLoad]:
                 chunks[place.path] += 1
                 nbytes[place.path] += chunk.box.numel * entry.dtype.itemsize
     loads = [
-        FileLoad(path, ranks.get(path), chunks[path], nbytes[path], lengths.get(path))
+        _FileLoad(path, ranks.get(path), chunks[path], nbytes[path], lengths.get(path))
         for path in {**lengths, **chunks}
     ]
     return sorted(loads, key=lambda one: (one.rank is None, one.rank or 0, one.path))

@@ -58,7 +58,7 @@ WORDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     first: str = required("A", own=True, parse=str)
@@ -73,8 +73,8 @@ class Asked:
     reading: options.Reading
 
 
-@options.command("diff", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("diff", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Compare what the filters choose on both sides; exit with 1 when it is not the same."""
     wanted, reading, header_only = asked.wanted, asked.reading, asked.header_only
     if header_only and (wanted.tolerance != Tolerance() or wanted.ignore_dtypes):

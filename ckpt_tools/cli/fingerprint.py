@@ -33,7 +33,7 @@ save: `ckpt-tools verify --against FILE` then finds any later change.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
@@ -48,8 +48,8 @@ class Asked:
     reading: options.Reading
 
 
-@options.command("fingerprint", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("fingerprint", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Digest the chosen tensors, then print and keep what came out."""
     ckpt, target, force = asked.reading.find(asked.ckpt), asked.write, asked.force
     if target is not None:

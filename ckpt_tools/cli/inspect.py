@@ -41,7 +41,7 @@ ckpt-tools/run/1.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     ckpts: tuple[str, ...] = options.ckpts()
@@ -55,8 +55,8 @@ class Asked:
     reading: options.Reading
 
 
-@options.command("inspect", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("inspect", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Report each checkpoint; go on after one that cannot be read, and fail at the end."""
     ckpts = [*map(asked.reading.find, asked.ckpts)]
     every, shards, json = asked.every, asked.shards, asked.json
@@ -99,7 +99,7 @@ def _emit_json(objects: list[render.Json], *, several: bool) -> None:
         render.emit_json(objects[0])
 
 
-def _page(ckpts: list[str], html: str, asked: Asked) -> None:
+def _page(ckpts: list[str], html: str, asked: _Asked) -> None:
     """Write the report of one checkpoint as a page."""
     from ckpt_tools.cli.pictures import files  # late: most reports are for the terminal
     from ckpt_tools.cli.pictures.banner import page_of_failure

@@ -50,7 +50,7 @@ prints schema ckpt-tools/layout/1.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
@@ -74,8 +74,8 @@ class Asked:
     reading: options.Reading
 
 
-@options.command("layout", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("layout", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Draw what the filters choose, in the one form that was asked for."""
     name, html, json = asked.name, asked.html, asked.json
     if html and json:
@@ -107,7 +107,7 @@ def command(asked: Asked) -> None:
     whole.require_whole()
 
 
-def _read(ckpt: str, asked: Asked) -> CheckpointIndex:
+def _read(ckpt: str, asked: _Asked) -> CheckpointIndex:
     """The index; refuses the file of the page before, and draws a page of what cannot be read."""
     from ckpt_tools.cli.pictures.banner import page_of_failure  # late: most runs write no page
 
@@ -126,7 +126,7 @@ def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
     return whole.select({name})
 
 
-def _after(chosen: CheckpointIndex, before: Holdings, mesh: Mesh, asked: Asked) -> text.After:
+def _after(chosen: CheckpointIndex, before: Holdings, mesh: Mesh, asked: _Asked) -> text.After:
     """Who will hold what after a reshard. Raises what planning that reshard raises."""
     # Late: most pictures show what is there.
     from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard

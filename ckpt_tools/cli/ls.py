@@ -34,7 +34,7 @@ no BYTES of its own.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
@@ -47,8 +47,8 @@ class Asked:
     reading: options.Reading
 
 
-@options.command("ls", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("ls", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Print the entries in the one form that was asked for."""
     forms = {
         "long": asked.long,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 
-class Bar:
+class _Bar:
     """A progress callback: the number of bytes done since the last call.
 
     `expect` sets the total, without which no end is shown.
@@ -28,7 +28,7 @@ class Bar:
         """Set the total number of bytes."""
 
 
-class _Drawn(Bar):
+class _Drawn(_Bar):
     def __init__(self, bar: tqdm[NoReturn]) -> None:
         self._bar = bar
 
@@ -40,12 +40,12 @@ class _Drawn(Bar):
 
 
 @contextmanager
-def byte_bar(total: int | None = None, *, label: str) -> Iterator[Bar]:
+def byte_bar(total: int | None = None, *, label: str) -> Iterator[_Bar]:
     """Yield a bar of ``total`` bytes. Nothing is drawn with --quiet, or when stderr is no
     terminal.
     """
     if is_quiet() or not sys.stderr.isatty():
-        yield Bar()
+        yield _Bar()
         return
     from tqdm import tqdm  # late: looking commands draw no bar
 

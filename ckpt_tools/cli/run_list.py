@@ -18,7 +18,7 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class _Line:
     """What headers say of one checkpoint.
 
     ``holds`` are its sections, ``changed`` when a file of it last changed, in seconds since 1970,
@@ -34,16 +34,16 @@ class Line:
     problem: str | None = None
 
 
-def line_of(saved: Saved, options: ReadOptions) -> Line:
+def line_of(saved: Saved, options: ReadOptions) -> _Line:
     """Read the headers of one checkpoint."""
     try:
         index = read_index(saved.path, options=options)
     except CkptError as error:
-        return Line(saved, problem=error.message.partition("\n")[0])
+        return _Line(saved, problem=error.message.partition("\n")[0])
     sums = summary.sections_of(index)
     states = [file.state.changed for file in index.files if file.state is not None]
     newest = max(states, default=0)
-    return Line(
+    return _Line(
         saved,
         form=index.format,
         framework=index.framework,
@@ -54,7 +54,7 @@ def line_of(saved: Saved, options: ReadOptions) -> Line:
     )
 
 
-def lines(path: str, run: Sequence[Line]) -> Iterator[str]:
+def lines(path: str, run: Sequence[_Line]) -> Iterator[str]:
     """The run for people: a heading, one line a checkpoint, and problems."""
     yield render.heading(f"{path}: {counted(len(run), 'checkpoint')}")
     now = time.time()
@@ -85,7 +85,7 @@ def _age(seconds: float) -> str:
     return f"{max(int(seconds), 0)} s"
 
 
-def as_json(path: str, run: Sequence[Line]) -> render.Json:
+def as_json(path: str, run: Sequence[_Line]) -> render.Json:
     """The object of schema ckpt-tools/run/1."""
     return {
         "schema": "ckpt-tools/run/1",

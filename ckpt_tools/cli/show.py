@@ -38,7 +38,7 @@ plain object or of a tensor with one element: strings without quotes, everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
@@ -51,8 +51,8 @@ class Asked:
     reading: options.Reading
 
 
-@options.command("show", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("show", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Find the entry, then print it in the form that was asked for."""
     name, part, raw, json = asked.name, asked.part, asked.raw, asked.json
     if raw and json:

@@ -39,7 +39,7 @@ _CSV_HEADER += tuple(name.lower() for name in _HEADER[3:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
@@ -53,8 +53,8 @@ class Asked:
     reading: options.Reading
 
 
-@options.command("stats", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("stats", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Look at every value of the chosen tensors, then print what was seen."""
     if asked.csv and asked.json:
         raise UsageError("--csv and --json cannot be used together.")
@@ -71,19 +71,14 @@ def command(asked: Asked) -> None:
         for line in _anomaly_lines(statistics):
             say(line)
     else:
-        render.emit(_lines(statistics))
+        rows, width = [*map(_row, statistics.tensors)], render.terminal_width()
+        render.emit(render.columns(_HEADER, rows, align="lllrrrrrrrr", width=width))
+        render.emit(_anomaly_lines(statistics))
     if asked.fail_nonfinite and statistics.nonfinite:
         names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
         verb = "is" if statistics.nonfinite == 1 else "are"
         values = counted(statistics.nonfinite, "value")
         raise AnswerNo(f"{index.root}: {values} {verb} NaN or infinite, in {some(names)}.")
-
-
-def _lines(statistics: Statistics) -> Iterator[str]:
-    rows = [_row(tensor) for tensor in statistics.tensors]
-    width = render.terminal_width()
-    yield from render.columns(_HEADER, rows, align="lllrrrrrrrr", width=width)
-    yield from _anomaly_lines(statistics)
 
 
 def _row(tensor: TensorStats) -> tuple[str, ...]:

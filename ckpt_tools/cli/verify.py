@@ -63,7 +63,7 @@ ckpt-tools/verify/1.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     ckpts: tuple[str, ...] = options.ckpts()
@@ -87,8 +87,8 @@ class Asked:
     reading: options.Reading
 
 
-@options.command("verify", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("verify", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Verify all of the checkpoint, then compare what the filters choose; exit with 1 for no."""
     chosen, against, json = asked.filters, asked.against, asked.json
     if not chosen.wants_all and against is None:
@@ -136,7 +136,7 @@ class _Against(NamedTuple):
         return self.compared is not None and self.compared.same
 
 
-def _report(index: CheckpointIndex, asked: Asked) -> VerifyReport:
+def _report(index: CheckpointIndex, asked: _Asked) -> VerifyReport:
     """Verify by headers alone, or by reading all."""
     with Files() as files:
         if asked.quick:
@@ -172,7 +172,7 @@ def _each(ckpts: Sequence[str], read: ReadOptions, verified: _Verify, *, json: b
         click.get_current_context().exit(worst)
 
 
-def _compare(index: CheckpointIndex, against: str, asked: Asked) -> _Against:
+def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
     """Compare the chosen tensors with a fingerprint, or with those of another checkpoint."""
     from ckpt_tools.cli.fingerprint import digest
 

@@ -246,7 +246,8 @@ def _with_names(
         opened = formats.open_objects(replace(index, objects=tuple(groups)), files).objects
     known = {entry.fqn: entry for entry in opened}
     index = replace(index, objects=tuple(known.get(e.fqn, e) for e in index.objects))
-    if frameworks.row_of(options.layout).numbers and not param_names.numbered(index):
+    is_numbered = frameworks.row_of(options.layout).shape == "numbered"
+    if is_numbered and not param_names.numbered(index):
         return index  # they are then the order in which to number
     return param_names.with_names(index, given)
 

@@ -26,7 +26,7 @@ from ckpt_tools.errors import AnswerNo, UsageError, unwritable
 from ckpt_tools.formats.frameworks import HUB_FOLDER, folder_of_save
 from ckpt_tools.transforms import optimizer, param_names
 from ckpt_tools.transforms.base import copied_file, small_file
-from ckpt_tools.transforms.optimizer import Digest, ParamNames
+from ckpt_tools.transforms.optimizer import Digest, ParamNames, Shape
 from ckpt_tools.transforms.rank_states import TargetRanks
 
 FrameworkLayout = Literal[
@@ -71,7 +71,7 @@ class _Job(NamedTuple):
     optim: Branch[Entry] | None
     other: Branch[Entry]
     target: LayoutTarget
-    row: Framework
+    row: _Framework
 
     def tree(
         self, model: Sequence[str], optim: Sequence[str], *others: Branch[Entry]
@@ -81,7 +81,13 @@ class _Job(NamedTuple):
 
     def shaped(self) -> Tree[Entry]:
         """The optimizer in the framework's shape."""
-        return None if self.optim is None else self.row.shape(self.optim, self.target)
+        if self.optim is None:
+            return None
+        if self.row.shape == "flattened":
+            return optimizer.flattened(self.optim)
+        if self.row.shape == "numbered":
+            return optimizer.numbered(self.optim, self.target.order, digest=self.target.digest)
+        return optimizer.nested(self.optim, digest=self.target.digest)
 
     def taken(self) -> Branch[Entry]:
         """Of what is neither the model's nor the optimizer's, what there is a place for."""
@@ -134,22 +140,7 @@ class _Arranged:
     notes: Sequence[str] = ()
 
 
-def _nested(optim: Branch[Entry], target: LayoutTarget) -> Tree[Entry]:
-    """By names, with groups: what `get_optimizer_state_dict` gives."""
-    return optimizer.nested(optim, digest=target.digest)
-
-
-def _flattened(optim: Branch[Entry], _target: LayoutTarget) -> Tree[Entry]:
-    """By names, each hyper-parameter too."""
-    return optimizer.flattened(optim)
-
-
-def _numbered(optim: Branch[Entry], target: LayoutTarget) -> Tree[Entry]:
-    """As `Optimizer.state_dict` gives it, for a loader that hands it to the optimizer itself."""
-    return optimizer.numbered(optim, target.order, digest=target.digest)
-
-
-class Framework(NamedTuple):
+class _Framework(NamedTuple):
     """What a framework's loader takes.
 
     ``reads`` are the formats, the usual ones first; ``folder`` is where it looks for a ``{step}``;
@@ -161,22 +152,17 @@ class Framework(NamedTuple):
     arrange: Callable[[_Job], _Arranged]
     reads: tuple[str, ...] = ("dcp",)
     folder: str = ""
-    shape: Callable[[Branch[Entry], LayoutTarget], Tree[Entry]] = _nested
+    shape: Shape = "nested"
     places: tuple[str, ...] | None = None
     mesh_names: tuple[str, ...] = FSDP2_NAMES
     is_one: bool = False
-
-    @property
-    def numbers(self) -> bool:
-        """Whether the optimizer's states are by number, and not by name."""
-        return self.shape is _numbered
 
     def formats(self, writes: formats.Writes) -> list[str]:
         """The formats that it reads, of those that are ``writes``."""
         return [one for one in self.reads if formats.named(one).writes == writes]
 
 
-def _job(index: CheckpointIndex, target: LayoutTarget, row: Framework) -> _Job:
+def _job(index: CheckpointIndex, target: LayoutTarget, row: _Framework) -> _Job:
     """Take everything out of its container."""
     optimizers = param_names.optimizers_of(index)
     if len(optimizers) > 1:
@@ -372,7 +358,10 @@ def _own(index: CheckpointIndex, section: str, otherwise: str) -> str:
 
 def _composer(job: _Job) -> _Arranged:
     """One sharded checkpoint of Composer: all of it in ``state``."""
-    kind = _optimizer_class(job)
+    # It calls the optimizer by its class, which other frameworks do not save.
+    paths = param_names.optimizers_of(job.source)
+    own = (path for path in paths if path[:2] == ("state", "optimizers") and len(path) > 2)
+    kind = next((str(path[2]) for path in own), "AdamW")
     root = os.path.basename(os.path.abspath(job.source.root))
     folder = root if re.fullmatch(r"ep\d+-ba\d+", root) else job.folder()[0]
     taken = job.taken()
@@ -380,7 +369,11 @@ def _composer(job: _Job) -> _Arranged:
         # Its loader asks for the random states of all ranks that saved them: of none.
         none = ObjectEntry("rng", ("rng",), "other", ByteRange("", 0, 0), value=[], opened=True)
         taken = _together(taken, dict_of({"rng": none}))
-    others = merge(taken, _scalers(taken))
+    # Its Trainer saves the gradient scaler on GPUs alone, and asks for that of its own class.
+    saved = taken.get("state", "scaler")
+    scaler = next(iter(saved.items), None) if isinstance(saved, Branch) else None
+    scalers = _in(("state", "scaler"), dict_of(dict.fromkeys(_SCALERS, scaler)))
+    others = merge(taken, scalers)
     tree = job.tree(("state", "model"), ("state", "optimizers", kind), others)
     notes = job.left_out()
     if taken.get("state") is None:
@@ -388,52 +381,35 @@ def _composer(job: _Job) -> _Arranged:
     return _Arranged({folder: _Folder(tree, "dcp")}, notes=notes)
 
 
-def _scalers(taken: Branch[Entry]) -> Branch[Entry]:
-    """The gradient scaler under all names that a Trainer may ask for: it saves it on GPUs alone,
-    and asks for that of its own class.
-    """
-    saved = taken.get("state", "scaler")
-    known = next(iter(saved.items), None) if isinstance(saved, Branch) else None
-    return _in(("state", "scaler"), dict_of(dict.fromkeys(_SCALERS, known)))
-
-
-def _optimizer_class(job: _Job) -> str:
-    """What Composer calls the optimizer: its class, which other frameworks do not save."""
-    for path in param_names.optimizers_of(job.source):
-        if path[:2] == ("state", "optimizers") and len(path) > 2:
-            return str(path[2])
-    return "AdamW"
-
-
-_ROWS: Mapping[FrameworkLayout, Framework] = {
-    "plain": Framework(_plain, ("dcp", "ranks"), is_one=True),
-    "accelerate": Framework(
+_ROWS: Mapping[FrameworkLayout, _Framework] = {
+    "plain": _Framework(_plain, ("dcp", "ranks"), is_one=True),
+    "accelerate": _Framework(
         _accelerate,
         ("dcp", "ranks", "torch"),
         places=("scheduler", "trainer_state", "random_states", "rng_state"),  # as files
     ),
-    "titan": Framework(
+    "titan": _Framework(
         _titan,
         folder="step-{step}",
-        shape=_flattened,
+        shape="flattened",
         places=("lr_scheduler", "train_state", "dataloader"),
     ),
-    "verl": Framework(
+    "verl": _Framework(
         _verl,
         ("ranks",),
         folder="global_step_{step}/actor",
-        shape=_numbered,
+        shape="numbered",
         places=(),  # but for one entry
         mesh_names=("ddp", "fsdp"),
     ),
-    "lightning": Framework(_lightning),
-    "lightning-fsdp1": Framework(partial(_lightning, trainers="model")),
-    "lightning-fsdp2": Framework(partial(_lightning, trainers="state_dict")),
-    "composer": Framework(_composer, folder="ep0-ba{step}", places=("state", "rng")),
+    "lightning": _Framework(_lightning),
+    "lightning-fsdp1": _Framework(partial(_lightning, trainers="model")),
+    "lightning-fsdp2": _Framework(partial(_lightning, trainers="state_dict")),
+    "composer": _Framework(_composer, folder="ep0-ba{step}", places=("state", "rng")),
 }
 
 
-def row_of(layout: FrameworkLayout | None) -> Framework:
+def row_of(layout: FrameworkLayout | None) -> _Framework:
     """The row of a layout; without one everything stays in its place, which asks for no more than
     plain.
     """

@@ -48,7 +48,7 @@ class ParamNames(NamedTuple):
     groups: tuple[int, ...] = ()
 
 
-class ParamGroup(NamedTuple):
+class _ParamGroup(NamedTuple):
     """One parameter group: its dict, and the parameters that this lists."""
 
     tree: Branch[Entry]
@@ -67,14 +67,14 @@ class ParamGroup(NamedTuple):
 
     def listing(
         self, params: Sequence[Param], stored: Mapping[Param, str] | None = None
-    ) -> ParamGroup:
+    ) -> _ParamGroup:
         """The same group for other parameters; ``stored`` has names to keep beside them."""
         if tuple(params) == self.params:
             return self
         items = dict(_items(self.tree)) | {_PARAMS: _listed(_PARAMS, params)}
         if stored and _PARAM_NAMES in items:
             items[_PARAM_NAMES] = _listed(_PARAM_NAMES, [stored.get(p, str(p)) for p in params])
-        return ParamGroup(_dict(items), tuple(params))
+        return _ParamGroup(_dict(items), tuple(params))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ class Optimizer:
     """
 
     states: Mapping[Param, Tree[Entry]]
-    groups: tuple[ParamGroup | None, ...] | None
+    groups: tuple[_ParamGroup | None, ...] | None
     beside: Mapping[Key, Tree[Entry]] = field(default_factory=dict)
 
-    def held(self) -> list[ParamGroup]:
+    def held(self) -> list[_ParamGroup]:
         """The groups that are there."""
         return [group for group in self.groups or () if group is not None]
 
@@ -233,8 +233,8 @@ def numbered(tree: Branch[Entry], order: ParamNames | None, *, digest: Digest) -
 
 
 def _in_order(
-    held: Sequence[ParamGroup], order: ParamNames, digest: Digest
-) -> tuple[ParamGroup, ...]:
+    held: Sequence[_ParamGroup], order: ParamNames, digest: Digest
+) -> tuple[_ParamGroup, ...]:
     """Groups as the loading optimizer has them, of its own sizes where these are known."""
     owners = {param: group for group in held for param in group.params}
     stored = {
@@ -257,7 +257,7 @@ def _in_order(
     return tuple(groups)
 
 
-def _split(held: Sequence[ParamGroup], order: ParamNames) -> Iterator[Sequence[str]]:
+def _split(held: Sequence[_ParamGroup], order: ParamNames) -> Iterator[Sequence[str]]:
     """The names that each group of the loading optimizer has."""
     if order.groups:
         ends = list(accumulate(order.groups))
@@ -291,7 +291,7 @@ def read(tree: Branch[Entry]) -> Optimizer:
     items = dict(zip(map(str, tree.parts()), _items(tree), strict=True))
     _, state = items.pop(_STATE, (None, None))
     _, groups = items.pop(_GROUPS, (None, None))
-    if state is None or _is_value(state, {}):
+    if state is None or (isinstance(state, ObjectEntry) and state.opened and state.value == {}):
         state = _dict({})
     if not isinstance(state, Branch) or state.keys is None:
         raise UnsupportedError("The optimizer's state is not a dict, so it is of no parameter.")
@@ -309,7 +309,7 @@ def read(tree: Branch[Entry]) -> Optimizer:
     return replace(optim, states=states)
 
 
-def _groups_of(tree: Tree[Entry]) -> tuple[ParamGroup | None, ...]:
+def _groups_of(tree: Tree[Entry]) -> tuple[_ParamGroup | None, ...]:
     """The groups; a DCP directory of torch up to 2.3 has a list without tensors as one object."""
     if isinstance(tree, ObjectEntry) and tree.opened and _is_list(tree.value):
         tree = list_of([_opened(value) for value in tree.value])
@@ -325,14 +325,14 @@ def _opened(value: PlainValue) -> Tree[Entry]:
     return _dict({key: _held_in(key, item) for key, item in value.items()})
 
 
-def _group_of(number: int, tree: Tree[Entry]) -> ParamGroup:
+def _group_of(number: int, tree: Tree[Entry]) -> _ParamGroup:
     if not isinstance(tree, Branch) or tree.keys is None:
         raise UnsupportedError(f"Group {number} of the optimizer is not a dict.")
     entry = tree.get(_PARAMS)
     value = entry.value if isinstance(entry, ObjectEntry) else None
     if not _is_list(value) or not all(type(one) in (str, int) for one in value):
         raise UnsupportedError(f"Group {number} of the optimizer does not list its parameters.")
-    return ParamGroup(tree, tuple(cast("Sequence[Param]", value)))
+    return _ParamGroup(tree, tuple(cast("Sequence[Param]", value)))
 
 
 def _by_name(tree: Branch[Entry], digest: Digest) -> Optimizer:
@@ -418,13 +418,13 @@ def _refuse_fractions(rest: str, keys: Sequence[str]) -> None:
 
 def _regrouped(
     options: Mapping[str, Mapping[Key, Tree[Entry]]], digest: Digest
-) -> tuple[ParamGroup, ...]:
+) -> tuple[_ParamGroup, ...]:
     """New groups: parameters with equal hyper-parameters are one group."""
     members: dict[Hashable, list[str]] = {}
     for name, own in options.items():
         members.setdefault(_value_of(_dict(own), digest), []).append(name)
     return tuple(
-        ParamGroup(_dict({**options[first], _PARAMS: _listed(_PARAMS, params)}), tuple(params))
+        _ParamGroup(_dict({**options[first], _PARAMS: _listed(_PARAMS, params)}), tuple(params))
         for params in members.values()
         for first in params[:1]
     )
@@ -496,10 +496,6 @@ def _items(tree: Branch[Entry]) -> Iterator[tuple[Key, Tree[Entry]]]:
 
 def _is_list(value: object) -> TypeGuard[list[PlainValue] | tuple[PlainValue, ...]]:
     return isinstance(value, list | tuple)
-
-
-def _is_value(item: Tree[Entry], value: PlainValue) -> bool:
-    return isinstance(item, ObjectEntry) and item.opened and item.value == value
 
 
 def _listed(key: str, params: Sequence[PlainValue]) -> ObjectEntry:

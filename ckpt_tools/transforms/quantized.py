@@ -114,7 +114,7 @@ _NO_CODES_WORD = re.compile(
 )
 
 
-class Member(NamedTuple):
+class _Member(NamedTuple):
     """What a tensor belongs to: a family by its name, and the weight."""
 
     family: str
@@ -129,7 +129,7 @@ class Quantized(NamedTuple):
     nothing tells whether they belong to it.
     """
 
-    members: Mapping[str, Member]
+    members: Mapping[str, _Member]
     codes: frozenset[str]
     doubtful: Mapping[str, str]
 
@@ -149,7 +149,7 @@ def recognise(index: CheckpointIndex) -> Quantized:
     weights = {one.weight for one in members.values() if one.family == _BNB4} & tensors.keys()
     codes = frozenset(one for one in weights if tensors[one].dtype.kind == "float")
     doubtful: dict[str, str] = {}
-    above: dict[str, Member] = {}
+    above: dict[str, _Member] = {}
     containers = {names.join(path) for path in names.container_of(e.path for e in index.tensors)}
     for module, group in _by_module(tensors).items():
         packed = _packed(group)
@@ -157,7 +157,7 @@ def recognise(index: CheckpointIndex) -> Quantized:
             at_top = not module or module[:-1] in containers
             known, near = _sorted_out(group, packed, at_top=at_top)
             for name, one in known.items():
-                members.setdefault(module + name, Member(packed[one].name, module + one))
+                members.setdefault(module + name, _Member(packed[one].name, module + one))
             for higher in islice(_prefixes(module[:-1]), 2):
                 above.setdefault(f"{higher}.", members[module + next(iter(packed))])
             doubtful |= {module + name: module + one for name, one in near.items()}
@@ -171,25 +171,25 @@ def recognise(index: CheckpointIndex) -> Quantized:
     return Quantized(members, codes, {k: v for k, v in doubtful.items() if k not in members})
 
 
-def _by_names(tensors: Mapping[str, TensorEntry], others: Collection[str]) -> dict[str, Member]:
+def _by_names(tensors: Mapping[str, TensorEntry], others: Collection[str]) -> dict[str, _Member]:
     """What is known by names alone: all below a 4-bit weight, and the buffers of quantizers."""
     signs = (_BNB4_SIGN.fullmatch(fqn) for fqn in (*tensors, *others) if "quant_" in fqn)
     weights = {sign["weight"] for sign in signs if sign is not None}
-    members: dict[str, Member] = {}
+    members: dict[str, _Member] = {}
     for fqn, entry in tensors.items():
         owners = (fqn, *_prefixes(fqn)) if weights else ()
         weight = next((one for one in owners if one in weights), None)
         if weight is not None:
-            members[fqn] = Member(_BNB4, weight)
+            members[fqn] = _Member(_BNB4, weight)
         elif entry.dtype.kind == "float" and _BUFFER_SIGN.search(fqn):
             members |= _buffer(fqn)
     return members
 
 
-def _buffer(fqn: str) -> dict[str, Member]:
+def _buffer(fqn: str) -> dict[str, _Member]:
     """The family and the layer of a quantizing layer's buffer, by its name; empty for others."""
     layers = ((family, re.fullmatch(text, fqn)) for family, text in _BUFFERS)
-    known = [Member(family, layer["layer"]) for family, layer in layers if layer is not None]
+    known = [_Member(family, layer["layer"]) for family, layer in layers if layer is not None]
     return {fqn: known[0]} if known else {}
 
 

@@ -22,15 +22,15 @@ Only headers and the values on the screen are read. It needs textual: pip instal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
     reading: options.Reading
 
 
-@options.command("browse", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("browse", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Read the headers, then hand the screen over until somebody leaves it."""
     if find_spec("textual") is None:
         raise UsageError(

@@ -43,27 +43,27 @@ def layout_page(
     return page(f"Layout of {inspection.root}", parts)
 
 
-class Seen(NamedTuple):
+class _Seen(NamedTuple):
     """All values of a checkpoint: statistics, and the counts of each tensor's histogram by name."""
 
     statistics: Statistics
     histograms: Mapping[str, tuple[int, ...]]
 
 
-def look(index: CheckpointIndex) -> Seen:
+def look(index: CheckpointIndex) -> _Seen:
     """Read every tensor, twice. Raises what keeps the tensors from being whole."""
     from ckpt_tools.proof.stats import histograms, stats  # late: both need numpy
 
     with progress.byte_bar(2 * index.count.nbytes, label="stats") as on_bytes, Files() as files:
         statistics = stats(index, files, on_bytes=on_bytes)
-        return Seen(statistics, histograms(index, files, statistics, on_bytes=on_bytes))
+        return _Seen(statistics, histograms(index, files, statistics, on_bytes=on_bytes))
 
 
 def report_page(
     whole: CheckpointIndex,
     index: CheckpointIndex,
     *,
-    seen: Seen | None,
+    seen: _Seen | None,
     unseen: CheckpointError | None = None,
 ) -> str:
     """The page of a checkpoint; the filters chose ``index`` out of ``whole``.
@@ -105,7 +105,7 @@ def _anomalies(anomalies: Sequence[Anomaly]) -> Iterator[str]:
     yield from table(("KIND", "NAME", "BOX", "RANK", "DETAIL"), rows)
 
 
-def _statistics(seen: Seen) -> Iterator[str]:
+def _statistics(seen: _Seen) -> Iterator[str]:
     """A row of numbers for each tensor, with its histogram."""
     tensors = seen.statistics.tensors
     bad = seen.statistics.nonfinite

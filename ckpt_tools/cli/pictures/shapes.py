@@ -15,7 +15,7 @@ from ckpt_tools.analysis.ownership import HeldBox
 MAX_BANDS = 4
 
 
-class Rect(NamedTuple):
+class _Rect(NamedTuple):
     """A piece, or one holder's band of it; ``holder`` is None when nobody is known to hold it."""
 
     x: float
@@ -32,7 +32,7 @@ def cut_dims(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[int]:
     return [dim for dim, size in enumerate(shape) if any(p.box.sizes[dim] != size for p in pieces)]
 
 
-def rects(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[Rect]:
+def rects(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[_Rect]:
     """A rectangle for each piece and holder; one for a piece that more than `MAX_BANDS` hold."""
     dims = cut_dims(pieces, shape)
     if len(dims) > 2:
@@ -41,7 +41,7 @@ def rects(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[Rect]:
         down, across = (dims[0], dims[1]) if len(dims) == 2 else (None, dims[0] if dims else None)
         spans = [(*_span(p, shape, across), *_span(p, shape, down)) for p in pieces]
     return [
-        Rect(x, y + height * band / len(bands), width, height / len(bands), piece, holder, label)
+        _Rect(x, y + height * band / len(bands), width, height / len(bands), piece, holder, label)
         for piece, (x, width, y, height) in zip(pieces, spans, strict=True)
         for bands in [_bands(piece.holders)]
         for band, (holder, label) in enumerate(bands)

@@ -106,7 +106,11 @@ def check_beside(config: LoraConfig, ckpt: str) -> None:
 
 def _refuse_others(said: Mapping[str, object], path: str) -> None:
     """Raise UnsupportedError, with their names, for settings that are not understood here."""
-    refused = [f"{key} = {value!r}" for key, value in said.items() if _is_unsupported(key, value)]
+    refused = [
+        f"{key} = {value!r}"
+        for key, value in said.items()
+        if key not in _UNDERSTOOD and value and (key, value) != ("bias", "none")
+    ]
     if said.get("peft_type", "LORA") != "LORA":
         refused = [f"peft_type = {said['peft_type']!r}"]
     if "peft_type" not in said:  # another program's file, with settings of its own
@@ -118,11 +122,6 @@ def _refuse_others(said: Mapping[str, object], path: str) -> None:
             f"{path} is not plain LoRA, or is not supported here: {', '.join(refused)}.",
             hint="PEFT itself can merge or save it.",
         )
-
-
-def _is_unsupported(key: str, value: object) -> bool:
-    """Whether a setting may change what the tensors mean: not known, and not off."""
-    return key not in _UNDERSTOOD and bool(value) and (key, value) != ("bias", "none")
 
 
 def _is_number(value: object) -> bool:

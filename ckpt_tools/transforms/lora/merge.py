@@ -37,7 +37,7 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
-class Merge:
+class _Merge:
     """One weight to make: ``base`` + ``scale`` · ``left`` · ``right``, written to ``path``.
 
     ``left`` is (rows, r) and ``right`` (r, columns) of a base of (rows, columns).
@@ -121,7 +121,7 @@ class MergeTransform:
         packed = types.quantized.members
         folder = mkdtemp(dir=temporary_folder())
         merged: dict[str, TransformedTensor] = {}
-        works: list[Merge] = []
+        works: list[_Merge] = []
         for number, factors in enumerate(parts.factors):
             name = f"{factors.module}.weight"
             path = os.path.join(folder, f"{number:06}.bin")
@@ -138,7 +138,7 @@ class MergeTransform:
 
     def _merge(
         self, parts: AdapterParts, factors: Factors, types: DtypePolicy, *, path: str, turned: bool
-    ) -> Merge:
+    ) -> _Merge:
         name = f"{factors.module}.weight"
         if name not in parts.base:
             raise IncompleteError(
@@ -158,7 +158,7 @@ class MergeTransform:
         if not {base.dtype.name, left.dtype.name, right.dtype.name} <= _FLOATS:
             raise _is_quantized(name, base.dtype.name)
         scale = self.config.scale(factors.module, factors.rank)
-        return Merge(base, left, right, scale, types.of_plain(base), path)
+        return _Merge(base, left, right, scale, types.of_plain(base), path)
 
     def _notes(self, parts: AdapterParts) -> Iterator[str]:
         ranks = sorted({one.rank for one in parts.factors})
@@ -179,7 +179,7 @@ def _is_quantized(name: str, what: str) -> UnsupportedError:
     )
 
 
-def _entry_of(work: Merge) -> TensorEntry:
+def _entry_of(work: _Merge) -> TensorEntry:
     """The merged tensor, in the file that the work will write."""
     length = work.base.numel * work.dtype.itemsize
     chunk = Chunk(Box.whole(work.base.shape), ByteRange(work.path, 0, length))

@@ -55,7 +55,9 @@ def concat(views: Sequence[View], dim: int) -> View:
                 f"Shapes {list(first.shape)} and {list(view.shape)} do not join along {dim}."
             )
         _same_type(first, view)
-        chunks += [_moved(chunk, dim, by=place) for chunk in view.chunks]
+        for chunk in view.chunks:
+            offsets = _replaced(chunk.box.offsets, dim, chunk.box.offsets[dim] + place)
+            chunks.append(chunk._replace(box=Box(offsets, chunk.box.sizes), replicas=()))
         place += view.shape[dim]
     return View(first.dtype, _replaced(first.shape, dim, place), tuple(chunks))
 
@@ -185,11 +187,6 @@ def _cut(chunk: Chunk, box: Box, *, itemsize: int) -> Chunk:
     places = zip(box.offsets, chunk.box.offsets, strides, strict=True)
     skipped = sum((a - b) * stride for a, b, stride in places)
     return chunk.placed(box, chunk.data.offset + skipped * itemsize, strides, itemsize=itemsize)
-
-
-def _moved(chunk: Chunk, dim: int, *, by: int) -> Chunk:
-    offsets = _replaced(chunk.box.offsets, dim, chunk.box.offsets[dim] + by)
-    return chunk._replace(box=Box(offsets, chunk.box.sizes), replicas=())
 
 
 def _strides(chunk: Chunk) -> tuple[int, ...]:

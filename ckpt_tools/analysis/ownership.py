@@ -197,17 +197,18 @@ def skew_of(totals: Sequence[int]) -> float | None:
 
 
 class Moved(NamedTuple):
-    """Bytes that new ranks hold and the old rank of the same number did not.
+    """Who holds what after a reshard, and bytes that the old rank of the same number did not hold.
 
     ``by_tensor`` is in the order of the tensors after, ``by_rank`` in that of the new ranks.
     """
 
+    holdings: Holdings
     by_tensor: tuple[int, ...]
     by_rank: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """All of them together."""
+        """All bytes that move."""
         return sum(self.by_rank)
 
 
@@ -227,7 +228,7 @@ def moved(before: Holdings, target: Holdings) -> Moved:
         by_tensor.append(sum(known[kind].values()) * held.dtype.itemsize)
         for rank, numel in known[kind].items():
             by_rank[rank] += numel * held.dtype.itemsize
-    return Moved(tuple(by_tensor), tuple(by_rank))
+    return Moved(target, tuple(by_tensor), tuple(by_rank))
 
 
 def _missing(old: Sequence[HeldBox], new: Sequence[HeldBox]) -> dict[int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import click
 
 from ckpt_tools.analysis import ownership
-from ckpt_tools.analysis.ownership import HeldTensor, Holdings
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved
 from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import completion, entries, options, render
 from ckpt_tools.cli.group import say
@@ -126,7 +126,7 @@ def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
     return whole.select({name})
 
 
-def _after(chosen: CheckpointIndex, before: Holdings, mesh: Mesh, asked: _Asked) -> text.After:
+def _after(chosen: CheckpointIndex, before: Holdings, mesh: Mesh, asked: _Asked) -> Moved:
     """Who will hold what after a reshard. Raises what planning that reshard raises."""
     # Late: most pictures show what is there.
     from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
@@ -137,8 +137,7 @@ def _after(chosen: CheckpointIndex, before: Holdings, mesh: Mesh, asked: _Asked)
     plan = plan_reshard(chosen, ReshardOptions(mesh, placements, rules))
     say(described(mesh, placements or default_placements(mesh)))
     layouts = {target.fqn: target.layout for target in plan.targets}
-    holdings = ownership.after(before, mesh, layouts)
-    return text.After(holdings, ownership.moved(before, holdings))
+    return ownership.moved(before, ownership.after(before, mesh, layouts))
 
 
 def _paint() -> text.Paint:
@@ -147,7 +146,7 @@ def _paint() -> text.Paint:
     return colors.painted if is_coloured else text.plain
 
 
-def _lines(root: str, before: Holdings, after: text.After | None, *, every: bool) -> Iterator[str]:
+def _lines(root: str, before: Holdings, after: Moved | None, *, every: bool) -> Iterator[str]:
     paint = _paint()
     yield render.heading(root)
     yield from _side(before, paint, every=every)
@@ -174,7 +173,7 @@ def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str
     yield from text.bar_lines(rows, paint, width=render.terminal_width())
 
 
-def _one_lines(held: HeldTensor, before: Holdings, after: text.After | None) -> Iterator[str]:
+def _one_lines(held: HeldTensor, before: Holdings, after: Moved | None) -> Iterator[str]:
     paint = _paint()
     yield render.heading(held.fqn)
     facts = f"{entries.short_shape(held.shape)} {held.dtype.name}, {format_size(held.nbytes)}"
@@ -190,10 +189,10 @@ def _one_lines(held: HeldTensor, before: Holdings, after: text.After | None) -> 
         yield from text.piece_lines(target.tensors[0], target)
 
 
-def _json(root: str, before: Holdings, after: text.After | None) -> render.Json:
+def _json(root: str, before: Holdings, after: Moved | None) -> render.Json:
     moved: render.Json = None
     if after is not None:
-        moved = {"nbytes": after.change.nbytes, "by_rank": list(after.change.by_rank)}
+        moved = {"nbytes": after.nbytes, "by_rank": list(after.by_rank)}
     return {
         "schema": "ckpt-tools/layout/1",
         "path": root,

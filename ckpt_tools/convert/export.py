@@ -144,9 +144,7 @@ def plan_export(
     targets, kept = _targets(outcome.made, types)
     targets = _in_containers(targets, outcome, index, options)
     objects = tuple(e for e in located.objects if keeps_nesting and e.is_writable)
-    if keeps_nesting:
-        chosen = replace(chosen, objects=tuple(e for e in located.objects if not e.is_writable))
-    left_out = _left_out(index, chosen, nested=keeps_nesting)
+    left_out = _left_out(index, chosen, located, nested=keeps_nesting)
     strings, gone = kept_strings(index, located, outcome.made, targets, form=options.format)
     wanted = formats.PlanOptions(
         tree=located.nesting if keeps_nesting else NO_TREE,
@@ -357,8 +355,10 @@ def _refuse_collisions(renamed: Mapping[str, str]) -> None:
             )
 
 
-def _left_out(index: CheckpointIndex, chosen: CheckpointIndex, *, nested: bool) -> list[str]:
-    """Notes on what of the checkpoint is left out, all objects of ``chosen`` among it."""
+def _left_out(
+    index: CheckpointIndex, chosen: CheckpointIndex, located: CheckpointIndex, *, nested: bool
+) -> list[str]:
+    """Notes on what of the checkpoint is left out, and on chosen objects that are not written."""
     notes = []
     kept = {entry.fqn for entry in chosen.tensors}
     rest = Counter(entry.section for entry in index.tensors if entry.fqn not in kept)
@@ -366,9 +366,10 @@ def _left_out(index: CheckpointIndex, chosen: CheckpointIndex, *, nested: bool) 
         counts = ", ".join(f"{count} of {section}" for section, count in sorted(rest.items()))
         notes.append(f"Left out tensors: {counts}; choose with --only, --include and --exclude.")
     notes += master_weights_note(index, chosen.tensors)
-    if chosen.objects and nested:
-        notes.append(note_on_unopened(chosen.objects))
-    elif chosen.objects:
+    lost = [entry for entry in located.objects if not entry.is_writable] if nested else []
+    if lost:
+        notes.append(note_on_unopened(lost))
+    elif chosen.objects and not nested:
         shown = some([entry.fqn for entry in chosen.objects])
         skipped = counted(len(chosen.objects), "object")
         notes.append(f"Left out {skipped}, because only tensors are written: {shown}.")

@@ -38,7 +38,7 @@ def _holdings(layers: int, *, layout: Layout = HSDP, extra: tuple[str, ...] = ()
 
 def _page(found: Holdings, *, root: str = "run", target: Holdings | None = None) -> str:
     told = inspect(replace(builders.index(), root=root), step=None, saved=0.0)
-    after = None if target is None else text.After(target, moved(found, target))
+    after = None if target is None else moved(found, target)
     return layout_page(told, found, after)
 
 

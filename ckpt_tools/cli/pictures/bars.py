@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from ckpt_tools.analysis.ownership import HeldTensor, Holdings, bytes_held, skew_of
+from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved, bytes_held, skew_of
 from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import rects
 from ckpt_tools.cli.pictures.shell import table, text
-from ckpt_tools.cli.pictures.text import After, place_words
+from ckpt_tools.cli.pictures.text import place_words
 from ckpt_tools.core.text import counted, format_size, rank_spans, some
 
 _COLUMN = 48  # pixels
@@ -29,7 +29,7 @@ Side = tuple[str, Holdings]
 
 
 def who_holds_what(
-    before: Holdings, after: After | None = None, *, damaged: frozenset[str] = frozenset()
+    before: Holdings, after: Moved | None = None, *, damaged: frozenset[str] = frozenset()
 ) -> Iterator[str]:
     """The ranks, then the rows; of both sides when there is a reshard, on one scale."""
     sides: list[Side] = [("", before)]
@@ -37,7 +37,7 @@ def who_holds_what(
         sides = [("before", before), ("after", after.holdings)]
     most = max((load for _, side in sides for load in bytes_held(side)), default=0)
     for title, side in sides:
-        gets = after.change.by_rank if after is not None and side is after.holdings else None
+        gets = after.by_rank if after is not None and side is after.holdings else None
         yield from _holders(side, title, most=most, gets=gets)
     if len(sides) > 1:
         yield f'<p class="quiet">Both on one scale: a full column is {format_size(most)}.</p>'
@@ -122,12 +122,12 @@ def _column(holder: int, load: int, *, most: int, hover: str) -> str:
 # ------------------------------------------------------------------------------------- the tensors
 
 
-def _rows(sides: Sequence[Side], after: After | None, damaged: frozenset[str]) -> Iterator[str]:
+def _rows(sides: Sequence[Side], after: Moved | None, damaged: frozenset[str]) -> Iterator[str]:
     """A row for tensors with the same pieces and holders, folded: it opens to pieces and names."""
     moves: dict[str, int] = {}
     if after is not None:
         names = (held.fqn for held in after.holdings.tensors)
-        moves = dict(zip(names, after.change.by_tensor, strict=True))
+        moves = dict(zip(names, after.by_tensor, strict=True))
     later = [{held.fqn: held for held in side.tensors} for _, side in sides[1:]]
     yield _TOOLS
     words = ["name", "shape", "bytes", "who holds what", *(["moves"] if later else [])]

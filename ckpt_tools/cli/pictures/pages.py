@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.analysis.inspection import Inspection
-from ckpt_tools.analysis.ownership import Holdings, holdings_of
+from ckpt_tools.analysis.ownership import Holdings, Moved, holdings_of
 from ckpt_tools.cli import entries, options, progress, render, report
 from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, table, text
-from ckpt_tools.cli.pictures.text import After, moved_words
+from ckpt_tools.cli.pictures.text import moved_words
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import CheckpointError
@@ -29,7 +29,7 @@ _STATS_HEADER = ("NAME", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "INF", "ZEROS
 def layout_page(
     inspection: Inspection,
     before: Holdings,
-    after: After | None = None,
+    after: Moved | None = None,
     *,
     problems: Sequence[CheckpointError] = (),
 ) -> str:

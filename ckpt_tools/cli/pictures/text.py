@@ -6,7 +6,6 @@ Without colour the edges and numbers say the same. It knows nothing of options.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from ckpt_tools.analysis.ownership import HeldBox, HeldTensor, Holdings, Moved, bytes_held, skew_of
 from ckpt_tools.cli import render
@@ -24,13 +23,6 @@ _MAX_HOLDERS = 32
 _MAX_PIECES = 64
 
 Paint = Callable[[str, int], str]
-
-
-class After(NamedTuple):
-    """Who holds what after a reshard, and what moves for it."""
-
-    holdings: Holdings
-    change: Moved
 
 
 def plain(text: str, holder: int) -> str:  # noqa: ARG001 - one of two ways to paint
@@ -242,11 +234,11 @@ def _extent(piece: HeldBox, dim: int | None, edges: dict[int, int]) -> tuple[int
     return edges[piece.box.offsets[dim]], edges[piece.box.ends[dim]]
 
 
-def moved_words(after: After) -> str:
+def moved_words(after: Moved) -> str:
     """How much a reshard moves."""
-    share = after.change.nbytes / (sum(bytes_held(after.holdings)) or 1)
+    share = after.nbytes / (sum(bytes_held(after.holdings)) or 1)
     return (
-        f"{format_size(after.change.nbytes)} move, {share:.0%} of what the new ranks hold, "
+        f"{format_size(after.nbytes)} move, {share:.0%} of what the new ranks hold, "
         "if rank n stays where it is"
     )
 

@@ -402,7 +402,7 @@ def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
     if chosen.wants_all:
         return index
     try:
-        return select(index, include=chosen.include, exclude=chosen.exclude, only=chosen.only)
+        return select(index, chosen)
     except AnswerNo as error:
         names = [name for text in chosen.include for name in near_names(index, text.strip("*"))]
         whole = whole_of(index)

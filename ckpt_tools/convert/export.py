@@ -129,7 +129,7 @@ def plan_export(
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     names and element types that the output cannot hold.
     """
-    chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    chosen = select(index, options)
     _refuse_split_adapters(index, chosen, options.steps)
     keeps_nesting = _keeps_nesting(options)
     of_ranks: list[str] = []
@@ -138,9 +138,9 @@ def plan_export(
     read = chosen if keeps_nesting else replace(chosen, objects=())
     with Files() as files:
         located = _whole(chosen, options, locate, files)
-        renamed, notes = rename(index, located.tensors, keep_names=options.keep_names)
+        bare, notes = renamed(index, located.tensors, keep_names=options.keep_names)
         types = DtypePolicy(options.dtype, options.dtypes, index)
-        outcome = steps.apply(options.steps, made_of(located, renamed), files, types)
+        outcome = steps.apply(options.steps, bare, files, types)
     targets, kept = _targets(outcome.made, types)
     targets = _in_containers(targets, outcome, index, options)
     objects = tuple(e for e in located.objects if keeps_nesting and e.is_writable)
@@ -211,7 +211,7 @@ def _plan_layout(
 ) -> ExportPlan:
     """Plan whole tensors and objects as the framework's own loader finds them."""
     ranks = EVERY_RANK if options.keep_rank_states else ONE_FILE
-    chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    chosen = select(index, options)
     chosen, of_ranks = without_old_ranks(chosen, ranks, places=frameworks.row_of(layout).places)
     with Files() as files:
         located = locate(chosen, files)
@@ -284,14 +284,6 @@ def _in_containers(
     return tuple(placed)
 
 
-def made_of(located: CheckpointIndex, renamed: Mapping[str, str]) -> tuple[TransformedTensor, ...]:
-    """The entries under their output names, before any step."""
-    return tuple(
-        TransformedTensor(entry, (entry.fqn,)).named(renamed[entry.fqn])
-        for entry in located.tensors
-    )
-
-
 def _targets(
     made: Sequence[TransformedTensor], types: DtypePolicy
 ) -> tuple[tuple[Target, ...], list[str]]:
@@ -317,16 +309,16 @@ def single_file_of(out: str, form: str) -> str | None:
     return os.path.basename(normal(out)) if is_single_file(out, form) else None
 
 
-def rename(
+def renamed(
     index: CheckpointIndex, chosen: Collection[TensorEntry], *, keep_names: bool
-) -> tuple[dict[str, str], list[str]]:
-    """The output name of each chosen tensor, and notes on what was done to the names.
+) -> tuple[tuple[TransformedTensor, ...], list[str]]:
+    """The chosen tensors under their output names, and notes on what was done to the names.
 
     The container that holds all chosen tensors is taken off, and so are wrapper components. Raises
     UsageError when two names become one.
     """
     if keep_names:
-        return {entry.fqn: entry.fqn for entry in chosen}, []
+        return tuple(TransformedTensor(e, (e.fqn,)).named(e.fqn) for e in chosen), []
     containers = names.containers_of(index)
     used = {containers[entry.fqn] for entry in chosen}
     prefix = used.pop() if len(used) == 1 else ()
@@ -341,12 +333,12 @@ def rename(
         notes.append(
             f"Removed wrapper components from {counted(changed, 'name')}; --keep-names keeps them."
         )
-    return cleaned, notes
+    return tuple(TransformedTensor(e, (e.fqn,)).named(cleaned[e.fqn]) for e in chosen), notes
 
 
-def _refuse_collisions(renamed: Mapping[str, str]) -> None:
+def _refuse_collisions(cleaned: Mapping[str, str]) -> None:
     first: dict[str, str] = {}
-    for fqn, name in renamed.items():
+    for fqn, name in cleaned.items():
         other = first.setdefault(name, fqn)
         if other != fqn:
             raise UsageError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ckpt_tools import formats
 from ckpt_tools.analysis import infer_mesh as inference
 from ckpt_tools.convert import arranging
-from ckpt_tools.convert.export import made_of, rename
+from ckpt_tools.convert.export import renamed
 from ckpt_tools.convert.header_strings import NO_PLACE, left_out_strings
 from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, Plan, WriteOptions
 from ckpt_tools.copying.origin import option_texts
@@ -202,7 +202,7 @@ def _for_torch(
 
 def _chosen(index: CheckpointIndex, options: ReshardOptions) -> tuple[CheckpointIndex, list[str]]:
     """The entries that are wanted, without states of other ranks than the target's, and notes."""
-    chosen = select(index, include=options.include, exclude=options.exclude, only=options.only)
+    chosen = select(index, options)
     places = frameworks.row_of(options.layout).places
     return without_old_ranks(chosen, _target_ranks(options), places=places)
 
@@ -297,9 +297,9 @@ def _stepped(
             "would keep the old names.",
             hint="Give --only model.",
         )
-    renamed, notes = rename(index, located.tensors, keep_names=False)
+    bare, notes = renamed(index, located.tensors, keep_names=False)
     with Files() as files:
-        outcome = steps.apply(options.steps, made_of(located, renamed), files, types)
+        outcome = steps.apply(options.steps, bare, files, types)
     made = tuple(sorted(outcome.made, key=lambda one: one.entry.fqn))
     tree = located.nesting.filter(lambda fqn: located.object(fqn) is not None)
     located = replace(located, tensors=tuple(one.entry for one in made), tree=tree)

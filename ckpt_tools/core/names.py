@@ -240,10 +240,8 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise UsageError(f"The regular expression {text[3:]!r} cannot be read: {error}.") from error
 
 
-def select(
-    index: CheckpointIndex, *, include: Sequence[str], exclude: Sequence[str], only: Section | None
-) -> CheckpointIndex:
-    """The part of a checkpoint that a section and name patterns choose, with the problems it has.
+def select(index: CheckpointIndex, wanted: Filters) -> CheckpointIndex:
+    """The part of a checkpoint that the filters choose, with the problems it has.
 
     The patterns choose lost names as they would have chosen the entries; which section those were
     in is not known, so a section alone chooses them all, but for parts of a folder (``NAME.*``)
@@ -251,7 +249,7 @@ def select(
 
     Raises AnswerNo when nothing is left, and what is wrong when that is because all of it is lost.
     """
-    chosen = selector(include, exclude)
+    chosen, only = selector(wanted.include, wanted.exclude), wanted.only
     entries = index.entries
     fqns = {e.fqn for e in entries if (only is None or e.section == only) and chosen(e.fqn)}
     lost = {name for name in filter(chosen, index.lost) if only is None or _may_hold(name, only)}
@@ -259,7 +257,8 @@ def select(
         index.select(lost).require_whole()
         counts = Counter(entry.section for entry in entries)
         there = ", ".join(f"{count} {section}" for section, count in counts.items()) or "nothing"
-        held = {entry.section for entry in index.tensors} if not (include or exclude) else set()
+        named = wanted.include or wanted.exclude
+        held = {entry.section for entry in index.tensors if not named}
         ways = tuple(Way(options=("--only", section)) for section in SECTIONS if section in held)
         raise AnswerNo(
             f"{index.root}: these filters choose no entry; it holds {there}.",

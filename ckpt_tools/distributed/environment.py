@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
@@ -29,7 +28,6 @@ _LAUNCHERS = (
 )
 
 _PEER_TIMEOUT = "CKPT_TOOLS_PEER_TIMEOUT"
-_PARENT = os.getppid()
 
 
 class RankPlace(NamedTuple):
@@ -115,31 +113,6 @@ def join_timeout() -> float:
 def agent_has_store() -> bool:
     """Whether torchrun's agent holds the job's store, and has made it before it starts ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def is_orphan() -> bool:
-    """Whether the torchrun agent that started this process is gone."""
-    is_started_by_one = "TORCHELASTIC_RUN_ID" in os.environ
-    return is_started_by_one and (os.getppid() != _PARENT or _was_adopted(_PARENT))
-
-
-@cache
-def _was_adopted(parent: int) -> bool:
-    """Whether the agent was gone before this process could ask for its parent.
-
-    torchrun makes each process the leader of a session (torch's subprocess_handler.py), so that
-    only the agent itself can have started a leader, and an agent has torch loaded. False where the
-    parent cannot be looked at.
-    """
-    if os.getsid(0) != os.getpid():
-        return False  # started by a program in between
-    try:
-        with open(f"/proc/{parent}/maps", "rb") as file:
-            return b"torch" not in file.read()
-    except PermissionError:
-        return parent == 1
-    except OSError:
-        return False
 
 
 def let_it_finish() -> None:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _REFUSED = 5.0
-_ORPHANS_PATIENCE = 10.0
 _LAST_WORD = 30.0
 _LAST_WRITES = 10.0
 _LONGEST_PAUSE = 0.05
@@ -85,7 +84,7 @@ class Group:
     def barrier(self, error: BaseException | None = None) -> None:
         """Wait for all ranks; raise the error of the lowest rank that has one.
 
-        Raises PeerFailedError when a rank, its agent or the store is gone.
+        Raises PeerFailedError when a rank or the store is gone.
         """
         self._meetings += 1
         room = str(self._meetings)
@@ -174,20 +173,18 @@ class Group:
 
         It runs in a thread, which is left behind in that case. Raises PeerFailedError then.
         """
-        working, is_done = Background(work), False
-        good = time.monotonic()
-        while not is_done:
-            try:
-                is_done = working.wait(_LONGEST_PAUSE)
-            except KeyboardInterrupt as error:
-                self._stuck = _TERMINATED if isinstance(error, Terminated) else _INTERRUPTED
-                raise
-            trouble, now = self._heartbeat.trouble(), time.monotonic()
-            if trouble is None and not self._heartbeat.has_failed:
-                good = now
-            elif now - good > (_LAST_WRITES if trouble else environment.peer_timeout()):
-                self._stuck = PeerFailedError.exit_code
-                raise self._lost(trouble or PeerFailedError("Another rank has failed."))
+        working = Background(work)
+        try:
+            while not working.wait(_LONGEST_PAUSE):
+                trouble = self._heartbeat.trouble()
+                if trouble is None and not self._heartbeat.has_failed:
+                    continue
+                if not working.wait(_LAST_WRITES if trouble else environment.peer_timeout()):
+                    self._stuck = PeerFailedError.exit_code
+                    raise self._lost(trouble or PeerFailedError("Another rank has failed."))
+        except KeyboardInterrupt as error:
+            self._stuck = _TERMINATED if isinstance(error, Terminated) else _INTERRUPTED
+            raise
         return working.result()
 
     def abandon(self, error: BaseException) -> None:
@@ -288,7 +285,7 @@ class Group:
 @contextmanager
 def join(place: RankPlace, *, workers: int) -> Iterator[Group]:
     """The group of all ranks of this job. Raises UsageError for workers beside them, and when there
-    is no store to meet at, PeerFailedError when an agent is gone.
+    is no store to meet at, PeerFailedError when the store is gone.
     """
     if workers > 1:
         raise UsageError(
@@ -346,17 +343,11 @@ def _stores(place: RankPlace) -> tuple[JobStore, JobStore]:
         return store, beats
 
     connecting = Background(connect)
-    end = time.monotonic() + seconds + _ORPHANS_PATIENCE
-    while not connecting.wait(_LONGEST_PAUSE) and time.monotonic() < end:
-        if environment.is_orphan():  # give the connection time to report it to the others
-            end = min(end, time.monotonic() + _ORPHANS_PATIENCE)
-    if connecting.wait(0) and connecting.error is None:
+    if connecting.wait(seconds + _REFUSED) and connecting.error is None:
         return connecting.result()
     error = connecting.error
     if place.local_rank == 0:
         environment.speak()  # rank 0 may not be there at all
-    if environment.is_orphan():
-        raise PeerFailedError(f"The torchrun agent that started rank {place.rank} is gone.")
     if error is not None and not isinstance(error, RuntimeError | OSError):
         raise error
     if isinstance(error, ConnectionRefusedError):

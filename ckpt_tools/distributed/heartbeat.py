@@ -58,7 +58,6 @@ class Heartbeat:
         with suppress(RuntimeError):  # the next request to the store reports that it is gone
             self._store.set(f"host/{self._place.rank}", os.uname().nodename)
             self._beat()
-            self._report_orphan()  # before others count on this rank
         thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         thread.start()
         try:
@@ -68,9 +67,7 @@ class Heartbeat:
             thread.join(_SECOND_LOOK)  # Python must not exit while the thread is in torch's code
 
     def trouble(self) -> CkptError | None:
-        """Why this job cannot continue, or None: a rank, an agent or the store is gone."""
-        if self._lost is None and environment.is_orphan():
-            return self._orphaned()  # the thread reports it to the others
+        """Why this job cannot continue, or None: a rank or the store is gone."""
         if self._lost is None and time.monotonic() - self._last > self._limit:
             # This process itself may have been suspended for so long: look once more.
             now = time.monotonic()
@@ -101,8 +98,6 @@ class Heartbeat:
             except RuntimeError as error:
                 if not self._stopped.is_set():
                     self.store_is_gone(str(error).partition("\n")[0])
-        if self._lost is None:  # stopped, maybe because the agent is gone
-            self._report_orphan()
 
     def _beat(self) -> None:
         self._count += 1
@@ -114,22 +109,8 @@ class Heartbeat:
         if self._store.check(["lost"]):
             self.is_leaderless = self._store.check(["leaderless"])
             self._lost = messages.decode(self._store.get("lost").decode())
-        elif self._report_orphan():
-            pass
         else:
             self._look_for_silent()
-
-    def _report_orphan(self) -> bool:
-        """Report that this rank's agent is gone; False where it is not."""
-        if not environment.is_orphan():
-            return False
-        self.report(self._orphaned())
-        return True
-
-    def _orphaned(self) -> CkptError:
-        self.is_leaderless = True
-        name = f"Rank {self._place.rank} on {os.uname().nodename}"
-        return _gone(f"{name} has lost the torchrun agent that started it.")
 
     def _look_for_silent(self) -> None:
         beats = self._store.multi_get([f"beat/{rank}" for rank in self._watched])

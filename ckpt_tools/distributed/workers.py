@@ -6,7 +6,8 @@ progress bar and numpy have some) may hang. multiprocessing's spawn would run th
 uses this library.
 
 A worker sends over its connection: numbers of bytes written, an error as text, and in the end as
-bytes the CRC-32s of what it has read.
+bytes the CRC-32s of what it has read. It gets nothing after its order, and ends when its connection
+does. concurrent.futures' pool is not used: it hangs when a worker is killed as it sends its result.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import messages
-from ckpt_tools.errors import CkptError, WriteError
+from ckpt_tools.errors import WriteError
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _MODULE = "ckpt_tools.distributed.worker"
+Said = int | bytes | str  # of a worker
 
 
 class ShareOrder(NamedTuple):
@@ -91,9 +93,9 @@ def write_with_workers(
 
     Raises what `write_share` raises, and WriteError when a worker dies.
     """
-    from multiprocessing.connection import Connection, wait  # late: only -j has workers
+    from multiprocessing.connection import wait  # late: only -j has workers
 
-    workers: dict[Connection[object, object], subprocess.Popen[bytes]] = {}
+    workers: dict[Connection[ShareOrder, Said], subprocess.Popen[bytes]] = {}
     try:
         for _ in orders:
             connection, process = _started()
@@ -103,22 +105,23 @@ def write_with_workers(
             with suppress(BrokenPipeError, ConnectionResetError):  # it died: _received says how
                 connection.send(order)
         while busy:
-            for connection in [one for one in wait([*busy]) if isinstance(one, Connection)]:
-                message = _received(connection, workers[connection], busy[connection].share)
-                if isinstance(message, bytes):
-                    seen.add_packed(message)
+            ready = wait([*busy])
+            for connection in [one for one in busy if one in ready]:
+                said = _received(connection, workers[connection], busy[connection].share)
+                if isinstance(said, bytes):
+                    seen.add_packed(said)
                     del busy[connection]
                 else:
-                    on_bytes(message)
+                    on_bytes(said)
     finally:
         for process in workers.values():  # none may write after this returns
-            process.terminate()
+            process.kill()
         for connection, process in workers.items():
             process.wait()
             connection.close()
 
 
-def _started() -> tuple[Connection[object, object], subprocess.Popen[bytes]]:
+def _started() -> tuple[Connection[ShareOrder, Said], subprocess.Popen[bytes]]:
     """A new worker, and the connection to it. Ctrl-C reaches this process, who ends the worker."""
     import signal  # late, as all here: most conversions need no workers
     import subprocess
@@ -135,15 +138,11 @@ def _started() -> tuple[Connection[object, object], subprocess.Popen[bytes]]:
 
 
 def _received(
-    connection: Connection[object, object], process: subprocess.Popen[bytes], share: Share
+    connection: Connection[ShareOrder, Said], process: subprocess.Popen[bytes], share: Share
 ) -> int | bytes:
-    """How many bytes a worker has written since its last message; what it has seen, packed, when it
-    is done.
-
-    Raises the error that it sent, and WriteError when it died without sending one.
-    """
+    """What a worker says. Raises the error that it sent, and WriteError when it just died."""
     try:
-        message: object = connection.recv()
+        said = connection.recv()
     except (EOFError, ConnectionResetError):
         code = process.wait()
         from signal import Signals
@@ -153,8 +152,6 @@ def _received(
             f"Worker {share.index + 1} of {share.count} died ({why}) before its share was written.",
             hint="Out of memory? Use fewer workers (-j).",
         ) from None
-    if isinstance(message, str):
-        raise messages.decode(message)
-    if not isinstance(message, int | bytes):
-        raise CkptError(f"A worker sent {type(message).__name__}.")
-    return message
+    if isinstance(said, str):
+        raise messages.decode(said)
+    return said

@@ -634,6 +634,16 @@ def test_a_worker_that_dies_is_an_error_that_says_how(orders: list[ShareOrder]) 
         write_with_workers(orders, on_bytes=nothing, seen=KnownCrcs())
 
 
+def test_a_worker_that_dies_before_it_has_read_a_large_order_is_the_same_error(
+    orders: list[ShareOrder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    large = LazyPlans.of([FilePlan("x", 1 << 22, ((0, bytes(1 << 22)),), ())])
+    orders = [order._replace(plans=large) for order in orders]
+    with pytest.raises(WriteError, match=r"Worker \d of 2 died \(exit code 1\)"):
+        write_with_workers(orders, on_bytes=nothing, seen=KnownCrcs())
+
+
 # ------------------------------------------------------------------------------------- engines
 
 

@@ -108,14 +108,15 @@ def test_a_rank_of_two_nodes_is_killed(
 
 @pytest.mark.skipif(not KILLS, reason="scripts/kill_test runs it")
 @pytest.mark.parametrize("seconds", [2.0, 3.0, 4.0])
-def test_a_job_whose_agent_and_store_are_killed_is_started_again_by_hand(
+def test_a_job_whose_agents_are_killed_is_started_again_by_hand(
     seconds: float, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     words = ("-m", "ckpt_tools", "reshard", DCP, "-o", out, "--to-mesh", "4x8")
     agents = nodes(*words, env={"CKPT_TOOLS_PEER_TIMEOUT": "5"})
     time.sleep(seconds)
-    agents[0].kill()
+    for agent in agents:  # and the store with them
+        agent.kill()
     done = torchrun(2, *words, "--resume")
     ends(agents)
     assert done.returncode == 0, done.stderr[-4000:]

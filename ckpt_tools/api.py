@@ -407,7 +407,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
     UsageError for what cannot be meant, WriteError when it cannot be written; then ``out`` is as it
     was.
     """
-    from ckpt_tools.distributed.executors import Here  # late: few also write
+    from ckpt_tools.distributed.run import write_here  # late: few also write
 
     path = os.fspath(out)
     if options is None:
@@ -418,7 +418,7 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
         options = replace(options, only=None if only == "all" else only)
     write = replace(write, force=force or write.force, check=check or write.check)
     conversion = Export(_index(source), path, write, options)
-    return Here(write, listener=Listener(on_bytes)).write(conversion)
+    return write_here(conversion, listener=Listener(on_bytes))
 
 
 def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
@@ -439,7 +439,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     what `export` raises.
     """
     from ckpt_tools.convert.reshard import Reshard, ReshardOptions  # late: few also write
-    from ckpt_tools.distributed.executors import Here
+    from ckpt_tools.distributed.run import write_here
 
     if to_mesh is not None and options is None:
         options = ReshardOptions(to_mesh if isinstance(to_mesh, Mesh) else parse_mesh(str(to_mesh)))
@@ -449,7 +449,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
         options = replace(options, dtype=require_dtype(dtype))
     write = replace(write, force=force or write.force, check=check or write.check)
     conversion = Reshard(_index(source), os.fspath(out), write, options)
-    return Here(write, listener=Listener(on_bytes)).write(conversion)
+    return write_here(conversion, listener=Listener(on_bytes))
 
 
 def verify(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from ckpt_tools import formats
@@ -11,17 +12,12 @@ from ckpt_tools.cli import options, progress, render, shaping
 from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import WriteOptions
-from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.index import SECTIONS, Section
 from ckpt_tools.core.options import option
 from ckpt_tools.core.progress import Listener
-from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.text import counted, format_size
-from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.executors import available
-from ckpt_tools.distributed.job import check_room, dry_run_output
+from ckpt_tools.distributed import environment, run
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import read_index
 from ckpt_tools.formats.frameworks import HUB_FORMAT
 from ckpt_tools.transforms import frameworks
 
@@ -83,7 +79,15 @@ def command(asked: Asked) -> None:
     if dry_run and environment.is_follower():
         return  # rank 0 plans alone
     asked = replace(asked, ckpt=asked.reading.find(asked.ckpt))
-    plan = (_dry_run if dry_run else _write)(asked, form)
+    write = _write_options(asked)
+    make = partial(_conversion, asked, form, write)
+    if dry_run:
+        plan = run.dry_run(make, out, write)
+    else:
+        with progress.byte_bar(label="export") as bar:
+            listener = Listener(bar, bar.expect, say)
+            jobs, texts = asked.writing.jobs, options.texts(asked)
+            plan = run.run(make, out, write, workers=jobs, listener=listener, texts=texts)
     for note in plan.notes:
         say(note)
     if asked.json:
@@ -93,34 +97,7 @@ def command(asked: Asked) -> None:
     else:
         answer(_summary(plan, out, seconds=time.monotonic() - started))
     if dry_run:
-        check_room(out, plan.files, single_file=plan.single_file)
-
-
-def _dry_run(asked: Asked, form: str) -> convert.ExportPlan:
-    """Plan it, and refuse what writing it would refuse."""
-    write = _write_options(asked)
-    dry_run_output(asked.out, write, write.sources)
-    conversion = _conversion(asked, form, write)
-    dry_run_output(asked.out, write, conversion.sources)
-    return conversion.plan(formats.locate)
-
-
-def _write(asked: Asked, form: str) -> convert.ExportPlan:
-    """Write it, alone or with all ranks of a job."""
-    write = _write_options(asked)
-    with (
-        progress.byte_bar(label="export") as bar,
-        available(
-            write,
-            workers=asked.writing.jobs,
-            listener=Listener(bar, bar.expect, say),
-            texts=options.texts(asked),
-        ) as executor,
-    ):
-        with executor.together():
-            executor.admit(asked.out)
-            conversion = _conversion(asked, form, write)
-        return executor.write(conversion)
+        run.check_room(out, plan)
 
 
 def _write_options(asked: Asked) -> WriteOptions:
@@ -130,10 +107,9 @@ def _write_options(asked: Asked) -> WriteOptions:
     return asked.writing.beside(asked.ckpt, [*filter(None, given)], copied)
 
 
-def _conversion(asked: Asked, form: str, write: WriteOptions) -> convert.Export:
+def _conversion(asked: Asked, form: str, write: WriteOptions, read: run.Read) -> convert.Export:
     """The export with all its options. Raises AnswerNo when filters choose nothing."""
-    read = replace(asked.reading.options, cuts=asked.names.cuts())
-    index = read_index(asked.ckpt, options=read)
+    index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
     usual: Section | None = None if asked.wanted.layout else "model"
     only = None if asked.only == "all" else asked.only or usual
     wanted = replace(asked.wanted, format=form, only=only)
@@ -179,10 +155,7 @@ def _what(plan: convert.ExportPlan, out: str) -> str:
 def _workers(plan: convert.ExportPlan, writing: shaping.Writing) -> str:
     """How many threads, and processes, would write this plan."""
     jobs = writing.jobs
-    threads = writing.options.threads or choose_threads(
-        plan.nbytes // jobs, Sizes(), lanes=-(-len(plan.files) // jobs), processes=jobs
-    )
-    each = counted(threads, "thread")
+    each = writing.threads_of(plan, processes=jobs)
     who = each if jobs == 1 else f"{counted(jobs, 'worker')} of {each}"
     return f"{who} would write it"
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
 
 from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, render, shaping
 from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert import forecast
-from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
+from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, refuse_check
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output
-from ckpt_tools.copying.parallel import choose_threads
+from ckpt_tools.core.layout import Placement
 from ckpt_tools.core.mesh_spec import (
     default_placements,
     described,
@@ -28,9 +29,7 @@ from ckpt_tools.core.mesh_spec import (
 from ckpt_tools.core.options import option, repeated, required
 from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.text import counted, format_size
-from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.engines import dry_run, reshard_by
-from ckpt_tools.distributed.job import ENGINES, Engine, Job, check_room, made_at
+from ckpt_tools.distributed import environment, run
 from ckpt_tools.errors import UsageError, reason_of
 from ckpt_tools.formats import ReadOptions, read_index
 from ckpt_tools.storage import paths
@@ -103,8 +102,8 @@ class Asked:
         heading="Output",
         after="--layout",
     )
-    engine: Engine = option(
-        "copy", "--engine", "What copies the tensors.", heading="Output", choices=ENGINES
+    engine: run.EngineName = option(
+        "copy", "--engine", "What copies the tensors.", heading="Output", choices=run.ENGINES
     )
     names: shaping.NewNames
     untie: bool = option(
@@ -130,32 +129,41 @@ class Asked:
 def command(asked: Asked) -> None:
     """Plan and write the output, then say on stdout what it is."""
     environment.refuse_lone_task()
+    texts = options.texts(asked)
     asked = replace(asked, ckpt=asked.reading.find(asked.ckpt))
     layout, engine, dry_run = asked.wanted.layout, asked.engine, asked.writing.dry_run
-    wanted = _options(asked)
+    asked = replace(asked, wanted=_options(asked))
     if engine != "copy" and (layout is not None or asked.param_names is not None):
         raise UsageError(
             f"--engine {engine} keeps all names and containers, so it takes neither --layout nor "
             "--param-names.",
             hint="--engine copy takes both.",
         )
-    if dry_run and engine != "gather" and environment.is_follower():
-        return  # rank 0 plans alone; to gather, each knows its own file only
-    mesh = wanted.mesh
-    words = f"{asked.to_mesh} = {described(mesh, wanted.placements or default_placements(mesh))}"
+    if dry_run and engine == "copy" and environment.is_follower():
+        return  # rank 0 plans alone
+    words = f"{asked.to_mesh} = {described(asked.wanted.mesh, _placements(asked.wanted))}"
     say(words)
     others = [*asked.names.sources, *filter(None, (asked.like, asked.param_names))]
-    job = Job(
-        asked.ckpt,
-        asked.out,
-        wanted,
-        asked.writing.beside(asked.ckpt, others),
-        engine,
-        asked.writing.jobs,
-        replace(asked.reading.options, cuts=asked.names.cuts()),
-        options.texts(asked),
-    )
-    (_dry_run if dry_run else _write)(job, said=words, as_json=asked.json)
+    write = asked.writing.beside(asked.ckpt, others)
+    if engine != "copy":
+        write = replace(write, resume=False)
+    refuse_check(asked.wanted, write)
+    executing = run.engine_named(engine, asked.wanted)
+    started = time.monotonic()
+    plan = _run(asked, write, executing, texts)
+    if environment.is_follower():
+        return  # rank 0 speaks
+    for note in plan.notes:
+        if note not in words:
+            say(note)
+    if asked.json:
+        render.emit_json(_json(asked, plan))
+    elif dry_run:
+        render.emit(_forecast(asked, plan))
+    else:
+        answer(_summary(asked, plan, seconds=time.monotonic() - started))
+    if dry_run:
+        run.check_room(asked.out, plan)
 
 
 def _options(asked: Asked) -> ReshardOptions:
@@ -193,37 +201,25 @@ def _steps(asked: Asked) -> tuple[Transform, ...]:
     return tuple(steps)
 
 
-def _dry_run(job: Job, *, said: str, as_json: bool) -> None:
-    """Say what would be done."""
-    plan = dry_run(job)
-    _say_notes(plan, said)
-    report = PlanReport(job)
-    if as_json:
-        render.emit_json(report.json(plan, dry_run=True))
-    else:
-        render.emit(report.dry_run(plan))
-    check_room(job.out, plan.files)
+def _conversion(asked: Asked, write: WriteOptions, read: run.Read) -> Reshard:
+    index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
+    return Reshard(index, asked.out, write, asked.wanted)
 
 
-def _write(job: Job, *, said: str, as_json: bool) -> None:
-    """Do it, then say on stdout what was done."""
-    started = time.monotonic()
+def _run(
+    asked: Asked, write: WriteOptions, engine: run.Engine | None, texts: Mapping[str, str]
+) -> ReshardPlan:
+    """Plan it, and write it unless this is a dry run."""
+    make, out, jobs = partial(_conversion, asked, write), asked.out, asked.writing.jobs
+    if asked.writing.dry_run:
+        return run.dry_run(make, out, write, engine=engine, workers=jobs, texts=texts)
     with progress.byte_bar(label="reshard") as bar:
-        plan = reshard_by(job._replace(listener=Listener(bar, bar.expect, say)))
-    if environment.is_follower():
-        return  # rank 0 speaks
-    _say_notes(plan, said)
-    report = PlanReport(job)
-    if as_json:
-        render.emit_json(report.json(plan, dry_run=False))
-    else:
-        answer(report.summary(plan, seconds=time.monotonic() - started))
-
-
-def _say_notes(plan: ReshardPlan, said: str) -> None:
-    for note in plan.notes:
-        if note not in said:
-            say(note)
+        heard = Listener(bar, bar.expect, say)
+        plan = run.run(make, out, write, engine=engine, workers=jobs, listener=heard, texts=texts)
+    if asked.writing.options.resume and not write.resume:
+        note = "records no finished files: --resume started from the beginning."
+        plan = replace(plan, notes=(*plan.notes, f"--engine {asked.engine} {note}"))
+    return plan
 
 
 def _param_names(text: str, read: ReadOptions) -> ParamNames:
@@ -255,87 +251,83 @@ _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 _MOST_FILES = 16
 
 
-class PlanReport(NamedTuple):
-    """What is said of a plan; ``job`` is what was asked for."""
+def _summary(asked: Asked, plan: ReshardPlan, *, seconds: float) -> str:
+    """One line: what was written."""
+    rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""
+    return f"{_what(asked, plan)}, in {seconds:.1f} s{rate}"
 
-    job: Job
 
-    def summary(self, plan: ReshardPlan, *, seconds: float) -> str:
-        """One line: what was written."""
-        rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""
-        return f"{self._what(plan)}, in {seconds:.1f} s{rate}"
+def _what(asked: Asked, plan: ReshardPlan) -> str:
+    tensors = counted(plan.tensors, "tensor")
+    files = counted(len(plan.files), "file")
+    size = format_size(plan.nbytes)
+    return f"{asked.out}: {tensors}, {size} in {files} for mesh {plan.mesh}"
 
-    def _what(self, plan: ReshardPlan) -> str:
-        tensors = counted(plan.tensors, "tensor")
-        files = counted(len(plan.files), "file")
-        size = format_size(plan.nbytes)
-        return f"{self.job.out}: {tensors}, {size} in {files} for mesh {plan.mesh}"
 
-    def dry_run(self, plan: ReshardPlan) -> Iterator[str]:
-        """What will be read, written and held in memory, in all and for each file."""
-        predicted = forecast.of(plan, self.job.write.sizes)
-        files, sources = predicted.files, counted(predicted.sources, "file")
-        free = atomic_output.free_space(made_at(self.job.out))
-        yield f"{self._what(plan)}; not written (--dry-run)"
-        yield from render.facts(
-            (
-                ("Mesh", f"{plan.mesh} ({counted(plan.mesh.size, 'rank')}): {self._placements()}"),
-                ("Engine", f"{self.job.engine}, {self._processes(plan)}"),
-                ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
-                ("Writes", format_size(plan.nbytes)),
-                ("Memory", f"about {format_size(self._memory(plan, predicted))} a process"),
-                ("Free", f"{format_size(free)} where OUT will be made"),
-            )
+def _forecast(asked: Asked, plan: ReshardPlan) -> Iterator[str]:
+    """What will be read, written and held in memory, in all and for each file."""
+    predicted = forecast.of(plan, asked.writing.options.sizes)
+    files, sources = predicted.files, counted(predicted.sources, "file")
+    free = atomic_output.free_space(run.made_at(asked.out))
+    ranks, placed = counted(plan.mesh.size, "rank"), _listed(asked.wanted)
+    yield f"{_what(asked, plan)}; not written (--dry-run)"
+    yield from render.facts(
+        (
+            ("Mesh", f"{plan.mesh} ({ranks}): {placed}"),
+            ("Engine", f"{asked.engine}, {_processes(asked, plan)}"),
+            ("Reads", f"{format_size(sum(f.read for f in files))} from {sources}"),
+            ("Writes", format_size(plan.nbytes)),
+            ("Memory", f"about {format_size(_memory(asked, plan, predicted))} a process"),
+            ("Free", f"{format_size(free)} where OUT will be made"),
         )
-        yield from _files(files)
+    )
+    yield from _files(files)
 
-    def _placements(self) -> str:
-        options = self.job.options
-        placements = options.placements or default_placements(options.mesh)
-        return ", ".join(map(str, placements))
 
-    def _processes(self, plan: ReshardPlan) -> str:
-        here = environment.place()
-        count = self.job.workers if here is None else here.world_size
-        chosen = self.job.write.threads or choose_threads(
-            plan.nbytes // count,
-            self.job.write.sizes,
-            lanes=-(-len(plan.files) // count),
-            processes=count,
-        )
-        threads = counted(chosen, "thread")
-        if here is not None:
-            return f"{counted(here.world_size, 'rank')} with {threads} each"
-        if self.job.workers > 1:
-            return f"{self.job.workers} workers with {threads} each"
-        return f"one process with {threads}"
+def _placements(wanted: ReshardOptions) -> Sequence[Placement]:
+    return wanted.placements or default_placements(wanted.mesh)
 
-    def _memory(self, plan: ReshardPlan, predicted: forecast.Forecast) -> int:
-        buffers = self.job.write.max_memory // self.job.workers
-        engine = self.job.engine
-        return forecast.peak_memory(plan, predicted.held, engine=engine, buffers=buffers)
 
-    def json(self, plan: ReshardPlan, *, dry_run: bool) -> render.Json:
-        """All of it as one JSON object."""
-        names = plan.mesh.dim_names
-        predicted = forecast.of(plan, self.job.write.sizes)
-        return {
-            "schema": "ckpt-tools/reshard/1",
-            "output": self.job.out,
-            "written": not dry_run,
-            "engine": self.job.engine,
-            "format": self.job.options.format,
-            "mesh": {
-                "shape": list(plan.mesh.shape),
-                "dim_names": None if names is None else list(names),
-                "placements": self._placements(),
-            },
-            "tensors": len(plan.targets),
-            "nbytes": plan.nbytes,
-            "peak_memory": self._memory(plan, predicted),
-            "files": [file._asdict() for file in predicted.files],
-            "notes": list(plan.notes),
-        }
+def _listed(wanted: ReshardOptions) -> str:
+    return ", ".join(map(str, _placements(wanted)))
+
+
+def _processes(asked: Asked, plan: ReshardPlan) -> str:
+    here, jobs = environment.place(), asked.writing.jobs
+    count = jobs if here is None else here.world_size
+    threads = asked.writing.threads_of(plan, processes=count)
+    if here is not None:
+        return f"{counted(here.world_size, 'rank')} with {threads} each"
+    if jobs > 1:
+        return f"{jobs} workers with {threads} each"
+    return f"one process with {threads}"
+
+
+def _memory(asked: Asked, plan: ReshardPlan, predicted: forecast.Forecast) -> int:
+    buffers = asked.writing.options.max_memory // asked.writing.jobs
+    return forecast.peak_memory(plan, predicted.held, engine=asked.engine, buffers=buffers)
+
+
+def _json(asked: Asked, plan: ReshardPlan) -> render.Json:
+    names = plan.mesh.dim_names
+    predicted = forecast.of(plan, asked.writing.options.sizes)
+    return {
+        "schema": "ckpt-tools/reshard/1",
+        "output": asked.out,
+        "written": not asked.writing.dry_run,
+        "engine": asked.engine,
+        "format": asked.wanted.format,
+        "mesh": {
+            "shape": list(plan.mesh.shape),
+            "dim_names": None if names is None else list(names),
+            "placements": _listed(asked.wanted),
+        },
+        "tensors": len(plan.targets),
+        "nbytes": plan.nbytes,
+        "peak_memory": _memory(asked, plan, predicted),
+        "files": [file._asdict() for file in predicted.files],
+        "notes": list(plan.notes),
+    }
 
 
 def _files(files: Sequence[forecast.FileForecast]) -> Iterator[str]:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.cli.group import say
-from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.convert.write import Plan, WriteOptions
+from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.index import CheckpointIndex, FileEntry
 from ckpt_tools.core.options import option, repeated
+from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage import paths
 from ckpt_tools.transforms.base import Transform
@@ -244,6 +246,13 @@ class Writing:
         states = paths.states_now([*copied, *filter(os.path.isfile, others)])
         watched = tuple(FileEntry(path, state.size, state) for path, state in states.items())
         return replace(self.options, sources=(ckpt, *others), watched=watched)
+
+    def threads_of(self, plan: Plan, *, processes: int) -> str:
+        """How many threads each of so many processes would write a plan with."""
+        given, sizes, files = self.options.threads, self.options.sizes, len(plan.files)
+        nbytes, lanes = plan.nbytes // processes, -(-files // processes)
+        chosen = given or choose_threads(nbytes, sizes, lanes=lanes, processes=processes)
+        return counted(chosen, "thread")
 
 
 def export_steps(

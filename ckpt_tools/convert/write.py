@@ -25,7 +25,7 @@ from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.plan import LazyPlans, Target
-from ckpt_tools.core.progress import SILENT, Listener
+from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import parse_amount
@@ -214,19 +214,28 @@ class Conversion(ABC, Generic[P]):
 
 
 class Executor(Protocol):
-    """Executes plans; ``locate`` is how it wants their chunks located."""
+    """Executes plans; ``locate`` is how it wants their chunks located.
+
+    One that ``compares`` also makes the comparisons with the source that the options want.
+    """
 
     @property
     def locate(self) -> Locate: ...  # noqa: D102 (said above)
 
-    def run(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
-        """Do the works of a plan and write its files; none when all is written already.
+    @property
+    def compares(self) -> bool: ...  # noqa: D102 (said above)
 
-        ``seen`` gets the CRC-32s of what is read of the source, where the options want that.
+    def run(
+        self, index: CheckpointIndex, plan: Plan, place: OutputPlace, seen: KnownCrcs
+    ) -> tuple[str, ...]:
+        """Do the works of a plan of ``index`` and write its files; none when all is written.
+
+        ``seen`` gets the CRC-32s of what is read of the source, where the options want that. Gives
+        notes on what it has compared.
         """
 
 
-def write(conversion: Conversion[P], executor: Executor, listener: Listener = SILENT) -> P:
+def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> P:
     """Write the output of a conversion; for an address, locally first, and then sent.
 
     Raises what its `plan`, the executor, `atomic_output.open_output` and `upload.staged` raise; in
@@ -247,7 +256,9 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener = SI
     plan = conversion.plan(executor.locate)
     if resume and atomic_output.is_settled(out):
         if _is_there(out, plan, options.sizes):
-            executor.run(replace(plan, files=LazyPlans()), atomic_output.place_of(out), KnownCrcs())
+            nothing = replace(plan, files=LazyPlans())
+            executor.run(index, nothing, atomic_output.place_of(out), KnownCrcs())
+            listener.on_written()
             return replace(plan, notes=(*plan.notes, f"{out} is already complete."))
         if not options.force:
             raise OutputExistsError(
@@ -267,12 +278,22 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener = SI
         on_note=listener.on_note,
     )
     with atomic_output.open_output(spec) as started:
-        seen = KnownCrcs()
-        executor.run(replace(plan, files=started.plans), started.place, seen)
-        folder = started.place.folder
-        unchecked = _check_source(plan, seen, options) if options.checks_source else ()
-        proven = _check(conversion, plan, folder, listener.on_bytes) if options.check else ()
-    return replace(plan, notes=(*plan.notes, *started.notes, *proven, *unchecked))
+        left, seen = replace(plan, files=started.plans), KnownCrcs()
+        notes = executor.run(index, left, started.place, seen)
+        listener.on_written()
+        if not executor.compares:
+            notes = _compared(conversion, plan, started.place.folder, seen, listener)
+    return replace(plan, notes=(*plan.notes, *started.notes, *notes))
+
+
+def _compared(
+    conversion: Conversion[P], plan: P, folder: str, seen: KnownCrcs, listener: Listener
+) -> tuple[str, ...]:
+    """Make the comparisons with the source that the options want; notes say what was found."""
+    options = conversion.write
+    if options.check:
+        return _check(conversion, plan, folder, listener.on_bytes)
+    return _check_source(plan, seen, options) if options.checks_source else ()
 
 
 def _check_source(plan: Plan, seen: KnownCrcs, options: WriteOptions) -> tuple[str, ...]:

@@ -30,17 +30,23 @@ def ignore_note(note: str) -> None:
     """No-op callback for notes."""
 
 
+def _ignore() -> None:
+    """No-op callback."""
+
+
 @dataclass(frozen=True, slots=True)
 class Listener:
     """Who hears of the progress of a conversion.
 
     ``on_bytes`` gets the number of bytes that this process wrote or read back, ``on_total`` before
     that about how many there will be, ``on_note`` what a person must know before it is done.
+    ``on_written`` is called when all is written, before it is renamed to its place.
     """
 
     on_bytes: Callable[[int], None] = ignore_bytes
     on_total: Callable[[int], None] = ignore_bytes
     on_note: Callable[[str], None] = ignore_note
+    on_written: Callable[[], None] = _ignore
 
 
 SILENT = Listener()

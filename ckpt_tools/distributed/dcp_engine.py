@@ -9,22 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools import formats
-from ckpt_tools.convert.reshard import ReshardPlan
-from ckpt_tools.convert.write import Locate, Plan
+from ckpt_tools.convert.reshard import ReshardOptions
+from ckpt_tools.convert.write import Locate, Plan, WriteOptions
 from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plan import Target
+from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.text import some
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import begin
-from ckpt_tools.distributed.executors import lead_or_follow
 from ckpt_tools.distributed.group import Group
-from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import (
     CheckpointError,
     UnreadableError,
@@ -32,7 +31,7 @@ from ckpt_tools.errors import (
     UsageError,
     WriteError,
 )
-from ckpt_tools.formats import read_written
+from ckpt_tools.formats import ReadOptions, read_written
 from ckpt_tools.formats.dcp.write import archive_of
 from ckpt_tools.storage.reader import Files
 
@@ -43,19 +42,18 @@ if TYPE_CHECKING:
 _COPY_DOES_IT = "--engine copy does it: it reads every format, and needs no torchrun."
 
 
-def reshard_by_dcp(group: Group, index: CheckpointIndex, job: Job) -> ReshardPlan:
-    """`reshard` by torch's own `dcp.load` and `dcp.save`.
+@contextmanager
+def executor(
+    options: ReshardOptions, group: Group, write: WriteOptions, listener: Listener
+) -> Iterator[_LoadAndSave]:
+    """All ranks of a job, with torch's process group, as what executes a reshard.
 
-    Raises what `reshard` raises; UsageError when the job has not one rank for each of the target
-    mesh, UnsupportedError when torch cannot load the source or would place a shard wrong.
+    Reading the index raises UsageError when the job has not one rank for each of the target mesh,
+    UnsupportedError when torch cannot load the source; running UnsupportedError when torch would
+    place a shard wrong.
     """
-    with group.collective():
-        refuse(index.closed(), job, world_size=group.size)
-        with devices.process_group(group) as device_type:
-            # torch notes no finished files, so it always starts again.
-            conversion = job._replace(write=replace(job.write, resume=False)).of(index)
-            done = lead_or_follow(group, conversion, _LoadAndSave(group, index, job, device_type))
-            return job.noting_resume(done)
+    with group.collective(), devices.process_group(group) as device_type:
+        yield _LoadAndSave(group, options, write, listener, device_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,43 +61,57 @@ class _LoadAndSave:
     """Executes a plan on every rank by torch's own functions."""
 
     group: Group
-    index: CheckpointIndex
-    job: Job
+    options: ReshardOptions
+    write: WriteOptions
+    listener: Listener
     device_type: str
     locate: Locate = formats.locate_later
+    compares: bool = False
 
-    def run(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:  # noqa: ARG002 (torch reads)
+    def read_index(self, path: str, options: ReadOptions) -> CheckpointIndex:
+        """The index of a path. Raises what torch's own functions cannot do with it."""
+        index = formats.read_index(path, options)
+        _refuse(index.closed(), self.options, world_size=self.group.size)
+        return index
+
+    def run(
+        self,
+        index: CheckpointIndex,
+        plan: Plan,
+        place: OutputPlace,
+        seen: KnownCrcs,  # noqa: ARG002 (torch reads)
+    ) -> tuple[str, ...]:
         """Load into empty tensors in their new placement, save them, see that all is there."""
-        group, folder = self.group, place.folder
-        if not begin(group, plan.files, place, self.job.write.sizes, source=self.index):
-            return
-        with logged(place, group.rank):  # another attempt waits for the lock
-            self._run(plan, folder)
-
-    def _run(self, plan: Plan, folder: str) -> None:
         group = self.group
-        mesh = devices.device_mesh(self.job.options.mesh, self.device_type)
+        if begin(group, plan.files, place, self.write.sizes, source=index):
+            with logged(place, group.rank):  # another attempt waits for the lock
+                self._run(index, plan, place.folder)
+        return ()
+
+    def _run(self, index: CheckpointIndex, plan: Plan, folder: str) -> None:
+        group = self.group
+        mesh = devices.device_mesh(self.options.mesh, self.device_type)
         mine = [target.entry for target in plan.targets[group.rank :: group.size]]
         with group.collective(), Files() as files:  # no rank may be missing in a collective
-            _refuse_parts(self.index, plan)
+            _refuse_parts(index, plan)
             formats.located_in(plan.source, mine, files)  # torch loads items of wrong shapes, too
             state = {
                 target.fqn: _empty(target, mesh, self.device_type, rank=group.rank)
                 for target in plan.targets
             }
-        _load_and_save(state, self.index.closed(), plan, folder)
-        self.job.listener.on_bytes(plan.files[group.rank :: group.size].length)
+        _load_and_save(state, index.closed(), plan, folder)
+        self.listener.on_bytes(plan.files[group.rank :: group.size].length)
         with group.collective():
             if group.rank == 0:
                 _require_saved(plan, folder)
 
 
-def refuse(index: CheckpointIndex, job: Job, *, world_size: int) -> None:
+def _refuse(index: CheckpointIndex, options: ReshardOptions, *, world_size: int) -> None:
     """Raise UnsupportedError or UsageError for what torch's own functions cannot do."""
-    devices.require_world(world_size, job.options.mesh, engine="dcp", whose="the target mesh")
-    if job.options.format != "dcp":
+    devices.require_world(world_size, options.mesh, engine="dcp", whose="the target mesh")
+    if options.format != "dcp":
         raise UsageError(
-            f"--engine dcp writes --format dcp, not {job.options.format}.", hint=_COPY_DOES_IT
+            f"--engine dcp writes --format dcp, not {options.format}.", hint=_COPY_DOES_IT
         )
     if index.format != "dcp" or not os.path.exists(os.path.join(index.root, ".metadata")):
         raise UnsupportedError(

@@ -9,27 +9,26 @@ The gathered tensor is checked: each rank finds its own shard in it, bit for bit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from ckpt_tools import formats
-from ckpt_tools.convert.check import held_in
-from ckpt_tools.convert.reshard import ReshardPlan, plan_reshard
+from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.write import Locate, Plan, WriteOptions
 from ckpt_tools.copying.resume import OutputPlace, logged
+from ckpt_tools.copying.tasks import MIN_MEMORY
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
-from ckpt_tools.core.progress import ignore_bytes
+from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
-from ckpt_tools.distributed.executors import lead_or_follow
 from ckpt_tools.distributed.gathering import Gathering, Source
 from ckpt_tools.distributed.group import Group
-from ckpt_tools.distributed.job import Job
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
@@ -41,20 +40,15 @@ from ckpt_tools.storage.reader import Files
 T = TypeVar("T")
 
 
-def reshard_by_gather(group: Group, job: Job) -> ReshardPlan:
-    """`reshard` from rank files that only their own ranks can open.
+@contextmanager
+def executor(group: Group, write: WriteOptions, listener: Listener) -> Iterator[_Gatherer]:
+    """All ranks of a job, with torch's process group, as what executes a reshard of rank files.
 
-    Raises what `reshard` raises; UsageError when the job has not one rank for each of the source,
+    Reading the index raises UsageError when the job has not one rank for each of the source,
     IncompleteError when a rank does not find its files.
     """
     with group.collective(), devices.process_group(group) as device_type:
-        index, headers = _exchange(group, job.ckpt, job.read)
-        # Rank 0 may not see what it would have to compare, so that all ranks do it themselves.
-        write = replace(job.write, check=False, resume=False, verify_source=False)
-        alone = job._replace(write=write)
-        gatherer = _Gatherer(group, index, headers, device_type, job)
-        plan = lead_or_follow(group, alone.of(index), gatherer)
-        return job.noting_resume(replace(plan, notes=(*plan.notes, *gatherer.proven)))
+        yield _Gatherer(group, write, listener, device_type)
 
 
 class _RanksPart(NamedTuple):
@@ -69,57 +63,89 @@ class _RanksPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Gatherer:
-    """Executes a plan on every rank; ``proven`` says what --check has found."""
+    """Executes a plan on every rank; ``headers`` are those of each, once the index is read.
+
+    Rank 0 may not see what it would have to compare, so that all ranks do it themselves.
+    """
 
     group: Group
-    index: CheckpointIndex
-    headers: Sequence[RankHeaders]
+    write: WriteOptions
+    listener: Listener
     device_type: str
-    job: Job
-    proven: list[str] = field(default_factory=list)
+    headers: list[RankHeaders] = field(default_factory=list)
     locate: Locate = formats.locate
+    compares: bool = True
 
-    def run(self, plan: Plan, place: OutputPlace, seen: KnownCrcs) -> None:
+    def read_index(self, path: str, options: ReadOptions) -> CheckpointIndex:
+        """The index of all ranks' files, each of which is read by its own rank alone."""
+        families = rank_exchange.families_of(_exchanged(rank_exchange.listing(path)), where=path)
+        source = Mesh((rank_exchange.world_size(families),))
+        devices.require_world(self.group.size, source, engine="gather", whose="the source")
+        self.headers[:] = _exchanged(_own_headers(self.group, families, path, options))
+        return rank_exchange.joined_index(path, self.headers, families)
+
+    def run(
+        self, index: CheckpointIndex, plan: Plan, place: OutputPlace, seen: KnownCrcs
+    ) -> tuple[str, ...]:
         """Copy what was saved whole, gather the rest, and check that all is written."""
-        plans = begin(self.group, plan.files, place, self.job.write.sizes)
-        if plans:
-            with logged(place, self.group.rank):  # another attempt waits for the lock
-                self._run(plans, place.folder, seen)
+        left = begin(self.group, plan.files, place, self.write.sizes)
+        if not left:
+            return ()
+        with logged(place, self.group.rank):  # another attempt waits for the lock
+            self._fill(index, left, place.folder, seen)
+            return self._compared(index, plan, place.folder, seen)
 
-    def _run(self, plans: LazyPlans, folder: str, seen: KnownCrcs) -> None:
-        group, sizes = self.group, self.job.write.sizes
+    def _fill(self, index: CheckpointIndex, plans: LazyPlans, folder: str, seen: KnownCrcs) -> None:
+        group, options = self.group, self.write
         _create(group, plans, folder)
-        mine = self._part_of(plans)
-        progress = Progress(group, self.job.listener.on_bytes)
-        options, done = self.job.write, 0
+        mine = self._part_of(plans, index)
+        progress, done = Progress(group, self.listener.on_bytes), 0
 
         def write(plans: Sequence[FilePlan], files: Files) -> None:
             nonlocal done
-            done += _write(
-                plans, files, folder=folder, options=options, on_bytes=progress.add, seen=seen
+            done += write_files(  # without a log of finished files
+                LazyPlans.of(plans),
+                root=folder,
+                files=files,
+                threads=options.threads,
+                max_memory=options.max_memory,
+                on_bytes=progress.add,
+                on_run=seen.add if options.checks_source else None,
             )
 
         # No rank may be missing in a collective.
-        with group.collective(), Files(sizes=sizes) as files:
+        with group.collective(), Files(sizes=options.sizes) as files:
             write(mine.uncut, files)
-        with Files(sizes=sizes) as files:
-            source = Source(self.index, self.headers[group.rank].parts(), files, seen)
+        with Files(sizes=options.sizes) as files:
+            source = Source(index, self.headers[group.rank].parts(), files, seen)
             Gathering(group, source, self.device_type).run(mine.cut, write)
         require_all_written(group, plans, folder, nbytes=done, planned=mine.planned)
-        own = self.headers[group.rank].sizes
-        if options.checks_source:
-            with group.collective(), Files(sizes=sizes) as files:
-                held, threads = held_in(self.index, own), options.threads
-                unchecked = check_copied(held, files, seen=seen, threads=threads)
-            self.proven.extend(unchecked)
-        if options.check:
-            self.proven.append(_check(group, self.index, self.job, folder, own=own))
 
-    def _part_of(self, plans: LazyPlans) -> _RanksPart:
+    def _compared(
+        self, index: CheckpointIndex, plan: Plan, folder: str, seen: KnownCrcs
+    ) -> tuple[str, ...]:
+        """Have every rank compare what it holds of the source; notes say what is proven."""
+        group, threads = self.group, self.write.threads
+        own = self.headers[group.rank].sizes
+        if not self.write.check and not self.write.checks_source:
+            return ()
+        with group.collective(), Files(sizes=self.write.sizes) as files:
+            if not self.write.check:
+                held = checking.held_in(index, own)
+                return check_copied(held, files, seen=seen, threads=threads)
+            written = checking.Written(plan.targets)
+            statement = checking.check(
+                folder, written, files, source=plan.chosen, threads=threads, own=own
+            )
+        if group.rank == 0:
+            checking.record_beside(folder, statement, source=index)
+        return (statement,)
+
+    def _part_of(self, plans: LazyPlans, index: CheckpointIndex) -> _RanksPart:
         """What this rank writes, in one pass over all plans; each of them is made for it."""
         group = self.group
         owners = {path: one.rank for one in self.headers for path in one.sizes}
-        tensors = frozenset(e.fqn for e in self.index.tensors if e.layout is not None)
+        tensors = frozenset(e.fqn for e in index.tensors if e.layout is not None)
         uncut: list[FilePlan] = []
         cut: dict[str, list[FilePlan]] = {}
         planned = 0  # the rest is there from the start
@@ -135,45 +161,6 @@ class _Gatherer:
                     if number % group.size == group.rank:
                         mine.append(plan._replace(literals=(), items=(item,)))
         return _RanksPart(uncut, cut, planned)
-
-
-def _check(
-    group: Group, index: CheckpointIndex, job: Job, folder: str, *, own: Collection[str]
-) -> str:
-    """Have every rank compare what it holds of the source with the output; says what is proven."""
-    from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
-
-    with group.collective(), Files(sizes=job.write.sizes) as files:
-        plan = plan_reshard(index, job.options)
-        statement = checking.check(
-            folder,
-            checking.Written(plan.targets),
-            files,
-            source=plan.chosen,
-            threads=job.write.threads,
-            own=own,
-        )
-    if group.rank == 0:
-        checking.record_beside(folder, statement, source=index)
-    return statement
-
-
-def plan_by_gather(group: Group, job: Job) -> ReshardPlan:
-    """What `reshard_by_gather` would do, and refuse; nothing is written."""
-    with group.collective(), devices.process_group(group):
-        index, _ = _exchange(group, job.ckpt, job.read)
-        return plan_reshard(index, job.options)
-
-
-def _exchange(
-    group: Group, ckpt: str, read: ReadOptions
-) -> tuple[CheckpointIndex, list[RankHeaders]]:
-    """The index of all ranks' files, and the headers of each rank, from own files alone."""
-    families = rank_exchange.families_of(_exchanged(rank_exchange.listing(ckpt)), where=ckpt)
-    source = Mesh((rank_exchange.world_size(families),))
-    devices.require_world(group.size, source, engine="gather", whose="the source")
-    headers = _exchanged(_own_headers(group, families, ckpt, read))
-    return rank_exchange.joined_index(ckpt, headers, families), headers
 
 
 def _exchanged(mine: T) -> list[T]:
@@ -198,40 +185,18 @@ def _own_headers(
     return headers
 
 
-def _write(
-    plans: Sequence[FilePlan],
-    files: Files,
-    *,
-    folder: str,
-    options: WriteOptions,
-    on_bytes: Callable[[int], None],
-    seen: KnownCrcs,
-) -> int:
-    """Write parts of files, without a log of finished ones; gives the bytes of the tasks done."""
-    return write_files(
-        LazyPlans.of(plans),
-        root=folder,
-        files=files,
-        threads=options.threads,
-        max_memory=options.max_memory,
-        on_bytes=on_bytes,
-        on_run=seen.add if options.checks_source else None,
-    )
-
-
 def _create(group: Group, plans: LazyPlans, folder: str) -> None:
     """Rank 0 makes every file with its length, and all that is known of it already."""
     if group.rank == 0:
         with Files() as files:
             for plan in plans:
-                bare = [plan._replace(items=())]
-                _write(
-                    bare,
-                    files,
-                    folder=folder,
-                    options=WriteOptions(),
+                write_files(
+                    LazyPlans.of([plan._replace(items=())]),
+                    root=folder,
+                    files=files,
+                    threads=1,
+                    max_memory=MIN_MEMORY,
                     on_bytes=ignore_bytes,
-                    seen=KnownCrcs(),
                 )
     group.barrier()
 

@@ -270,7 +270,7 @@ def detect(path: str) -> Format | None:
     return next((form for form in FORMATS if form.matches(path)), None)
 
 
-def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
+def read_index(path: str, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
     """The index of the checkpoint that ``path`` means.
 
     ``path`` is a file, a directory, a parent with one checkpoint inside, or a glob of rank files.

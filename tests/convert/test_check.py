@@ -28,7 +28,8 @@ from ckpt_tools.copying import write as copy
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.distributed.executors import Here, Listener
+from ckpt_tools.core.progress import Listener
+from ckpt_tools.distributed.run import write_here
 from ckpt_tools.errors import UnreadableError, WriteError
 from ckpt_tools.proof import damage
 from ckpt_tools.storage.reader import Files
@@ -319,8 +320,8 @@ def test_each_rank_that_gathers_checks_the_checksums_of_its_own_files(tmp_path: 
 def test_what_is_read_back_is_part_of_the_bar(tmp_path: Path) -> None:
     done, totals = [], []
     write = WriteOptions(check=True)
-    here = Here(write, listener=Listener(done.append, totals.append))
     out = str(tmp_path / "out.safetensors")
-    plan = here.write(Export(formats.read_index(DCP), out, write, ExportOptions()))
+    export = Export(formats.read_index(DCP), out, write, ExportOptions())
+    plan = write_here(export, listener=Listener(done.append, totals.append))
     assert totals == [2 * plan.files.length]
     assert sum(done) == plan.files.length + plan.nbytes

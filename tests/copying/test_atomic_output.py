@@ -22,7 +22,7 @@ from ckpt_tools.copying import atomic_output, resume
 from ckpt_tools.copying import write as copy
 from ckpt_tools.core.plan import FilePlan, LazyPlans
 from ckpt_tools.core.sizes import Sizes
-from ckpt_tools.distributed import executors
+from ckpt_tools.distributed import run as conversions
 from ckpt_tools.errors import (
     OutputExistsError,
     UnreadableError,
@@ -557,13 +557,13 @@ def test_a_file_that_an_option_names_must_stay_as_it_was(
     Path("names.toml").write_text(
         'name = "mine"\nkeep_rest = true\n[[rule]]\nfrom = "model.{m*}"\nto = "model.{m*}"\n'
     )
-    real = executors.write
+    real = conversions.write_by
 
     def changed_meanwhile(*args: object) -> object:
         touched(Path(name))
         return real(*args)
 
-    monkeypatch.setattr(executors, "write", changed_meanwhile)
+    monkeypatch.setattr(conversions, "write_by", changed_meanwhile)
     result = run("export", "source", "-o", "out", *words)
     assert (result.exit_code, f"{name} has changed since" in result.stderr) == (4, True)
     assert not os.path.exists("out")

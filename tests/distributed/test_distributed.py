@@ -25,14 +25,14 @@ from size_records import TINY
 from ckpt_tools import formats
 from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.export import Export, ExportOptions, plan_export
-from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan, plan_reshard
+from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, plan_reshard
 from ckpt_tools.convert.write import Plan, WriteOptions
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import Share, cut
 from ckpt_tools.copying.write import write_files
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, Section, TensorEntry
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import (
     Layout,
@@ -44,17 +44,17 @@ from ckpt_tools.core.layout import (
 )
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.plan import FilePlan, KnownReads, LazyPlans, WriteItem
+from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import agreement, dcp_engine, environment, gathering, messages
 from ckpt_tools.distributed import group as group_module
 from ckpt_tools.distributed.agreement import identity
-from ckpt_tools.distributed.engines import reshard_by
 from ckpt_tools.distributed.environment import RankPlace
-from ckpt_tools.distributed.executors import Here, Listener
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.heartbeat import Heartbeat
-from ckpt_tools.distributed.job import Job
 from ckpt_tools.distributed.meeting import Attempt, meet
+from ckpt_tools.distributed.run import Read, dry_run, write_here
+from ckpt_tools.distributed.run import run as run_conversion
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.errors import (
     AnswerNo,
@@ -92,12 +92,11 @@ def nothing(_: int) -> None:
     """Take the news and do nothing."""
 
 
-def job(out: Path, *, mesh: str = "4x8") -> Job:
-    return Job(str(DCP), str(out), ReshardOptions(parse_mesh(mesh)), WriteOptions())
-
-
-def reshard_here(index: CheckpointIndex, job: Job, *, workers: int) -> ReshardPlan:
-    return Here(job.write, workers, job.listener).write(job.of(index))
+def resharding(
+    out: Path, *, mesh: str = "4x8", ckpt: Path = DCP, only: Section | None = None
+) -> Reshard:
+    options = ReshardOptions(parse_mesh(mesh), only=only)
+    return Reshard(read_index(str(ckpt)), str(out), WriteOptions(), options)
 
 
 # --------------------------------------------------------------------------------- environment
@@ -496,11 +495,9 @@ def test_what_was_written_is_counted_before_the_output_appears(
 
 
 def test_what_dcp_saved_is_counted_by_its_own_metadata(tmp_path: Path) -> None:
-    plan = reshard_here(read_index(str(DCP)), job(tmp_path / "out", mesh="2"), workers=1)
+    plan = write_here(resharding(tmp_path / "out", mesh="2"))
     dcp_engine._require_saved(plan, str(tmp_path / "out"))
-    only = replace(job(tmp_path / "less", mesh="2").options, only="model")
-    less = job(tmp_path / "less", mesh="2")._replace(options=only)
-    reshard_here(read_index(str(DCP)), less, workers=1)
+    write_here(resharding(tmp_path / "less", mesh="2", only="model"))
     with pytest.raises(WriteError, match=r"tensors are not in its \.metadata"):
         dcp_engine._require_saved(plan, str(tmp_path / "less"))
     (tmp_path / "out" / "__1_0.distcp").unlink()
@@ -513,8 +510,8 @@ def test_a_rank_finds_a_wrong_value_in_the_rows_that_it_alone_can_read(
     tmp_path: Path, rank: int
 ) -> None:
     ranks = DATA / "fsdp2_torchsave_1d_4r" / "ckpt"
-    index = read_index(str(ranks))
-    plan = reshard_here(index, job(tmp_path / "out", mesh="1"), workers=1)
+    conversion = resharding(tmp_path / "out", mesh="1", ckpt=ranks)
+    plan, index = write_here(conversion), conversion.index
     result = read_index(str(tmp_path / "out"))
     target = next(t for t in plan.targets if len(t.entry.chunks) == 4)
     path, offset, _ = _raw(result, target.fqn)
@@ -550,7 +547,7 @@ def _raw(index: CheckpointIndex, fqn: str) -> ByteRange:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What one process writes for 4x8."""
     out = tmp_path_factory.mktemp("alone") / "out"
-    reshard_here(read_index(str(DCP)), job(out), workers=1)
+    write_here(resharding(out))
     return contents(out)
 
 
@@ -558,17 +555,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def test_any_number_of_workers_writes_the_same_bytes(
     alone: dict[str, bytes], tmp_path: Path, workers: int
 ) -> None:
-    reshard_here(read_index(str(DCP)), job(tmp_path / "out"), workers=workers)
+    write_here(resharding(tmp_path / "out"), workers=workers)
     assert contents(tmp_path / "out") == alone
 
 
 def test_workers_tell_how_many_bytes_they_wrote(alone: dict[str, bytes], tmp_path: Path) -> None:
     told: list[int] = []
-    reshard_here(
-        read_index(str(DCP)),
-        job(tmp_path / "out")._replace(listener=Listener(told.append)),
-        workers=2,
-    )
+    write_here(resharding(tmp_path / "out"), workers=2, listener=Listener(told.append))
     assert sum(told) == sum(map(len, alone.values()))
 
 
@@ -576,9 +569,10 @@ def test_workers_tell_how_many_bytes_they_wrote(alone: dict[str, bytes], tmp_pat
 def test_an_export_tells_how_many_bytes_there_will_be(tmp_path: Path, workers: int) -> None:
     told: list[int] = []
     totals: list[int] = []
-    write = WriteOptions()
-    conversion = Export(read_index(str(DCP)), str(tmp_path / "out"), write, ExportOptions())
-    Here(write, workers, Listener(told.append, totals.append)).write(conversion)
+    out = str(tmp_path / "out")
+    conversion = Export(read_index(str(DCP)), out, WriteOptions(), ExportOptions())
+    listener = Listener(told.append, totals.append)
+    write_here(conversion, workers=workers, listener=listener)
     written = sum(map(len, contents(tmp_path / "out").values()))
     assert totals == [written]
     assert sum(told) == written
@@ -648,26 +642,66 @@ def test_a_worker_that_dies_before_it_has_read_a_large_order_is_the_same_error(
 
 
 @pytest.mark.parametrize("engine", ["dcp", "gather"])
-def test_an_engine_of_a_job_says_how_to_start_one(tmp_path: Path, engine: str) -> None:
-    with pytest.raises(UsageError, match="needs a torchrun job") as refused:
-        reshard_by(job(tmp_path / "out")._replace(engine=engine))
-    assert "torchrun --nproc-per-node" in (refused.value.hint or "")
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_an_engine_of_a_job_says_how_to_start_one(
+    tmp_path: Path, engine: str, more: list[str]
+) -> None:
+    words = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "4x8"]
+    done = run(*words, "--engine", engine, *more)
+    assert done.exit_code == 2
+    assert f"--engine {engine} needs a torchrun job" in done.stderr
+    assert "torchrun --nproc-per-node" in done.stderr
 
 
 @pytest.mark.parametrize("engine", ["dcp", "gather"])
-def test_only_copy_rearranges_what_it_moves(tmp_path: Path, engine: str) -> None:
-    asked = job(tmp_path / "out")
-    asked = asked._replace(options=replace(asked.options, param_names=("w",)))
-    with pytest.raises(UsageError, match="moves tensors as they are"):
-        reshard_by(asked._replace(engine=engine))
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--param-names", "stored"], "takes neither --layout nor --param-names"),
+        (["--layout", "plain"], "takes neither --layout nor --param-names"),
+        (["--rename", "a=b"], "need --engine copy"),
+        (["--untie"], "need --engine copy"),
+    ],
+)
+def test_only_copy_rearranges_what_it_moves(
+    tmp_path: Path, engine: str, more: list[str], why: str
+) -> None:
+    words = ["reshard", str(DCP), "-o", str(tmp_path / "out"), "--to-mesh", "4x8"]
+    done = run(*words, "--engine", engine, *more)
+    assert done.exit_code == 2
+    assert why in done.stderr
 
 
 def test_workers_of_workers_are_refused(
     tmp_path: Path, under_torchrun: Callable[[int], None]
 ) -> None:
     under_torchrun(0)
+
+    def make(read: Read) -> Reshard:
+        raise AssertionError(read)
+
     with pytest.raises(UsageError, match="-j 2 starts workers of its own"):
-        reshard_by(job(tmp_path / "out")._replace(workers=2))
+        run_conversion(make, str(tmp_path / "out"), WriteOptions(), workers=2)
+
+
+@pytest.mark.parametrize("plan", [run_conversion, dry_run])
+def test_an_output_in_what_was_read_is_refused_when_that_is_known(
+    tmp_path: Path, plan: Callable[..., ReshardPlan]
+) -> None:
+    source = shutil.copytree(DCP, tmp_path / "source")
+    out, asked, options = source / "out", [], ReshardOptions(parse_mesh("2"))
+
+    def make(read: Read) -> Reshard:
+        asked.append(read)
+        index = read(str(source), ReadOptions())
+        return Reshard(index, str(out), WriteOptions(), options)
+
+    with pytest.raises(UsageError, match="lies inside"):
+        plan(make, str(out), WriteOptions())
+    with pytest.raises(UsageError, match="lies inside"):
+        plan(make, str(out), WriteOptions(sources=(str(source),)))
+    assert asked == [read_index]  # the second was refused before
+    assert not out.exists()
 
 
 def test_plans_of_another_checkpoint_have_another_digest() -> None:

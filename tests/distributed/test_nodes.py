@@ -194,7 +194,7 @@ def test_a_rank_killed_before_all_have_met_ends_the_job_with_one_error(
     resumes(job.arguments, tmp_path)
 
 
-@pytest.mark.parametrize("stall", ["0::", "0:executors:write_share"])
+@pytest.mark.parametrize("stall", ["0::", "0:run:write_share"])
 def test_a_job_whose_store_dies_with_its_agent_ends_and_resume_goes_on(
     tmp_path: Path, start: Callable[[str, str], Job], stall: str
 ) -> None:
@@ -212,7 +212,7 @@ def test_a_job_whose_store_dies_with_its_agent_ends_and_resume_goes_on(
     assert ("Resuming: " in resumes(job.arguments, tmp_path)) == (stall != "0::")
 
 
-@pytest.mark.parametrize("stall", ["1::", "1:executors:write_share"])
+@pytest.mark.parametrize("stall", ["1::", "1:run:write_share"])
 def test_the_ranks_of_an_agent_that_is_killed_finish(
     tmp_path: Path, start: Callable[[str, str], Job], stall: str
 ) -> None:
@@ -227,7 +227,7 @@ def test_the_ranks_of_an_agent_that_is_killed_finish(
 def test_a_rank_killed_under_a_static_rendezvous_ends_the_job_and_resume_goes_on(
     tmp_path: Path, start: Callable[[str, str], Job], killed: int, speaks: int
 ) -> None:
-    job = start(f"{killed}:executors:write_share", "static")
+    job = start(f"{killed}:run:write_share", "static")
     time.sleep(1)  # the other rank has finished its share
     job.kill_rank()
     said = job.end()

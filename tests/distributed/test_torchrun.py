@@ -364,6 +364,23 @@ def test_every_engine_keeps_what_check_proved_beside_the_shards(engines: Path, e
     assert " bit for bit." in told["proof"]
 
 
+@pytest.mark.parametrize(
+    ("engine", "mesh", "ckpt"),
+    [("dcp", "2x2", DCP), ("gather", "3", DATA / "fsdp2_torchsave_1d_4r" / "ckpt")],
+)
+def test_a_dry_run_of_an_engine_plans_what_copy_plans_and_prints_once(
+    tmp_path: Path, engine: str, mesh: str, ckpt: Path
+) -> None:
+    words = ("reshard", ckpt, "-o", tmp_path / "out", "--to-mesh", mesh, "--dry-run", "--json")
+    done = torchrun(4, "--no-python", "ckpt-tools", *words, "--engine", engine)
+    assert done.returncode == 0, done.stderr
+    planned, copied = json.loads(done.stdout), json.loads(ckpt_tools(*words).stdout)
+    assert planned["engine"] == engine
+    alike = ("files", "notes", "mesh", "written")
+    assert [planned[key] for key in alike] == [copied[key] for key in alike]
+    assert not list(tmp_path.iterdir())
+
+
 # --------------------------------------------------------------------------------------- commands
 
 
@@ -459,9 +476,12 @@ def test_a_guessed_command_under_torchrun_prints_once() -> None:
     assert done.stdout == ckpt_tools("ls", DCP).stdout
 
 
-def test_a_world_that_does_not_fit_is_one_error_that_says_which_would(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_world_that_does_not_fit_is_one_error_that_says_which_would(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
     out = tmp_path / "out"
-    arguments = ("reshard", DCP, "-o", out, "--to-mesh", "4", "--engine", "dcp")
+    arguments = ("reshard", DCP, "-o", out, "--to-mesh", "4", "--engine", "dcp", *more)
     done = torchrun(2, "--no-python", "ckpt-tools", *arguments)
     assert done.returncode != 0
     assert done.stderr.count("Error: --engine dcp needs one rank") == 1

@@ -15,24 +15,28 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from size_records import DEFAULT, TINY
 
-from ckpt_tools.convert.reshard import ReshardOptions
+from ckpt_tools.convert.reshard import Reshard, ReshardOptions
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.mesh_spec import parse_mesh, parse_rule
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import environment
-from ckpt_tools.distributed.engines import reshard_by
-from ckpt_tools.distributed.job import Job
+from ckpt_tools.distributed.run import Read, engine_named, run
 from ckpt_tools.errors import CkptError
+from ckpt_tools.formats import ReadOptions
 
 
-def run(task: dict[str, object], rank: int, sizes: Sizes) -> None:
+def do(task: dict[str, object], rank: int, sizes: Sizes) -> None:
     mesh = parse_mesh(str(task["mesh"]))
     rules = tuple(parse_rule(text, mesh) for text in task.get("place", ()))
     write = WriteOptions(check=bool(task.get("check")), sizes=sizes)
-    ckpt = str(task["ckpt"]).replace("{rank}", str(rank))
+    ckpt, out = str(task["ckpt"]).replace("{rank}", str(rank)), str(task["out"])
     options = ReshardOptions(mesh, rules=rules)
+
+    def make(read: Read) -> Reshard:
+        return Reshard(read(ckpt, ReadOptions()), out, write, options)
+
     try:
-        plan = reshard_by(Job(ckpt, str(task["out"]), options, write, str(task["engine"])))
+        plan = run(make, out, write, engine=engine_named(str(task["engine"]), options))
         Path(f"{task['out']}.notes.{rank}").write_text("\n".join(plan.notes))
     except CkptError as error:
         Path(f"{task['out']}.error.{rank}").write_text(f"{type(error).__name__}: {error.message}")
@@ -42,4 +46,4 @@ if __name__ == "__main__":
     here = environment.place()
     sizes = TINY if "tiny" in sys.argv else DEFAULT
     for one in json.loads(Path(sys.argv[1]).read_text()):
-        run(one, here.rank if here is not None else 0, sizes)
+        do(one, here.rank if here is not None else 0, sizes)

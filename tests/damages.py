@@ -21,7 +21,7 @@ from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.zip import read as torch_zip
-from ckpt_tools.proof.compare import compare, with_objects
+from ckpt_tools.proof.compare import compare, compare_checkpoints
 from ckpt_tools.proof.diff import DiffOptions, diff
 from ckpt_tools.proof.fingerprint import fingerprint
 from ckpt_tools.proof.verify import verify, verify_quick
@@ -349,10 +349,9 @@ def catcher(path: Path, original: Path) -> str:
             if not verify(index, files).whole:
                 return CATCHERS[1]
             told = formats.read_index(str(original))
-            if not compare(fingerprint(index, files), fingerprint(told, files)).same:
+            if not compare(index, fingerprint(told, files), files).same:
                 return CATCHERS[2]
-            plain = compare(fingerprint(index, files), fingerprint(told, files))
-            if not with_objects(plain, index, told, files).same:
+            if not compare_checkpoints(index, told, files).same:
                 return CATCHERS[3]
             # Nothing else may have changed: what no check sees must be no change at all.
             assert diff(index, told, files, options=DiffOptions()).equal
@@ -369,8 +368,8 @@ def copy_of(path: Path, original: Path, out: Path) -> str:
     except CkptError:
         return REFUSED
     with Files() as files:
-        here, there = (fingerprint(formats.read_index(str(one)), files) for one in (out, original))
-    return SOUND if compare(here, there).same else AS_IT_IS
+        sound = fingerprint(formats.read_index(str(original)), files)
+        return SOUND if compare(formats.read_index(str(out)), sound, files).same else AS_IT_IS
 
 
 def do_one(kind: Kind, base: str, seed: int) -> Damaged:

@@ -15,9 +15,10 @@ from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, required
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
-from ckpt_tools.proof.diff import Diff, DiffOptions, EntryDiff
+from ckpt_tools.proof.diff import Diff, DiffOptions
 from ckpt_tools.proof.diff import diff as compare_values
 from ckpt_tools.proof.diff import diff_headers as compare_headers
+from ckpt_tools.proof.pairs import EntryDiff
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 

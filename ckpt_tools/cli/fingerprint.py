@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from ckpt_tools.cli import options, progress, render
 from ckpt_tools.copying import one_file
-from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats.frameworks import sources_of
-from ckpt_tools.proof.fingerprint import Fingerprint, fingerprint, to_json
+from ckpt_tools.proof.fingerprint import fingerprint, to_json
 from ckpt_tools.storage.reader import Files
 
 _HELP = """Print a SHA-256 digest for each section of the checkpoint: model, optim, other.
@@ -59,7 +58,10 @@ def command(asked: _Asked) -> None:
     if target is not None:
         one_file.admit(target, sources=sources, force=force)
     chosen = options.choose(index, asked.filters)
-    digests = digest(chosen, threads=asked.threads)
+    with progress.byte_bar(chosen.count.nbytes, label="fingerprint") as on_bytes, Files() as files:
+        digests = fingerprint(chosen, files, threads=asked.threads, on_bytes=on_bytes)
+    if not chosen.tensors:
+        raise AnswerNo(f"{chosen.root} has no tensors to digest.")
     if target is not None:
         data = jsonlib.dumps(to_json(digests), indent=1).encode() + b"\n"
         one_file.write(target, data, sources=sources, force=force)
@@ -69,12 +71,3 @@ def command(asked: _Asked) -> None:
     render.emit(f"{section:<6} {value}" for section, value in digests.sections.items())
     if asked.long:
         render.emit(f"{t.sha256}  {t.fqn}" for t in digests.tensors)
-
-
-def digest(index: CheckpointIndex, *, threads: int | None) -> Fingerprint:
-    """The fingerprint of these tensors, with a bar. Raises AnswerNo when there are none."""
-    with progress.byte_bar(index.count.nbytes, label="fingerprint") as on_bytes, Files() as files:
-        digests = fingerprint(index, files, threads=threads, on_bytes=on_bytes)
-    if not index.tensors:
-        raise AnswerNo(f"{index.root} has no tensors to digest.")
-    return digests

@@ -6,6 +6,7 @@ The command, and its report as lines for people and as JSON.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -18,9 +19,9 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
-from ckpt_tools.errors import CheckpointError, CkptError, UsageError
+from ckpt_tools.errors import AnswerNo, CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import ReadOptions, Saved, read_index, run_of
-from ckpt_tools.proof.compare import Comparison, Difference, compare, with_objects
+from ckpt_tools.proof.compare import Comparison, Difference, compare, compare_checkpoints
 from ckpt_tools.proof.damage_map import DamagedTensor, describe
 from ckpt_tools.proof.fingerprint import is_fingerprint, load
 from ckpt_tools.proof.verify import (
@@ -174,24 +175,33 @@ def _each(ckpts: Sequence[str], read: ReadOptions, verified: _Verify, *, json: b
 
 def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
     """Compare the chosen tensors with a fingerprint, or with those of another checkpoint."""
-    from ckpt_tools.cli.fingerprint import digest
-
     chosen, threads = asked.filters, asked.threads
     if is_fingerprint(against):
         reference = load(against)
         if not chosen.wants_all:
             reference = reference.select(chosen.include, chosen.exclude, chosen.only)
-    else:
-        say(f"Reading {against} for comparison.")
-        other = options.read(against, asked.reading.options)
-        mine, theirs = options.choose(index, chosen), options.choose(other, chosen)
-        with Files() as files:
-            theirs, mine, left_out = without_left_out(theirs, mine, files)
-            digests = (digest(one, threads=threads) for one in (mine, theirs))
-            compared = with_objects(compare(*digests), mine, theirs, files)
-        return _Against(against, compared, left_out)
-    mine = options.choose(index, chosen)
-    return _Against(against, compare(digest(mine, threads=threads), reference))
+        mine = options.choose(index, chosen)
+        with _comparing(mine) as on_bytes, Files() as files:
+            compared = compare(mine, reference, files, threads=threads, on_bytes=on_bytes)
+        return _Against(against, compared)
+    say(f"Reading {against} for comparison.")
+    other = options.read(against, asked.reading.options)
+    mine, theirs = options.choose(index, chosen), options.choose(other, chosen)
+    with Files() as files:
+        theirs, mine, left_out = without_left_out(theirs, mine, files)
+        with _comparing(mine, theirs) as on_bytes:
+            compared = compare_checkpoints(mine, theirs, files, threads=threads, on_bytes=on_bytes)
+    return _Against(against, compared, left_out)
+
+
+@contextmanager
+def _comparing(*sides: CheckpointIndex) -> Iterator[Callable[[int], None]]:
+    """A bar for the bytes of all sides. Raises AnswerNo for one without tensors."""
+    for index in sides:
+        if not index.tensors:
+            raise AnswerNo(f"{index.root} has no tensors to compare.")
+    with progress.byte_bar(sum(one.count.nbytes for one in sides), label="compare") as on_bytes:
+        yield on_bytes
 
 
 _SHOWN = 10

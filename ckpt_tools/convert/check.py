@@ -73,7 +73,6 @@ def check(
     seen = KnownCrcs()
     statement = same_tensors(
         *(wanted, result, files),
-        renamed={entry.fqn: entry.fqn for entry in wanted.tensors},
         dtypes={target.fqn: target.dtype for target in written.targets},
         threads=threads,
         own=own,

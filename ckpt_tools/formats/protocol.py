@@ -169,10 +169,6 @@ class Format(ABC):
         """The containers of a state dict as they are read back; None when none are kept."""
         return tree if self.nested else None
 
-    def packs(self, branch: Branch[str], *, is_tensor: Callable[[str], bool]) -> bool:
-        """Whether a container of a state dict and all that it holds are in one pickle."""
-        return self.nested
-
     def loader(self, index: CheckpointIndex, *, asked: str | None) -> Loader | None:
         """The torch that is to load what is written of this source; None when every torch can.
 

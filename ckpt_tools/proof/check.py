@@ -6,27 +6,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.parallel import IMPORTING
 from ckpt_tools.copying.read import stream_box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
-from ckpt_tools.proof.containers import as_read_back, compare_containers, compare_objects
+from ckpt_tools.proof.containers import compare_containers, lists_as_in
 from ckpt_tools.proof.damage import read_everything
 from ckpt_tools.proof.fingerprint import digest_of_box
+from ckpt_tools.proof.pairs import (
+    EntryDiff,
+    by_fqn,
+    compare_headers,
+    compare_objects_of,
+    compare_pairs,
+    pair,
+)
 from ckpt_tools.proof.replicas import differing_replicas
-from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
@@ -36,20 +42,11 @@ _AGAIN = (
 )
 
 
-class _Pair(NamedTuple):
-    """A tensor of the source, what it became, and the type that it was to have."""
-
-    source: TensorEntry
-    result: TensorEntry
-    dtype: DType
-
-
-def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
-    source: CheckpointIndex,
+def same_tensors(
+    wanted: CheckpointIndex,
     result: CheckpointIndex,
     files: Files,
     *,
-    renamed: Mapping[str, str],
     dtypes: Mapping[str, DType],
     threads: int | None = None,
     own: Collection[str] | None = None,
@@ -58,43 +55,45 @@ def same_tensors(  # noqa: PLR0913 (what is compared, how, and who hears of it)
 ) -> str:
     """Read back ``result`` and compare the SHA-256 of each tensor with the source's.
 
-    ``renamed`` gives the name in the result of each source tensor that was written, ``dtypes`` the
-    type that it was to have there; where that is another one, the source is cast again, in memory.
-    With ``own``, the only files of the source that can be read here, the boxes that they hold are
-    compared. Of a source in a store each chunk is compared alone, as it lies there: so its CRC-32
-    is that of the very bytes that were compared, and not of another answer of the server.
-    ``seen`` gets the CRC-32s of what is read of either side in its order,
-    ``on_bytes`` gets how many bytes of the result were read.
-    Returns one line that says what was proven.
+    ``wanted`` are the source's tensors under the names that they have in the result, ``dtypes`` the
+    types that they were to have there; where that is another one, the source is cast again, in
+    memory. With ``own``, the only files of the source that can be read here, the boxes that they
+    hold are compared. Of a source in a store each chunk is compared alone, as it lies there: so its
+    CRC-32 is that of the very bytes that were compared, and not of another answer of the server.
+    ``seen`` gets the CRC-32s of what is read of either side in its order, ``on_bytes`` how many
+    bytes of the result were read. Returns one line that says what was proven.
 
     Raises WriteError when a tensor differs, is missing, or is there without a source, and what
     keeps either side from being whole.
     """
-    here = formats.locate(source.select(renamed.keys()), files)
-    there = formats.locate(result, files)
+    here, there = (formats.locate(replace(one, objects=()), files) for one in (wanted, result))
     here.require_whole()
     there.require_whole()
-    pairs = _pairs(here, there, renamed, dtypes)
+    cast = [replace(e, dtype=dtypes.get(e.fqn, e.dtype)) for e in here.tensors]
+    pairs = pair(by_fqn(cast), by_fqn(there.tensors))
+    _require_same(result, compare_headers(pairs))
+    sources = {entry.fqn: entry for entry in here.tensors}
     on_run, tally = None if seen is None else seen.add, Tally(on_bytes)
 
-    def differs(pair: _Pair) -> bool:
-        return any(
-            digest_of_box(pair.result, box, files, on_bytes=tally.add, on_run=on_run)
-            != _digest_as(part, box, pair.dtype, files, on_run)
-            for part, box in _parts(pair.source, own)
+    def values(header: EntryDiff, one: TensorEntry, other: TensorEntry) -> EntryDiff:
+        differs = any(
+            digest_of_box(other, box, files, on_bytes=tally.add, on_run=on_run)
+            != _digest_as(part, box, one.dtype, files, on_run)
+            for part, box in _parts(sources[one.fqn], own)
         )
+        return header._replace(status="values") if differs else header
 
-    verdicts = in_threads(
-        differs, pairs, files.sizes, threads=threads, nbytes=lambda pair: pair.source.nbytes
-    )
-    wrong = [pair.result.fqn for pair, bad in zip(pairs, verdicts, strict=True) if bad]
+    compared = compare_pairs(pairs, values, files, threads=threads)
+    wrong = [one.name for one in compared if one.status != "same"]
     if wrong:
         raise WriteError(
-            f"{result.root}: {len(wrong)} of {len(pairs)} tensors, read back, are not what the "
+            f"{result.root}: {len(wrong)} of {len(compared)} tensors, read back, are not what the "
             f"source holds: {some(wrong)}.",
             hint=_AGAIN,
         )
-    return _statement(pairs, method="SHA-256" if own is None else "comparison on every rank")
+    return _statement(
+        here.tensors, cast, by="SHA-256" if own is None else "comparison on every rank"
+    )
 
 
 def require_intact(
@@ -125,7 +124,7 @@ def require_intact(
         )
 
 
-def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files) -> str:
+def same_objects(wanted: CheckpointIndex, result: CheckpointIndex, files: Files) -> str:
     """Compare the objects and the containers of a result, read back, with what was to be written.
 
     Both must be opened, and have the result's names. Returns a sentence that says what was proven,
@@ -134,66 +133,47 @@ def same_objects(source: CheckpointIndex, result: CheckpointIndex, files: Files)
     Raises WriteError for an object that differs, is missing, or is there without a source, and for
     a container that is another one.
     """
-    source = as_read_back(source, result.format)
-    faults = [f"{entry.fqn} has no source" for entry in result.objects if not _has(source, entry)]
-    for entry in source.objects:
-        other = result.object(entry.fqn)
-        if other is None:
-            faults.append(f"{entry.fqn} is missing")
-            continue
-        verdict, why = compare_objects(entry, other, files)
-        if not verdict:
-            faults.append(f"{entry.fqn}: {why}")
-    containers = compare_containers(source, result)
-    faults += [
-        f"{one.name or 'all'} is {one.b or 'not there'}, not {one.a or 'there'}"
-        for one in (containers.differing if containers is not None else ())
+    wanted = lists_as_in(result, wanted)
+    differences = [
+        one
+        for one in compare_objects_of(wanted, result, files)
+        if one.status != "only b" or not _is_empty_place(wanted, result.object(one.name))
     ]
-    if faults:
-        raise WriteError(
-            f"{result.root}, read back, is not what was to be written: {some(faults)}."
-        )
-    parts = [counted(len(source.objects), "object")] if source.objects else []
+    containers = compare_containers(wanted, result)
+    if containers is not None:
+        differences += [
+            EntryDiff(one.name or "all", "container", one.a or "there", one.b or "not there")
+            for one in containers.differing
+        ]
+    _require_same(result, differences)
+    parts = [counted(len(wanted.objects), "object")] if wanted.objects else []
     parts += [counted(containers.count, "container")] if containers is not None else []
     return f" So are its {' and '.join(parts)}, by value." if parts else ""
 
 
-def _has(source: CheckpointIndex, entry: ObjectEntry) -> bool:
-    """Whether the source has the object, or an empty place of a list where None was written."""
-    if source.object(entry.fqn) is not None:
-        return True
-    holder = source.nesting.get(*entry.path[:-1]) if entry.opened and entry.value is None else None
+def _is_empty_place(wanted: CheckpointIndex, entry: ObjectEntry | None) -> bool:
+    """Whether an object is the None that was written at an empty place of a list."""
+    if entry is None or not entry.opened or entry.value is not None:
+        return False
+    holder = wanted.nesting.get(*entry.path[:-1])
     return isinstance(holder, Branch) and (entry.path[-1], None) in holder.pairs()
 
 
-def _pairs(
-    source: LocatedIndex,
-    result: LocatedIndex,
-    renamed: Mapping[str, str],
-    dtypes: Mapping[str, DType],
-) -> list[_Pair]:
-    """Each source tensor with what it became, checked by name, type and shape."""
-    names = {fqn: name for fqn, name in renamed.items() if source.tensor(fqn) is not None}
-    extra = {entry.fqn for entry in result.tensors} - set(names.values())
-    faults = [f"{name} has no source" for name in sorted(extra)]
-    pairs: list[_Pair] = []
-    for entry in source.tensors:
-        other = result.tensor(names[entry.fqn])
-        dtype = dtypes.get(entry.fqn, entry.dtype)
-        if other is None:
-            faults.append(f"{names[entry.fqn]} is missing")
-        elif (other.dtype, other.shape) != (dtype, entry.shape):
-            faults.append(
-                f"{other.fqn} is {other.dtype.name} {list(other.shape)}, not {dtype.name} "
-                f"{list(entry.shape)}"
-            )
-        else:
-            pairs.append(_Pair(entry, other, dtype))
+def _require_same(result: CheckpointIndex, differences: Iterable[EntryDiff]) -> None:
+    """Raise WriteError for what is not as it was to be written."""
+    faults = [_fault(one) for one in differences if one.status != "same"]
     if faults:
         raise WriteError(
             f"{result.root}, read back, is not what was to be written: {some(faults)}."
         )
-    return pairs
+
+
+def _fault(one: EntryDiff) -> str:
+    if one.status == "only a":
+        return f"{one.name} is missing"
+    if one.status == "only b":
+        return f"{one.name} has no source"
+    return f"{one.name}: {one.detail}" if one.detail else f"{one.name} is {one.b}, not {one.a}"
 
 
 def _parts(source: TensorEntry, own: Collection[str] | None) -> list[tuple[TensorEntry, Box]]:
@@ -235,17 +215,17 @@ def _digest_as(
     return state.hexdigest()
 
 
-def _statement(pairs: list[_Pair], *, method: str) -> str:
+def _statement(source: Sequence[TensorEntry], cast: Sequence[TensorEntry], *, by: str) -> str:
     casts = Counter(
-        f"{pair.source.dtype.name} to {pair.dtype.name}"
-        for pair in pairs
-        if pair.dtype != pair.source.dtype
+        f"{one.dtype.name} to {other.dtype.name}"
+        for one, other in zip(source, cast, strict=True)
+        if one.dtype != other.dtype
     )
-    nbytes = sum(pair.result.nbytes for pair in pairs)
-    kept = len(pairs) - sum(casts.values())
+    count, nbytes = len(cast), sum(entry.nbytes for entry in cast)
+    kept = count - sum(casts.values())
     parts = [f"{kept:,} bit for bit"] if kept or not casts else []
-    parts += [f"{count:,} cast from {cast}" for cast, count in sorted(casts.items())]
+    parts += [f"{many:,} cast from {types}" for types, many in sorted(casts.items())]
     return (
-        f"Proven by {method}: the {counted(len(pairs), 'tensor')} written ({nbytes:,} bytes), "
-        f"read back, {'equals' if len(pairs) == 1 else 'equal'} the source: {', '.join(parts)}."
+        f"Proven by {by}: the {counted(count, 'tensor')} written ({nbytes:,} bytes), "
+        f"read back, {'equals' if count == 1 else 'equal'} the source: {', '.join(parts)}."
     )

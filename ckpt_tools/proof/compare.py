@@ -1,27 +1,54 @@
-"""Two fingerprints side by side: what is not the same, by section and by name inside it."""
+"""A checkpoint and its reference: what is not the same, by section and by name inside it.
+
+The reference is a fingerprint or another checkpoint. Both are compared as in `diff` with clean
+names; of a section that the reference lacks nothing is compared, so that a file of the model's
+weights can be the reference of a whole checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ckpt_tools import formats
-from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
-from ckpt_tools.proof.canonical_names import Inside
-from ckpt_tools.proof.containers import compare_objects
-from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest
+from ckpt_tools.copying.origin import reads_one_save
+from ckpt_tools.core.dtypes import BY_NAME, DType
+from ckpt_tools.core.index import (
+    SECTIONS,
+    CheckpointIndex,
+    Entry,
+    LocatedIndex,
+    Section,
+    TensorEntry,
+)
+from ckpt_tools.core.progress import Tally, ignore_bytes
+from ckpt_tools.proof.canonical_names import tensors_inside
+from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, digest_of
+from ckpt_tools.proof.pairs import (
+    CompareValues,
+    EntryDiff,
+    compare_objects_of,
+    compare_pairs,
+    equal_bits,
+    pair,
+    whole_and_located,
+)
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 _SHOWN = 60  # characters of an object's value
 
 Kind = Literal["missing", "extra", "dtype", "shape", "values", "object"]
+# The tensors of each section by their names inside it.
+_Sections = Mapping[Section, Mapping[str, Entry]]
 
 
 class Difference(NamedTuple):
     """What is not the same about a tensor; a ``missing`` one is only in the reference.
 
-    Of kind ``object`` it is about an object, whose value is another one or on one side only.
+    ``found`` and ``expected`` are type and shape or, where values differ, digests. Of kind
+    ``object`` it is about an object, whose value is another one or on one side only.
     """
 
     section: Section
@@ -45,88 +72,134 @@ class Comparison:
         return bool(self.compared) and not self.differences
 
 
-def compare(actual: Fingerprint, reference: Fingerprint) -> Comparison:
-    """Compare a fingerprint with what it should be.
-
-    A section that only ``actual`` has is listed and is no difference: a file of the model's weights
-    can be the reference of a whole checkpoint.
-    """
-    compared = tuple(section for section in SECTIONS if section in reference.sections)
-    extra = tuple(section for section in SECTIONS if section in actual.sections)
-    extra = tuple(section for section in extra if section not in compared)
-    differences = [
-        difference
-        for section in compared
-        if actual.sections.get(section) != reference.sections[section]
-        for difference in _in_section(section, actual, reference)
-    ]
-    return Comparison(compared, extra, tuple(differences))
-
-
-def with_objects(
-    compared: Comparison, index: CheckpointIndex, reference: CheckpointIndex, files: Files
+@reads_one_save
+def compare(
+    index: CheckpointIndex,
+    reference: Fingerprint,
+    files: Files,
+    *,
+    threads: int | None = None,
+    on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> Comparison:
-    """The comparison with what differs among the objects of two checkpoints with equal names.
+    """Compare a checkpoint with its fingerprint; ``on_bytes`` gets the number of bytes read.
 
-    Formats and nestings keep objects differently: only checkpoints of one format, whose tensors
-    have the same raw names, are compared. Objects that are not opened count when their names
-    differ; their bytes may differ for equal values.
+    Raises what keeps the checkpoint from being whole, and UnsupportedError when two names are one.
     """
-    names = [[entry.fqn for entry in one.tensors] for one in (index, reference)]
-    if index.format != reference.format or names[0] != names[1]:
-        return compared
-    here, there = (
-        {
-            entry.fqn: entry
-            for entry in formats.open_objects(one, files, largest=formats.SMALL_OBJECT).objects
+    here, tally = whole_and_located(index, files), Tally(on_bytes)
+    digests = {tensor.fqn: tensor.sha256 for tensor in reference.tensors}
+
+    def values(header: EntryDiff, one: TensorEntry, other: TensorEntry) -> EntryDiff:
+        if header.status == "dtype":
+            return header
+        found, expected = digest_of(one, files, on_bytes=tally.add), digests[other.fqn]
+        if found == expected:
+            return header
+        return header._replace(status="values", a=found, b=expected)
+
+    theirs = {
+        section: {
+            t.inside.name: _header_of(t) for t in reference.tensors if t.inside.section == section
         }
-        for one in (index, reference)
-    )
-    differences = list(compared.differences)
-    for fqn in sorted(here.keys() | there.keys()):
-        one, other = here.get(fqn), there.get(fqn)
-        if one is None or other is None:
-            section = (one or there[fqn]).section
-            facts = ("there", "") if other is None else ("", "there")
-            differences.append(Difference(section, fqn, "object", *facts))
-        elif compare_objects(one, other, files)[0] is False:
-            facts = (repr(one.value)[:_SHOWN], repr(other.value)[:_SHOWN])
-            differences.append(Difference(one.section, fqn, "object", *facts))
-    return replace(compared, differences=tuple(differences))
-
-
-def _in_section(
-    section: Section, actual: Fingerprint, reference: Fingerprint
-) -> Iterator[Difference]:
-    here, there = _by_name(actual, section), _by_name(reference, section)
-    for place in sorted(here.keys() | there.keys()):
-        one, other = here.get(place), there.get(place)
-        if one is None and other is not None:
-            yield Difference(section, place.name, "missing", "", _type_and_shape(other))
-        elif other is None and one is not None:
-            yield Difference(section, place.name, "extra", _type_and_shape(one), "")
-        elif one is not None and other is not None:
-            kind = _kind(one, other)
-            if kind == "values":
-                yield Difference(section, place.name, kind, one.sha256, other.sha256)
-            elif kind is not None:
-                facts = _type_and_shape(one), _type_and_shape(other)
-                yield Difference(section, place.name, kind, *facts)
-
-
-def _by_name(fingerprint: Fingerprint, section: Section) -> dict[Inside, TensorDigest]:
-    return {
-        tensor.inside: tensor for tensor in fingerprint.tensors if tensor.inside.section == section
+        for section in SECTIONS
+        if section in reference.sections
     }
+    return _compared(here, theirs, values, files, threads=threads)
 
 
-def _kind(one: TensorDigest, other: TensorDigest) -> Kind | None:
-    if one.dtype != other.dtype:
-        return "dtype"
-    if one.shape != other.shape:
-        return "shape"
-    return None if one.sha256 == other.sha256 else "values"
+@reads_one_save
+def compare_checkpoints(
+    index: CheckpointIndex,
+    reference: CheckpointIndex,
+    files: Files,
+    *,
+    threads: int | None = None,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> Comparison:
+    """Compare two checkpoints; ``on_bytes`` gets the number of bytes read of both.
+
+    Formats and nestings keep objects differently: only those of checkpoints of one format, whose
+    tensors have the same raw names, are compared. Objects that are not opened count when their
+    names differ; their bytes may differ for equal values.
+
+    Raises what keeps either from being whole, and UnsupportedError when two names are one.
+    """
+    here, there = whole_and_located(index, files), whole_and_located(reference, files)
+    tally = Tally(on_bytes)
+
+    def values(header: EntryDiff, one: TensorEntry, other: TensorEntry) -> EntryDiff:
+        if header.status == "dtype" or equal_bits(one, other, files, tally):
+            return header
+        return header._replace(status="values", a=digest_of(one, files), b=digest_of(other, files))
+
+    compared = _compared(here, _sections(there), values, files, threads=threads)
+    names = [[entry.fqn for entry in one.tensors] for one in (here, there)]
+    if here.format != there.format or names[0] != names[1]:
+        return compared
+    objects = _objects(index, reference, files)
+    return replace(compared, differences=(*compared.differences, *objects))
 
 
-def _type_and_shape(tensor: TensorDigest) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
+def _compared(
+    index: LocatedIndex,
+    reference: _Sections,
+    values: CompareValues,
+    files: Files,
+    *,
+    threads: int | None,
+) -> Comparison:
+    """Compare the tensors of each section that the reference has."""
+    mine, far = _sections(index), is_address(index.root)
+    differences: list[Difference] = []
+    for section, expected in reference.items():
+        pairs = pair(mine.get(section, {}), expected)
+        differences += [
+            Difference(section, one.name, _kind(one), one.a or "", one.b or "")
+            for one in sorted(compare_pairs(pairs, values, files, threads=threads, far=far))
+            if one.status != "same"
+        ]
+    extra = tuple(section for section in mine if section not in reference)
+    return Comparison(tuple(reference), extra, tuple(differences))
+
+
+def _sections(index: CheckpointIndex) -> _Sections:
+    sections: dict[Section, dict[str, Entry]] = {}
+    inside = tensors_inside(index)
+    for entry in index.tensors:
+        place = inside[entry.fqn]
+        sections.setdefault(place.section, {})[place.name] = entry
+    return {section: sections[section] for section in SECTIONS if section in sections}
+
+
+def _header_of(tensor: TensorDigest) -> TensorEntry:
+    """What a fingerprint says of a tensor, whose bytes are not there."""
+    dtype = BY_NAME.get(tensor.dtype) or DType(tensor.dtype, None, 8, "raw")
+    path = (tensor.fqn,)
+    return TensorEntry(tensor.fqn, path, tensor.inside.section, dtype, tensor.shape, ())
+
+
+def _kind(one: EntryDiff) -> Kind:
+    """What differs about a tensor: the type first, where the shape differs, too."""
+    if one.a is None or one.b is None:
+        return "missing" if one.a is None else "extra"
+    if one.status == "values":
+        return "values"
+    types = {words.partition(" ")[0] for words in (one.a, one.b)}
+    return "dtype" if len(types) > 1 else "shape"
+
+
+def _objects(index: CheckpointIndex, reference: CheckpointIndex, files: Files) -> list[Difference]:
+    """The objects that differ, or are on one side only."""
+    here, there = (
+        formats.open_objects(one, files, largest=formats.SMALL_OBJECT) for one in (index, reference)
+    )
+    differences = []
+    for one in sorted(compare_objects_of(here, there, files)):
+        mine, theirs = here.object(one.name), there.object(one.name)
+        if mine is not None and theirs is not None:
+            facts = repr(mine.value)[:_SHOWN], repr(theirs.value)[:_SHOWN]
+        else:
+            facts = ("there", "") if theirs is None else ("", "there")
+        entry = mine or theirs
+        if entry is not None and one.status not in ("same", "unknown"):
+            differences.append(Difference(entry.section, one.name, "object", *facts))
+    return differences

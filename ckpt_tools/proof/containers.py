@@ -9,7 +9,7 @@ may have none; then no containers are compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from ckpt_tools import formats
 from ckpt_tools.core import names
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plain_values import PlainValue
-from ckpt_tools.core.state_tree import Branch, Path, Tree, nested
+from ckpt_tools.core.state_tree import Branch, Path, nested
 from ckpt_tools.storage.reader import Files
 
 _KEYS_SHOWN = 3
@@ -53,45 +53,29 @@ def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersComp
     return _compared(here, there)
 
 
-def as_read_back(index: CheckpointIndex, form: str) -> CheckpointIndex:
-    """The same opened index, each list in it as a reader of ``form`` finds it in a pickle.
+def lists_as_in(result: CheckpointIndex, wanted: CheckpointIndex) -> CheckpointIndex:
+    """``wanted`` with each list that is one plain value in ``result`` as one here, too.
 
-    One without tensors and dicts is one plain value there, a tuple one without tensors. A list can
-    become one when its tensors were left out, or when DCP did not keep the empty dicts in it.
+    A list without tensors and dicts is read as one value. One can become so when it is written: its
+    tensors were left out, or DCP did not keep the empty dicts in it. Both must be opened.
     """
-    if all(branch.keys is not None for _, branch in index.nesting.branches()):
-        return index
-    packs = formats.named(form).packs
-    by_name = {entry.fqn: entry for entry in index.objects}
-    objects = dict(by_name)
-
-    def settled(item: Tree[str], path: Path, *, is_pickled: bool) -> Tree[str]:
-        if not isinstance(item, Branch):
-            return item
-        pickled = is_pickled or packs(item, is_tensor=lambda fqn: index.tensor(fqn) is not None)
-        if pickled and item.keys is None and not _is_walked(item, by_name, tensors_only=False):
-            value = nested(item, lambda fqn: by_name[fqn].value)
-            first, *_ = [objects.pop(fqn) for fqn in item.leaves()]
-            one = replace(first, fqn=names.join(path), path=path, value=value)
-            objects[one.fqn] = one
-            return one.fqn
-        return item.holding(
-            [settled(inner, (*path, part), is_pickled=pickled) for part, inner in item.pairs()]
-        )
-
-    tree = settled(index.nesting, (), is_pickled=False)
+    objects = {entry.fqn: entry for entry in wanted.objects}
+    joined: dict[Path, str] = {}
+    for entry in result.objects:
+        if not entry.opened or entry.fqn in objects:
+            continue
+        there = wanted.nesting.get(*entry.path)
+        if not isinstance(there, Branch) or there.keys is not None:
+            continue
+        held = list(there.leaves())
+        if held and all(fqn in objects and objects[fqn].opened for fqn in held):
+            value = nested(there, lambda fqn: objects[fqn].value)
+            objects[entry.fqn] = replace(entry, value=value)
+            joined[entry.path] = entry.fqn
+            for fqn in held:
+                del objects[fqn]
     ordered = tuple(sorted(objects.values(), key=lambda entry: entry.fqn))
-    return replace(index, objects=ordered, tree=tree if isinstance(tree, Branch) else NO_TREE)
-
-
-def _is_walked(item: Tree[str], objects: Mapping[str, ObjectEntry], *, tensors_only: bool) -> bool:
-    """Whether a list is more than one plain value: `formats.pickle.state_dict` has this rule."""
-    if isinstance(item, Branch):
-        if item.keys is not None and not tensors_only:
-            return True
-        alone = tensors_only or item.kind == "tuple"
-        return any(_is_walked(inner, objects, tensors_only=alone) for inner in item.items)
-    return item is not None and not (item in objects and objects[item].opened)
+    return replace(wanted, objects=ordered, tree=wanted.nesting.with_leaves(joined))
 
 
 def _keeps_containers(index: CheckpointIndex) -> bool:

@@ -1,33 +1,36 @@
 """What is different between two checkpoints of any formats and meshes.
 
-`pair` matches entries by name, renamed and cleaned. Then names, types and shapes are compared from
-headers, objects by value, tensors by their elements. A difference in one entry never hides another.
+Entries are matched by name, renamed and cleaned, and compared as in `pairs`, tensors by their
+elements.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
-from ckpt_tools.copying.read import first_difference
-from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.errors import UsageError
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
-from ckpt_tools.proof.containers import compare_containers, compare_objects
-from ckpt_tools.proof.threads import in_threads
+from ckpt_tools.proof.containers import compare_containers
+from ckpt_tools.proof.pairs import (
+    EntryDiff,
+    Pairs,
+    compare_headers,
+    compare_pairs,
+    equal_bits,
+    pair,
+    whole_and_located,
+)
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
-
-if TYPE_CHECKING:
-    from ckpt_tools.proof.deltas import Delta
 
 Side = Literal["a", "b"]
 
@@ -83,27 +86,6 @@ class Naming:
     )
 
 
-class Pairs(NamedTuple):
-    """The entries that both sides have, and those of one side only, by their comparable names."""
-
-    both: dict[str, tuple[Entry, Entry]]
-    only_a: dict[str, Entry]
-    only_b: dict[str, Entry]
-
-
-def pair(a: CheckpointIndex, b: CheckpointIndex, naming: Naming) -> Pairs:
-    """Match the tensors and objects of two checkpoints.
-
-    Raises UsageError when two names of one side become one.
-    """
-    here, there = _names(a, naming, "a"), _names(b, naming, "b")
-    return Pairs(
-        both={name: (entry, there[name]) for name, entry in here.items() if name in there},
-        only_a={name: entry for name, entry in here.items() if name not in there},
-        only_b={name: entry for name, entry in there.items() if name not in here},
-    )
-
-
 def _names(index: CheckpointIndex, naming: Naming, side: Side) -> dict[str, Entry]:
     """The entries of one side by their comparable names, sorted by these."""
     inside = canonical_names(index) if naming.clean else {}
@@ -121,27 +103,6 @@ def _names(index: CheckpointIndex, naming: Naming, side: Side) -> dict[str, Entr
                 f"{index.root}: {other.fqn} and {entry.fqn} would both be called {name}."
             )
     return dict(sorted(by_name.items(), key=itemgetter(0)))
-
-
-Status = Literal[
-    "same", "only a", "only b", "kind", "dtype", "shape", "values", "unknown", "container"
-]
-
-
-class EntryDiff(NamedTuple):
-    """One name and the result of comparing it; ``container`` is of a dict, a list or a tuple.
-
-    ``a`` and ``b`` say in words what is on each side. ``unknown`` means that it could not be
-    compared, which is never the same as being equal. ``delta`` is there when values were compared
-    and are not bit for bit the same.
-    """
-
-    name: str
-    status: Status
-    a: str | None
-    b: str | None
-    detail: str = ""
-    delta: Delta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +139,8 @@ class Diff:
 
 def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming) -> Diff:
     """Compare names, types and shapes; nothing but headers is read, and no values are compared."""
-    pairs = pair(a, b, naming)
-    headers = (_header(name, *both) for name, both in pairs.both.items())
-    entries = [*_one_sided(pairs), *headers]
+    pairs = _pairs(a, b, naming)
+    entries = compare_headers(pairs)
     return _diff(pairs, entries, sides=(a, b), naming=naming, values_compared=False)
 
 
@@ -205,92 +165,31 @@ def diff(
 
     # Of one format, objects that are large are compared by their bytes.
     largest = formats.SMALL_OBJECT if a.format == b.format else None
-    here, there = _opened(a, files, largest), _opened(b, files, largest)
-    pairs = pair(here, there, options.naming)
+    here, there = (
+        formats.open_objects(whole_and_located(one, files), files, largest=largest)
+        for one in (a, b)
+    )
+    pairs = _pairs(here, there, options.naming)
     tally = Tally(on_bytes)
 
-    def values(pair: _TensorPair) -> EntryDiff:
-        header, whole = _header(*pair), Box.whole(pair.a.shape)
-        if header.status not in ("same", "dtype"):
+    def values(header: EntryDiff, one: TensorEntry, other: TensorEntry) -> EntryDiff:
+        if header.status == "same" and equal_bits(one, other, files, tally):
             return header
-        if header.status == "same":
-            differing = first_difference(
-                *(pair.a, pair.b, whole), files=files, on_bytes=lambda count: tally.add(2 * count)
-            )
-            if differing is None:
-                return header
-        found_delta = delta(pair.a, pair.b, files, tolerance=options.tolerance)
-        return _with_delta(header, found_delta, options)
+        found = delta(one, other, files, tolerance=options.tolerance)
+        status = header.status
+        if found.differing:
+            status = "values" if status == "same" else "dtype"
+        elif options.ignore_dtypes:
+            status = "same"
+        return header._replace(status=status, delta=found)
 
-    tensors: list[_TensorPair] = []
-    others: list[tuple[str, Entry, Entry]] = []
-    for name, (one, other) in pairs.both.items():
-        if isinstance(one, TensorEntry) and isinstance(other, TensorEntry):
-            tensors.append(_TensorPair(name, one, other))
-        else:
-            others.append((name, one, other))
-    entries = [
-        *_one_sided(pairs),
-        *in_threads(
-            values, tensors, files.sizes, threads=threads, nbytes=lambda pair: pair.a.nbytes
-        ),
-        *(_object(name, one, other, files) for name, one, other in others),
-    ]
+    entries = compare_pairs(pairs, values, files, threads=threads)
     return _diff(pairs, entries, sides=(here, there), naming=options.naming, values_compared=True)
 
 
-class _TensorPair(NamedTuple):
-    """A name with the tensors of both sides."""
-
-    name: str
-    a: TensorEntry
-    b: TensorEntry
-
-
-def _opened(index: CheckpointIndex, files: Files, largest: int | None) -> LocatedIndex:
-    located = formats.locate(index, files)
-    located.require_chosen()
-    return formats.open_objects(located, files, largest=largest)
-
-
-def _one_sided(pairs: Pairs) -> Iterator[EntryDiff]:
-    for name, entry in pairs.only_a.items():
-        yield EntryDiff(name, "only a", _words(entry), None)
-    for name, entry in pairs.only_b.items():
-        yield EntryDiff(name, "only b", None, _words(entry))
-
-
-def _words(entry: Entry) -> str:
-    if isinstance(entry, TensorEntry):
-        return f"{entry.dtype.name} {list(entry.shape)}"
-    return f"object {entry.value!r}" if entry.opened else f"object ({entry.type_name or 'closed'})"
-
-
-def _header(name: str, one: Entry, other: Entry) -> EntryDiff:
-    """A pair compared by its headers."""
-    same = EntryDiff(name, "same", _words(one), _words(other))
-    if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
-        objects = isinstance(one, ObjectEntry) and isinstance(other, ObjectEntry)
-        return same if objects else same._replace(status="kind")
-    if one.shape != other.shape:
-        return same._replace(status="shape")
-    return same if one.dtype == other.dtype else same._replace(status="dtype")
-
-
-def _with_delta(header: EntryDiff, delta: Delta, options: DiffOptions) -> EntryDiff:
-    if delta.differing:
-        return header._replace(status="values" if header.status == "same" else "dtype", delta=delta)
-    status: Status = "same" if options.ignore_dtypes else header.status
-    return header._replace(status=status, delta=delta)
-
-
-def _object(name: str, one: Entry, other: Entry, files: Files) -> EntryDiff:
-    header = _header(name, one, other)
-    if not isinstance(one, ObjectEntry) or not isinstance(other, ObjectEntry):
-        return header
-    verdict, detail = compare_objects(one, other, files)
-    status: Status = "unknown" if verdict is None else "same" if verdict else "values"
-    return header._replace(status=status, detail=detail)
+def _pairs(a: CheckpointIndex, b: CheckpointIndex, naming: Naming) -> Pairs:
+    """Match all entries. Raises UsageError when two names of one side become one."""
+    return pair(_names(a, naming, "a"), _names(b, naming, "b"))
 
 
 def _diff(
@@ -303,10 +202,11 @@ def _diff(
 ) -> Diff:
     objects = sum(isinstance(one, ObjectEntry) for one, _ in pairs.both.values())
     containers = None if naming.clean or naming.renames else compare_containers(*sides)
-    entries += [
-        EntryDiff(one.name or "(all)", "container", one.a, one.b)
-        for one in (containers.differing if containers is not None else ())
-    ]
+    if containers is not None:
+        entries += [
+            EntryDiff(one.name or "(all)", "container", one.a, one.b)
+            for one in containers.differing
+        ]
     return Diff(
         values_compared=values_compared,
         containers=None if containers is None else containers.count,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ckpt_tools import formats
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import IncompleteError, UsageError, WriteError
-from ckpt_tools.proof.check import same_tensors
+from ckpt_tools.proof.check import same_objects, same_tensors
 from ckpt_tools.proof.fingerprint import are_equal
 from ckpt_tools.storage.reader import Files
 
@@ -32,8 +33,11 @@ def checked(
     renamed: Mapping[str, str],
     dtypes: Mapping[str, DType] | None = None,
 ) -> str:
+    """``renamed`` gives the name in the result of each source tensor that was written."""
+    named = [replace(e, fqn=renamed[e.fqn]) for e in source.tensors if e.fqn in renamed]
+    wanted = replace(source, tensors=tuple(sorted(named, key=lambda e: e.fqn)))
     with Files() as files:
-        return same_tensors(source, result, files, renamed=renamed, dtypes=dtypes or {})
+        return same_tensors(wanted, result, files, dtypes=dtypes or {})
 
 
 def model_names(source: CheckpointIndex) -> dict[str, str]:
@@ -86,7 +90,7 @@ def test_a_tensor_too_many_is_refused() -> None:
 
 def test_another_type_or_shape_is_refused() -> None:
     source, result = real(SOURCE), real(RESULT)
-    dtypes = {"model.scale": BF16}
+    dtypes = {"scale": BF16}
     with pytest.raises(WriteError, match=r"scale is float32 \[7\], not bfloat16 \[7\]"):
         checked(source, result, model_names(source), dtypes)
 
@@ -121,6 +125,26 @@ def test_a_cast_is_compared_with_the_cast_source(tmp_path: Path) -> None:
 def test_no_tensor_at_all_is_no_fault() -> None:
     empty = CheckpointIndex("a", "torch", ())
     assert "the 0 tensors" in checked(empty, replace(empty, root="b"), {})
+
+
+# ----------------------------------------------------------------------------------------- objects
+
+
+@pytest.mark.parametrize(("word", "fault"), [("s", None), ("other", r"l: \[None, 5, 's'\] and ")])
+def test_a_list_that_lost_its_tensors_is_compared_as_one_value(
+    word: str, fault: str | None, tmp_path: Path
+) -> None:
+    torch.save({"w": torch.ones(2), "l": [torch.ones(3), 5, "s"]}, tmp_path / "source.pt")
+    torch.save({"w": torch.ones(2), "l": [None, 5, word]}, tmp_path / "result.pt")
+    source, result = (formats.read_index(str(tmp_path / f"{n}.pt")) for n in ("source", "result"))
+    with Files() as files:
+        wanted = formats.open_objects(source.select({"w", "l.1", "l.2"}), files)
+        result = formats.open_objects(result, files)
+        if fault is None:
+            assert same_objects(wanted, result, files).startswith(" So are its 1 object ")
+        else:
+            with pytest.raises(WriteError, match=fault):
+                same_objects(wanted, result, files)
 
 
 # -------------------------------------------------------------------------------------------- ties

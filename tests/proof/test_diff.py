@@ -20,12 +20,12 @@ from ckpt_tools.proof.containers import compare_objects
 from ckpt_tools.proof.diff import (
     Diff,
     DiffOptions,
-    EntryDiff,
     Naming,
     diff,
     diff_headers,
     parse_rename,
 )
+from ckpt_tools.proof.pairs import EntryDiff
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 

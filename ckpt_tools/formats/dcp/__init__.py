@@ -75,11 +75,6 @@ class Dcp(PackageFormat):
 
         return flattening.as_read(tree, is_tensor=is_tensor)
 
-    def packs(self, branch: Branch[str], *, is_tensor: Callable[[str], bool]) -> bool:  # noqa: D102
-        from ckpt_tools.formats.dcp import flattening
-
-        return flattening.is_one_item(branch, is_tensor)
-
     def plan_files(  # noqa: D102
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
     ) -> LazyPlans:

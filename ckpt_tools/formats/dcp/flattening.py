@@ -21,7 +21,7 @@ def items_of(
     tree: Branch[L], *, is_tensor: Callable[[L], bool]
 ) -> Iterator[tuple[Path, L | Branch[L]]]:
     """Each item with its path, in torch's order: a leaf, or a container that is pickled as one."""
-    return tree.walk_to(lambda branch: is_one_item(branch, is_tensor))
+    return tree.walk_to(lambda branch: _is_one_item(branch, is_tensor))
 
 
 def as_read(tree: Branch[L], *, is_tensor: Callable[[L], bool]) -> Branch[L]:
@@ -30,7 +30,7 @@ def as_read(tree: Branch[L], *, is_tensor: Callable[[L], bool]) -> Branch[L]:
     return made  # type: ignore[return-value]  # a leaf that is a container is one of the tree
 
 
-def is_one_item(branch: Branch[L], is_tensor: Callable[[L], bool]) -> bool:
+def _is_one_item(branch: Branch[L], is_tensor: Callable[[L], bool]) -> bool:
     """Whether torch pickles a container as a whole.
 
     A list of values alone is a leaf, so of a list that is a container something was walked, and

@@ -5,120 +5,72 @@
     checkpoint = ckpt_tools.open_checkpoint("run7/step-1000")
     rows = checkpoint["model.emb.weight"][0:4, :8]
 
-Every public name is listed here, and each is imported when it is first used: importing the package
-costs nothing.
+Each public name is imported when it is first used: importing the package costs nothing.
 """
 
 from __future__ import annotations
 
-from ckpt_tools._version import __version__
+from ckpt_tools._version import __version__ as __version__
 
 TYPE_CHECKING = False  # a type checker takes it for true; typing takes 10 ms to import
+# `as` says that a name is public.
 if TYPE_CHECKING:
-    from ckpt_tools.analysis.inspection import Inspection
-    from ckpt_tools.api import (
-        Checkpoint,
-        LazyTensor,
-        NoSuchEntry,
-        diff,
-        diff_headers,
-        export,
-        fingerprint,
-        inspect,
-        open_checkpoint,
-        reshard,
-        stats,
-        verify,
-        verify_quick,
-    )
-    from ckpt_tools.convert.export import ExportOptions, ExportPlan
-    from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
-    from ckpt_tools.convert.write import WriteOptions
-    from ckpt_tools.core.dtypes import DType, dtype_named
-    from ckpt_tools.core.geometry import Box
-    from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, ObjectEntry, TensorEntry
-    from ckpt_tools.core.layout import Layout, Mesh, Replicate, Shard
-    from ckpt_tools.core.mesh_spec import parse_mesh, parse_placements
-    from ckpt_tools.core.plain_values import PickledValue
-    from ckpt_tools.errors import (
-        AnswerNo,
-        CheckpointError,
-        CkptError,
-        IncompleteError,
-        OutputExistsError,
-        SourceChangedError,
-        UnreadableError,
-        UnsafePickleError,
-        UnsupportedError,
-        UsageError,
-        WriteError,
-    )
-    from ckpt_tools.formats import ReadOptions
-    from ckpt_tools.proof.diff import Diff, DiffOptions, Naming
-    from ckpt_tools.proof.fingerprint import Fingerprint
-    from ckpt_tools.proof.stats import Statistics, TensorStats
-    from ckpt_tools.proof.tolerance import Tolerance
-    from ckpt_tools.proof.verify import VerifyReport
+    from ckpt_tools.analysis.inspection import Inspection as Inspection
+    from ckpt_tools.api import Checkpoint as Checkpoint
+    from ckpt_tools.api import LazyTensor as LazyTensor
+    from ckpt_tools.api import NoSuchEntry as NoSuchEntry
+    from ckpt_tools.api import diff as diff
+    from ckpt_tools.api import diff_headers as diff_headers
+    from ckpt_tools.api import export as export
+    from ckpt_tools.api import fingerprint as fingerprint
+    from ckpt_tools.api import inspect as inspect
+    from ckpt_tools.api import open_checkpoint as open_checkpoint
+    from ckpt_tools.api import reshard as reshard
+    from ckpt_tools.api import stats as stats
+    from ckpt_tools.api import verify as verify
+    from ckpt_tools.api import verify_quick as verify_quick
+    from ckpt_tools.convert.export import ExportOptions as ExportOptions
+    from ckpt_tools.convert.export import ExportPlan as ExportPlan
+    from ckpt_tools.convert.reshard import ReshardOptions as ReshardOptions
+    from ckpt_tools.convert.reshard import ReshardPlan as ReshardPlan
+    from ckpt_tools.convert.write import WriteOptions as WriteOptions
+    from ckpt_tools.core.dtypes import DType as DType
+    from ckpt_tools.core.dtypes import dtype_named as dtype_named
+    from ckpt_tools.core.geometry import Box as Box
+    from ckpt_tools.core.index import ByteRange as ByteRange
+    from ckpt_tools.core.index import CheckpointIndex as CheckpointIndex
+    from ckpt_tools.core.index import Chunk as Chunk
+    from ckpt_tools.core.index import ObjectEntry as ObjectEntry
+    from ckpt_tools.core.index import TensorEntry as TensorEntry
+    from ckpt_tools.core.layout import Layout as Layout
+    from ckpt_tools.core.layout import Mesh as Mesh
+    from ckpt_tools.core.layout import Replicate as Replicate
+    from ckpt_tools.core.layout import Shard as Shard
+    from ckpt_tools.core.mesh_spec import parse_mesh as parse_mesh
+    from ckpt_tools.core.mesh_spec import parse_placements as parse_placements
+    from ckpt_tools.core.plain_values import PickledValue as PickledValue
+    from ckpt_tools.errors import AnswerNo as AnswerNo
+    from ckpt_tools.errors import CheckpointError as CheckpointError
+    from ckpt_tools.errors import CkptError as CkptError
+    from ckpt_tools.errors import IncompleteError as IncompleteError
+    from ckpt_tools.errors import OutputExistsError as OutputExistsError
+    from ckpt_tools.errors import SourceChangedError as SourceChangedError
+    from ckpt_tools.errors import UnreadableError as UnreadableError
+    from ckpt_tools.errors import UnsafePickleError as UnsafePickleError
+    from ckpt_tools.errors import UnsupportedError as UnsupportedError
+    from ckpt_tools.errors import UsageError as UsageError
+    from ckpt_tools.errors import WriteError as WriteError
+    from ckpt_tools.formats import ReadOptions as ReadOptions
+    from ckpt_tools.proof.diff import Diff as Diff
+    from ckpt_tools.proof.diff import DiffOptions as DiffOptions
+    from ckpt_tools.proof.diff import Naming as Naming
+    from ckpt_tools.proof.fingerprint import Fingerprint as Fingerprint
+    from ckpt_tools.proof.stats import Statistics as Statistics
+    from ckpt_tools.proof.stats import TensorStats as TensorStats
+    from ckpt_tools.proof.tolerance import Tolerance as Tolerance
+    from ckpt_tools.proof.verify import VerifyReport as VerifyReport
 
-__all__ = [
-    "AnswerNo",
-    "Box",
-    "ByteRange",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointIndex",
-    "Chunk",
-    "CkptError",
-    "DType",
-    "Diff",
-    "DiffOptions",
-    "ExportOptions",
-    "ExportPlan",
-    "Fingerprint",
-    "IncompleteError",
-    "Inspection",
-    "Layout",
-    "LazyTensor",
-    "Mesh",
-    "Naming",
-    "NoSuchEntry",
-    "ObjectEntry",
-    "OutputExistsError",
-    "PickledValue",
-    "ReadOptions",
-    "Replicate",
-    "ReshardOptions",
-    "ReshardPlan",
-    "Shard",
-    "SourceChangedError",
-    "Statistics",
-    "TensorEntry",
-    "TensorStats",
-    "Tolerance",
-    "UnreadableError",
-    "UnsafePickleError",
-    "UnsupportedError",
-    "UsageError",
-    "VerifyReport",
-    "WriteError",
-    "WriteOptions",
-    "__version__",
-    "diff",
-    "diff_headers",
-    "dtype_named",
-    "export",
-    "fingerprint",
-    "inspect",
-    "open_checkpoint",
-    "parse_mesh",
-    "parse_placements",
-    "reshard",
-    "stats",
-    "verify",
-    "verify_quick",
-]
-
-# Which module has which of the names above.
+# Which module has which of these names; it is imported for the first of them that is used.
 _HOMES = {
     "convert.export": "ExportOptions ExportPlan",
     "convert.write": "WriteOptions",
@@ -142,6 +94,9 @@ _HOMES = {
     "convert.reshard": "ReshardOptions ReshardPlan",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+_NAMES = sorted([*_HOME, "__version__"])
+if not TYPE_CHECKING:  # a type checker takes what `as` says, and knows no list that is computed
+    __all__ = [*_NAMES]  # noqa: PLE0604 (they are strings)
 
 
 def __getattr__(name: str) -> object:
@@ -157,4 +112,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """The public names."""
-    return __all__
+    return _NAMES

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ckpt_tools.analysis.inspection import Inspection as Inspection
     from ckpt_tools.api import Checkpoint as Checkpoint
     from ckpt_tools.api import LazyTensor as LazyTensor
-    from ckpt_tools.api import NoSuchEntry as NoSuchEntry
     from ckpt_tools.api import diff as diff
     from ckpt_tools.api import diff_headers as diff_headers
     from ckpt_tools.api import export as export
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from ckpt_tools.errors import CheckpointError as CheckpointError
     from ckpt_tools.errors import CkptError as CkptError
     from ckpt_tools.errors import IncompleteError as IncompleteError
+    from ckpt_tools.errors import NoSuchEntry as NoSuchEntry
     from ckpt_tools.errors import OutputExistsError as OutputExistsError
     from ckpt_tools.errors import SourceChangedError as SourceChangedError
     from ckpt_tools.errors import UnreadableError as UnreadableError
@@ -75,7 +75,7 @@ _HOMES = {
     "convert.export": "ExportOptions ExportPlan",
     "convert.write": "WriteOptions",
     "core.dtypes": "DType dtype_named",
-    "errors": "AnswerNo CheckpointError CkptError IncompleteError OutputExistsError"
+    "errors": "AnswerNo CheckpointError CkptError IncompleteError NoSuchEntry OutputExistsError"
     " SourceChangedError UnreadableError UnsafePickleError UnsupportedError UsageError WriteError",
     "formats": "ReadOptions",
     "core.geometry": "Box",
@@ -83,7 +83,7 @@ _HOMES = {
     "core.plain_values": "PickledValue",
     "core.layout": "Layout Mesh Replicate Shard",
     "analysis.inspection": "Inspection",
-    "api": "Checkpoint LazyTensor NoSuchEntry diff diff_headers export fingerprint inspect"
+    "api": "Checkpoint LazyTensor diff diff_headers export fingerprint inspect"
     " open_checkpoint reshard stats verify verify_quick",
     "core.mesh_spec": "parse_mesh parse_placements",
     "proof.diff": "Diff DiffOptions Naming",

@@ -22,16 +22,16 @@ from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.origin import reading
 from ckpt_tools.core.dtypes import DType, require_dtype
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, Section, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, Section, TensorEntry
 from ckpt_tools.core.indexing import indexed_box, require_inside
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import parse_mesh
-from ckpt_tools.core.names import near_names
+from ckpt_tools.core.names import no_such_entry
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.core.text import format_size
-from ckpt_tools.errors import AnswerNo, CheckpointError, UnsupportedError, UsageError
+from ckpt_tools.errors import CheckpointError, NoSuchEntry, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.proof import diff as _diff
 from ckpt_tools.proof import fingerprint as _fingerprint
@@ -39,8 +39,8 @@ from ckpt_tools.proof import verify as _verify
 from ckpt_tools.proof.damage import require_undamaged
 from ckpt_tools.proof.diff import Diff, DiffOptions, Naming
 from ckpt_tools.proof.fingerprint import Fingerprint
+from ckpt_tools.proof.look import look
 from ckpt_tools.proof.verify import VerifyReport
-from ckpt_tools.storage.paths import is_address, last_written
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -61,12 +61,6 @@ _DIFF = DiffOptions()
 # What numpy has no type for. Its complex32 is missing, too, and 4-bit floats come in pairs.
 _NUMPY_KINDS = frozenset({"int", "uint", "bool"})
 _NUMPY_OTHERS = frozenset({"float16", "float32", "float64", "complex64", "complex128"})
-
-
-class NoSuchEntry(AnswerNo, KeyError):
-    """The checkpoint has no entry of this name; the hint has names that are near."""
-
-    __str__ = Exception.__str__  # a KeyError would put its message into quotes
 
 
 class LazyTensor:
@@ -201,9 +195,7 @@ class Checkpoint:
 
     def inspect(self) -> Inspection:
         """What it is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
-        there = (file.path for file in self.index.files if file.length is not None)
-        step = None if is_address(self.root) else summary.step_of(self.index, self._value)
-        return inspection.inspect(self.index, step=step, saved=last_written(there))
+        return look(self.index)
 
     def verify(self) -> VerifyReport:
         """Read every byte once and say what is damaged."""
@@ -324,11 +316,6 @@ class Checkpoint:
             raise self._unknown(fqn, "tensor")
         return entry
 
-    def _value(self, entry: Entry) -> object:
-        """The value of an object or of a tensor with one element."""
-        fqn = entry.fqn
-        return self.read_value(fqn) if self.index.object(fqn) else self.read(fqn).item()
-
     def _bytes(self, entry: TensorEntry, box: Box) -> bytearray:
         """The packed elements of a box. Raises what is wrong with the tensor.
 
@@ -359,9 +346,7 @@ class Checkpoint:
     def _unknown(self, fqn: str, noun: str) -> NoSuchEntry:
         """The error for a name that does not exist. Raises what is wrong when the name is lost."""
         self.index.select({fqn}).require_whole()
-        names = near_names(self.index, fqn)
-        hint = f"Did you mean {' or '.join(names)}?" if names else None
-        return NoSuchEntry(f"{self.root} has no {noun} {fqn!r}.", hint=hint)
+        return no_such_entry(self.index, fqn, noun)
 
 
 def _index(source: Source | Checkpoint) -> CheckpointIndex:
@@ -384,7 +369,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, options: ReadOptions = _REA
 
 def inspect(source: Source | Checkpoint) -> Inspection:
     """What a checkpoint is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
-    return Checkpoint(_index(source)).inspect()
+    return look(_index(source))
 
 
 def export(  # noqa: PLR0913 (what people set by its name, beside the rest in options)

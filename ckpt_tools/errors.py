@@ -4,6 +4,7 @@
     ├── UsageError               2   an option or an argument cannot be meant
     │   └── OutputExistsError    2   the output already exists and --force was not given
     ├── AnswerNo                 1   the question was understood and the answer is no
+    │   └── NoSuchEntry          1   there is no entry of this name; a KeyError, too
     ├── CheckpointError          3   the checkpoint itself is the trouble
     │   ├── UnreadableError      3   bytes that are not what the format says
     │   │   └── UnsafePickleError    a pickle that asks for a global we do not know
@@ -155,6 +156,12 @@ class AnswerNo(CkptError):
     """The answer is no: different, absent, not complete."""
 
     exit_code: ClassVar[int] = 1
+
+
+class NoSuchEntry(AnswerNo, KeyError):
+    """The checkpoint has no entry of this name; the hint has names that are near."""
+
+    __str__ = Exception.__str__  # a KeyError would put its message into quotes
 
 
 class CheckpointError(CkptError):

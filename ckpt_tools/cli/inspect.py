@@ -103,7 +103,7 @@ def _page(ckpts: list[str], html: str, asked: _Asked) -> None:
     """Write the report of one checkpoint as a page."""
     from ckpt_tools.cli.pictures import files  # late: most reports are for the terminal
     from ckpt_tools.cli.pictures.banner import page_of_failure
-    from ckpt_tools.cli.pictures.pages import look, report_page
+    from ckpt_tools.cli.pictures.pages import read_values, report_page
     from ckpt_tools.copying import one_file
     from ckpt_tools.formats.frameworks import sources_of
 
@@ -118,7 +118,7 @@ def _page(ckpts: list[str], html: str, asked: _Asked) -> None:
     seen, failure = None, None
     try:
         index = options.with_values(index)
-        seen = look(index) if asked.stats else None
+        seen = read_values(index) if asked.stats else None
     except CheckpointError as error:
         failure = error
     page = report_page(whole, index, seen=seen, unseen=failure)

@@ -94,10 +94,11 @@ def command(asked: _Asked) -> None:
     if json:
         render.emit_json(_json(whole.root, before, after))
     elif html is not None:
-        from ckpt_tools.cli import report
-        from ckpt_tools.cli.pictures import files, pages  # late: most runs write no page
+        # Late: most runs write no page.
+        from ckpt_tools.cli.pictures import files, pages
+        from ckpt_tools.proof.look import look
 
-        inspection = report.look(whole, chosen)
+        inspection = look(whole, chosen)
         picture = pages.layout_page(inspection, before, after, problems=whole.problems)
         files.write(html, picture, sources=(ckpt, *sources_of(whole)), force=asked.force)
     elif name is not None:

@@ -21,7 +21,7 @@ from ckpt_tools.cli.group import interruptible, say, set_quiet, set_verbosity
 from ckpt_tools.cli.render import cut_to
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.core.names import Filters, near_names, select
+from ckpt_tools.core.names import Filters, did_you_mean, near_names, no_such_entry, select
 from ckpt_tools.core.options import (
     Completion,
     Heading,
@@ -394,9 +394,6 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-_MAX_SHOWN = 5
-
-
 def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
     """The entries that the filters choose. Raises AnswerNo, with names that are near, for none."""
     if chosen.wants_all:
@@ -412,7 +409,7 @@ def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
             error.instead = error.instead._replace(ways=ways)
         if not names:
             raise
-        raise AnswerNo(error.message, hint=_did_you_mean(names)) from error
+        raise AnswerNo(error.message, hint=did_you_mean(names)) from error
 
 
 def with_values(index: CheckpointIndex) -> CheckpointIndex:
@@ -424,19 +421,10 @@ def with_values(index: CheckpointIndex) -> CheckpointIndex:
 
 
 def no_such_name(index: CheckpointIndex, fqn: str) -> AnswerNo:
-    """The error for a name that the checkpoint does not have, with names that are near.
-
-    Raises what is wrong when the name is lost.
-    """
+    """The error for a name that does not exist. Raises what is wrong when the name is lost."""
     if fqn in index.lost:
         index.select({fqn}).require_whole()
-    names = near_names(index, fqn)
-    hint = _did_you_mean(names) if names else "`ckpt-tools ls` lists all names."
-    return AnswerNo(f"{index.root} has no entry {fqn!r}.", hint=hint)
-
-
-def _did_you_mean(names: list[str]) -> str:
-    return "Did you mean one of these?\n" + "\n".join(names[:_MAX_SHOWN])
+    return no_such_entry(index, fqn)
 
 
 def threads() -> int | None:

@@ -1,8 +1,7 @@
-"""The report of `inspect`: reading what it needs beyond headers, and its lines and JSON."""
+"""The report of `inspect`: its lines and its JSON."""
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -11,27 +10,16 @@ import click
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import summary
-from ckpt_tools.analysis.inspection import Inspection, VerdictPart, inspect
-from ckpt_tools.analysis.summary import SectionSum, Step
+from ckpt_tools.analysis.inspection import Inspection, VerdictPart
+from ckpt_tools.analysis.summary import SectionSum
 from ckpt_tools.cli import entries, render
-from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, first_of, format_size, some
-from ckpt_tools.errors import IncompleteError
-from ckpt_tools.formats import locate, open_object
-from ckpt_tools.storage.paths import is_address, last_written
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.proof.look import look
 
 _BAR = 12
 _COLOURS = {"good": "green", "bad": "red", "doubtful": "yellow"}
 SECTION_HEADER = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES")
-
-
-def look(whole: CheckpointIndex, index: CheckpointIndex) -> Inspection:
-    """What is known of a checkpoint; the filters chose ``index`` out of ``whole``."""
-    # Not from a store: this would be requests beyond the headers. `show --raw` reads a step.
-    step = None if is_address(whole.root) else _step(whole)
-    there = (file.path for file in whole.files if file.length is not None)
-    return inspect(whole, index, step=step, saved=last_written(there))
 
 
 def as_json(
@@ -209,35 +197,3 @@ def _shards(whole: CheckpointIndex) -> Iterator[str]:
     if len(held) > 1:
         skew = max(held) * len(held) / sum(held)
         yield f"  The fullest file holds {skew:.2f} times the average of {len(held):,} files."
-
-
-# Formats of struct for the types that steps have: importing numpy would take longer than all else.
-_STRUCT = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
-
-
-def _step(index: CheckpointIndex) -> Step | None:
-    """The step in a plain object or a one-element tensor, or None."""
-    with Files() as files:
-
-        def read(entry: Entry) -> object:
-            if isinstance(entry, ObjectEntry):
-                return open_object(index, entry, files).value
-            return _element(locate(index.select({entry.fqn}), files).tensors[0], files)
-
-        return summary.step_of(index, read)
-
-
-def _element(entry: TensorEntry, files: Files) -> object:
-    """The value of a located one-element tensor, read without importing numpy where possible.
-
-    Raises IncompleteError when its shard does not exist.
-    """
-    chunk = next((chunk for chunk in entry.chunks if chunk.box.numel == 1), None)
-    if chunk is None:
-        raise IncompleteError(f"{entry.fqn}: the shard that holds its element does not exist.")
-    data = files.read(chunk.data.path, chunk.data.offset, entry.dtype.itemsize)
-    if entry.dtype.name in _STRUCT:
-        return struct.unpack(_STRUCT[entry.dtype.name], data)[0]
-    from ckpt_tools.copying.cast import decode  # late: numpy comes with it
-
-    return decode(data, entry.dtype)[0]

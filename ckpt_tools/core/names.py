@@ -15,7 +15,7 @@ from fnmatch import translate
 
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Path, Section
 from ckpt_tools.core.options import option, repeated
-from ckpt_tools.errors import AnswerNo, Instead, UsageError, Way
+from ckpt_tools.errors import AnswerNo, Instead, NoSuchEntry, UsageError, Way
 
 # Wrapper modules leave one of these components in a parameter's name: torch.compile, FSDP1, and
 # torch.distributed.algorithms' checkpoint_wrapper.
@@ -287,6 +287,18 @@ def is_step(path: Path, section: Section) -> bool:
     if last in _SCHEDULER_STEPS:
         return bool(above) and above <= _OF_JOB | _SCHEDULERS
     return last in _STEPS and (section == "optim" or above <= _OF_JOB)
+
+
+def no_such_entry(index: CheckpointIndex, fqn: str, noun: str = "entry") -> NoSuchEntry:
+    """The error for a name that the checkpoint does not have, with names that are near."""
+    names = near_names(index, fqn)
+    hint = did_you_mean(names) if names else "`ckpt-tools ls` lists all names."
+    return NoSuchEntry(f"{index.root} has no {noun} {fqn!r}.", hint=hint)
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """A hint of a few names."""
+    return "\n".join(["Did you mean one of these?", *names[:_MAX_NEAR]])
 
 
 def near_names(index: CheckpointIndex, fqn: str) -> list[str]:

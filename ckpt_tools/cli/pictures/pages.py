@@ -15,6 +15,7 @@ from ckpt_tools.cli.pictures.text import moved_words
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import CheckpointError
+from ckpt_tools.proof.look import look
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class _Seen(NamedTuple):
     histograms: Mapping[str, tuple[int, ...]]
 
 
-def look(index: CheckpointIndex) -> _Seen:
+def read_values(index: CheckpointIndex) -> _Seen:
     """Read every tensor, twice. Raises what keeps the tensors from being whole."""
     from ckpt_tools.proof.stats import histograms, stats  # late: both need numpy
 
@@ -70,7 +71,7 @@ def report_page(
 
     ``unseen`` is why its values could not be read.
     """
-    inspection = report.look(whole, index)
+    inspection = look(whole, index)
     parts = [*banner(inspection, whole.problems), *_facts(report.identity(inspection))]
     parts += table(report.SECTION_HEADER, report.section_rows(index), numbers=range(1, 5))
     parts += _facts(report.state(whole, inspection))

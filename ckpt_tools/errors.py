@@ -185,6 +185,15 @@ class CheckpointError(CkptError):
         super().__init__(message, *more, hint=hint, instead=instead)
         self.about = frozenset(about)
 
+    def to_dict(self) -> dict[str, str | list[str] | None]:
+        """A problem as `inspect --json` and `verify --json` print it."""
+        return {
+            "kind": type(self).__name__,
+            "message": self.message,
+            "hint": self.hint,
+            "about": sorted(self.about),
+        }
+
     def concerning(self, fqns: Iterable[str]) -> Self:
         """The same error, about these entries."""
         other = self._saying(self.message)

@@ -2,21 +2,24 @@
 
 import ast
 import importlib
+import json
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pytest
 import torch
+from running import run
 
 import ckpt_tools
 from ckpt_tools import Box, ReshardOptions, open_checkpoint, parse_mesh
 from ckpt_tools.api import Checkpoint
+from ckpt_tools.core.records import Json
 from ckpt_tools.errors import (
     AnswerNo,
     IncompleteError,
@@ -61,6 +64,34 @@ def test_public_names_are_those_of_their_modules() -> None:
     for module, name in seen:
         home = importlib.import_module(f"ckpt_tools.{module}")
         assert getattr(ckpt_tools, name) is getattr(home, name)
+
+
+class Result(Protocol):
+    def to_dict(self) -> dict[str, Json]: ...
+
+
+RESULTS: dict[str, Callable[[str], Result]] = {
+    "inspect": ckpt_tools.inspect,
+    "verify": ckpt_tools.verify,
+    "fingerprint": ckpt_tools.fingerprint,
+    "stats": ckpt_tools.stats,
+    "diff": lambda path: ckpt_tools.diff(path, path),
+}
+
+
+@pytest.mark.parametrize("command", RESULTS)
+@pytest.mark.parametrize("folder", ["fsdp2_dcp_1d_4r/ckpt", "fsdp2_torchsave_hsdp_2x4/ckpt"])
+def test_a_result_is_the_json_of_its_command(command: str, folder: str) -> None:
+    path = str(REAL / folder)
+    words = [command, path, *([path] if command == "diff" else []), "--json"]
+    printed = run(*words).stdout
+    assert json.dumps(RESULTS[command](path).to_dict()) == printed.strip()
+
+
+def test_a_difference_is_the_json_of_diff() -> None:
+    one, other = str(REAL / "fsdp2_dcp_1d_4r" / "ckpt"), str(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt")
+    printed = run("diff", one, other, "--json").stdout
+    assert json.dumps(ckpt_tools.diff(one, other).to_dict()) == printed.strip()
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:

@@ -20,8 +20,9 @@ from ckpt_tools.analysis.summary import (
     Verdict,
 )
 from ckpt_tools.core.index import CheckpointIndex, Section
-from ckpt_tools.core.text import ago, counted, format_size
-from ckpt_tools.errors import fault_in
+from ckpt_tools.core.records import Json, as_json
+from ckpt_tools.core.text import ago, counted, format_size, utc
+from ckpt_tools.errors import CheckpointError, fault_in
 
 _MOST_IN_HTML = 20  # tensors
 
@@ -37,13 +38,13 @@ class VerdictPart(NamedTuple):
 class Inspection:
     """What a checkpoint is: ``nbytes`` of all files, ``saved`` in seconds since 1970.
 
-    ``fault`` is what headers tell, in a word or two; only `verify` reads every byte. ``placements``
-    are texts with how many tensors lie so.
+    ``problems`` are what headers tell; only `verify` reads every byte. ``placements`` are texts
+    with how many tensors lie so, ``files`` how many files there should be, ``ties`` groups of names
+    that share a storage.
     """
 
     root: str
     format: str
-    fault: str | None
     resume: Verdict
     step: Step | None
     saved: float | None
@@ -54,9 +55,17 @@ class Inspection:
     placements: tuple[tuple[str, int], ...]
     sections: Mapping[Section, SectionSum]
     optimizer: OptimizerSummary | None
+    files: int
     nbytes: int
     missing: tuple[str, ...]
+    problems: tuple[CheckpointError, ...]
+    ties: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
+
+    @property
+    def fault(self) -> str | None:
+        """The gravest problem in a word or two, None when there is none."""
+        return fault_in(self.problems)
 
     @property
     def is_sharded(self) -> bool:
@@ -66,7 +75,7 @@ class Inspection:
     @property
     def whole(self) -> bool:
         """Whether headers tell of no fault."""
-        return self.fault is None
+        return not self.problems
 
     @property
     def state(self) -> tuple[VerdictPart, ...]:
@@ -89,6 +98,31 @@ class Inspection:
         if self.saved is None:
             return self.state
         return (*self.state, VerdictPart(f"saved {ago(time.time() - self.saved)}"))
+
+    def to_dict(self) -> dict[str, Json]:
+        """The object of schema ckpt-tools/inspect/1, which `inspect --json` prints."""
+        return {
+            "schema": "ckpt-tools/inspect/1",
+            "path": self.root,
+            "format": self.format,
+            "framework": self.framework,
+            "torch": self.torch_version,
+            "world_size": self.world_size,
+            "mesh": as_json(self.mesh),
+            "placements": [
+                {"tensors": count, "placements": text} for text, count in self.placements
+            ],
+            "sections": as_json(self.sections),
+            "optimizer": as_json(self.optimizer),
+            "step": as_json(self.step),
+            "resume": {"possible": self.resume.yes, "reason": self.resume.reason},
+            "saved": None if self.saved is None else utc(self.saved),
+            "files": {"count": self.files, "nbytes": self.nbytes, "missing": [*self.missing]},
+            "complete": self.whole,
+            "problems": as_json(self.problems),
+            "ties": as_json(self.ties),
+            "notes": [*self.notes],
+        }
 
     def __str__(self) -> str:
         """A few lines for a person."""
@@ -121,7 +155,6 @@ def inspect(
     return Inspection(
         root=whole.root,
         format=whole.format,
-        fault=fault_in(whole.problems),
         resume=summary.resume_verdict(whole),
         step=step,
         saved=saved,
@@ -132,8 +165,11 @@ def inspect(
         placements=tuple(summary.placements_of(index, mesh)),
         sections=summary.sections_of(index),
         optimizer=summary.optimizer_of(whole),
+        files=len(whole.files),
         nbytes=whole.file_bytes,
         missing=whole.missing,
+        problems=whole.problems,
+        ties=whole.ties,
         notes=whole.notes,
     )
 

@@ -43,8 +43,8 @@ class HeldTensor(NamedTuple):
     fqn: str
     dtype: DType
     shape: tuple[int, ...]
+    placements: tuple[str, ...]
     pieces: tuple[HeldBox, ...]
-    placements: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +111,7 @@ class _Known:
         if kind not in self._pieces:
             self._pieces[kind] = self._cut(entry, layout)
         words = () if layout is None else tuple(placement_names(layout))
-        return HeldTensor(entry.fqn, entry.dtype, entry.shape, self._pieces[kind], words)
+        return HeldTensor(entry.fqn, entry.dtype, entry.shape, words, self._pieces[kind])
 
     def _cut(self, entry: TensorEntry, layout: Layout | None) -> tuple[HeldBox, ...]:
         full = None if self._unit == "file" else self._on_all_ranks(layout)
@@ -165,7 +165,7 @@ def after(before: Holdings, mesh: Mesh, layouts: Mapping[str, Layout | None]) ->
         if kind not in pieces:
             pieces[kind] = _target(layout, held.shape, mesh)
         words = () if layout is None else tuple(placement_names(layout))
-        tensors.append(HeldTensor(held.fqn, held.dtype, held.shape, pieces[kind], words))
+        tensors.append(HeldTensor(held.fqn, held.dtype, held.shape, words, pieces[kind]))
     return Holdings("rank", mesh.size, mesh, None, (), tuple(tensors))
 
 

@@ -26,6 +26,7 @@ from ckpt_tools.core.layout import Layout, Mesh, Shard
 from ckpt_tools.core.names import is_in_param_groups
 from ckpt_tools.core.optimizer_states import kind_of
 from ckpt_tools.core.plain_values import TorchValue
+from ckpt_tools.core.records import Json, record_json
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError
 
@@ -62,10 +63,19 @@ class FoundMesh(NamedTuple):
         """The same: the inference is as long as the checkpoint."""
         return str(self)
 
+    def to_dict(self) -> dict[str, Json]:
+        """The mesh as JSON has it."""
+        return mesh_json(self.mesh, self.status)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of the mesh's dimensions."""
         return self.mesh.shape
+
+
+def mesh_json(mesh: Mesh, status: Status | None) -> dict[str, Json]:
+    """A mesh with how it is known, as JSON."""
+    return record_json(mesh) | {"status": status}
 
 
 @dataclass(frozen=True, slots=True)

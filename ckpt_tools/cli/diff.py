@@ -10,7 +10,6 @@ import click
 
 from ckpt_tools.cli import options, progress, render
 from ckpt_tools.cli.group import say
-from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, required
 from ckpt_tools.core.text import counted
@@ -91,7 +90,7 @@ def command(asked: _Asked) -> None:
                 a, b, files, options=wanted, threads=asked.threads, on_bytes=on_bytes
             )
     if asked.json:
-        render.emit_json(_json(a, b, compared))
+        render.emit_json(compared.to_dict())
     else:
         render.emit(_lines(compared))
     for index in (a, b):
@@ -150,41 +149,3 @@ def _summary(diff: Diff) -> str:
     if not kinds:
         return f"Compared {compared}{by}. All are the same."
     return f"Compared {compared}{by}. {diff.same:,} are the same. Different: {kinds}."
-
-
-def _json(a: CheckpointIndex, b: CheckpointIndex, diff: Diff) -> render.Json:
-    return {
-        "schema": "ckpt-tools/diff/1",
-        "a": a.root,
-        "b": b.root,
-        "equal": diff.equal,
-        "values_compared": diff.values_compared,
-        "tensors": diff.tensors,
-        "objects": diff.objects,
-        "containers": diff.containers,
-        "same": diff.same,
-        "differences": [_entry_json(e) for e in diff.entries if e.status != "same"],
-    }
-
-
-def _entry_json(entry: EntryDiff) -> render.Json:
-    facts: dict[str, render.Json] = {
-        "name": entry.name,
-        "what": entry.status.replace(" ", "_"),
-        "a": entry.a,
-        "b": entry.b,
-        "detail": entry.detail or None,
-        "values": None,
-    }
-    delta = entry.delta
-    if delta is not None:
-        facts["values"] = {
-            "numel": delta.numel,
-            "differing": delta.differing,
-            "nonfinite": delta.nan,
-            "max_abs": delta.max_abs,
-            "at": None if delta.at is None else list(delta.at),
-            "first": None if delta.first is None else list(delta.first),
-            "relative_l2": delta.relative_l2,
-        }
-    return facts

@@ -7,13 +7,12 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from ckpt_tools.analysis.summary import FoundMesh, Status, layout_of, placement_names
+from ckpt_tools.analysis.summary import FoundMesh, Status, layout_of, mesh_json, placement_names
 from ckpt_tools.cli.render import Json, columns, cut_to, terminal_width
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
-from ckpt_tools.core.layout import Layout, Mesh
+from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.text import format_size, rank_spans
-from ckpt_tools.errors import CheckpointError
 
 HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "PLACEMENTS")
 LONG_HEADER = (*HEADER[:-1], "SECTION", "MESH", "CHUNKS", "RANKS", HEADER[-1])
@@ -95,12 +94,6 @@ def file_name(path: str, root: str) -> str:
     return os.path.basename(path) if path == root else os.path.relpath(path, root)
 
 
-def mesh_json(mesh: Mesh, status: Status | None) -> Json:
-    """A mesh with how it is known."""
-    names = None if mesh.dim_names is None else list(mesh.dim_names)
-    return {"shape": list(mesh.shape), "dim_names": names, "status": status}
-
-
 def entry_json(entry: Entry, mesh: FoundMesh | None) -> dict[str, Json]:
     """An entry as `ls --json` gives it."""
     facts: dict[str, Json] = {
@@ -149,16 +142,6 @@ def _finite(value: Json) -> Json:
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):  # noqa: PLR0124 (NaN)
         return str(value)
     return value
-
-
-def problem_json(problem: CheckpointError) -> Json:
-    """What is wrong with a checkpoint, as `inspect --json` and `verify --json` give it."""
-    return {
-        "kind": type(problem).__name__,
-        "message": problem.message,
-        "hint": problem.hint,
-        "about": sorted(problem.about),
-    }
 
 
 def csv_row(entry: Entry, mesh: FoundMesh | None) -> tuple[str | int, ...]:

@@ -91,7 +91,10 @@ def command(asked: Asked) -> None:
     for note in plan.notes:
         say(note)
     if asked.json:
-        render.emit_json(_json(plan, out, dry_run=dry_run))
+        schema = "ckpt-tools/export/1"
+        render.emit_json(
+            {"schema": schema, "output": out, "written": not dry_run, **plan.to_dict()}
+        )
     elif dry_run:
         answer(f"{_what(plan, out)}; not written (--dry-run); {_workers(plan, asked.writing)}")
     else:
@@ -158,17 +161,3 @@ def _workers(plan: convert.ExportPlan, writing: shaping.Writing) -> str:
     each = writing.threads_of(plan, processes=jobs)
     who = each if jobs == 1 else f"{counted(jobs, 'worker')} of {each}"
     return f"{who} would write it"
-
-
-def _json(plan: convert.ExportPlan, out: str, *, dry_run: bool) -> render.Json:
-    return {
-        "schema": "ckpt-tools/export/1",
-        "output": out,
-        "written": not dry_run,
-        "tensors": plan.tensors,
-        "nbytes": plan.nbytes,
-        "files": [{"path": file.path, "nbytes": file.length} for file in plan.files.files],
-        "names": dict(plan.names),
-        "origins": {fqn: list(origins) for fqn, origins in plan.origins.items()},
-        "notes": list(plan.notes),
-    }

@@ -11,7 +11,7 @@ from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
 from ckpt_tools.errors import AnswerNo
 from ckpt_tools.formats.frameworks import sources_of
-from ckpt_tools.proof.fingerprint import fingerprint, to_json
+from ckpt_tools.proof.fingerprint import fingerprint
 from ckpt_tools.storage.reader import Files
 
 _HELP = """Print a SHA-256 digest for each section of the checkpoint: model, optim, other.
@@ -63,10 +63,10 @@ def command(asked: _Asked) -> None:
     if not chosen.tensors:
         raise AnswerNo(f"{chosen.root} has no tensors to digest.")
     if target is not None:
-        data = jsonlib.dumps(to_json(digests), indent=1).encode() + b"\n"
+        data = jsonlib.dumps(digests.to_dict(), indent=1).encode() + b"\n"
         one_file.write(target, data, sources=sources, force=force)
     if asked.json:
-        render.emit_json(to_json(digests))
+        render.emit_json(digests.to_dict())
         return
     render.emit(f"{section:<6} {value}" for section, value in digests.sections.items())
     if asked.long:

@@ -9,7 +9,7 @@ import click
 
 from ckpt_tools.analysis import ownership
 from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved
-from ckpt_tools.analysis.summary import mesh_of
+from ckpt_tools.analysis.summary import mesh_json, mesh_of
 from ckpt_tools.cli import completion, entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import colors, fold, text
@@ -25,6 +25,7 @@ from ckpt_tools.core.mesh_spec import (
 )
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, repeated
+from ckpt_tools.core.records import as_json
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.frameworks import sources_of
@@ -208,27 +209,9 @@ def _holdings_json(holdings: Holdings) -> dict[str, render.Json]:
     totals = ownership.bytes_held(holdings)
     return {
         "unit": holdings.unit,
-        "mesh": None if mesh is None else entries.mesh_json(mesh, status),
+        "mesh": None if mesh is None else mesh_json(mesh, status),
         "files": list(holdings.files),
         "bytes_held": totals,
         "skew": ownership.skew_of(totals),
-        "tensors": [_held_json(held) for held in holdings.tensors],
-    }
-
-
-def _held_json(held: HeldTensor) -> render.Json:
-    return {
-        "fqn": held.fqn,
-        "dtype": held.dtype.name,
-        "shape": list(held.shape),
-        "placements": list(held.placements),
-        "pieces": [
-            {
-                "offsets": list(piece.box.offsets),
-                "sizes": list(piece.box.sizes),
-                "holders": list(piece.holders),
-                "file": piece.file,
-            }
-            for piece in held.pieces
-        ],
+        "tensors": as_json(holdings.tensors),
     }

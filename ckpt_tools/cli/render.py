@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import click
 
+from ckpt_tools.core.records import Json as Json  # noqa: PLC0414 (what is emitted)
 from ckpt_tools.errors import printable
-
-Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 
 _LINES_AT_ONCE = 2_000
 _GAP = "  "
@@ -194,11 +192,6 @@ def _wrapped(text: str, size: int) -> list[str]:
 def cut_to(text: str, size: int) -> str:
     """The text, cut to ``size`` characters and marked so when it is longer."""
     return text if len(text) <= size else text[: size - 1] + "…"
-
-
-def utc(seconds: float) -> str:
-    """A time in seconds since 1970 as ISO 8601 in UTC."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def heading(text: str) -> Styled:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 import click
 
@@ -13,6 +12,7 @@ from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.inspection import Inspection, VerdictPart
 from ckpt_tools.analysis.summary import SectionSum
 from ckpt_tools.cli import entries, render
+from ckpt_tools.core import records
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, first_of, format_size, some
 from ckpt_tools.proof.look import look
@@ -25,44 +25,15 @@ SECTION_HEADER = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES"
 def as_json(
     whole: CheckpointIndex, index: CheckpointIndex, *, every: bool, shards: bool
 ) -> render.Json:
-    """The object of schema ckpt-tools/inspect/1: all that `lines` says.
-
-    Sections, files, optimizer and step have there the names of their own fields.
-    """
+    """The object of schema ckpt-tools/inspect/1: all that `lines` says."""
     facts = look(whole, index)
-    more: dict[str, render.Json] = {}
+    said = facts.to_dict()
     if shards:
-        more["shards"] = [load._asdict() for load in summary.file_loads(whole)]
+        said["shards"] = records.as_json(summary.file_loads(whole))
     if every:
         listed = entries.sorted_entries(index)
-        more["entries"] = [entries.entry_json(entry, facts.mesh) for entry in listed]
-    return {
-        "schema": "ckpt-tools/inspect/1",
-        "path": whole.root,
-        "format": whole.format,
-        "framework": whole.framework,
-        "torch": whole.torch_version,
-        "world_size": whole.world_size,
-        "mesh": None
-        if facts.mesh is None
-        else entries.mesh_json(facts.mesh.mesh, facts.mesh.status),
-        "placements": [{"tensors": count, "placements": text} for text, count in facts.placements],
-        "sections": {section: asdict(one) for section, one in facts.sections.items()},
-        "optimizer": None if facts.optimizer is None else facts.optimizer._asdict(),
-        "step": None if facts.step is None else facts.step._asdict(),
-        "resume": {"possible": facts.resume.yes, "reason": facts.resume.reason},
-        "saved": None if facts.saved is None else render.utc(facts.saved),
-        "files": {
-            "count": len(whole.files),
-            "nbytes": facts.nbytes,
-            "missing": list(whole.missing),
-        },
-        "complete": facts.whole,
-        "problems": [entries.problem_json(problem) for problem in whole.problems],
-        "ties": [list(group) for group in whole.ties],
-        "notes": list(whole.notes),
-        **more,
-    }
+        said["entries"] = [entries.entry_json(entry, facts.mesh) for entry in listed]
+    return said
 
 
 def lines(

@@ -18,6 +18,7 @@ from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, refuse_check
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output
+from ckpt_tools.core import records
 from ckpt_tools.core.layout import Placement
 from ckpt_tools.core.mesh_spec import (
     default_placements,
@@ -309,7 +310,6 @@ def _memory(asked: Asked, plan: ReshardPlan, predicted: forecast.Forecast) -> in
 
 
 def _json(asked: Asked, plan: ReshardPlan) -> render.Json:
-    names = plan.mesh.dim_names
     predicted = forecast.of(plan, asked.writing.options.sizes)
     return {
         "schema": "ckpt-tools/reshard/1",
@@ -317,15 +317,11 @@ def _json(asked: Asked, plan: ReshardPlan) -> render.Json:
         "written": not asked.writing.dry_run,
         "engine": asked.engine,
         "format": asked.wanted.format,
-        "mesh": {
-            "shape": list(plan.mesh.shape),
-            "dim_names": None if names is None else list(names),
-            "placements": _listed(asked.wanted),
-        },
+        "mesh": records.record_json(plan.mesh) | {"placements": _listed(asked.wanted)},
         "tensors": len(plan.targets),
         "nbytes": plan.nbytes,
         "peak_memory": _memory(asked, plan, predicted),
-        "files": [file._asdict() for file in predicted.files],
+        "files": records.as_json(predicted.files),
         "notes": list(plan.notes),
     }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.analysis import summary
 from ckpt_tools.cli import render
-from ckpt_tools.core.text import counted, format_size
+from ckpt_tools.core.text import counted, format_size, utc
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats import ReadOptions, Saved, read_index
 
@@ -98,7 +98,7 @@ def as_json(path: str, run: Sequence[_Line]) -> render.Json:
                 "framework": line.framework,
                 "sections": list(line.holds),
                 "nbytes": line.nbytes,
-                "modified": None if line.changed is None else render.utc(line.changed),
+                "modified": None if line.changed is None else utc(line.changed),
                 "whole": line.problem is None,
                 "problem": line.problem,
             }

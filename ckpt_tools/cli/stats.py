@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ckpt_tools.cli import options, progress, render
 from ckpt_tools.cli.entries import short_shape
@@ -12,7 +12,6 @@ from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError
-from ckpt_tools.proof.anomalies import Anomaly
 from ckpt_tools.proof.stats import Statistics, TensorStats, stats
 from ckpt_tools.storage.reader import Files
 
@@ -65,7 +64,7 @@ def command(asked: _Asked) -> None:
     if not chosen.tensors:
         raise AnswerNo(f"{index.root} has no tensors.")
     if asked.json:
-        render.emit_json(_json(index.root, statistics))
+        render.emit_json(statistics.to_dict())
     elif asked.csv:
         render.emit_csv(_CSV_HEADER, map(_csv_row, statistics.tensors))
         for line in _anomaly_lines(statistics):
@@ -101,37 +100,6 @@ def _anomaly_lines(statistics: Statistics) -> Iterator[str]:
         rank = "" if anomaly.rank is None else f", rank {anomaly.rank}"
         where = f"{anomaly.fqn} {anomaly.box}{rank}, {anomaly.path}"
         yield f"  {anomaly.kind}: {where}: {anomaly.detail}"
-
-
-def _json(root: str, statistics: Statistics) -> render.Json:
-    return {
-        "schema": "ckpt-tools/stats/1",
-        "path": root,
-        "nonfinite": statistics.nonfinite,
-        "tensors": {tensor.fqn: _tensor_json(tensor) for tensor in statistics.tensors},
-        "anomalies": [_anomaly_json(anomaly) for anomaly in statistics.anomalies],
-    }
-
-
-def _tensor_json(tensor: TensorStats) -> render.Json:
-    """The fields of `TensorStats` but the name; complex numbers are pairs."""
-    facts = asdict(tensor)
-    del facts["fqn"]
-    if isinstance(tensor.mean, complex):
-        facts["mean"] = [tensor.mean.real, tensor.mean.imag]
-    return facts
-
-
-def _anomaly_json(anomaly: Anomaly) -> render.Json:
-    return {
-        "fqn": anomaly.fqn,
-        "kind": anomaly.kind,
-        "offsets": list(anomaly.box.offsets),
-        "sizes": list(anomaly.box.sizes),
-        "rank": anomaly.rank,
-        "path": anomaly.path,
-        "detail": anomaly.detail,
-    }
 
 
 def _csv_row(tensor: TensorStats) -> tuple[str | int | None, ...]:

@@ -15,6 +15,7 @@ import click
 
 from ckpt_tools.cli import options, progress, render
 from ckpt_tools.cli.group import say
+from ckpt_tools.core import records
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
@@ -240,7 +241,7 @@ def _facts(report: VerifyReport) -> Iterator[render.Fact]:
     if lost:
         yield "lost", first_of(lost, _SHOWN)
     if report.rescued:
-        saved = [f"{r.fqn} {r.box} of {r.lost} is also in {r.replica}" for r in report.rescued]
+        saved = [f"{r.fqn} {r.box} of {r.lost} is also in {r.held_by}" for r in report.rescued]
         yield "in replicas", first_of(saved, _SHOWN)
     if report.damaged_objects:
         shown = some(report.damaged_objects, _SHOWN)
@@ -332,68 +333,20 @@ def _comparison(other: _Against) -> Iterator[render.Fact]:
 
 def _difference(one: Difference) -> str:
     name = f"{one.section}: {one.name}"
-    if one.kind == "missing":
+    if one.what == "missing":
         return f"{name} is missing"
-    if one.kind == "extra":
+    if one.what == "extra":
         return f"{name} is only here"
-    if one.kind == "values":
+    if one.what == "values":
         return f"{name} has other values"
-    if one.kind == "object" and not (one.found and one.expected):
+    if one.what == "object" and not (one.found and one.expected):
         return f"{name}, an object, is {'only here' if one.found else 'missing'}"
     return f"{name} is {one.found}, not {one.expected}"
 
 
 def as_json(report: VerifyReport, other: _Against | None) -> render.Json:
-    """The object of schema ckpt-tools/verify/1."""
-    from ckpt_tools.cli import entries  # late, as what compares: a plain verify needs neither
-
-    reading = report.reading
-    return {
-        "schema": "ckpt-tools/verify/1",
-        "path": report.root,
-        "format": report.format,
-        "mode": "quick" if reading is None else "full",
-        "whole": report.whole,
-        "problems": [entries.problem_json(problem) for problem in report.problems],
-        "unread": [entries.problem_json(problem) for problem in report.unread],
-        "tensors": {
-            "total": report.tensors,
-            "whole": report.tensors - len(report.damaged),
-            "hurt": [_damaged_json(one) for one in report.damaged],
-        },
-        "lost": list(report.lost),
-        "objects": {"total": report.objects, "hurt": list(report.damaged_objects)},
-        "replicas": [
-            {
-                "fqn": rescue.fqn,
-                "offsets": list(rescue.box.offsets),
-                "sizes": list(rescue.box.sizes),
-                "lost": rescue.lost,
-                "held_by": rescue.replica,
-            }
-            for rescue in report.rescued
-        ],
-        "ranks": [
-            {"rank": state.rank, "whole": state.whole, "files": list(state.paths)}
-            for state in report.ranks
-        ],
-        "crcs": None if reading is None else reading.crcs,
-        "checked_bytes": None if reading is None else reading.checked_bytes,
-        "unchecked_bytes": None if reading is None else reading.plain_bytes,
-        "file_bytes": report.file_bytes,
-        "notes": list(report.notes),
-        "against": None if other is None else _comparison_json(other),
-    }
-
-
-def _damaged_json(tensor: DamagedTensor) -> render.Json:
-    return {
-        "fqn": tensor.fqn,
-        "shape": list(tensor.shape),
-        "lost_elements": tensor.lost_numel,
-        "lost": [{"offsets": list(b.offsets), "sizes": list(b.sizes)} for b in tensor.lost],
-        "ranks": list(tensor.ranks),
-    }
+    """The object of schema ckpt-tools/verify/1, with what --against found."""
+    return report.to_dict() | {"against": None if other is None else _comparison_json(other)}
 
 
 def _comparison_json(other: _Against) -> render.Json:
@@ -402,20 +355,9 @@ def _comparison_json(other: _Against) -> render.Json:
         return {"path": other.path, "compared": [], "same": False, "differences": []}
     return {
         "path": other.path,
-        "compared": list(compared.compared),
-        "not_compared": list(compared.extra),
+        "compared": compared.compared,
+        "not_compared": compared.extra,
         "same": compared.same,
-        "left_out": [
-            {"name": one.name, "of": one.whose, "ranks": one.ranks} for one in other.left_out
-        ],
-        "differences": [
-            {
-                "section": one.section,
-                "name": one.name,
-                "what": one.kind,
-                "found": one.found or None,
-                "expected": one.expected or None,
-            }
-            for one in compared.differences
-        ],
+        "left_out": records.as_json(other.left_out),
+        "differences": records.as_json(compared.differences),
     }

@@ -19,6 +19,7 @@ from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.names import select
 from ckpt_tools.core.options import option
 from ckpt_tools.core.plan import LazyPlans, Target
+from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.core.text import counted, parse_amount, some
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.storage.paths import normal
@@ -78,6 +79,17 @@ class ExportPlan(Plan):
             origins[0]: fqn
             for fqn, origins in self.origins.items()
             if len(origins) == 1 and used[origins[0]] == 1
+        }
+
+    def to_dict(self) -> dict[str, Json]:
+        """What `export --json` prints of a plan: all but where it is written, and whether it is."""
+        return {
+            "tensors": self.tensors,
+            "nbytes": self.nbytes,
+            "files": [{"path": file.path, "nbytes": file.length} for file in self.files.files],
+            "names": as_json(self.names),
+            "origins": as_json(self.origins),
+            "notes": as_json(self.notes),
         }
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 
 from ckpt_tools.errors import UsageError
@@ -114,3 +115,8 @@ def rank_spans(ranks: Sequence[int], comma: str = ",") -> str:
         else:
             spans.append([rank, rank])
     return comma.join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def utc(seconds: float) -> str:
+    """A time in seconds since 1970 as ISO 8601 in UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

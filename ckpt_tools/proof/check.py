@@ -58,10 +58,8 @@ def same_tensors(
     ``wanted`` are the source's tensors under the names that they have in the result, ``dtypes`` the
     types that they were to have there; where that is another one, the source is cast again, in
     memory. With ``own``, the only files of the source that can be read here, the boxes that they
-    hold are compared. Of a source in a store each chunk is compared alone, as it lies there: so its
-    CRC-32 is that of the very bytes that were compared, and not of another answer of the server.
-    ``seen`` gets the CRC-32s of what is read of either side in its order, ``on_bytes`` how many
-    bytes of the result were read. Returns one line that says what was proven.
+    hold are compared. ``seen`` gets the CRC-32s of what is read of either side in its order,
+    ``on_bytes`` how many bytes of the result were read. Returns one line that says what was proven.
 
     Raises WriteError when a tensor differs, is missing, or is there without a source, and what
     keeps either side from being whole.
@@ -177,7 +175,11 @@ def _fault(one: EntryDiff) -> str:
 
 
 def _parts(source: TensorEntry, own: Collection[str] | None) -> list[tuple[TensorEntry, Box]]:
-    """What is compared at a time: the whole tensor, or each chunk of its own with its box."""
+    """What is compared at a time: the whole tensor, or each chunk of its own with its box.
+
+    Of a source in a store each chunk is compared alone, as it lies there: so its CRC-32 is that of
+    the very bytes that were compared, and not of another answer of the server.
+    """
     is_far = any(is_address(chunk.data.path) for chunk in source.chunks)
     if own is None and not is_far:
         return [(source, Box.whole(source.shape))]

@@ -47,15 +47,15 @@ _Sections = Mapping[Section, Mapping[str, Entry]]
 class Difference(NamedTuple):
     """What is not the same about a tensor; a ``missing`` one is only in the reference.
 
-    ``found`` and ``expected`` are type and shape or, where values differ, digests. Of kind
-    ``object`` it is about an object, whose value is another one or on one side only.
+    ``found`` and ``expected`` are type and shape or, where values differ, digests. An ``object``
+    is no tensor: its value is another one, or it is on one side only.
     """
 
     section: Section
     name: str
-    kind: Kind
-    found: str
-    expected: str
+    what: Kind
+    found: str | None
+    expected: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def _compared(
     for section, expected in reference.items():
         pairs = pair(mine.get(section, {}), expected)
         differences += [
-            Difference(section, one.name, _kind(one), one.a or "", one.b or "")
+            Difference(section, one.name, _kind(one), one.a, one.b)
             for one in sorted(compare_pairs(pairs, values, files, threads=threads, far=far))
             if one.status != "same"
         ]
@@ -194,12 +194,13 @@ def _objects(index: CheckpointIndex, reference: CheckpointIndex, files: Files) -
     )
     differences = []
     for one in sorted(compare_objects_of(here, there, files)):
-        mine, theirs = here.object(one.name), there.object(one.name)
-        if mine is not None and theirs is not None:
-            facts = repr(mine.value)[:_SHOWN], repr(theirs.value)[:_SHOWN]
+        if one.status in ("same", "unknown"):
+            continue
+        sides = [side.object(one.name) for side in (here, there)]
+        if None in sides:
+            found, expected = (None if entry is None else "there" for entry in sides)
         else:
-            facts = ("there", "") if theirs is None else ("", "there")
-        entry = mine or theirs
-        if entry is not None and one.status not in ("same", "unknown"):
-            differences.append(Difference(entry.section, one.name, "object", *facts))
+            found, expected = (repr(entry.value)[:_SHOWN] for entry in sides if entry is not None)
+        section = next(entry.section for entry in sides if entry is not None)
+        differences.append(Difference(section, one.name, "object", found, expected))
     return differences

@@ -76,18 +76,15 @@ class IntervalMap:
 class DamagedTensor(NamedTuple):
     """A tensor that is not whole: which boxes are lost, and which ranks had saved them.
 
-    ``lost`` is empty when all rows are there and something else is wrong.
+    ``lost`` is empty when all rows are there and something else is wrong, ``lost_elements`` says
+    how many these are.
     """
 
     fqn: str
     shape: tuple[int, ...]
+    lost_elements: int
     lost: tuple[Box, ...]
     ranks: tuple[int, ...]
-
-    @property
-    def lost_numel(self) -> int:
-        """How many elements are lost."""
-        return sum(box.numel for box in self.lost)
 
 
 class Rescue(NamedTuple):
@@ -96,7 +93,7 @@ class Rescue(NamedTuple):
     fqn: str
     box: Box
     lost: str
-    replica: str
+    held_by: str
 
 
 def _owners(entry: TensorEntry, lost: Sequence[Box]) -> Iterator[int]:
@@ -147,7 +144,8 @@ class DamageMap:
         lost = holes(entry.shape, good) if may_lack else []
         ranks = {chunk.rank for chunk in bad if chunk.rank is not None}
         ranks |= set(_owners(entry, lost)) if not bad else set()
-        return DamagedTensor(entry.fqn, entry.shape, tuple(lost), tuple(sorted(ranks)))
+        count = sum(box.numel for box in lost)
+        return DamagedTensor(entry.fqn, entry.shape, count, tuple(lost), tuple(sorted(ranks)))
 
     def _good_place(self, chunk: Chunk) -> ByteRange | None:
         """The first place of a chunk that is good, or None."""

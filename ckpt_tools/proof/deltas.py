@@ -13,6 +13,7 @@ from ckpt_tools.copying.cast import has_numbers, numbers
 from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import TensorEntry
+from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.proof.scan import sum_of_squares
 from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
@@ -45,6 +46,18 @@ class Delta:
     def relative_l2(self) -> float | None:
         """The L2 norm of the difference over that of the first tensor; None when that is zero."""
         return sqrt(self.squares / self.reference) if self.reference > 0 else None
+
+    def to_dict(self) -> dict[str, Json]:
+        """The values of a difference as `diff --json` prints them."""
+        return {
+            "numel": self.numel,
+            "differing": self.differing,
+            "nonfinite": self.nan,
+            "max_abs": self.max_abs,
+            "at": as_json(self.at),
+            "first": as_json(self.first),
+            "relative_l2": self.relative_l2,
+        }
 
 
 def delta(a: TensorEntry, b: TensorEntry, files: Files, *, tolerance: Tolerance) -> Delta:

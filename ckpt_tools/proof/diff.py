@@ -17,6 +17,7 @@ from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.progress import Tally, ignore_bytes
+from ckpt_tools.core.records import Json
 from ckpt_tools.errors import UsageError
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.containers import compare_containers
@@ -120,10 +121,12 @@ class DiffOptions:
 class Diff:
     """The differences of two checkpoints, by name; ``same`` counts the entries that are equal.
 
-    ``containers`` are those that both sides have, None when containers were not compared: names
-    were changed, or one side has none.
+    ``a`` and ``b`` are their paths. ``containers`` are those that both sides have, None when
+    containers were not compared: names were changed, or one side has none.
     """
 
+    a: str
+    b: str
     values_compared: bool
     containers: int | None
     tensors: int
@@ -135,6 +138,21 @@ class Diff:
     def equal(self) -> bool:
         """Whether everything that was asked for was compared and is equal."""
         return self.tensors + self.objects > 0 and all(e.status == "same" for e in self.entries)
+
+    def to_dict(self) -> dict[str, Json]:
+        """The object of schema ckpt-tools/diff/1, which `diff --json` prints."""
+        return {
+            "schema": "ckpt-tools/diff/1",
+            "a": self.a,
+            "b": self.b,
+            "equal": self.equal,
+            "values_compared": self.values_compared,
+            "tensors": self.tensors,
+            "objects": self.objects,
+            "containers": self.containers,
+            "same": self.same,
+            "differences": [one.to_dict() for one in self.entries if one.status != "same"],
+        }
 
 
 def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming) -> Diff:
@@ -208,6 +226,8 @@ def _diff(
             for one in containers.differing
         ]
     return Diff(
+        a=sides[0].root,
+        b=sides[1].root,
         values_compared=values_compared,
         containers=None if containers is None else containers.count,
         tensors=len(pairs.both) - objects,

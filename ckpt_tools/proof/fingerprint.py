@@ -36,17 +36,19 @@ from ckpt_tools.core.index import (
     SECTIONS,
     ByteRange,
     CheckpointIndex,
-    LocatedIndex,
     Path,
     Section,
     TensorEntry,
 )
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.errors import UnreadableError, UsageError, unreadable
+from ckpt_tools.core.records import Json, as_json
+from ckpt_tools.errors import UnreadableError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, clean_name, tensors_inside
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address, open_file
 from ckpt_tools.storage.reader import Files
+
+SCHEMA = "ckpt-tools/fingerprint/1"
 
 
 class TensorDigest(NamedTuple):
@@ -70,6 +72,25 @@ class Fingerprint:
     def digest(self) -> str | None:
         """The digest of the model, None when there is none."""
         return self.sections.get("model")
+
+    def to_dict(self) -> dict[str, Json]:
+        """The object of schema ckpt-tools/fingerprint/1: `fingerprint --json` prints it, and
+        `load` reads it back.
+        """
+        return {
+            "schema": SCHEMA,
+            "digest": self.digest,
+            "sections": as_json(self.sections),
+            "tensors": {
+                tensor.fqn: {
+                    "sha256": tensor.sha256,
+                    "dtype": tensor.dtype,
+                    "shape": [*tensor.shape],
+                    "section": tensor.inside.section,
+                }
+                for tensor in self.tensors
+            },
+        }
 
     def select(
         self, include: Sequence[str], exclude: Sequence[str], only: Section | None
@@ -166,36 +187,12 @@ def _line(tensor: TensorDigest) -> bytes:
 
 
 # -------------------------------------------------------------------------------------------------
-# Fingerprints as JSON: what `fingerprint --json` prints and `verify --against` reads back.
+# Reading a fingerprint's file, which is what `to_dict` gave.
 # -------------------------------------------------------------------------------------------------
 
 
-SCHEMA = "ckpt-tools/fingerprint/1"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 30
-
-JsonTensor = dict[str, str | list[int]]
-JsonFingerprint = dict[str, str | dict[str, str] | dict[str, JsonTensor] | None]
-
-
-def to_json(fingerprint: Fingerprint) -> JsonFingerprint:
-    """A fingerprint as one JSON object of schema ``ckpt-tools/fingerprint/1``."""
-    tensors: dict[str, JsonTensor] = {
-        tensor.fqn: {
-            "sha256": tensor.sha256,
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "section": tensor.inside.section,
-        }
-        for tensor in fingerprint.tensors
-    }
-    sections = {str(section): digest for section, digest in fingerprint.sections.items()}
-    return {
-        "schema": SCHEMA,
-        "digest": fingerprint.digest,
-        "sections": sections,
-        "tensors": tensors,
-    }
 
 
 def is_fingerprint(path: str) -> bool:
@@ -208,7 +205,7 @@ def is_fingerprint(path: str) -> bool:
 
 
 def load(path: str) -> Fingerprint:
-    """Read back what `to_json` gave.
+    """Read back what `to_dict` gave.
 
     Names inside sections are not in the file; they are worked out from the raw names, and proven
     right by the digests of the sections. Raises UnreadableError for what is not a fingerprint, or
@@ -307,25 +304,3 @@ def _below(tensor: TensorDigest, depth: int) -> TensorDigest:
     section = tensor.inside.section
     name = clean_name(".".join(tensor.fqn.split(".")[depth:]), section)
     return tensor._replace(inside=Inside(section, name))
-
-
-def are_equal(index: CheckpointIndex, fqns: Sequence[str], files: Files) -> bool:
-    """Whether these tensors have one type, one shape and, bit for bit, the same values.
-
-    Raises UsageError for a name that is not there, and what keeps a tensor from being whole.
-    """
-    chosen = formats.locate(index.select(set(fqns)), files)
-    chosen.require_whole()
-    entries = [_entry(chosen, fqn) for fqn in fqns]
-    if len({(entry.dtype, entry.shape) for entry in entries}) > 1:
-        return False
-    if len({tuple(entry.chunks) for entry in entries}) == 1:
-        return True
-    return len({digest_of(entry, files) for entry in entries}) == 1
-
-
-def _entry(index: LocatedIndex, fqn: str) -> TensorEntry:
-    entry = index.tensor(fqn)
-    if entry is None:
-        raise UsageError(f"{index.root} has no tensor {fqn!r}.")
-    return entry

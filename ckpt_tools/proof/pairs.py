@@ -14,6 +14,7 @@ from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.progress import Tally
+from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.proof.containers import compare_objects
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
@@ -40,6 +41,17 @@ class EntryDiff(NamedTuple):
     b: str | None
     detail: str = ""
     delta: Delta | None = None
+
+    def to_dict(self) -> dict[str, Json]:
+        """The difference as `diff --json` prints it."""
+        return {
+            "name": self.name,
+            "what": self.status.replace(" ", "_"),
+            "a": self.a,
+            "b": self.b,
+            "detail": self.detail or None,
+            "values": as_json(self.delta),
+        }
 
 
 class Pairs(NamedTuple):

@@ -18,6 +18,7 @@ from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
+from ckpt_tools.core.records import Json, as_json, record_json
 from ckpt_tools.proof.anomalies import Anomaly, anomalies_of, zero_row_anomalies
 from ckpt_tools.proof.scan import Scan, scan
 from ckpt_tools.proof.threads import in_threads
@@ -51,6 +52,7 @@ class TensorStats:
 class Statistics:
     """The statistics of every tensor, sorted by name, and what is odd about some."""
 
+    root: str
     tensors: tuple[TensorStats, ...]
     anomalies: tuple[Anomaly, ...]
 
@@ -58,6 +60,17 @@ class Statistics:
     def nonfinite(self) -> int:
         """How many elements are NaN or infinite."""
         return sum(tensor.nan + tensor.inf for tensor in self.tensors)
+
+    def to_dict(self) -> dict[str, Json]:
+        """The object of schema ckpt-tools/stats/1, which `stats --json` prints."""
+        tensors = [record_json(tensor) for tensor in self.tensors]
+        return {
+            "schema": "ckpt-tools/stats/1",
+            "path": self.root,
+            "nonfinite": self.nonfinite,
+            "tensors": {str(facts.pop("fqn")): facts for facts in tensors},
+            "anomalies": as_json(self.anomalies),
+        }
 
 
 @reads_one_save
@@ -86,6 +99,7 @@ def stats(
     )
     anomalies = [anomaly for one in scans for anomaly in anomalies_of(one, files)]
     return Statistics(
+        root=index.root,
         tensors=tuple(map(_stats, scans)),
         anomalies=(*anomalies, *zero_row_anomalies(scans)),
     )

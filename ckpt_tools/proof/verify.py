@@ -18,6 +18,7 @@ from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
+from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.core.text import counted, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, NotReadError, fault_in
 from ckpt_tools.proof.canonical_names import tensors_inside
@@ -33,7 +34,7 @@ class RankState(NamedTuple):
 
     rank: int
     whole: bool
-    paths: tuple[str, ...]
+    files: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,37 @@ class VerifyReport:
     def verdict(self) -> str:
         """``complete``, or the gravest fault: ``NOT COMPLETE``, ``DAMAGED``."""
         return fault_in(self.problems) or "complete"
+
+    def to_dict(self) -> dict[str, Json]:
+        """The object of schema ckpt-tools/verify/1, which `verify --json` prints.
+
+        ``against`` is None: what --against adds.
+        """
+        reading = self.reading
+        return {
+            "schema": "ckpt-tools/verify/1",
+            "path": self.root,
+            "format": self.format,
+            "mode": "quick" if reading is None else "full",
+            "whole": self.whole,
+            "problems": as_json(self.problems),
+            "unread": as_json(self.unread),
+            "tensors": {
+                "total": self.tensors,
+                "whole": self.tensors - len(self.damaged),
+                "hurt": as_json(self.damaged),
+            },
+            "lost": [*self.lost],
+            "objects": {"total": self.objects, "hurt": [*self.damaged_objects]},
+            "replicas": as_json(self.rescued),
+            "ranks": as_json(self.ranks),
+            "crcs": None if reading is None else reading.crcs,
+            "checked_bytes": None if reading is None else reading.checked_bytes,
+            "unchecked_bytes": None if reading is None else reading.plain_bytes,
+            "file_bytes": self.file_bytes,
+            "notes": [*self.notes],
+            "against": None,
+        }
 
 
 @reads_one_save

@@ -125,13 +125,13 @@ class LeftOut(NamedTuple):
     """States of old ranks that an output does not have, by the name that people use for them."""
 
     name: str
-    whose: _Whose
+    of: _Whose
     ranks: int | None
 
     def __str__(self) -> str:
         """For a person: ``random states of 4 ranks``."""
         what = "random states" if _RANDOM.fullmatch(self.name.rpartition(".")[2]) else self.name
-        return f"{what} of {_count(self.whose, self.ranks)}"
+        return f"{what} of {_count(self.of, self.ranks)}"
 
 
 class _Converted(NamedTuple):

@@ -82,7 +82,7 @@ def test_more_pieces_than_fit_are_counted() -> None:
     pieces = tuple(HeldBox(Box((n,), (1,)), (n,)) for n in range(512))
     from ckpt_tools.core.dtypes import dtype_named
 
-    held = HeldTensor("w", dtype_named("int8"), (512,), pieces)
+    held = HeldTensor("w", dtype_named("int8"), (512,), (), pieces)
     assert "512 pieces of 0-511" in text.bar_of(held, text.plain, size=40)
 
 

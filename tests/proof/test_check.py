@@ -13,9 +13,8 @@ import torch
 from ckpt_tools import formats
 from ckpt_tools.core.dtypes import BY_NAME, DType
 from ckpt_tools.core.index import CheckpointIndex
-from ckpt_tools.errors import IncompleteError, UsageError, WriteError
+from ckpt_tools.errors import IncompleteError, WriteError
 from ckpt_tools.proof.check import same_objects, same_tensors
-from ckpt_tools.proof.fingerprint import are_equal
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data"
@@ -145,25 +144,3 @@ def test_a_list_that_lost_its_tensors_is_compared_as_one_value(
         else:
             with pytest.raises(WriteError, match=fault):
                 same_objects(wanted, result, files)
-
-
-# -------------------------------------------------------------------------------------------- ties
-
-
-@pytest.mark.parametrize(
-    ("name", "fqns", "same"),
-    [
-        ("fsdp2_tied_torchsave_4r/ckpt", ("emb.weight", "lm.weight"), True),
-        ("fsdp2_tied_dcp_4r/ckpt", ("model.emb.weight", "model.lm.weight"), True),
-        ("fsdp2_dcp_hsdp_2x4/ckpt", ("model.emb.weight", "model.lm.weight"), False),
-        ("fsdp2_dcp_hsdp_2x4/ckpt", ("model.emb.weight", "model.scale"), False),
-    ],
-)
-def test_ties_are_proven_by_values(name: str, fqns: tuple[str, ...], *, same: bool) -> None:
-    with Files() as files:
-        assert are_equal(real(name), fqns, files) is same
-
-
-def test_a_tie_to_nothing_is_refused() -> None:
-    with Files() as files, pytest.raises(UsageError, match="no tensor 'nope'"):
-        are_equal(real(RESULT), ("scale", "nope"), files)

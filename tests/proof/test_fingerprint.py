@@ -10,7 +10,7 @@ import torch
 
 from ckpt_tools import api, formats
 from ckpt_tools.errors import IncompleteError, UnreadableError, UnsupportedError
-from ckpt_tools.proof.fingerprint import Fingerprint, fingerprint, is_fingerprint, load, to_json
+from ckpt_tools.proof.fingerprint import Fingerprint, fingerprint, is_fingerprint, load
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data"
@@ -230,12 +230,12 @@ def test_two_names_that_become_one_are_refused() -> None:
 def test_a_fingerprint_is_read_back_as_it_was(path: str, tmp_path: Path) -> None:
     found = of(path)
     kept = tmp_path / "kept.json"
-    kept.write_text(json.dumps(to_json(found)))
+    kept.write_text(json.dumps(found.to_dict()))
     assert load(str(kept)) == found
 
 
 def test_the_json_has_exactly_the_documented_keys() -> None:
-    told = to_json(of("hf_sharded_safetensors/ckpt"))
+    told = of("hf_sharded_safetensors/ckpt").to_dict()
     assert list(told) == ["schema", "digest", "sections", "tensors"]
     assert told["schema"] == "ckpt-tools/fingerprint/1"
     assert told["digest"] == told["sections"]["model"]
@@ -244,7 +244,7 @@ def test_the_json_has_exactly_the_documented_keys() -> None:
 
 
 def test_an_edited_fingerprint_is_refused(tmp_path: Path) -> None:
-    told = to_json(of("hf_sharded_safetensors/ckpt"))
+    told = of("hf_sharded_safetensors/ckpt").to_dict()
     fqn = next(iter(told["tensors"]))
     told["tensors"][fqn]["sha256"] = "0" * 64
     kept = tmp_path / "kept.json"
@@ -273,7 +273,7 @@ def test_what_is_no_fingerprint_is_refused(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_fingerprint_with_odd_fields_is_refused(damage: dict, tmp_path: Path) -> None:
-    told = {**to_json(of("hf_sharded_safetensors/ckpt")), **damage}
+    told = {**of("hf_sharded_safetensors/ckpt").to_dict(), **damage}
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps(told))
     with pytest.raises(UnreadableError):
@@ -282,7 +282,7 @@ def test_a_fingerprint_with_odd_fields_is_refused(damage: dict, tmp_path: Path) 
 
 def test_a_fingerprint_is_told_from_a_checkpoint(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
-    kept.write_text(json.dumps(to_json(of("hf_sharded_safetensors/ckpt"))))
+    kept.write_text(json.dumps(of("hf_sharded_safetensors/ckpt").to_dict()))
     assert is_fingerprint(str(kept))
     for path in ("hf_sharded_safetensors/ckpt", "fsdp1_full_torchsave/ckpt/model.pt"):
         assert not is_fingerprint(str(CHECKPOINTS / path))

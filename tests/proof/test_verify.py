@@ -310,7 +310,7 @@ def test_a_damaged_chunk_that_a_replica_holds_is_told(tmp_path: Path) -> None:
     with Files() as files:
         report = verify(unwatched(index), files)  # reading now would see the CRC
     rescue = [one for one in report.rescued if one.fqn == entry.fqn]
-    assert [(one.box, one.replica) for one in rescue] == [(chunk.box, chunk.replicas[0].path)]
+    assert [(one.box, one.held_by) for one in rescue] == [(chunk.box, chunk.replicas[0].path)]
 
 
 def test_replicas_that_differ_are_a_problem(tmp_path: Path) -> None:

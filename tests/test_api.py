@@ -94,6 +94,27 @@ def test_a_difference_is_the_json_of_diff() -> None:
     assert json.dumps(ckpt_tools.diff(one, other).to_dict()) == printed.strip()
 
 
+@pytest.mark.parametrize(
+    ("words", "write"),
+    [
+        (["export"], ckpt_tools.export),
+        (["reshard", "--to-mesh", "2x2"], lambda path, out: ckpt_tools.reshard(path, out, "2x2")),
+    ],
+)
+def test_what_was_written_is_in_the_json_of_its_command(
+    words: list[str], write: Callable[[str, str], Result], tmp_path: Path
+) -> None:
+    path, out = str(REAL / "fsdp2_dcp_1d_4r" / "ckpt"), str(tmp_path / "out")
+    printed = json.loads(run(*words, path, "-o", out, "--dry-run", "--json").stdout)
+    told = json.loads(json.dumps(write(path, out).to_dict()))
+    assert told.pop("notes")[: len(printed["notes"])] == printed["notes"]
+    files = [(one["path"], one["nbytes"]) for one in printed["files"]]
+    assert [(one["path"], one["nbytes"]) for one in told.pop("files")] == files
+    mesh = told.pop("mesh", {})
+    assert mesh.items() <= printed.get("mesh", {}).items()
+    assert told.items() <= printed.items()
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such"):
         _ = ckpt_tools.no_such

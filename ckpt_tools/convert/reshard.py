@@ -31,6 +31,7 @@ from ckpt_tools.core.mesh_spec import (
 from ckpt_tools.core.names import select
 from ckpt_tools.core.options import option, required
 from ckpt_tools.core.plan import Target
+from ckpt_tools.core.records import Json, as_json, record_json
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.storage.reader import Files
@@ -113,6 +114,18 @@ class ReshardPlan(Plan):
     def tensors(self) -> int:
         """Number of tensors in the output, those inside of objects included."""
         return len(self.targets) + self.inside
+
+    def to_dict(self) -> dict[str, Json]:
+        """What `reshard --json` prints of a plan: all but where and by what it is written, and
+        what is read for each file.
+        """
+        return {
+            "mesh": record_json(self.mesh),
+            "tensors": len(self.targets),
+            "nbytes": self.nbytes,
+            "files": [{"path": file.path, "nbytes": file.length} for file in self.files.files],
+            "notes": as_json(self.notes),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ TINY = Sizes(
     most_plans=4 << 10,
     long_row=16,
     near=32,
+    fetched_gap=48,
     gap=64,
     pieces=2,
     few_chunks=1,

@@ -21,6 +21,7 @@ import click
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import guesses
 from ckpt_tools.errors import CkptError, Terminated, UsageError, from_system, printable
+from ckpt_tools.storage import fsspec_store
 
 _QUIET, _VERBOSE, _TYPED = "ckpt_tools.quiet", "ckpt_tools.verbose", "ckpt_tools.typed"
 _WIDEST = 100
@@ -85,6 +86,12 @@ class CommandGroup(click.Group):
         """Run the command; what it raises on purpose becomes one error and its exit code."""
         if os.environ.get("NO_COLOR"):
             ctx.color = False
+
+        def say_waiting(text: str) -> None:  # by any thread: it knows no context
+            if not ctx.meta.get(_QUIET):
+                click.echo(printable(text), err=True)
+
+        fsspec_store.WAITING.on_wait = say_waiting
         try:
             with _printable_errors():
                 answer: object = super().invoke(ctx)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.copying.parallel import IMPORTING
 from ckpt_tools.copying.read import ChunkReader, OnRun, ReadsNearby
-from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, runs_of
+from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, copy_of, runs_of, span_of
 from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of, nbytes_of
 from ckpt_tools.core.crc import combine, crc32
 from ckpt_tools.core.geometry import slabs
@@ -187,7 +187,7 @@ class TaskWriter:
         self._sizes = files.sizes
         slab = max(_WIDEST, min(self._sizes.slab, memory // 4) // _WIDEST * _WIDEST)
         self._memory = memoryview(mmap.mmap(-1, slab + BLOCK))  # which begins with a page
-        self._slab = slab
+        self._slab, self._room = slab, memory // 2
         self._out = self._memory[:slab]
         self._files = files
         self._reader = ChunkReader(files, stage_bytes=slab, on_run=on_run)
@@ -201,6 +201,7 @@ class TaskWriter:
 
         Raises WriteError, what `ChunkReader.fill` raises, and Stopped.
         """
+        self._fetch(task)
         if task.is_part:
             return self._write_piece(task.pieces[0], output)
         late: list[tuple[int, int]] = []
@@ -223,6 +224,20 @@ class TaskWriter:
         for slot, crc in late:
             output.write(slot, SLOT.pack(crc))
         return 0
+
+    def _fetch(self, task: Task) -> None:
+        """Fetch all that a task reads of a store at once, where there is memory for it."""
+        first = next((read for piece in task.pieces for read in piece.item.reads), None)
+        if first is None or self._files.has_descriptor(first.chunk.data.path):
+            return
+        copies = [
+            copy_of(read, part, within=piece.box, itemsize=piece.item.source.itemsize)
+            for piece in task.pieces
+            for read in self._nearby_of(piece.item).near(piece.box)
+            if (part := read.box.intersect(piece.box)) is not None
+        ]
+        if sum(map(span_of, copies)) <= self._room:
+            self._files.fetch((copy.path, copy.source, span_of(copy)) for copy in copies)
 
     def _write_piece(self, piece: Slab, output: Output) -> int:
         """Write a piece slab by slab, and give its CRC-32 when its item wants one."""

@@ -49,6 +49,8 @@ class Sizes:
     long_row: int = 1 << 10
     # Small reads that lie this close are one read: the bytes between cost less than a system call.
     near: int = 8 << 10
+    # Ranges of a store this close are one request: an answer takes as long as so many bytes.
+    fetched_gap: int = 256 << 10
     # The same for the rows of a strided read, each of which costs a step of Python as well.
     gap: int = 16 << 10
     # A small item in more pieces (a number) than this is gathered on its own.

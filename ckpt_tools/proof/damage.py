@@ -6,7 +6,8 @@ that they can be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -215,16 +216,16 @@ def _place(one: Checksummed) -> ByteRange:
 def _read(
     parts: Sequence[ChecksumPart], checker: _Checker, sizes: Sizes, threads: int | None
 ) -> ReadResult:
-    total, far = ReadResult(), any(is_address(part.data.path) for part in parts[:1])
+    total = ReadResult()
     # As they lie in the files, so that small ones are read together.
     places = sorted(range(len(parts)), key=lambda place: parts[place].data)
     results = in_threads(
-        lambda place: checker.check(parts[place]),
-        places,
+        checker.check,
+        [parts[place] for place in places],
         sizes,
         threads=threads,
-        nbytes=lambda place: parts[place].nbytes,
-        far=far,
+        nbytes=lambda part: part.nbytes,
+        ahead=checker.fetch if any(is_address(part.data.path) for part in parts[:1]) else None,
     )
     for _, found in sorted(zip(places, results, strict=True), key=itemgetter(0)):
         total.add(found)
@@ -254,6 +255,11 @@ class _Checker:
         self._tally = tally
         self._seen = seen
         self._own = local()
+
+    def fetch(self, parts: Iterable[ChecksumPart]) -> None:
+        """Fetch parts of a store together; one that cannot be read is found when it is checked."""
+        with suppress(CheckpointError):
+            self._files.fetch(part.data for part in parts)
 
     def check(self, part: ChecksumPart) -> ReadResult:
         """Read the bytes of a part; what is wrong with them becomes a damage, never an error."""

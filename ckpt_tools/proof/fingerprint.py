@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
-from ckpt_tools.copying.read import stream_box
+from ckpt_tools.copying.read import fetching, stream_box
 from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
@@ -45,7 +45,7 @@ from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.errors import UnreadableError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, clean_name, tensors_inside
 from ckpt_tools.proof.threads import in_threads
-from ckpt_tools.storage.paths import is_address, open_file
+from ckpt_tools.storage.paths import open_file
 from ckpt_tools.storage.reader import Files
 
 SCHEMA = "ckpt-tools/fingerprint/1"
@@ -128,7 +128,6 @@ def fingerprint(
         value = digest_of(entry, files, on_bytes=tally.add)
         return TensorDigest(entry.fqn, inside[entry.fqn], entry.dtype.name, entry.shape, value)
 
-    far = is_address(index.root)
     return of_tensors(
         in_threads(
             digest,
@@ -136,7 +135,7 @@ def fingerprint(
             files.sizes,
             threads=threads,
             nbytes=lambda e: e.nbytes,
-            far=far,
+            ahead=fetching(files, index.root),
         )
     )
 

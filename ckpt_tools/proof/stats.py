@@ -14,7 +14,7 @@ import numpy as np  # noqa: TID253 - imported late, and only to read values
 from ckpt_tools import formats
 from ckpt_tools.copying.cast import numbers
 from ckpt_tools.copying.origin import reads_one_save
-from ckpt_tools.copying.read import read_box
+from ckpt_tools.copying.read import fetching, read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
@@ -96,6 +96,7 @@ def stats(
         files.sizes,
         threads=threads,
         nbytes=lambda entry: entry.nbytes,
+        ahead=fetching(files, index.root),
     )
     anomalies = [anomaly for one in scans for anomaly in anomalies_of(one, files)]
     return Statistics(

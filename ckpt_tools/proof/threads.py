@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import TypeVar
 
 from ckpt_tools.copying.parallel import Background, choose_threads
@@ -24,12 +23,13 @@ def in_threads(
     *,
     threads: int | None,
     nbytes: Callable[[Item], int],
-    far: bool = False,
+    ahead: Callable[[list[Item]], object] | None = None,
 ) -> list[Result]:
     """The result of ``work`` on each item, in the order of the items.
 
-    ``nbytes`` says how large an item is, ``far`` that they lie in a store. Without a number of
-    ``threads``, the machine and the items choose it. The first error ends it all and is raised.
+    ``nbytes`` says how large an item is. Of a store, ``ahead`` fetches what small items need that
+    are next to be worked on by the thread that calls it. Without a number of ``threads``, the
+    machine and the items choose it. The first error ends it all and is raised.
     """
     results: dict[int, Result] = {}
     left = iter(
@@ -38,17 +38,21 @@ def in_threads(
     stop = threading.Event()
 
     def run() -> None:
-        for place in chain.from_iterable(left):
-            if stop.is_set():
-                return
-            try:
-                results[place] = work(items[place])
-            except BaseException:
-                stop.set()
-                raise
+        try:
+            for group in left:
+                if ahead is not None and len(group) > 1 and not stop.is_set():
+                    ahead([items[place] for place in group])
+                for place in group:
+                    if stop.is_set():
+                        return
+                    results[place] = work(items[place])
+        except BaseException:
+            stop.set()
+            raise
 
     if threads is None:
-        threads = choose_threads(sum(map(nbytes, items)), sizes, lanes=len(items), far=far)
+        far, lanes = ahead is not None, len(items)
+        threads = choose_threads(sum(map(nbytes, items)), sizes, lanes=lanes, far=far)
     pool = [Background(run) for _ in range(min(max(1, threads), len(items)))]
     try:
         for one in pool:

@@ -11,20 +11,28 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from errno import EACCES, ENOENT
-from functools import lru_cache
+from errno import EACCES, EAGAIN, ENOENT
+from functools import cache, lru_cache
+from random import uniform
+from threading import Lock
 from typing import TYPE_CHECKING, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.storage import object_store
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
     from aiohttp import ClientSession, TraceRequestEndParams
 
-AT_ONCE = 16  # requests
-# A web client of its own waits five minutes, and tries nothing again; those of stores do better.
-# Seconds without a byte after which a server has stalled, and before each further try.
+AT_ONCE = 32  # requests of this process
+# A web client of its own waits five minutes, and tries nothing again; those of fsspec's stores do
+# better. Seconds without a byte after which a server has stalled, and before each further try.
 STALLED = 20.0
 PAUSES = (0.5, 2.0)
+# Seconds for which an object store that may answer a moment later is asked again.
+PATIENCE = 30.0
+_SAID_AFTER = 3.0
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})  # answers that may be others a moment later
 _BROKEN_OFF = frozenset({"ServerDisconnectedError", "ClientPayloadError", "ClientOSError"})
 # A web server lists no folder: it is asked for these, which name the other files.
@@ -46,7 +54,7 @@ class FileSystem(Protocol):
     def ls(self, path: str, *, detail: bool) -> Sequence[Mapping[str, object]]:
         """Facts of everything in a folder."""
 
-    def cat_file(self, path: str, *, start: int, end: int) -> bytes:
+    def cat_file(self, path: str, *, start: int, end: int) -> bytes | memoryview:
         """The bytes of a file from ``start`` to ``end``."""
 
     def put_file(self, lpath: str, rpath: str) -> object:
@@ -74,6 +82,8 @@ class Facts(NamedTuple):
 @lru_cache(maxsize=1024)
 def _protocol(address: str) -> FileSystem:
     """The file system of an address. Raises UsageError when it cannot be had here."""
+    if object_store.is_for(address):
+        return object_store.Bucket(address)
     try:
         from fsspec import core  # late: only who gives an address pays for it
     except ImportError as error:
@@ -155,6 +165,8 @@ def _asked(address: str, ask: Callable[[FileSystem], Result]) -> Result:
     system = _file_system(address)
     if is_web(address):
         return _asked_again(address, lambda: ask(system))
+    if isinstance(system, object_store.Bucket):
+        return WAITING.asked(lambda: ask(system))
     try:
         return ask(system)
     except OSError:
@@ -178,6 +190,55 @@ def _asked_again(address: str, ask: Callable[[], Result]) -> Result:
                 raise _fault(cause, address) from error
         time.sleep(pause)
     raise AssertionError  # the last try has returned or raised
+
+
+class Waiting:
+    """Asks object stores again for a while: one that is gone is one wait for all threads together.
+
+    ``on_wait`` gets a line when it has waited for some seconds.
+    """
+
+    def __init__(self) -> None:
+        self.on_wait: Callable[[str], object] = lambda _: None
+        self._lock = Lock()
+        self._since: float | None = None  # no thread had an answer
+        self._has_said = False
+
+    def asked(self, ask: Callable[[], Result]) -> Result:
+        """The answer. Raises OSError when there has been none for `PATIENCE` seconds."""
+        pause, since = 0.2, 0.0
+        while True:
+            try:
+                answer = ask()
+            except OSError as error:
+                if error.errno != EAGAIN:
+                    raise
+                since = since or time.monotonic()
+                waited = self._waited(since, error)
+                if waited >= PATIENCE:
+                    why = f"{error.strerror}, for {waited:.0f} seconds"
+                    raise OSError(0, why, error.filename) from error
+            else:
+                self._since = None
+                self._has_said = False
+                return answer
+            time.sleep(pause * uniform(0.5, 1.0))  # noqa: S311 (so that not all ask at once)
+            pause = min(2 * pause, 5.0)
+
+    def _waited(self, since: float, error: OSError) -> float:
+        """For how long this thread, or all, have had no answer."""
+        with self._lock:
+            if self._since is None:
+                self._since = since
+            waited = time.monotonic() - min(since, self._since)
+            if waited >= _SAID_AFTER and not self._has_said:
+                self._has_said = True
+                wait = f"waiting up to {PATIENCE:.0f} seconds"
+                self.on_wait(f"{error.filename}: {error.strerror}; {wait}.")
+            return waited
+
+
+WAITING = Waiting()
 
 
 def _cause(error: Exception) -> Exception:
@@ -211,20 +272,24 @@ def _fault(error: Exception, address: str) -> OSError:
 
 
 class _Answers(Generic[Result]):
-    """What web servers said a moment ago; clients of stores keep their listings themselves."""
+    """What stores said a moment ago, but for those of fsspec, whose clients keep their listings."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[float, Result]] = {}
 
     def of(self, address: str, ask: Callable[[str], Result]) -> Result:
         """The answer for this address, asked for when none is fresh. Raises what ``ask`` raises."""
-        if not is_web(address):
-            return ask(address)
-        when, answer = self._kept.get(address, (-_FRESH, None))
-        if answer is None or time.monotonic() - when > _FRESH:
+        answer = self.fresh(address)
+        if answer is None:
             answer = ask(address)
-            self._kept[address] = time.monotonic(), answer
+            if is_web(address) or object_store.is_for(address):
+                self._kept[address] = time.monotonic(), answer
         return answer
+
+    def fresh(self, address: str) -> Result | None:
+        """The answer for this address, None when there is no fresh one."""
+        when, answer = self._kept.get(address, (-_FRESH, None))
+        return answer if time.monotonic() - when <= _FRESH else None
 
     def forget(self) -> None:
         """Ask again from now on."""
@@ -246,7 +311,23 @@ def facts(address: str) -> Facts:
 
 
 def _facts_of(address: str) -> Facts:
-    return _FACTS.of(address, lambda one: _facts(_asked(one, lambda system: system.info(one))))
+    folder, _, name = address.rpartition("/")
+    listed = None if is_web(address) else _LISTINGS.fresh(folder)
+    if listed is None:
+        return _FACTS.of(address, _ask_facts)
+    for one in listed:
+        if one.name == name:
+            return one
+    raise FileNotFoundError(ENOENT, "it does not exist", address)
+
+
+def _ask_facts(address: str) -> Facts:
+    try:
+        return _facts(_asked(address, lambda system: system.info(address)))
+    except FileNotFoundError:
+        if object_store.is_for(address) and listing(address):  # it knows files alone
+            return Facts(_tail(address), 0, is_dir=True)
+        raise
 
 
 def forget(address: str) -> None:
@@ -292,7 +373,6 @@ def is_web(address: str) -> bool:
 
 def files_named(address: str, names: Iterable[str]) -> list[Facts]:
     """Those of these files that are in a folder; each is asked for. Raises OSError."""
-    from concurrent.futures import ThreadPoolExecutor  # late, as all that addresses need
 
     def ask(name: str) -> Facts | None:
         with suppress(FileNotFoundError, PermissionError):
@@ -300,8 +380,7 @@ def files_named(address: str, names: Iterable[str]) -> list[Facts]:
             return None if found.is_dir else found
         return None
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(filter(None, pool.map(ask, names)))
+    return list(filter(None, pool().map(ask, names)))
 
 
 def _is_itself(entry: Facts, own: str, listed: Sequence[Mapping[str, object]]) -> bool:
@@ -324,19 +403,30 @@ def _tail(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-def read(address: str, offset: int, length: int) -> bytes:
+def read(address: str, offset: int, length: int) -> memoryview:
     """At most ``length`` bytes from ``offset`` on: fewer where the file ends. Raises OSError."""
     if length == 0:
-        return b""
+        return memoryview(b"")
     # By name: some file systems have another argument in the second place.
-    return _asked(
+    data = _asked(
         address, lambda system: system.cat_file(address, start=offset, end=offset + length)
     )
+    return memoryview(data)
+
+
+@cache
+def pool() -> ThreadPoolExecutor:
+    """Threads that wait for answers: all requests that are made at a time."""
+    from concurrent.futures import ThreadPoolExecutor  # late, as all that addresses need
+
+    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="store")
 
 
 def put(path: str, address: str) -> None:
     """Send a file of this machine to an address. Raises OSError."""
     _asked(address, lambda system: system.put_file(path, address))
+    _FACTS.forget()
+    _LISTINGS.forget()
 
 
 def stream(address: str) -> BinaryIO:

@@ -244,7 +244,7 @@ def _facts(address: str) -> fsspec_store.Facts | None:
 def head(path: str, length: int) -> bytes:
     """The first bytes of a file, fewer when it is shorter. Raises OSError."""
     if is_address(path):
-        return fsspec_store.read(path, 0, min(length, fsspec_store.facts(path).size))
+        return bytes(fsspec_store.read(path, 0, min(length, fsspec_store.facts(path).size)))
     with stream(path) as file:
         return file.read(length)
 

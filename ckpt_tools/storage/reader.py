@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from ckpt_tools.storage import fsspec_store, paths
 _MAX_OPEN = 128
 _LEAST_OPEN = 8
 _BLOCK = 1 << 20
+_REQUEST = 8 << 20  # bytes of a store: more are several requests, which are answered side by side
 
 Unpack = Callable[[Iterator[bytes], Callable[[bytes], object], str], None]
 
@@ -48,6 +50,7 @@ class Files:
         self._lock = threading.Lock()
         self._max_open = _most_open() if max_open is None else max_open
         self._lent: dict[str, memoryview] = {}
+        self._own = threading.local()
         self._spill_lock = threading.Lock()
         self._spilled: dict[tuple[tuple[str, int, int], Unpack], tuple[str, int, int]] = {}
 
@@ -133,15 +136,12 @@ class Files:
         with self.descriptor(path) as fd:
             return os.fstat(fd).st_size
 
-    def _fetch(self, address: str, offset: int, length: int) -> bytes:
-        """These bytes of an object in a store, in one request."""
-        with _faults_of(address):
-            data = fsspec_store.read(address, offset, length)
-        if len(data) > length:
-            raise UnreadableError(
-                f"{address}: its server was asked for {length:,} bytes and sent {len(data):,}.",
-                hint="It does not support range requests. Download the file and read it from disk.",
-            )
+    def _fetch(self, address: str, offset: int, length: int) -> memoryview:
+        """These bytes of an object in a store, fetched before or in one request."""
+        held = self._fetched().find(address, offset, length)
+        if held is not None:
+            return held
+        data = _answer(address, offset, length)
         if len(data) < length:
             raise _too_short(address, length=offset + len(data), needed=offset + length)
         return data
@@ -152,7 +152,7 @@ class Files:
         Raises UnreadableError when the file ends before them.
         """
         if paths.is_address(path):
-            return self._fetch(path, offset, length)
+            return bytes(self._fetch(path, offset, length))
         with self.descriptor(path) as fd:
             data = os.pread(fd, length, offset)
             while len(data) < length:
@@ -162,15 +162,27 @@ class Files:
                 data += more
         return data
 
-    def read_many(self, ranges: Iterable[tuple[str, int, int]]) -> list[bytes]:
-        """The bytes of these ranges (path, offset, length) of a store, many asked for at a time.
+    def fetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Ask for these ranges (path, offset, length) of stores, many at a time, near ones as one.
 
-        Raises what `read` raises.
+        Until its next call, this thread reads them from memory. What lies on this machine is left
+        out, and so is the part of a range that lies behind the end of its file. Raises
+        UnreadableError.
         """
-        from concurrent.futures import ThreadPoolExecutor  # late, as all that addresses need
+        held = self._fetched()
+        wanted = [one for one in ranges if paths.is_address(one[0]) and held.find(*one) is None]
+        if not wanted:
+            return
+        joined = _joined(wanted, gap=self.sizes.fetched_gap)
+        self._own.fetched = held = _Fetched()
+        for (path, offset, _), data in zip(
+            joined, fsspec_store.pool().map(lambda one: _answer(*one), joined), strict=True
+        ):
+            held.add(path, offset, data)
 
-        with ThreadPoolExecutor(fsspec_store.AT_ONCE) as pool:
-            return list(pool.map(lambda one: self.read(*one), ranges))
+    def _fetched(self) -> _Fetched:
+        fetched: _Fetched = getattr(self._own, "fetched", _NOTHING)
+        return fetched
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a byte buffer from this place of the file on.
@@ -200,6 +212,59 @@ class Files:
         if done < least:
             raise _too_short(path, length=offset + done, needed=offset + least)
         return done
+
+
+class _Fetched:
+    """Blocks of objects in stores, in ascending order in each."""
+
+    __slots__ = ("_blocks", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[memoryview]] = {}
+
+    def add(self, path: str, offset: int, data: memoryview) -> None:
+        """Keep a block that lies behind all others of its object."""
+        self._starts.setdefault(path, []).append(offset)
+        self._blocks.setdefault(path, []).append(data)
+
+    def find(self, path: str, offset: int, length: int) -> memoryview | None:
+        """These bytes; None where a block does not hold all of them."""
+        starts = self._starts.get(path, ())
+        place = bisect_right(starts, offset) - 1
+        if place < 0:
+            return None
+        at, block = offset - starts[place], self._blocks[path][place]
+        return block[at : at + length] if at + length <= len(block) else None
+
+
+_NOTHING = _Fetched()
+
+
+def _joined(ranges: Iterable[tuple[str, int, int]], *, gap: int) -> list[tuple[str, int, int]]:
+    """The same bytes in few ranges: those of a file that are at most ``gap`` apart are one, up to
+    about what one request is to ask for.
+    """
+    joined: list[tuple[str, int, int]] = []
+    for path, offset, length in sorted(ranges):
+        last, start, size = joined[-1] if joined else ("", 0, 0)
+        if path == last and offset <= start + size + gap and offset < start + _REQUEST:
+            joined[-1] = path, start, max(size, offset + length - start)
+        else:
+            joined.append((path, offset, length))
+    return joined
+
+
+def _answer(address: str, offset: int, length: int) -> memoryview:
+    """What a store says these bytes are: fewer where the object ends. Raises UnreadableError."""
+    with _faults_of(address):
+        data = fsspec_store.read(address, offset, length)
+    if len(data) > length:
+        raise UnreadableError(
+            f"{address}: its server was asked for {length:,} bytes and sent {len(data):,}.",
+            hint="It does not support range requests. Download the file and read it from disk.",
+        )
+    return data
 
 
 @cache

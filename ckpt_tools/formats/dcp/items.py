@@ -53,6 +53,7 @@ _CACHED_PICKLES = 4096
 _MAX_OF_ONE_LENGTH = 16
 _AHEAD = 16 << 20
 _MAX_WINDOW = 64 << 10
+_FETCHED = 64 << 20  # bytes of a store in memory at a time, of which little is kept
 # The constructors that NamedTuple generates would take half a second of a million items.
 _make = tuple.__new__
 
@@ -197,10 +198,26 @@ class Templates:
                 joined[-1] = last._replace(length=max(last.length, end - last.offset))
             else:
                 joined.append(window)
-        for window, block in zip(joined, self._files.read_many(joined), strict=True):
-            starts, data = self._fetched.setdefault(window.path, ([], []))
-            starts.append(window.offset)
-            data.append(block)
+        for batch in self._batches(joined):
+            self._files.fetch(batch)
+            for window in batch:
+                starts, data = self._fetched.setdefault(window.path, ([], []))
+                starts.append(window.offset)
+                data.append(self._files.read(*window))
+
+    def _batches(self, windows: Iterable[ByteRange]) -> Iterator[list[ByteRange]]:
+        """The windows in parts, so that what is fetched with them is dropped soon."""
+        batch: list[ByteRange] = []
+        left, last, near = _FETCHED, ByteRange("", 0, 0), self._files.sizes.fetched_gap
+        for window in windows:
+            gap = window.offset - last.offset - last.length if window.path == last.path else 0
+            left -= window.length + (gap if gap <= near else 0)
+            if left < 0 and batch:
+                yield batch
+                batch, left = [], _FETCHED
+            batch.append(window)
+            last = window
+        yield batch
 
     def _ends_of(self, item: ByteRange) -> Iterable[ByteRange]:
         path, offset, length = item

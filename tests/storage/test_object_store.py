@@ -1,0 +1,216 @@
+"""Object stores through obstore: each answer is right or refused, and an outage ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import ClassVar
+
+import pytest
+from running import run
+
+from ckpt_tools.core.sizes import Sizes
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.storage import fsspec_store, object_store, paths
+from ckpt_tools.storage.reader import Files
+
+pytest.importorskip("obstore")
+DATA = bytes(range(256)) * 40
+REAL = Path(__file__).parents[1] / "data" / "checkpoints"
+
+
+class Store(BaseHTTPRequestHandler):
+    """An S3 of objects that are all ``DATA``; ``faults`` are of the next answers, one each."""
+
+    protocol_version = "HTTP/1.1"
+    faults: ClassVar[list[str]] = []
+    etag: ClassVar[str] = '"one"'
+    requests: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        fault = self.faults.pop(0) if self.faults else ""
+        self.requests.append(self.headers.get("Range", self.command))
+        if fault.isdigit():
+            self._head(int(fault), 0)
+            return
+        start, last = map(int, self.headers.get("Range", "bytes=0-9")[6:].split("-"))
+        last = min(last, len(DATA) - 1)
+        if fault == "other range":
+            start, last = start + 1, last + 1
+        self._head(206, last - start + 1, f"bytes {start}-{last}/{len(DATA)}")
+        if fault in ("cut", "stalled"):
+            self.wfile.write(DATA[start : start + 2])
+            self.wfile.flush()
+            time.sleep(2 if fault == "stalled" else 0)
+            self.close_connection = True
+            return
+        self.wfile.write(DATA[start : last + 1])
+
+    def do_HEAD(self) -> None:
+        self.requests.append("HEAD")
+        if self.faults:
+            self._head(int(self.faults.pop(0)), 0)
+            return
+        self._head(200, len(DATA))
+
+    def _head(self, status: int, length: int, of_range: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        self.send_header("ETag", self.etag)
+        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        if of_range:
+            self.send_header("Content-Range", of_range)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Store]]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    for name, value in (
+        ("ACCESS_KEY_ID", "a"),
+        ("SECRET_ACCESS_KEY", "b"),
+        ("REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(object_store, "STALLED", timedelta(seconds=0.5))
+    monkeypatch.setattr(fsspec_store, "WAITING", fsspec_store.Waiting())
+    fsspec_store._protocol.cache_clear()
+    fsspec_store._FACTS.forget()
+    Store.faults, Store.requests = [], []
+    Store.etag = '"one"'
+    yield Store
+    server.shutdown()
+    server.server_close()
+    fsspec_store._protocol.cache_clear()
+
+
+def test_ranges_that_lie_near_are_one_request(store: type[Store]) -> None:
+    files = Files(sizes=Sizes(fetched_gap=100))
+    ranges = [("s3://b/x", start, 10) for start in (0, 50, 140, 5_000)]
+    files.fetch([*ranges, (str(REAL), 0, 1)])
+    assert sorted(store.requests) == ["bytes=0-149", "bytes=5000-5009"]
+    assert [files.read(*one) for one in ranges] == [DATA[at : at + 10] for _, at, _ in ranges]
+    assert len(store.requests) == 2
+    assert files.read("s3://b/x", 145, 10) == DATA[145:155]  # not all of it was fetched
+    assert len(store.requests) == 3
+
+
+@pytest.mark.usefixtures("store")
+def test_a_range_behind_the_end_is_a_truncated_file() -> None:
+    end = len(DATA)
+    files = Files()
+    files.fetch([("s3://b/x", end - 4, 8)])
+    assert files.read("s3://b/x", end - 4, 4) == DATA[-4:]
+    with pytest.raises(UnreadableError, match=r"truncated: 10,240 bytes, the index needs 10,244"):
+        files.read("s3://b/x", end - 4, 8)
+
+
+@pytest.mark.parametrize("faults", [["503"], ["cut"], ["stalled"], ["429", "500", "cut"]])
+def test_what_passes_is_asked_for_again(store: type[Store], faults: list[str]) -> None:
+    store.faults = [*faults]
+    assert Files().read("s3://b/x", 7, 30) == DATA[7:37]
+    assert len(store.requests) == len(faults) + 1
+
+
+def test_another_range_is_refused(store: type[Store]) -> None:
+    store.faults = ["other range"]
+    with pytest.raises(UnreadableError, match=r"other bytes than asked for: .*Requested 7..37"):
+        Files().read("s3://b/x", 7, 30)
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_refused(store: type[Store]) -> None:
+    assert paths.size("s3://b/x") == len(DATA)
+    files = Files()
+    files.read("s3://b/x", 0, 5)
+    store.etag = '"two"'
+    with pytest.raises(UnreadableError, match="has been replaced while it was read"):
+        files.read("s3://b/x", 5, 5)
+
+
+def test_an_outage_is_one_wait_and_one_error(
+    store: type[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec_store, "PATIENCE", 1.0)
+    monkeypatch.setattr(fsspec_store, "_SAID_AFTER", 0.1)
+    said: list[str] = []
+    fsspec_store.WAITING.on_wait = said.append
+    store.faults = ["503"] * 1000
+    begun = time.monotonic()
+    for _ in range(3):  # the second and third are not waited for
+        with pytest.raises(UnreadableError, match=r"its store answers 503.*for \d+ seconds"):
+            Files().read("s3://b/x", 0, 5)
+    assert time.monotonic() - begun < 4
+    assert said == ["s3://b/x: its store answers 503 Service Unavailable; waiting up to 1 seconds."]
+    store.faults = []
+    assert Files().read("s3://b/x", 0, 5) == DATA[:5]
+
+
+def test_a_store_that_refuses_is_asked_once(store: type[Store]) -> None:
+    store.faults = ["403"]
+    with pytest.raises(UnreadableError, match="403 Forbidden"):
+        Files().read("s3://b/x", 0, 5)
+    assert len(store.requests) == 1
+
+
+@pytest.mark.usefixtures("store")
+def test_a_file_is_a_stream() -> None:
+    with fsspec_store.stream("s3://b/x") as file:
+        assert file.read(300) == DATA[:300]
+        file.seek(-3, 2)
+        assert (file.read(), file.tell()) == (DATA[-3:], len(DATA))
+        file.seek(1)
+        assert file.readline(4) == DATA[1:5]
+
+
+def test_without_credentials_it_is_said_what_to_set() -> None:
+    asked = "Error performing PUT http://169.254.169.254/latest/api/token in 1s - error sending"
+    error = object_store._fault(Exception(asked), "s3://b/x")
+    assert isinstance(error, UsageError)
+    assert "AWS_ACCESS_KEY_ID" in str(error.hint)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_profile_has_its_keys_and_its_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3")
+    endpoint = "AWS_ENDPOINT_URL"
+    (tmp_path / "config").write_text(
+        "[profile lab]\nregion = eu-west-1\naws_access_key_id = k\naws_secret_access_key = s\n"
+        f"endpoint_url = {os.environ[endpoint]}\n"
+    )
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", endpoint):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    assert Files().read("s3://b/x", 0, 5) == DATA[:5]
+
+
+def test_fsspecs_own_configuration_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert object_store.is_for("s3://b/x")
+    assert not object_store.is_for("hf://org/model")
+    monkeypatch.setenv("FSSPEC_S3_ANON", "true")
+    assert not object_store.is_for("s3://b/x")
+
+
+def test_a_store_that_is_gone_is_said_by_a_command(
+    store: type[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec_store, "PATIENCE", 0.3)
+    monkeypatch.setattr(fsspec_store, "_SAID_AFTER", 0.1)
+    store.faults = ["500"] * 1000
+    done = run("inspect", "s3://b/run")
+    assert done.exit_code == 3
+    wait, error = done.stderr.splitlines()
+    assert wait.startswith("s3://b/run: its store answers 500 Internal Server Error; waiting up to")
+    assert error.startswith("Error: s3://b/run: its store answers 500 Internal Server Error, for")

@@ -34,7 +34,6 @@ from ckpt_tools.proof.pairs import (
     pair,
     whole_and_located,
 )
-from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 _SHOWN = 60  # characters of an object's value
@@ -148,13 +147,13 @@ def _compared(
     threads: int | None,
 ) -> Comparison:
     """Compare the tensors of each section that the reference has."""
-    mine, far = _sections(index), is_address(index.root)
+    mine = _sections(index)
     differences: list[Difference] = []
     for section, expected in reference.items():
         pairs = pair(mine.get(section, {}), expected)
         differences += [
             Difference(section, one.name, _kind(one), one.a, one.b)
-            for one in sorted(compare_pairs(pairs, values, files, threads=threads, far=far))
+            for one in sorted(compare_pairs(pairs, values, files, threads=threads))
             if one.status != "same"
         ]
     extra = tuple(section for section in mine if section not in reference)

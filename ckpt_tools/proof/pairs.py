@@ -17,6 +17,7 @@ from ckpt_tools.core.progress import Tally
 from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.proof.containers import compare_objects
 from ckpt_tools.proof.threads import in_threads
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -86,17 +87,9 @@ def compare_headers(pairs: Pairs) -> list[EntryDiff]:
 
 
 def compare_pairs(
-    pairs: Pairs,
-    values: CompareValues,
-    files: Files,
-    *,
-    threads: int | None,
-    far: bool = False,
+    pairs: Pairs, values: CompareValues, files: Files, *, threads: int | None
 ) -> list[EntryDiff]:
-    """Compare headers, tensors with ``values``, several at a time, and objects by value.
-
-    ``far`` says that a side lies in a store.
-    """
+    """Compare headers, tensors with ``values``, several at a time, and objects by value."""
     tensors: list[tuple[EntryDiff, TensorEntry, TensorEntry]] = []
     others: list[tuple[str, Entry, Entry]] = []
     for name, (a, b) in pairs.both.items():
@@ -104,13 +97,19 @@ def compare_pairs(
             tensors.append((_header(name, a, b), a, b))
         else:
             others.append((name, a, b))
+
+    def ahead(group: Iterable[tuple[EntryDiff, TensorEntry, TensorEntry]]) -> None:
+        files.fetch(chunk.data for _, *both in group for one in both for chunk in one.chunks)
+
+    first = [chunk for _, *both in tensors[:1] for one in both for chunk in one.chunks]
+    is_far = any(is_address(chunk.data.path) for chunk in first)
     found = in_threads(
         lambda one: one[0] if one[0].status == "shape" else values(*one),
         tensors,
         files.sizes,
         threads=threads,
         nbytes=lambda one: one[1].nbytes,
-        far=far,
+        ahead=ahead if is_far else None,
     )
     return [*_one_sided(pairs), *found, *(_object(*one, files) for one in others)]
 

@@ -58,35 +58,25 @@ def value_text(entry: ObjectEntry) -> str:
 
 def row(entry: Entry, mesh: FoundMesh | None) -> tuple[str, ...]:
     """The cells of `HEADER`; an object has its value where a tensor has its placements."""
-    return (*_facts(entry), _last(entry, mesh))
+    if isinstance(entry, ObjectEntry):
+        size = "-" if entry.nbytes is None else format_size(entry.nbytes)
+        return entry.fqn, "object", "-", size, f"= {cut_to(value_text(entry), _LONGEST_VALUE)}"
+    known = layout_of(entry, mesh)
+    placed = "-" if known is None else short_placements(known[0])
+    size = format_size(entry.nbytes)
+    return entry.fqn, entry.dtype.name, short_shape(entry.shape), size, placed
 
 
 def long_row(entry: Entry, mesh: FoundMesh | None) -> tuple[str, ...]:
     """The cells of `LONG_HEADER`."""
+    *first, last = row(entry, mesh)
     on_mesh = chunks = ranks = "-"
     if isinstance(entry, TensorEntry):
         known = layout_of(entry, mesh)
         on_mesh = "-" if known is None else str(known[0].mesh)
         chunks = str(len(entry.chunks))
         ranks = rank_spans(sorted({c.rank for c in entry.chunks if c.rank is not None})) or "-"
-    return (*_facts(entry), entry.section, on_mesh, chunks, ranks, _last(entry, mesh))
-
-
-def _facts(entry: Entry) -> tuple[str, str, str, str]:
-    """Name, type, shape, and size in bytes."""
-    if isinstance(entry, ObjectEntry):
-        size = "-" if entry.nbytes is None else format_size(entry.nbytes)
-        return entry.fqn, "object", "-", size
-    size = format_size(entry.nbytes)
-    return entry.fqn, entry.dtype.name, short_shape(entry.shape), size
-
-
-def _last(entry: Entry, mesh: FoundMesh | None) -> str:
-    """The placements of a tensor, or the value of an object."""
-    if isinstance(entry, ObjectEntry):
-        return f"= {cut_to(value_text(entry), _LONGEST_VALUE)}"
-    known = layout_of(entry, mesh)
-    return "-" if known is None else short_placements(known[0])
+    return (*first, entry.section, on_mesh, chunks, ranks, last)
 
 
 def file_name(path: str, root: str) -> str:

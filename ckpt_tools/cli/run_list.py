@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.analysis import summary
 from ckpt_tools.cli import render
+from ckpt_tools.core.records import record_json
 from ckpt_tools.core.text import counted, format_size, utc
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats import ReadOptions, Saved, read_index
@@ -21,16 +22,18 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 class _Line:
     """What headers say of one checkpoint.
 
-    ``holds`` are its sections, ``changed`` when a file of it last changed, in seconds since 1970,
-    None if unknown; ``problem`` is why it is not whole.
+    ``sections`` are those that hold anything, ``modified`` when a file of it last changed, in
+    seconds since 1970, None if unknown; ``problem`` is why it is not whole.
     """
 
-    saved: Saved
-    form: str | None = None
+    path: str
+    step: int | None
+    format: str | None = None
     framework: str | None = None
-    holds: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
     nbytes: int = 0
-    changed: float | None = None
+    modified: float | None = None
+    whole: bool = False
     problem: str | None = None
 
 
@@ -39,17 +42,19 @@ def line_of(saved: Saved, options: ReadOptions) -> _Line:
     try:
         index = read_index(saved.path, options=options)
     except CkptError as error:
-        return _Line(saved, problem=error.message.partition("\n")[0])
+        return _Line(saved.path, saved.step, problem=error.message.partition("\n")[0])
     sums = summary.sections_of(index)
     states = [file.state.changed for file in index.files if file.state is not None]
     newest = max(states, default=0)
     return _Line(
-        saved,
-        form=index.format,
+        saved.path,
+        saved.step,
+        format=index.format,
         framework=index.framework,
-        holds=tuple(name for name, one in sums.items() if one.tensors or one.objects),
+        sections=tuple(name for name, one in sums.items() if one.tensors or one.objects),
         nbytes=index.file_bytes,
-        changed=newest / 10**9 if newest else None,
+        modified=newest / 10**9 if newest else None,
+        whole=not index.problems,
         problem=index.problems[0].message.partition("\n")[0] if index.problems else None,
     )
 
@@ -60,13 +65,13 @@ def lines(path: str, run: Sequence[_Line]) -> Iterator[str]:
     now = time.time()
     rows = [
         (
-            "-" if line.saved.step is None else f"{line.saved.step:,}",
-            ", ".join(filter(None, (line.form, line.framework))) or "-",
-            "+".join(line.holds) or "-",
-            format_size(line.nbytes) if line.form else "-",
-            "-" if line.changed is None else _age(now - line.changed),
-            "yes" if line.problem is None else "NO",
-            os.path.relpath(line.saved.path, path),
+            "-" if line.step is None else f"{line.step:,}",
+            ", ".join(filter(None, (line.format, line.framework))) or "-",
+            "+".join(line.sections) or "-",
+            format_size(line.nbytes) if line.format else "-",
+            "-" if line.modified is None else _age(now - line.modified),
+            "yes" if line.whole else "NO",
+            os.path.relpath(line.path, path),
         )
         for line in run
     ]
@@ -87,21 +92,8 @@ def _age(seconds: float) -> str:
 
 def as_json(path: str, run: Sequence[_Line]) -> render.Json:
     """The object of schema ckpt-tools/run/1."""
-    return {
-        "schema": "ckpt-tools/run/1",
-        "path": path,
-        "checkpoints": [
-            {
-                "path": line.saved.path,
-                "step": line.saved.step,
-                "format": line.form,
-                "framework": line.framework,
-                "sections": list(line.holds),
-                "nbytes": line.nbytes,
-                "modified": None if line.changed is None else utc(line.changed),
-                "whole": line.problem is None,
-                "problem": line.problem,
-            }
-            for line in run
-        ],
-    }
+    checkpoints = [
+        record_json(line) | {"modified": None if line.modified is None else utc(line.modified)}
+        for line in run
+    ]
+    return {"schema": "ckpt-tools/run/1", "path": path, "checkpoints": checkpoints}

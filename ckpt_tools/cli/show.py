@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from ckpt_tools.analysis.summary import FoundMesh, layout_of, mesh_of, placement_names
 from ckpt_tools.cli import completion, entries, options, render
-from ckpt_tools.cli.render import Json
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
 from ckpt_tools.core.options import option, required
 from ckpt_tools.core.plain_values import PickledValue
+from ckpt_tools.core.records import Json, as_json, record_json
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats import locate, open_object
@@ -70,7 +70,13 @@ def command(asked: _Asked) -> None:
         with Files() as files:
             _show_object(open_object(one, entry, files), raw=raw, json=json)
     elif raw:
-        _print_bare(read_corner(located(one), part))
+        values = read_corner(located(one), part).values
+        if len(values) != 1:
+            raise UsageError(
+                f"--raw prints one value, and this part of {name} has {len(values):,}.",
+                hint="--json prints them all; --slice chooses one.",
+            )
+        render.emit_raw([render.bare(as_json(values[0]))])
     else:
         _show_tensor(one, mesh_of(index), part=part, json=json)
     one.require_whole()
@@ -87,15 +93,6 @@ def located(one: CheckpointIndex) -> TensorEntry:
     return entry
 
 
-def _print_bare(values: Corner) -> None:
-    if len(values.values) != 1:
-        raise UsageError(
-            f"--raw prints one value, and this part of {values.fqn} has {len(values.values):,}.",
-            hint="--json prints them all; --slice chooses one.",
-        )
-    render.emit_raw([render.bare(flat(values)[0])])
-
-
 def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
     closed = entry.value if isinstance(entry.value, PickledValue) else None
     if (raw or json) and (not entry.opened or (closed is not None and closed.fields is None)):
@@ -106,8 +103,11 @@ def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
     elif json:
         render.emit_json({"schema": "ckpt-tools/show/1", **entries.entry_json(entry, None)})
     else:
+        value = entries.value_text(entry)
+        if closed is not None and closed.fields is not None:  # a config
+            value = f"{closed.qualname} {jsonlib.dumps(entries.plain_json(closed))}"
         render.emit([render.heading(entry.fqn)])
-        render.emit(render.facts([*object_facts(entry), ("value", _value_text(entry))]))
+        render.emit(render.facts([*object_facts(entry), ("value", value)]))
 
 
 def object_facts(entry: ObjectEntry) -> Sequence[tuple[str, str]]:
@@ -119,13 +119,6 @@ def object_facts(entry: ObjectEntry) -> Sequence[tuple[str, str]]:
         ("file", f"{path}, {among}bytes {offset:,} to {offset + length:,}"),
         *([("not read", entry.flaw.message)] if entry.flaw is not None else ()),
     ]
-
-
-def _value_text(entry: ObjectEntry) -> str:
-    """The value on one line; that of a config, which stays closed for all else, with its class."""
-    if not isinstance(entry.value, PickledValue) or entry.value.fields is None:
-        return entries.value_text(entry)
-    return f"{entry.value.qualname} {jsonlib.dumps(entries.plain_json(entry.value))}"
 
 
 def _show_tensor(
@@ -140,11 +133,7 @@ def _show_tensor(
                 "schema": "ckpt-tools/show/1",
                 **entries.entry_json(entry, mesh),
                 "chunks": [_chunk_json(chunk) for chunk in entry.chunks],
-                "slice": {
-                    "offsets": list(values.box.offsets),
-                    "sizes": list(values.box.sizes),
-                    "values": nested(values),
-                },
+                "slice": record_json(values.box) | {"values": nested(values)},
             }
         )
         return
@@ -181,17 +170,9 @@ def tensor_facts(entry: TensorEntry, mesh: FoundMesh | None) -> Sequence[tuple[s
     return pairs
 
 
-def _chunk_json(chunk: Chunk) -> render.Json:
-    return {
-        "offsets": list(chunk.box.offsets),
-        "sizes": list(chunk.box.sizes),
-        "rank": chunk.rank,
-        "path": chunk.data.path,
-        "offset": chunk.data.offset,
-        "length": chunk.data.length,
-        "strides": None if chunk.strides is None else list(chunk.strides),
-        "replicas": [place.path for place in chunk.replicas],
-    }
+def _chunk_json(chunk: Chunk) -> Json:
+    beside = {"strides": chunk.strides, "replicas": [place.path for place in chunk.replicas]}
+    return {**record_json(chunk.box), "rank": chunk.rank, **record_json(chunk.data), **beside}
 
 
 def chunk_rows(entry: TensorEntry, root: str, most: int = _CHUNKS_SHOWN) -> list[tuple[str, ...]]:
@@ -285,14 +266,9 @@ def _span(part: str, size: int) -> tuple[int, int]:
     return (chosen.start if chosen else 0), len(chosen)
 
 
-def flat(corner: Corner) -> list[Json]:
-    """The values as JSON has them: complex numbers as pairs."""
-    return [[v.real, v.imag] if isinstance(v, complex) else v for v in corner.values]
-
-
 def nested(corner: Corner) -> Json:
     """The values as nested lists, one level a dimension; a bare value for a scalar."""
-    return _nest(flat(corner), corner.box.sizes)
+    return _nest([*map(as_json, corner.values)], corner.box.sizes)
 
 
 def _nest(values: Sequence[Json], sizes: Sequence[int]) -> Json:

@@ -20,6 +20,7 @@ from ckpt_tools.analysis.summary import FoundMesh
 from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_of
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.origin import reading
+from ckpt_tools.copying.read import stream_box
 from ckpt_tools.core.dtypes import DType, require_dtype
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, Section, TensorEntry
@@ -321,8 +322,6 @@ class Checkpoint:
 
         What is read whole is compared with the checksums that the checkpoint keeps; a slice is not.
         """
-        from ckpt_tools.copying.read import stream_box  # late: it needs numpy
-
         is_whole, seen = box == Box.whole(entry.shape), KnownCrcs()
         data = bytearray(box.numel * entry.dtype.itemsize)
         held = {one.path for chunk in entry.chunks for one in (chunk.data, *chunk.replicas)}

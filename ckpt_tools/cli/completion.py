@@ -7,6 +7,7 @@ from click.shell_completion import get_completion_class
 
 from ckpt_tools.cli import options
 from ckpt_tools.errors import CkptError
+from ckpt_tools.formats import read_index
 
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_CKPT_TOOLS_COMPLETE"
@@ -82,8 +83,6 @@ def _fitting(candidates: list[str], incomplete: str) -> list[str]:
 
 
 def _names(ckpt: str) -> tuple[list[str], list[str]]:
-    from ckpt_tools.formats import read_index  # late: most completions need no checkpoint
-
     try:
         index = read_index(ckpt)
     except (CkptError, OSError):

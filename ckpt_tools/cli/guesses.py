@@ -111,7 +111,7 @@ def no_option(
     command: click.Command, name: str, others: Mapping[str, click.Command]
 ) -> UsageError | None:
     """The error for an option that a command lacks, when it is known what to type instead."""
-    meant = _OPTIONS.get(_dashed(name), _dashed(name))
+    meant = _meant(name)
     options = _options(command)
     if name in _OUTPUT or (name == "--svg" and "--html" in options):
         files = [f"{one} FILE" for one in ("--html", "--write") if one in options]
@@ -134,14 +134,15 @@ def _options(command: click.Command) -> dict[str, click.Option]:
     return {name: p for p in command.params if isinstance(p, click.Option) for name in p.opts}
 
 
-def _dashed(name: str) -> str:
-    """The name with dashes, where other tools have underscores: ``--max_shard_size``."""
-    return name.replace("_", "-")
+def _meant(name: str) -> str:
+    """The option's name here, where other tools have another, or underscores."""
+    dashed = name.replace("_", "-")
+    return _OPTIONS.get(dashed, dashed)
 
 
 def _option(options: Mapping[str, click.Option], name: str, args: Sequence[str]) -> str:
     """The option that this one means. Raises UsageError when that is given, too."""
-    meant = _OPTIONS.get(_dashed(name), _dashed(name))
+    meant = _meant(name)
     if name in options or meant not in options:
         return name
     others = set(options[meant].opts) & {arg.partition("=")[0] for arg in args}

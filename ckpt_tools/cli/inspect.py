@@ -12,6 +12,7 @@ from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
 from ckpt_tools.errors import CheckpointError, CkptError, UsageError
 from ckpt_tools.formats import read_index, run_of
+from ckpt_tools.formats.frameworks import sources_of
 
 _HELP = """Show what a checkpoint is: complete or not, resumable or not, step, format, mesh, sizes.
 
@@ -101,28 +102,20 @@ def _emit_json(objects: list[render.Json], *, several: bool) -> None:
 
 def _page(ckpts: list[str], html: str, asked: _Asked) -> None:
     """Write the report of one checkpoint as a page."""
-    from ckpt_tools.cli.pictures import files  # late: most reports are for the terminal
-    from ckpt_tools.cli.pictures.banner import page_of_failure
-    from ckpt_tools.cli.pictures.pages import read_values, report_page
-    from ckpt_tools.copying import one_file
-    from ckpt_tools.formats.frameworks import sources_of
+    from ckpt_tools.cli.pictures import banner, files, pages  # late: most are for the terminal
 
-    force = asked.force
     if len(ckpts) > 1 or asked.json:
         raise UsageError("--html reports one checkpoint, and not as --json.")
-    if html != "-":
-        one_file.admit(html, sources=ckpts, force=force)
-    with page_of_failure(ckpts[0], html, force=force):
-        whole = options.read(ckpts[0], asked.reading.options)
+    whole = banner.read(ckpts[0], html, asked.reading.options, force=asked.force)
     index = options.choose(whole, asked.filters)
     seen, failure = None, None
     try:
         index = options.with_values(index)
-        seen = read_values(index) if asked.stats else None
+        seen = pages.read_values(index) if asked.stats else None
     except CheckpointError as error:
         failure = error
-    page = report_page(whole, index, seen=seen, unseen=failure)
-    files.write(html, page, sources=(*ckpts, *sources_of(whole)), force=force)
+    page = pages.report_page(whole, index, seen=seen, unseen=failure)
+    files.write(html, page, sources=(*ckpts, *sources_of(whole)), force=asked.force)
     whole.require_whole()
     if failure is not None:
         raise failure

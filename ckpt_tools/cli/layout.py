@@ -13,7 +13,6 @@ from ckpt_tools.analysis.summary import mesh_json, mesh_of
 from ckpt_tools.cli import completion, entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import colors, fold, text
-from ckpt_tools.copying import one_file
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import (
@@ -84,7 +83,12 @@ def command(asked: _Asked) -> None:
     if asked.to_mesh is None and (asked.placements or asked.rules):
         raise UsageError("--placements and --place need --to-mesh.")
     ckpt = asked.reading.find(asked.ckpt)
-    whole = _read(ckpt, asked)
+    if html is None:
+        whole = options.read(ckpt, asked.reading.options)
+    else:
+        from ckpt_tools.cli.pictures import banner  # late, here and below: most runs write no page
+
+        whole = banner.read(ckpt, html, asked.reading.options, force=asked.force)
     chosen = options.choose(whole, asked.filters)
     if name is not None:
         chosen = _one(whole, name)
@@ -95,7 +99,6 @@ def command(asked: _Asked) -> None:
     if json:
         render.emit_json(_json(whole.root, before, after))
     elif html is not None:
-        # Late: most runs write no page.
         from ckpt_tools.cli.pictures import files, pages
         from ckpt_tools.proof.look import look
 
@@ -107,17 +110,6 @@ def command(asked: _Asked) -> None:
     else:
         render.emit(_lines(whole.root, before, after, every=asked.every))
     whole.require_whole()
-
-
-def _read(ckpt: str, asked: _Asked) -> CheckpointIndex:
-    """The index; refuses the file of the page before, and draws a page of what cannot be read."""
-    from ckpt_tools.cli.pictures.banner import page_of_failure  # late: most runs write no page
-
-    html, force = asked.html, asked.force
-    if html not in (None, "-"):
-        one_file.admit(html, sources=[ckpt], force=force)
-    with page_of_failure(ckpt, html, force=force):
-        return options.read(ckpt, asked.reading.options)
 
 
 def _one(whole: CheckpointIndex, name: str) -> CheckpointIndex:
@@ -163,9 +155,7 @@ def _lines(root: str, before: Holdings, after: Moved | None, *, every: bool) -> 
 
 def _side(holdings: Holdings, paint: text.Paint, *, every: bool) -> Iterator[str]:
     if holdings.mesh is not None:
-        status = {None: "", "confirmed": "confirmed by the files"}
-        how = status.get(holdings.status, "inferred from the boxes")
-        yield f"Mesh {holdings.mesh}" + (f", {how}" if how else "")
+        yield f"Mesh {holdings.mesh}{text.status_words(holdings)}"
         yield from text.mesh_lines(holdings.mesh, paint, width=render.terminal_width())
         yield ""
     yield from text.load_lines(holdings, paint)

@@ -89,9 +89,8 @@ _LONGEST = 100
 
 
 class Leaf(NamedTuple):
-    """An entry with its name, the parts of its place in a tree, and its bytes that count there."""
+    """An entry with the parts of its place in a tree, and its bytes that count there."""
 
-    name: str
     parts: tuple[str, ...]
     entry: Entry
     nbytes: int
@@ -118,24 +117,23 @@ def tree_of(leaves: Iterable[Leaf]) -> Node:
     """The tree in which each leaf has its place."""
     root = Node()
     for leaf in leaves:
-        node = root
-        _count(node, leaf)
+        way = [root]
         for part in leaf.parts:
-            node = node.below.setdefault(part, Node())
-            _count(node, leaf)
-        node.leaves.append(leaf)
+            way.append(way[-1].below.setdefault(part, Node()))
+        for node in way:
+            if isinstance(leaf.entry, TensorEntry):
+                node.tensors += 1
+            else:
+                node.objects += 1
+            node.nbytes += leaf.nbytes
+        way[-1].leaves.append(leaf)
     return root
 
 
 def tree_lines(entries: Sequence[Entry], mesh: FoundMesh | None) -> Iterator[str]:
     """The lines of the tree; parts that have only one part below them are joined to it."""
     leaves = (
-        Leaf(
-            entry.fqn,
-            parts_of(entry),
-            entry,
-            entry.nbytes if isinstance(entry, TensorEntry) else 0,
-        )
+        Leaf(parts_of(entry), entry, entry.nbytes if isinstance(entry, TensorEntry) else 0)
         for entry in entries
     )
     yield from _lines(tree_of(leaves), mesh, indent="")
@@ -144,14 +142,6 @@ def tree_lines(entries: Sequence[Entry], mesh: FoundMesh | None) -> Iterator[str
 def parts_of(entry: Entry) -> tuple[str, ...]:
     """The parts of a name between dots, also of those dots that stand in a key."""
     return tuple(part for component in entry.path for part in str(component).split("."))
-
-
-def _count(node: Node, leaf: Leaf) -> None:
-    if isinstance(leaf.entry, TensorEntry):
-        node.tensors += 1
-    else:
-        node.objects += 1
-    node.nbytes += leaf.nbytes
 
 
 def _lines(node: Node, mesh: FoundMesh | None, *, indent: str) -> Iterator[str]:

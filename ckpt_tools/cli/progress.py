@@ -18,25 +18,20 @@ if TYPE_CHECKING:
 class _Bar:
     """A progress callback: the number of bytes done since the last call.
 
-    `expect` sets the total, without which no end is shown.
+    `expect` sets the total, without which no end is shown. Without a ``drawn`` one it does nothing.
     """
 
+    def __init__(self, drawn: tqdm[NoReturn] | None = None) -> None:
+        self._drawn = drawn
+
     def __call__(self, nbytes: int) -> None:
-        """No-op: this bar is not drawn."""
+        if self._drawn is not None:
+            self._drawn.update(nbytes)
 
     def expect(self, total: int) -> None:
         """Set the total number of bytes."""
-
-
-class _Drawn(_Bar):
-    def __init__(self, bar: tqdm[NoReturn]) -> None:
-        self._bar = bar
-
-    def __call__(self, nbytes: int) -> None:
-        self._bar.update(nbytes)
-
-    def expect(self, total: int) -> None:
-        self._bar.total = total  # drawn with the next bytes: a bar drawn too early is never erased
+        if self._drawn is not None:  # with the next bytes: a bar drawn too early is never erased
+            self._drawn.total = total
 
 
 @contextmanager
@@ -57,4 +52,4 @@ def byte_bar(total: int | None = None, *, label: str) -> Iterator[_Bar]:
         leave=False,
         delay=0.5,  # what is refused or done at once draws nothing
     ) as bar:
-        yield _Drawn(bar)
+        yield _Bar(bar)

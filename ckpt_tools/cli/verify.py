@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import click
@@ -20,8 +19,8 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted, first_of, format_size, rank_spans, some
-from ckpt_tools.errors import AnswerNo, CheckpointError, CkptError, UsageError
-from ckpt_tools.formats import ReadOptions, Saved, read_index, run_of
+from ckpt_tools.errors import AnswerNo, CkptError, UsageError
+from ckpt_tools.formats import Saved, read_index, run_of
 from ckpt_tools.proof.compare import Comparison, Difference, compare, compare_checkpoints
 from ckpt_tools.proof.damage_map import DamagedTensor, describe
 from ckpt_tools.proof.fingerprint import is_fingerprint, load
@@ -34,8 +33,6 @@ from ckpt_tools.proof.verify import (
 )
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.rank_states import LeftOut, without_left_out
-
-_Verify = Callable[[CheckpointIndex], VerifyReport]
 
 _HELP = """Check that a checkpoint is complete; say what is damaged, and what is still complete.
 
@@ -99,15 +96,14 @@ def command(asked: _Asked) -> None:
             "--against compares."
         )
     ckpts, read = [*map(asked.reading.find, asked.ckpts)], asked.reading.options
-    verified = partial(_report, asked=asked)
     several = [saved.path for ckpt in ckpts for saved in run_of(ckpt) or [Saved(ckpt, None)]]
     if len(several) > 1 or several != ckpts:
         if against is not None:
             raise UsageError("--against compares one checkpoint; several were given.")
-        _each(several, read, verified, json=json)
+        _each(several, asked)
         return
     index = read_index(ckpts[0], options=read)  # the report has its notes
-    report = verified(index)
+    report = _report(index, asked)
     other: _Against | None = None
     if against is not None and (report.damaged or report.lost or report.rescued):
         other = _Against(against)
@@ -150,13 +146,13 @@ def _report(index: CheckpointIndex, asked: _Asked) -> VerifyReport:
     return report if ranks is None else expecting_ranks(report, index, ranks)
 
 
-def _each(ckpts: Sequence[str], read: ReadOptions, verified: _Verify, *, json: bool) -> None:
+def _each(ckpts: Sequence[str], asked: _Asked) -> None:
     """One line or object a checkpoint, unreadable ones too; exits with the worst code."""
     objects: list[render.Json] = []
     worst = 0
     for ckpt in ckpts:
         try:
-            report = verified(read_index(ckpt, options=read))
+            report = _report(read_index(ckpt, options=asked.reading.options), asked)
         except CkptError as error:
             worst = max(worst, error.exit_code)
             objects.append({"path": ckpt, "readable": False, "problem": error.message})
@@ -166,9 +162,9 @@ def _each(ckpts: Sequence[str], read: ReadOptions, verified: _Verify, *, json: b
             worst = max(worst, 0 if report.whole else 1)
             objects.append(as_json(report, None))
             lines = [line(ckpt, report)]
-        if not json:
+        if not asked.json:
             render.emit(lines)
-    if json:
+    if asked.json:
         render.emit_json({"schema": "ckpt-tools/verify-list/1", "checkpoints": objects})
     if worst:
         click.get_current_context().exit(worst)
@@ -228,9 +224,10 @@ def line(path: str, report: VerifyReport) -> str:
 
 
 def _facts(report: VerifyReport) -> Iterator[render.Fact]:
-    said = list(dict.fromkeys(map(_problem, report.problems)))
-    for lines in said[:_SHOWN]:
-        yield "problem", lines
+    problems = [f"{one.message}\n{one.hint or ''}".strip("\n") for one in report.problems]
+    said = list(dict.fromkeys(problems))
+    for text in said[:_SHOWN]:
+        yield "problem", text.split("\n")
     if len(said) > _SHOWN:
         yield "", f"and {len(said) - _SHOWN:,} more problems; --json has all"
     for problem in report.unread[:_SHOWN]:
@@ -247,17 +244,16 @@ def _facts(report: VerifyReport) -> Iterator[render.Fact]:
         shown = some(report.damaged_objects, _SHOWN)
         yield "objects", f"{len(report.damaged_objects)} of {report.objects} damaged: {shown}"
     if report.ranks:
-        yield "ranks", _ranks(report)
+        intact = rank_spans([state.rank for state in report.ranks if state.whole])
+        damaged = rank_spans([state.rank for state in report.ranks if not state.whole])
+        text = f"{intact} intact" if intact else "none is intact"
+        yield "ranks", f"{text}; {damaged} damaged" if damaged else text
     yield "proven", _proven(report)
     unproven = _unproven(report)
     if unproven:
         yield "not proven", unproven
     if report.notes:
         yield "notes", report.notes
-
-
-def _problem(problem: CheckpointError) -> tuple[str, ...]:
-    return tuple(f"{problem.message}\n{problem.hint or ''}".strip("\n").split("\n"))
 
 
 def _tensors(report: VerifyReport) -> str:
@@ -277,13 +273,6 @@ def _lost(tensor: DamagedTensor) -> str:
     word = "rank" if len(tensor.ranks) == 1 else "ranks"
     ranks = f" ({word} {rank_spans(tensor.ranks)})" if tensor.ranks else ""
     return f"{tensor.fqn}: {where}{ranks}"
-
-
-def _ranks(report: VerifyReport) -> str:
-    intact = [state.rank for state in report.ranks if state.whole]
-    damaged = [state.rank for state in report.ranks if not state.whole]
-    text = f"{rank_spans(intact)} intact" if intact else "none is intact"
-    return f"{text}; {rank_spans(damaged)} damaged" if damaged else text
 
 
 def _proven(report: VerifyReport) -> str:

@@ -81,9 +81,8 @@ class Entries(Tree[Shown]):
         """Add the lines below a part, largest first; with ``every`` also those below them."""
         if node.children or node.data is None or isinstance(node.data.place, Leaf):
             return
-        below: list[tuple[str, Node | Leaf]] = [
-            (leaf.name, leaf) for leaf in node.data.place.leaves
-        ]
+        leaves = node.data.place.leaves
+        below: list[tuple[str, Node | Leaf]] = [(leaf.entry.fqn, leaf) for leaf in leaves]
         for part, start in node.data.place.below.items():
             name, branch = (part, start) if node.is_root else joined(part, start)
             is_leaf = not branch.below and len(branch.leaves) == 1
@@ -120,7 +119,7 @@ class Entries(Tree[Shown]):
 
     def _said(self, shown: Shown) -> Text:
         """What stands behind a name: type and shape, or how much is below; and what is damaged."""
-        leaves = {leaf.name: leaf.entry for leaf in shown.below}
+        leaves = {leaf.entry.fqn: leaf.entry for leaf in shown.below}
         wrong = len(self._content.damaged & leaves.keys())
         if isinstance(shown.place, Leaf):
             entry = shown.place.entry
@@ -131,7 +130,7 @@ class Entries(Tree[Shown]):
         return Text.assemble((behind, "dim"), (mark if wrong else "", "bold red"))
 
 
-class Details(VerticalScroll):
+class _Details(VerticalScroll):
     """What is known of the entry under the cursor: facts, chunks, values."""
 
     def __init__(self, content: Content) -> None:
@@ -170,10 +169,7 @@ class Details(VerticalScroll):
         table.clear(columns=True).display = not isinstance(values, str)
         if isinstance(values, str):
             return
-        first, width = (
-            (*values.box.offsets, 0)[len(values.box.sizes[1:])],
-            (values.box.sizes or (1,))[-1],
-        )
+        first, width = (values.box.offsets or (0,))[-1], (values.box.sizes or (1,))[-1]
         table.add_columns("", *map(str, range(first, first + width)))
         texts = list(map(show.value_text, values.values))
         for start in range(0, len(texts), max(width, 1)):
@@ -230,7 +226,7 @@ class Browser(App[None]):
         yield Header(icon=" ")
         with Horizontal(id="main"):
             yield Entries("everything", self.content)
-            yield Details(self.content)
+            yield _Details(self.content)
         with Vertical(id="asked"):
             yield Input(placeholder="part of a name, a glob, or re:…", id="search")
             yield Input(placeholder="slice of the values: 0:4,:8", id="slice")
@@ -248,9 +244,9 @@ class Browser(App[None]):
         return self.query_one(Entries)
 
     @property
-    def details(self) -> Details:
+    def details(self) -> _Details:
         """What stands beside the tree, or below it."""
-        return self.query_one(Details)
+        return self.query_one(_Details)
 
     # ------------------------------------------------------------------------------------- the tree
 

@@ -54,17 +54,18 @@ class Content:
         shown = self._placed[arrangement]
         if text:
             low = text.lower()
-            shown = [p for p in shown if (chosen(p.name) if chosen else low in p.name.lower())]
+            fits = chosen or (lambda fqn: low in fqn.lower())
+            shown = [leaf for leaf in shown if fits(leaf.entry.fqn)]
         return shown
 
     def _place(self, entry: Entry, arrangement: Arrangement) -> Iterator[Leaf]:
         parts = parts_of(entry)
         if arrangement == "file":
             for label, nbytes in self._files_of(entry).items():
-                yield Leaf(entry.fqn, (label, *parts), entry, nbytes)
+                yield Leaf((label, *parts), entry, nbytes)
         else:
             above = (entry.section,) if arrangement == "section" else ()
-            yield Leaf(entry.fqn, (*above, *parts), entry, entry.nbytes or 0)
+            yield Leaf((*above, *parts), entry, entry.nbytes or 0)
 
     def _files_of(self, entry: Entry) -> Counter[str]:
         """The bytes of an entry in each file that holds a part of it, replicas too."""

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from time import gmtime, strftime
 
 from ckpt_tools._version import __version__
 from ckpt_tools.analysis.inspection import Inspection, VerdictPart
-from ckpt_tools.cli import report
+from ckpt_tools.cli import options, report
 from ckpt_tools.cli.pictures import files
 from ckpt_tools.cli.pictures.shell import page, table, text
-from ckpt_tools.core.index import FileState
+from ckpt_tools.copying import one_file
+from ckpt_tools.core.index import CheckpointIndex, FileState
 from ckpt_tools.core.text import first_of
 from ckpt_tools.errors import CheckpointError
+from ckpt_tools.formats import ReadOptions
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.paths import last_written
 
@@ -60,17 +62,19 @@ def _why(error: CheckpointError) -> str:
     return "\n".join(filter(None, [error.message, error.hint]))
 
 
-@contextmanager
-def page_of_failure(ckpt: str, html: str | None, *, force: bool) -> Iterator[None]:
-    """Where reading the checkpoint fails, write a page of why to ``html``, and let it fail.
+def read(ckpt: str, html: str, reading: ReadOptions, *, force: bool) -> CheckpointIndex:
+    """The index of a checkpoint whose page is going to be ``html``.
 
-    A path that is not there, or in whose place another was meant, is no broken checkpoint.
+    Where reading fails, that gets a page of why, and it fails. A path that is not there, or in
+    whose place another was meant, is no broken checkpoint. Raises what `one_file.admit` raises.
     """
+    if html != "-":
+        one_file.admit(html, sources=[ckpt], force=force)
     try:
-        yield
+        return options.read(ckpt, reading)
     except CheckpointError as error:
         elsewhere = error.instead is not None and any(way.path for way in error.instead.ways)
-        if html is not None and not elsewhere and _is_there(ckpt):
+        if not elsewhere and _is_there(ckpt):
             files.write(html, failure_page(ckpt, error), sources=(ckpt,), force=force)
         raise
 

@@ -12,7 +12,7 @@ from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import rects
 from ckpt_tools.cli.pictures.shell import table, text
-from ckpt_tools.cli.pictures.text import place_words
+from ckpt_tools.cli.pictures.text import mesh_words, place_words, status_words
 from ckpt_tools.core.text import counted, format_size, rank_spans, some
 
 _COLUMN = 48  # pixels
@@ -73,12 +73,9 @@ def _holders(side: Holdings, title: str, *, most: int, gets: Sequence[int] | Non
 
 
 def _heading(side: Holdings, title: str) -> str:
-    how = {"confirmed": ", confirmed by the files", "inferred": ", inferred from the boxes"}
     words = [title] if title else []
     if side.mesh is not None:
-        named = zip(side.mesh.names, side.mesh.shape, strict=True)
-        shape = " × ".join(f"{name}={size}" for name, size in named)
-        words.append(f"mesh {shape}{how.get(side.status or '', '')}")
+        words.append(f"mesh {mesh_words(side.mesh)}{status_words(side)}")
     whole = ": ".join(words) or counted(side.holders, side.unit)
     return f"<h2>{text(whole[0].upper() + whole[1:])}</h2>"
 

@@ -35,9 +35,8 @@ def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
     names = mesh.names
     across = mesh.shape[-1] if mesh.shape else 1
     cell = len(str(mesh.size - 1)) + 2
-    words = " × ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
     downwards = f", {names[-2]} downwards" if len(names) > 1 else ""
-    yield f"  {words}: {names[-1]} from left to right{downwards}"
+    yield f"  {mesh_words(mesh)}: {names[-1]} from left to right{downwards}"
     if mesh.size > 512:
         yield f"  {counted(mesh.size, 'rank')}, not drawn"
         return
@@ -50,6 +49,17 @@ def mesh_lines(mesh: Mesh, paint: Paint, *, width: int | None) -> Iterator[str]:
             ranks = range(first, min(first + per_line, start + across))
             drawn = "".join(paint(str(rank).center(cell), rank) for rank in ranks)
             yield render.Styled(f"  {drawn}")
+
+
+def mesh_words(mesh: Mesh) -> str:
+    """The dimensions of a mesh: ``dp=2 × tp=4``."""
+    return " × ".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.shape, strict=True))
+
+
+def status_words(holdings: Holdings) -> str:
+    """How the mesh is known, after it; nothing for one that is asked for."""
+    words = {"confirmed": ", confirmed by the files", "inferred": ", inferred from the boxes"}
+    return "" if holdings.status is None else words[holdings.status]
 
 
 def place_words(mesh: Mesh, rank: int) -> str:

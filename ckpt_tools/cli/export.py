@@ -1,8 +1,13 @@
-"""`ckpt-tools export`: whole tensors, as safetensors or as one torch file."""
+"""`ckpt-tools export`: whole tensors, as safetensors or as one torch file.
+
+The modules of steps are imported when one is asked for.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -12,14 +17,15 @@ from ckpt_tools.cli import options, progress, render, shaping
 from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import WriteOptions
-from ckpt_tools.core.index import SECTIONS, Section
+from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
 from ckpt_tools.core.options import option
 from ckpt_tools.core.progress import Listener
-from ckpt_tools.core.text import counted, format_size
+from ckpt_tools.core.text import counted
 from ckpt_tools.distributed import environment, run
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.frameworks import HUB_FORMAT
 from ckpt_tools.transforms import frameworks
+from ckpt_tools.transforms.base import Transform
 
 _HELP = """Write full tensors from a sharded checkpoint, for loading elsewhere.
 
@@ -39,6 +45,121 @@ are removed; notes on stderr say what was changed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Folder:
+    """What makes an export a Hugging Face folder."""
+
+    vocab_size: int | None = option(
+        None,
+        "--vocab-size",
+        "Keep N rows of embeddings and output layers: removes Megatron's padding.",
+        metavar="N",
+        heading="Types and sizes",
+        at_least=1,
+    )
+    assets: str | None = option(
+        None,
+        "--hf-assets",
+        "Copy config, tokenizer and chat template from this folder, and refuse tensors that do "
+        "not fit its config. auto: the folder that was saved with the checkpoint (verl's "
+        "huggingface/, or one with config.json).",
+        metavar="DIR|auto",
+        heading="Hugging Face folder",
+    )
+    allow_mismatch: bool = option(
+        False,
+        "--allow-mismatch",
+        "With --hf-assets, write the folder even if tensors are missing or extra.",
+        heading="Hugging Face folder",
+    )
+
+    def files_read(self, ckpt: str) -> Sequence[str]:
+        """The files that are copied, or looked at, beside the checkpoint."""
+        if self.assets is None:
+            return ()
+        from ckpt_tools.transforms import hf_folder
+
+        assets = self.assets
+        if assets == "auto":
+            with suppress(UsageError):  # it is raised again, where the checkpoint is read
+                assets = hf_folder.assets_beside(ckpt)
+        return hf_folder.files_read(assets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Adapters:
+    """What becomes of LoRA weights, and what no tensor says of them."""
+
+    alone: bool = option(
+        False,
+        "--adapter",
+        "Write only the LoRA weights, as an adapter folder for PEFT.",
+        heading="LoRA",
+    )
+    merge: bool = option(
+        False,
+        "--merge-lora",
+        "Write the base weights with LoRA merged into them, in float32, then cast.",
+        heading="LoRA",
+    )
+    alpha: float | None = option(
+        None,
+        "--lora-alpha",
+        "LoRA's alpha; the LoRA rank is read from the tensors.",
+        metavar="ALPHA",
+        heading="LoRA",
+    )
+    config: str | None = option(
+        None,
+        "--adapter-config",
+        "The adapter_config.json (or verl's lora_train_meta.json) with alpha.",
+        metavar="FILE",
+        heading="LoRA",
+    )
+    transposed: bool | None = option(
+        None,
+        "--lora-fan-in-fan-out",
+        "Whether square weights with LoRA are transformers' Conv1D (GPT-2), stored as (in, "
+        "out). Needed only if the checkpoint does not say.",
+        heading="LoRA",
+        choices={"yes": True, "no": False},
+    )
+    name: str | None = option(
+        None,
+        "--adapter-name",
+        "Which adapter, if there are several.",
+        metavar="NAME",
+        heading="LoRA",
+    )
+
+    def steps(self, ckpt: str) -> Sequence[Transform]:
+        """The step of --adapter or --merge-lora, if one is asked for. Raises UsageError."""
+        if not self.alone and not self.merge:
+            if self != _Adapters():
+                raise UsageError("LoRA options need --adapter or --merge-lora.")
+            return ()
+        if self.alone and self.merge:
+            raise UsageError("--adapter and --merge-lora cannot be used together.")
+        if (self.config is None) == (self.alpha is None):
+            raise UsageError(
+                "LoRA's alpha is in no tensor: give it with --lora-alpha or with --adapter-config, "
+                "one of the two.",
+                hint="The job's adapter_config.json has it; verl writes lora_train_meta.json.",
+            )
+        from ckpt_tools.transforms import lora
+
+        if self.config is None:
+            config = lora.LoraConfig(self.alpha or 0.0)
+            lora.check_beside(config, ckpt)
+        else:
+            config = lora.read_config(self.config)
+        if self.transposed is not None:
+            config = replace(config, transposed=self.transposed, asked=True)
+        if self.alone:
+            return [lora.AdapterTransform(config, self.name)]
+        return [lora.MergeTransform(config, self.name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What the command line asks for."""
 
@@ -53,8 +174,8 @@ class Asked:
     )
     wanted: convert.ExportOptions
     names: shaping.NewNames
-    folder: shaping.Folder
-    adapters: shaping.Adapters
+    folder: _Folder
+    adapters: _Adapters
     writing: shaping.Writing
     json: bool = options.as_json()
     only: Section | Literal["all"] | None = option(
@@ -79,7 +200,9 @@ def command(asked: Asked) -> None:
     if dry_run and environment.is_follower():
         return  # rank 0 plans alone
     asked = replace(asked, ckpt=asked.reading.find(asked.ckpt))
-    write = _write_options(asked)
+    given = (asked.folder.assets, asked.adapters.config, *asked.names.sources)
+    copied = asked.folder.files_read(asked.ckpt)
+    write = asked.writing.beside(asked.ckpt, [*filter(None, given)], copied)
     make = partial(_conversion, asked, form, write)
     if dry_run:
         plan = run.dry_run(make, out, write)
@@ -96,18 +219,13 @@ def command(asked: Asked) -> None:
             {"schema": schema, "output": out, "written": not dry_run, **plan.to_dict()}
         )
     elif dry_run:
-        answer(f"{_what(plan, out)}; not written (--dry-run); {_workers(plan, asked.writing)}")
+        answer(
+            f"{shaping.what(plan, out)}; not written (--dry-run); {_workers(plan, asked.writing)}"
+        )
     else:
-        answer(_summary(plan, out, seconds=time.monotonic() - started))
+        answer(f"{shaping.what(plan, out)}, {shaping.took(plan, started)}")
     if dry_run:
         run.check_room(out, plan)
-
-
-def _write_options(asked: Asked) -> WriteOptions:
-    """How to write, and all that is read for it."""
-    given = (asked.folder.assets, asked.adapters.config, *asked.names.sources)
-    copied = asked.folder.files_read(asked.ckpt)
-    return asked.writing.beside(asked.ckpt, [*filter(None, given)], copied)
 
 
 def _conversion(asked: Asked, form: str, write: WriteOptions, read: run.Read) -> convert.Export:
@@ -117,17 +235,39 @@ def _conversion(asked: Asked, form: str, write: WriteOptions, read: run.Read) ->
     only = None if asked.only == "all" else asked.only or usual
     wanted = replace(asked.wanted, format=form, only=only)
     options.choose(index, wanted)
-    steps = shaping.export_steps(
-        index,
-        names=asked.names,
-        folder=asked.folder,
-        adapters=asked.adapters,
-        is_folder=form == HUB_FORMAT and not convert.is_single_file(asked.out, form),
-    )
-    wanted = replace(wanted, steps=steps)
+    is_folder = form == HUB_FORMAT and not convert.is_single_file(asked.out, form)
+    wanted = replace(wanted, steps=_steps(index, asked, is_folder=is_folder))
     if asked.adapters.alone:  # PEFT reads one file
         wanted = replace(wanted, basename="adapter_model", max_shard_size=1 << 62)
     return convert.Export(index, asked.out, write, wanted)
+
+
+def _steps(index: CheckpointIndex, asked: Asked, *, is_folder: bool) -> tuple[Transform, ...]:
+    """The steps of an export, in their order. Raises UsageError for options that do not fit."""
+    folder, adapters = asked.folder, asked.adapters
+    if folder.assets is not None and not is_folder:
+        raise UsageError("--hf-assets completes a folder of safetensors; OUT is one file.")
+    if adapters.alone and (folder.assets is not None or not is_folder):
+        raise UsageError(
+            "--adapter writes a PEFT folder: OUT cannot be a file, and --hf-assets does not apply."
+        )
+    if folder.assets is None and folder.allow_mismatch:
+        raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
+    if folder.assets is None and folder.vocab_size is None:
+        return (*adapters.steps(index.root), *asked.names.steps(index.root))
+    from ckpt_tools.transforms import hf_folder, maps
+
+    path = folder.assets
+    if path == "auto":
+        path = hf_folder.assets_beside(index.root)
+        say(f"--hf-assets: taking {path}.")
+    assets = None if path is None else hf_folder.read_assets(path)
+    steps = [*adapters.steps(index.root), *asked.names.steps(index.root, assets)]
+    if folder.vocab_size is not None:
+        steps.append(maps.VocabularyTransform(folder.vocab_size))
+    if assets is not None:
+        steps.append(hf_folder.AssetsTransform(assets, index, folder.allow_mismatch))
+    return tuple(steps)
 
 
 def _form(form: str | None, out: str) -> str:
@@ -142,17 +282,6 @@ def _form(form: str | None, out: str) -> str:
             hint="Name the output as its format is named, or leave --format out.",
         )
     return form or by_suffix or formats.targets("whole")[0].name
-
-
-def _summary(plan: convert.ExportPlan, out: str, *, seconds: float) -> str:
-    """One line: what was written."""
-    rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""
-    return f"{_what(plan, out)}, in {seconds:.1f} s{rate}"
-
-
-def _what(plan: convert.ExportPlan, out: str) -> str:
-    tensors, files = counted(plan.tensors, "tensor"), counted(len(plan.files), "file")
-    return f"{out}: {tensors}, {format_size(plan.nbytes)} in {files}"
 
 
 def _workers(plan: convert.ExportPlan, writing: shaping.Writing) -> str:

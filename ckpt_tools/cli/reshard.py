@@ -162,7 +162,7 @@ def command(asked: Asked) -> None:
     elif dry_run:
         render.emit(_forecast(asked, plan))
     else:
-        answer(_summary(asked, plan, seconds=time.monotonic() - started))
+        answer(f"{_what(asked, plan)}, {shaping.took(plan, started)}")
     if dry_run:
         run.check_room(asked.out, plan)
 
@@ -252,17 +252,8 @@ _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 _MOST_FILES = 16
 
 
-def _summary(asked: Asked, plan: ReshardPlan, *, seconds: float) -> str:
-    """One line: what was written."""
-    rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""
-    return f"{_what(asked, plan)}, in {seconds:.1f} s{rate}"
-
-
 def _what(asked: Asked, plan: ReshardPlan) -> str:
-    tensors = counted(plan.tensors, "tensor")
-    files = counted(len(plan.files), "file")
-    size = format_size(plan.nbytes)
-    return f"{asked.out}: {tensors}, {size} in {files} for mesh {plan.mesh}"
+    return f"{shaping.what(plan, asked.out)} for mesh {plan.mesh}"
 
 
 def _forecast(asked: Asked, plan: ReshardPlan) -> Iterator[str]:

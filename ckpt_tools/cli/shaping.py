@@ -1,5 +1,5 @@
-"""What `export` and `reshard` share: options on names and types of the output (--map, --rename,
-LoRA …), the steps that they stand for, and how to write.
+"""What `export` and `reshard` share: options on names of the output, the steps that they stand for,
+how to write, and what is said of it.
 
 The modules of steps are imported when one is asked for.
 """
@@ -7,17 +7,16 @@ The modules of steps are imported when one is asked for.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.cli.group import say
 from ckpt_tools.convert.write import Plan, WriteOptions
 from ckpt_tools.copying.parallel import choose_threads
-from ckpt_tools.core.index import CheckpointIndex, FileEntry
+from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.options import option, repeated
-from ckpt_tools.core.text import counted
+from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage import paths
 from ckpt_tools.transforms.base import Transform
@@ -106,121 +105,6 @@ class NewNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
-    """What makes an export a Hugging Face folder."""
-
-    vocab_size: int | None = option(
-        None,
-        "--vocab-size",
-        "Keep N rows of embeddings and output layers: removes Megatron's padding.",
-        metavar="N",
-        heading="Types and sizes",
-        at_least=1,
-    )
-    assets: str | None = option(
-        None,
-        "--hf-assets",
-        "Copy config, tokenizer and chat template from this folder, and refuse tensors that do "
-        "not fit its config. auto: the folder that was saved with the checkpoint (verl's "
-        "huggingface/, or one with config.json).",
-        metavar="DIR|auto",
-        heading="Hugging Face folder",
-    )
-    allow_mismatch: bool = option(
-        False,
-        "--allow-mismatch",
-        "With --hf-assets, write the folder even if tensors are missing or extra.",
-        heading="Hugging Face folder",
-    )
-
-    def files_read(self, ckpt: str) -> Sequence[str]:
-        """The files that are copied, or looked at, beside the checkpoint."""
-        if self.assets is None:
-            return ()
-        from ckpt_tools.transforms import hf_folder
-
-        assets = self.assets
-        if assets == "auto":
-            with suppress(UsageError):  # it is raised again, where the checkpoint is read
-                assets = hf_folder.assets_beside(ckpt)
-        return hf_folder.files_read(assets)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapters:
-    """What becomes of LoRA weights, and what no tensor says of them."""
-
-    alone: bool = option(
-        False,
-        "--adapter",
-        "Write only the LoRA weights, as an adapter folder for PEFT.",
-        heading="LoRA",
-    )
-    merge: bool = option(
-        False,
-        "--merge-lora",
-        "Write the base weights with LoRA merged into them, in float32, then cast.",
-        heading="LoRA",
-    )
-    alpha: float | None = option(
-        None,
-        "--lora-alpha",
-        "LoRA's alpha; the LoRA rank is read from the tensors.",
-        metavar="ALPHA",
-        heading="LoRA",
-    )
-    config: str | None = option(
-        None,
-        "--adapter-config",
-        "The adapter_config.json (or verl's lora_train_meta.json) with alpha.",
-        metavar="FILE",
-        heading="LoRA",
-    )
-    transposed: bool | None = option(
-        None,
-        "--lora-fan-in-fan-out",
-        "Whether square weights with LoRA are transformers' Conv1D (GPT-2), stored as (in, "
-        "out). Needed only if the checkpoint does not say.",
-        heading="LoRA",
-        choices={"yes": True, "no": False},
-    )
-    name: str | None = option(
-        None,
-        "--adapter-name",
-        "Which adapter, if there are several.",
-        metavar="NAME",
-        heading="LoRA",
-    )
-
-    def steps(self, ckpt: str) -> Sequence[Transform]:
-        """The step of --adapter or --merge-lora, if one is asked for. Raises UsageError."""
-        if not self.alone and not self.merge:
-            if self != Adapters():
-                raise UsageError("LoRA options need --adapter or --merge-lora.")
-            return ()
-        if self.alone and self.merge:
-            raise UsageError("--adapter and --merge-lora cannot be used together.")
-        if (self.config is None) == (self.alpha is None):
-            raise UsageError(
-                "LoRA's alpha is in no tensor: give it with --lora-alpha or with --adapter-config, "
-                "one of the two.",
-                hint="The job's adapter_config.json has it; verl writes lora_train_meta.json.",
-            )
-        from ckpt_tools.transforms import lora
-
-        if self.config is None:
-            config = lora.LoraConfig(self.alpha or 0.0)
-            lora.check_beside(config, ckpt)
-        else:
-            config = lora.read_config(self.config)
-        if self.transposed is not None:
-            config = replace(config, transposed=self.transposed, asked=True)
-        if self.alone:
-            return [lora.AdapterTransform(config, self.name)]
-        return [lora.MergeTransform(config, self.name)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
     """Whether anything is written, how, and by how many processes."""
 
@@ -255,35 +139,14 @@ class Writing:
         return counted(chosen, "thread")
 
 
-def export_steps(
-    index: CheckpointIndex,
-    *,
-    names: NewNames,
-    folder: Folder,
-    adapters: Adapters,
-    is_folder: bool,
-) -> tuple[Transform, ...]:
-    """The steps of an export, in their order. Raises UsageError for options that do not fit."""
-    if folder.assets is not None and not is_folder:
-        raise UsageError("--hf-assets completes a folder of safetensors; OUT is one file.")
-    if adapters.alone and (folder.assets is not None or not is_folder):
-        raise UsageError(
-            "--adapter writes a PEFT folder: OUT cannot be a file, and --hf-assets does not apply."
-        )
-    if folder.assets is None and folder.allow_mismatch:
-        raise UsageError("--allow-mismatch says how to take --hf-assets, which is not given.")
-    if folder.assets is None and folder.vocab_size is None:
-        return (*adapters.steps(index.root), *names.steps(index.root))
-    from ckpt_tools.transforms import hf_folder, maps
+def what(plan: Plan, out: str) -> str:
+    """An output in a few words: ``run7-hf: 94 tensors, 4.98 GB in 8 files``."""
+    tensors, files = counted(plan.tensors, "tensor"), counted(len(plan.files), "file")
+    return f"{out}: {tensors}, {format_size(plan.nbytes)} in {files}"
 
-    path = folder.assets
-    if path == "auto":
-        path = hf_folder.assets_beside(index.root)
-        say(f"--hf-assets: taking {path}.")
-    assets = None if path is None else hf_folder.read_assets(path)
-    steps = [*adapters.steps(index.root), *names.steps(index.root, assets)]
-    if folder.vocab_size is not None:
-        steps.append(maps.VocabularyTransform(folder.vocab_size))
-    if assets is not None:
-        steps.append(hf_folder.AssetsTransform(assets, index, folder.allow_mismatch))
-    return tuple(steps)
+
+def took(plan: Plan, started: float) -> str:
+    """How long it took to write, since that time of `time.monotonic`, and how fast that was."""
+    seconds = time.monotonic() - started
+    rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""
+    return f"in {seconds:.1f} s{rate}"

@@ -114,30 +114,22 @@ class _Known:
         return HeldTensor(entry.fqn, entry.dtype, entry.shape, words, self._pieces[kind])
 
     def _cut(self, entry: TensorEntry, layout: Layout | None) -> tuple[HeldBox, ...]:
-        full = None if self._unit == "file" else self._on_all_ranks(layout)
-        owners = {} if full is None else owners_of(full, entry.shape)
+        if layout is not None and self._mesh is not None and layout.mesh.size != self._mesh.size:
+            layout = on_mesh(layout, self._mesh)  # it lies on a part, whose ranks it counts
+        owners = {} if layout is None or self._unit == "file" else owners_of(layout, entry.shape)
         chunks: dict[Box, list[Chunk]] = {}
         for chunk in entry.chunks:
             chunks.setdefault(chunk.box, []).append(chunk)
         pieces = [
-            HeldBox(box, owners.get(box) or self._savers(same), self._number(same[0]))
+            HeldBox(box, owners.get(box) or self._savers(same), self._numbers[same[0].data.path])
             for box, same in chunks.items()
             if 0 not in box.sizes
         ]
         return tuple(sorted(pieces))
 
-    def _on_all_ranks(self, layout: Layout | None) -> Layout | None:
-        """The layout on the whole mesh: a tensor may lie on a part of it, whose ranks it counts."""
-        if layout is None or self._mesh is None or layout.mesh.size == self._mesh.size:
-            return layout
-        return on_mesh(layout, self._mesh)
-
-    def _number(self, chunk: Chunk) -> int:
-        return self._numbers[chunk.data.path]
-
     def _savers(self, chunks: Sequence[Chunk]) -> tuple[int, ...]:
         if self._unit == "file":
-            return tuple(sorted({self._number(chunk) for chunk in chunks}))
+            return tuple(sorted({self._numbers[chunk.data.path] for chunk in chunks}))
         return tuple(sorted({chunk.rank for chunk in chunks if chunk.rank is not None}))
 
 

@@ -118,15 +118,12 @@ def _lines(diff: Diff) -> Iterator[str]:
 
 def row(entry: EntryDiff) -> tuple[str, ...]:
     """The cells of `HEADER`."""
-    what = (entry.name, WORDS[entry.status])
-    sides = (_short(entry.a), _short(entry.b))
-    if entry.delta is None:
-        return (*what, *sides, "-", "-", "-", "-")
-    delta = entry.delta
+    what, delta = (entry.name, WORDS[entry.status], _short(entry.a), _short(entry.b)), entry.delta
+    if delta is None:
+        return (*what, "-", "-", "-", "-")
     place = delta.at if delta.at is not None else delta.first
     return (
         *what,
-        *sides,
         f"{delta.differing:,} of {delta.numel:,}",
         options.number(delta.max_abs),
         "-" if place is None else f"[{', '.join(map(str, place))}]",

@@ -182,24 +182,20 @@ def _one_lines(held: HeldTensor, before: Holdings, after: Moved | None) -> Itera
 
 
 def _json(root: str, before: Holdings, after: Moved | None) -> render.Json:
-    moved: render.Json = None
-    if after is not None:
-        moved = {"nbytes": after.nbytes, "by_rank": list(after.by_rank)}
     return {
         "schema": "ckpt-tools/layout/1",
         "path": root,
         **_holdings_json(before),
         "after": None if after is None else _holdings_json(after.holdings),
-        "moved": moved,
+        "moved": None if after is None else {"nbytes": after.nbytes, "by_rank": after.by_rank},
     }
 
 
 def _holdings_json(holdings: Holdings) -> dict[str, render.Json]:
-    mesh, status = holdings.mesh, holdings.status
-    totals = ownership.bytes_held(holdings)
+    mesh, totals = holdings.mesh, ownership.bytes_held(holdings)
     return {
         "unit": holdings.unit,
-        "mesh": None if mesh is None else mesh_json(mesh, status),
+        "mesh": None if mesh is None else mesh_json(mesh, holdings.status),
         "files": list(holdings.files),
         "bytes_held": totals,
         "skew": ownership.skew_of(totals),

@@ -57,9 +57,8 @@ class Command(click.Command):
         except click.MissingParameter as error:
             _, _, first = (self.help or "").partition("Examples:\n")
             example = first.strip().partition("\n")[0]
-            missing = " ".join(
-                error.format_message().split()
-            )  # choices stand on lines of their own
+            # Choices stand on lines of their own.
+            missing = " ".join(error.format_message().split())
             raise UsageError(missing, hint=f"For example: {example}") from error
         except click.BadParameter as error:
             if error.param is None or "--format" not in error.param.opts:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckpt_tools.analysis.summary import FoundMesh, layout_of, mesh_of, placement_names
 from ckpt_tools.cli import completion, entries, options, render
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, Chunk, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.options import option, required
 from ckpt_tools.core.plain_values import PickledValue
 from ckpt_tools.core.records import Json, as_json, record_json
@@ -107,18 +107,7 @@ def _show_object(entry: ObjectEntry, *, raw: bool, json: bool) -> None:
         if closed is not None and closed.fields is not None:  # a config
             value = f"{closed.qualname} {jsonlib.dumps(entries.plain_json(closed))}"
         render.emit([render.heading(entry.fqn)])
-        render.emit(render.facts([*object_facts(entry), ("value", value)]))
-
-
-def object_facts(entry: ObjectEntry) -> Sequence[tuple[str, str]]:
-    """What headers say of an object: labels and texts."""
-    path, offset, length = entry.data
-    among = "among " if entry.nbytes is None else ""
-    return [
-        ("kind", f"object of section {entry.section}"),
-        ("file", f"{path}, {among}bytes {offset:,} to {offset + length:,}"),
-        *([("not read", entry.flaw.message)] if entry.flaw is not None else ()),
-    ]
+        render.emit(render.facts([*facts_of(entry, None), ("value", value)]))
 
 
 def _show_tensor(
@@ -138,7 +127,7 @@ def _show_tensor(
         )
         return
     render.emit([render.heading(entry.fqn)])
-    render.emit(render.facts(tensor_facts(entry, mesh)))
+    render.emit(render.facts(facts_of(entry, mesh)))
     table = list(render.table(CHUNK_HEADER, chunk_rows(entry, one.root), align="lrlrrr"))
     if len(entry.chunks) > _CHUNKS_SHOWN:
         table.append(f"  and {len(entry.chunks) - _CHUNKS_SHOWN:,} more; --json lists all")
@@ -154,20 +143,25 @@ def _in_its_files(entry: TensorEntry, one: CheckpointIndex) -> TensorEntry:
     return replace(entry, chunks=chunks)
 
 
-def tensor_facts(entry: TensorEntry, mesh: FoundMesh | None) -> Sequence[tuple[str, str]]:
-    """What headers say of a tensor: labels and texts."""
+def facts_of(entry: Entry, mesh: FoundMesh | None) -> Iterator[tuple[str, str]]:
+    """What headers say of a tensor or an object: labels and texts."""
+    if isinstance(entry, ObjectEntry):
+        path, offset, length = entry.data
+        among = "among " if entry.nbytes is None else ""
+        yield "kind", f"object of section {entry.section}"
+        yield "file", f"{path}, {among}bytes {offset:,} to {offset + length:,}"
+        if entry.flaw is not None:
+            yield "not read", entry.flaw.message
+        return
     known = layout_of(entry, mesh)
     size = f"{counted(entry.numel, 'element')}, {format_size(entry.nbytes)}"
-    pairs = [
-        ("kind", f"tensor of section {entry.section}"),
-        ("dtype", entry.dtype.name),
-        ("shape", f"{list(entry.shape)}, {size}"),
-    ]
+    yield "kind", f"tensor of section {entry.section}"
+    yield "dtype", entry.dtype.name
+    yield "shape", f"{list(entry.shape)}, {size}"
     if known is not None:
         layout, status = known
         placements = ", ".join(placement_names(layout))
-        pairs.append(("placements", f"{placements} on mesh {layout.mesh}, {status}"))
-    return pairs
+        yield "placements", f"{placements} on mesh {layout.mesh}, {status}"
 
 
 def _chunk_json(chunk: Chunk) -> Json:

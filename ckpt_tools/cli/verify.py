@@ -248,10 +248,7 @@ def _facts(report: VerifyReport) -> Iterator[render.Fact]:
         damaged = rank_spans([state.rank for state in report.ranks if not state.whole])
         text = f"{intact} intact" if intact else "none is intact"
         yield "ranks", f"{text}; {damaged} damaged" if damaged else text
-    yield "proven", _proven(report)
-    unproven = _unproven(report)
-    if unproven:
-        yield "not proven", unproven
+    yield from _proof(report)
     if report.notes:
         yield "notes", report.notes
 
@@ -275,31 +272,22 @@ def _lost(tensor: DamagedTensor) -> str:
     return f"{tensor.fqn}: {where}{ranks}"
 
 
-def _proven(report: VerifyReport) -> str:
+def _proof(report: VerifyReport) -> Iterator[render.Fact]:
+    """What this run proves, and what it cannot know."""
     reading = report.reading
     if reading is None:
-        return (
-            "headers are consistent: files, lengths, coverage, shapes"
-            if report.whole
-            else "nothing"
-        )
+        consistent = "headers are consistent: files, lengths, coverage, shapes"
+        yield "proven", consistent if report.whole else "nothing"
+        yield "not proven", "the values: only headers were read"
+        return
     checked = f"{format_size(reading.checked_bytes)} by {counted(reading.crcs, 'CRC-32')}"
     said = f"{checked}; {format_size(reading.plain_bytes)} more are readable"
-    if not report.whole or reading.checked_bytes + reading.plain_bytes >= report.file_bytes:
-        return said
-    return f"{said}; the rest of {format_size(report.file_bytes)} is headers and padding"
-
-
-def _unproven(report: VerifyReport) -> str:
-    """What this run cannot know."""
-    if report.reading is None:
-        return "the values: only headers were read"
-    if report.reading.plain_bytes:
-        return (
-            f"{format_size(report.reading.plain_bytes)} have no checksum; only a fingerprint "
-            "proves them (--against)"
-        )
-    return ""
+    if report.whole and reading.checked_bytes + reading.plain_bytes < report.file_bytes:
+        said += f"; the rest of {format_size(report.file_bytes)} is headers and padding"
+    yield "proven", said
+    if reading.plain_bytes:
+        plain = f"{format_size(reading.plain_bytes)} have no checksum"
+        yield "not proven", f"{plain}; only a fingerprint proves them (--against)"
 
 
 def _comparison(other: _Against) -> Iterator[render.Fact]:

@@ -12,7 +12,6 @@ from ckpt_tools.analysis.summary import FoundMesh, file_loads, mesh_of
 from ckpt_tools.cli import entries, report, show
 from ckpt_tools.cli.ls import Leaf, parts_of
 from ckpt_tools.cli.render import facts
-from ckpt_tools.cli.show import located, object_facts, tensor_facts
 from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry, count_of
 from ckpt_tools.core.names import selector
@@ -95,12 +94,7 @@ class Content:
 
     def facts(self, entry: Entry) -> str:
         """What headers say of an entry."""
-        told = (
-            object_facts(entry)
-            if isinstance(entry, ObjectEntry)
-            else tensor_facts(entry, self._mesh)
-        )
-        return "\n".join([printable(entry.fqn), *facts(told)])
+        return "\n".join([printable(entry.fqn), *facts(show.facts_of(entry, self._mesh))])
 
     @cached_property
     def _mesh(self) -> FoundMesh | None:
@@ -122,7 +116,7 @@ def _values(one: CheckpointIndex, entry: Entry, part: str | None) -> show.Corner
     if isinstance(entry, TensorEntry):
         if part is not None and show.parse_slice(part, entry.shape).numel > _MOST_VALUES:
             raise UsageError(f"At most {_MOST_VALUES:,} values are shown at once.")
-        return show.read_corner(located(one), part)
+        return show.read_corner(show.located(one), part)
     with Files() as files:
         opened = open_object(one, entry, files)
     if not opened.opened:

@@ -73,7 +73,10 @@ def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
     totals = bytes_held(holdings)
     most = max(totals, default=0)
     yield render.heading(f"Bytes per {holdings.unit}")
-    shown = range(len(totals)) if len(totals) <= _MAX_HOLDERS else _extremes(totals)
+    shown: Sequence[int] = range(len(totals))
+    if len(totals) > _MAX_HOLDERS:
+        order = sorted(shown, key=totals.__getitem__)
+        shown = sorted([*order[:4], *order[-4:]])
     names = {
         holder: str(holder) if holdings.unit == "rank" else printable(holdings.files[holder])
         for holder in shown
@@ -89,11 +92,6 @@ def load_lines(holdings: Holdings, paint: Paint) -> Iterator[str]:
     skew = skew_of(totals)
     if skew is not None and len(totals) > 1:
         yield f"  The fullest holds {skew:.2f} times the average."
-
-
-def _extremes(totals: Sequence[int]) -> list[int]:
-    order = sorted(range(len(totals)), key=lambda holder: (totals[holder], holder))
-    return sorted([*order[:4], *order[-4:]])
 
 
 def bar_lines(rows: Sequence[Row], paint: Paint, *, width: int | None) -> Iterator[str]:
@@ -180,9 +178,14 @@ def grid_lines(held: HeldTensor, paint: Paint, *, width: int | None) -> Iterator
         yield f"  dimension {down} downwards" + ("" if across is None else f", {across} across")
     elif across is not None:
         yield f"  dimension {across} across"
+    spans = [(_extent(p, across, columns), _extent(p, down, rows), p) for p in held.pieces]
     for line in range(max(rows.values(), default=1)):
-        drawn = _grid_line(held, line, dims=(down, across), edges=(rows, columns), paint=paint)
-        yield render.Styled(f"  {drawn}")
+        crossed = [
+            (*span, line == top, piece)
+            for span, (top, bottom), piece in spans
+            if top <= line < bottom
+        ]
+        yield render.Styled(f"  {_grid_line(crossed, paint)}")
 
 
 def _directions(held: HeldTensor, dims: Sequence[int]) -> tuple[int | None, int | None]:
@@ -211,24 +214,10 @@ def _edges(held: HeldTensor, dim: int | None, limit: int, *, least: int) -> dict
     return drawn
 
 
-def _grid_line(
-    held: HeldTensor,
-    line: int,
-    *,
-    dims: tuple[int | None, int | None],
-    edges: tuple[dict[int, int], dict[int, int]],
-    paint: Paint,
-) -> str:
-    """One line through all the pieces that it crosses, from left to right."""
-    down, across = dims
-    crossed = [(piece, _extent(piece, down, edges[0])) for piece in held.pieces]
-    spans = [
-        (*_extent(piece, across, edges[1]), line == top, piece)
-        for piece, (top, bottom) in crossed
-        if top <= line < bottom
-    ]
+def _grid_line(crossed: Sequence[tuple[int, int, bool, HeldBox]], paint: Paint) -> str:
+    """One line through pieces, from left to right: the columns of each, and whether it begins."""
     text = ""
-    for left, right, is_first, piece in sorted(spans):
+    for left, right, is_first, piece in sorted(crossed):
         label = f" {rank_spans(piece.holders) or '?'}" if is_first else ""
         corner, fill = ("┌", "─") if is_first else ("│", " ")
         if paint is not plain:

@@ -6,13 +6,18 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from ckpt_tools.analysis.summary import FoundMesh, Status, layout_of, mesh_json, placement_names
+from ckpt_tools.cli import options
 from ckpt_tools.cli.render import Json, columns, cut_to, terminal_width
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.text import format_size, rank_spans
+
+if TYPE_CHECKING:
+    from ckpt_tools.proof.stats import TensorStats
 
 HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "PLACEMENTS")
 LONG_HEADER = (*HEADER[:-1], "SECTION", "MESH", "CHUNKS", "RANKS", HEADER[-1])
@@ -132,6 +137,13 @@ def _finite(value: Json) -> Json:
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):  # noqa: PLR0124 (NaN)
         return str(value)
     return value
+
+
+def stats_cells(tensor: TensorStats) -> tuple[str, ...]:
+    """Mean, spread, least, greatest and norm, and how many are NaN, infinite and zero."""
+    values = (tensor.mean, tensor.std, tensor.min, tensor.max, tensor.l2)
+    counts = (tensor.nan, tensor.inf, tensor.zeros)
+    return (*map(options.number, values), *(f"{count:,}" for count in counts))
 
 
 def csv_row(entry: Entry, mesh: FoundMesh | None) -> tuple[str | int, ...]:

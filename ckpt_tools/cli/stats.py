@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_tools.cli import options, progress, render
-from ckpt_tools.cli.entries import short_shape
+from ckpt_tools.cli.entries import short_shape, stats_cells
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
@@ -81,14 +81,7 @@ def command(asked: _Asked) -> None:
 
 
 def _row(tensor: TensorStats) -> tuple[str, ...]:
-    values = (tensor.mean, tensor.std, tensor.min, tensor.max, tensor.l2)
-    return (
-        tensor.fqn,
-        tensor.dtype,
-        short_shape(tensor.shape),
-        *map(options.number, values),
-        *(f"{count:,}" for count in (tensor.nan, tensor.inf, tensor.zeros)),
-    )
+    return (tensor.fqn, tensor.dtype, short_shape(tensor.shape), *stats_cells(tensor))
 
 
 def _anomaly_lines(statistics: Statistics) -> Iterator[str]:

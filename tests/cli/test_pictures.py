@@ -88,7 +88,7 @@ def test_more_pieces_than_fit_are_counted() -> None:
 
 def test_neighbouring_ranks_have_different_colours_and_readable_letters() -> None:
     assert len(set(colors.HEX)) == 8
-    assert all(_contrast(colors.fill(n), colors.ink(n)) >= 4.5 for n in range(8))
+    assert all(_contrast(colors.HEX[n], colors.ink(n)) >= 4.5 for n in range(8))
 
 
 def _contrast(first: str, second: str) -> float:

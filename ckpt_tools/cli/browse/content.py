@@ -48,14 +48,11 @@ class Content:
             self._placed[arrangement] = [
                 leaf for entry in self.index.entries for leaf in self._place(entry, arrangement)
             ]
-        pattern = text.startswith("re:") or any(sign in text for sign in "*?")
-        chosen = selector([text], []) if pattern else None
-        shown = self._placed[arrangement]
-        if text:
-            low = text.lower()
-            fits = chosen or (lambda fqn: low in fqn.lower())
-            shown = [leaf for leaf in shown if fits(leaf.entry.fqn)]
-        return shown
+        placed, low = self._placed[arrangement], text.lower()
+        if text.startswith("re:") or any(sign in text for sign in "*?"):
+            chosen = selector([text], [])
+            return [leaf for leaf in placed if chosen(leaf.entry.fqn)]
+        return [leaf for leaf in placed if low in leaf.entry.fqn.lower()]
 
     def _place(self, entry: Entry, arrangement: Arrangement) -> Iterator[Leaf]:
         parts = parts_of(entry)

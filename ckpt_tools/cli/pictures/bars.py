@@ -12,7 +12,7 @@ from ckpt_tools.cli.entries import short_shape
 from ckpt_tools.cli.pictures import colors, fold
 from ckpt_tools.cli.pictures.shapes import rects
 from ckpt_tools.cli.pictures.shell import table, text
-from ckpt_tools.cli.pictures.text import mesh_words, place_words, status_words
+from ckpt_tools.cli.pictures.text import mesh_words, piece_cells, place_words, status_words
 from ckpt_tools.core.text import counted, format_size, rank_spans, some
 
 _COLUMN = 48  # pixels
@@ -205,12 +205,7 @@ def _pieces(titled: Side, same: Sequence[HeldTensor], *, fits: bool) -> Iterator
         return
     kinds = {id(one.pieces): one.pieces for one in same}
     rows = [
-        (
-            rank_spans(piece.holders) or "?",
-            str(piece.box),
-            f"{piece.box.numel * held.dtype.itemsize:,}",
-            _files(side, {pieces[number].file for pieces in kinds.values()}),
-        )
+        (*piece_cells(piece, held), _files(side, {same[number].file for same in kinds.values()}))
         for number, piece in enumerate(islice(held.pieces, _MAX_PIECES))
     ]
     yield from table((f"{side.unit}s", "box", "bytes", "file"), rows, numbers=[2])

@@ -16,7 +16,6 @@ HEX = (
     "#d55e00",
     "#b3b3b3",
 )
-NOBODY = "#8886"
 STRIPES = (45, 135, 90)  # degrees, of the second to fourth eight
 DISTINCT = len(HEX) * (1 + len(STRIPES))
 
@@ -25,37 +24,24 @@ _ANSI = (74, 214, 36, 227, 25, 175, 166, 249)
 _DARK = frozenset({4})  # white letters are the readable ones on these
 
 
-def fill(holder: int) -> str:
-    """The colour of a holder, as CSS has it."""
-    return HEX[holder % len(HEX)]
-
-
-def ink(holder: int) -> str:
-    """A colour for letters on that."""
-    return "#fff" if holder % len(HEX) in _DARK else "#111"
-
-
-def stripe(holder: int) -> int:
-    """Which of the stripes, counted from 1, tells a holder from the others of its colour; or 0."""
-    return holder // len(HEX) % (1 + len(STRIPES))
-
-
-def away(holder: int) -> str:
-    """The colour of stripes: away from that of the letters, which stay readable."""
-    return "#0005" if holder % len(HEX) in _DARK else "#fff8"
+def ink(number: int) -> str:
+    """A colour for letters on that of this number."""
+    return "#fff" if number in _DARK else "#111"
 
 
 def classes(holder: int) -> str:
-    """The classes of `css` that paint a holder."""
-    striped = stripe(holder)
+    """The classes of `css` that paint a holder; stripes tell it from the others of its colour."""
+    striped = holder // len(HEX) % (1 + len(STRIPES))
     return f"c{holder % len(HEX)}" + (f" s{striped}" if striped else "")
 
 
 def css() -> str:
     """Rules for the classes of all holders."""
+    # Stripes are away from the colour of the letters, which stay readable.
     plain = [
-        f".c{n} {{ background-color: {fill(n)}; color: {ink(n)}; --away: {away(n)}; }}"
-        for n in range(len(HEX))
+        f".c{n} {{ background-color: {fill}; color: {ink(n)}; "
+        f"--away: {'#0005' if n in _DARK else '#fff8'}; }}"
+        for n, fill in enumerate(HEX)
     ]
     striped = [
         f".s{n} {{ background-image: repeating-linear-gradient({degrees}deg, "

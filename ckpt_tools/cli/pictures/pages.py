@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.ownership import Holdings, Moved, holdings_of
-from ckpt_tools.cli import entries, options, progress, render, report
+from ckpt_tools.cli import entries, progress, render, report
 from ckpt_tools.cli.pictures.banner import banner, named_by
 from ckpt_tools.cli.pictures.bars import who_holds_what
 from ckpt_tools.cli.pictures.shell import page, table, text
@@ -127,9 +127,7 @@ def _statistics(seen: _Seen) -> Iterator[str]:
 
 
 def _stats_row(one: TensorStats, counts: Sequence[int] | None) -> str:
-    values = map(options.number, (one.mean, one.std, one.min, one.max, one.l2))
-    tallies = (f"{count:,}" for count in (one.nan, one.inf, one.zeros))
-    titled = zip(_STATS_HEADER[1:-1], (*values, *tallies), strict=True)
+    titled = zip(_STATS_HEADER[1:-1], entries.stats_cells(one), strict=True)
     cells = "".join(f'<td class="n" title="{t.lower()}">{text(cell)}</td>' for t, cell in titled)
     drawn = "" if counts is None else _histogram(counts)
     return f'<tr><td class="name">{text(one.fqn)}</td>{cells}<td>{drawn}</td></tr>'

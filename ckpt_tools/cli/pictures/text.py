@@ -242,16 +242,17 @@ def moved_words(after: Moved) -> str:
     )
 
 
+def piece_cells(piece: HeldBox, held: HeldTensor) -> tuple[str, str, str]:
+    """Who holds a piece, its box and its bytes."""
+    nbytes = piece.box.numel * held.dtype.itemsize
+    return rank_spans(piece.holders) or "?", str(piece.box), f"{nbytes:,}"
+
+
 def piece_lines(held: HeldTensor, holdings: Holdings) -> Iterator[str]:
     """A table of the pieces of one tensor: who holds each, its box, its bytes and its file."""
     header = (f"{holdings.unit.upper()}S", "BOX", "BYTES", "FILE")
     rows = [
-        (
-            rank_spans(piece.holders) or "?",
-            str(piece.box),
-            f"{piece.box.numel * held.dtype.itemsize:,}",
-            "-" if piece.file is None else holdings.files[piece.file],
-        )
+        (*piece_cells(piece, held), "-" if piece.file is None else holdings.files[piece.file])
         for piece in held.pieces
     ]
     yield ""

@@ -60,6 +60,9 @@ class FileSystem(Protocol):
     def put_file(self, lpath: str, rpath: str) -> object:
         """Send a file of this machine, in parts where it is large."""
 
+    def rm_file(self, path: str) -> None:
+        """Remove a file."""
+
     def invalidate_cache(self, path: str | None = None) -> None:
         """Forget listings that are kept."""
 
@@ -425,6 +428,13 @@ def pool() -> ThreadPoolExecutor:
 def put(path: str, address: str) -> None:
     """Send a file of this machine to an address. Raises OSError."""
     _asked(address, lambda system: system.put_file(path, address))
+    _FACTS.forget()
+    _LISTINGS.forget()
+
+
+def remove(address: str) -> None:
+    """Remove a file. Raises OSError."""
+    _asked(address, lambda system: system.rm_file(address))
     _FACTS.forget()
     _LISTINGS.forget()
 

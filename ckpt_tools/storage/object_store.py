@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from errno import EACCES, EAGAIN, ENOENT
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 STALLED = timedelta(seconds=10)  # without a byte
+_PART = 16 << 20  # bytes of what is sent, of one object at most so many parts
+_MOST_PARTS = 9_000
 _BLOCK = 1 << 18  # of streams: pickles of an old file, read from front to back
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
 # Where a client that knows no credentials asks the machine for them.
@@ -104,15 +107,28 @@ class Bucket:
         return data
 
     def put_file(self, lpath: str, rpath: str) -> object:
-        """Send a file of this machine, in parts where it is large. Raises OSError."""
+        """Send a file of this machine, in parts where it is large. Raises OSError.
+
+        Ctrl-C ends it between two parts, and the store then drops those that it has.
+        """
         import obstore
 
-        key = self._key(rpath)
+        key, part = self._key(rpath), max(_PART, os.path.getsize(lpath) // _MOST_PARTS)
         try:
             with open(lpath, "rb") as file:
-                return obstore.put(self._store, key, file)
+                parts = iter(partial(file.read, part), b"")
+                return obstore.put(self._store, key, parts, chunk_size=part, max_concurrency=4)
         except Exception as error:
             raise _fault(error, rpath) from error
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file. Raises OSError."""
+        import obstore
+
+        try:
+            obstore.delete(self._store, self._key(path))
+        except Exception as error:
+            raise _fault(error, path) from error
 
     def open(self, path: str, mode: str, *, block_size: int) -> BinaryIO:  # noqa: ARG002 (fsspec's)
         """A stream that can be sought in. Raises OSError."""

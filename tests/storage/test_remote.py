@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -523,3 +524,52 @@ def _write_large_checkpoint(folder: Path) -> None:
         pickle.dump(Metadata(tensors, storage_data=places), file)
     with open(folder / "__0_0.distcp", "wb") as file:
         file.truncate(60_000 * 2_000)
+
+
+@needs_s3
+@pytest.mark.slow
+def test_what_a_stopped_run_has_sent_is_removed(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.put(REAL / KINDS[0], "run7")
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    fsspec_store._protocol.cache_clear()
+    put = fsspec_store.put
+
+    def stopped(path: str, address: str) -> None:
+        if address.endswith("__2_0.distcp"):
+            raise KeyboardInterrupt
+        put(path, address)
+
+    monkeypatch.setattr(fsspec_store, "put", stopped)
+    words = ("reshard", "s3://bucket/run7", "-o", "s3://bucket/run7-stopped", "--to-mesh", "4")
+    done = run(*words)
+    assert done.exit_code == 130
+    assert "What had been sent to s3://bucket/run7-stopped was removed." in done.stderr
+    assert not paths.exists("s3://bucket/run7-stopped")
+
+
+@needs_s3
+@pytest.mark.slow
+def test_what_cannot_be_sent_stays_here(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3.put(REAL / KINDS[0], "run7")
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    fsspec_store._protocol.cache_clear()
+    put = fsspec_store.put
+
+    def refused(path: str, address: str) -> None:
+        if address.endswith(".metadata"):
+            raise PermissionError(13, "its store answers 403 Forbidden", address)
+        put(path, address)
+
+    monkeypatch.setattr(fsspec_store, "put", refused)
+    out = "s3://bucket/run7-refused"
+    done = run("reshard", "s3://bucket/run7", "-o", out, "--to-mesh", "4")
+    assert done.exit_code == 4
+    assert f"{out}/.metadata cannot be sent: its store answers 403 Forbidden" in done.stderr
+    (here,) = re.findall(rf"4 files of it are at {out}; all of it is in (\S+)\. Send", done.stderr)
+    assert run("verify", here).exit_code == 0
+    assert len(paths.listdir(out)) == 4
+    shutil.rmtree(os.path.dirname(here))

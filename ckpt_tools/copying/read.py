@@ -32,7 +32,7 @@ from ckpt_tools.storage.reader import Files
 
 # Gets a run of bytes that was read in its order, and its CRC-32.
 OnRun = Callable[[ByteRange, int], None]
-_FETCHED = 4  # staging buffers of a store's bytes that are asked for at a time
+_FETCHED = 2  # staging buffers of a store's bytes that are asked for at a time
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
@@ -210,7 +210,7 @@ def read_box(
 
     Each piece holds whole elements. All pieces share one buffer: use or copy a piece before asking
     for the next. Twice ``slab_bytes`` are held in memory, whatever the size of the box, of a store
-    six times. ``on_run`` gets runs of bytes that go to one place, with their CRC-32.
+    four times. ``on_run`` gets runs of bytes that go to one place, with their CRC-32.
 
     Raises IncompleteError when the chunks do not cover the box, UnreadableError when a file is cut
     short or cannot be read.

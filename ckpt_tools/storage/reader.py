@@ -162,18 +162,24 @@ class Files:
                 data += more
         return data
 
-    def fetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+    def fetch(self, ranges: Iterable[tuple[str, int, int]], *, most: int | None = None) -> None:
         """Ask for these ranges (path, offset, length) of stores, many at a time, near ones as one.
 
-        Until its next call, this thread reads them from memory. What lies on this machine is left
-        out, and so is the part of a range that lies behind the end of its file. Raises
-        UnreadableError.
+        Until its next call, this thread reads them from memory: with what lies between them they
+        take at most twice as many bytes, or ``most``, by default those of four slabs. What lies on
+        this machine is left out, and so is the part of a range that lies behind the end of its
+        file. Raises UnreadableError.
         """
         held = self._fetched()
         wanted = [one for one in ranges if paths.is_address(one[0]) and held.find(*one) is None]
         if not wanted:
             return
-        joined = _joined(wanted, gap=self.sizes.fetched_gap)
+        most = max(4 * self.sizes.slab if most is None else most, 2 * _nbytes(wanted))
+        gap = self.sizes.fetched_gap
+        joined = _joined(wanted, gap=gap)
+        while gap and _nbytes(joined) > most:
+            gap //= 4
+            joined = _joined(wanted, gap=gap)
         self._own.fetched = held = _Fetched()
         for (path, offset, _), data in zip(
             joined, fsspec_store.pool().map(lambda one: _answer(*one), joined), strict=True
@@ -253,6 +259,10 @@ def _joined(ranges: Iterable[tuple[str, int, int]], *, gap: int) -> list[tuple[s
         else:
             joined.append((path, offset, length))
     return joined
+
+
+def _nbytes(ranges: Iterable[tuple[str, int, int]]) -> int:
+    return sum(length for _, _, length in ranges)
 
 
 def _answer(address: str, offset: int, length: int) -> memoryview:

@@ -105,6 +105,15 @@ def test_ranges_that_lie_near_are_one_request(store: type[Store]) -> None:
     assert len(store.requests) == 3
 
 
+def test_what_lies_between_ranges_takes_no_more_memory_than_is_allowed(store: type[Store]) -> None:
+    files = Files(sizes=Sizes(fetched_gap=2_000))
+    files.fetch([("s3://b/x", start, 10) for start in range(0, 10_000, 1_000)], most=5_000)
+    assert len(store.requests) == 10
+    store.requests.clear()
+    files.fetch([("s3://b/x", start, 10) for start in range(1, 10_001, 1_000)], most=10_000)
+    assert store.requests == ["bytes=1-9010"]
+
+
 @pytest.mark.usefixtures("store")
 def test_a_range_behind_the_end_is_a_truncated_file() -> None:
     end = len(DATA)

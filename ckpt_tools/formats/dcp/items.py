@@ -199,7 +199,7 @@ class Templates:
             else:
                 joined.append(window)
         for batch in self._batches(joined):
-            self._files.fetch(batch)
+            self._files.fetch(batch, most=_FETCHED)
             for window in batch:
                 starts, data = self._fetched.setdefault(window.path, ([], []))
                 starts.append(window.offset)

@@ -179,7 +179,7 @@ def resumes(arguments: tuple[str | Path, ...], folder: Path) -> str:
     ("stall", "words"),
     [
         ("1:group:join", r"Of the 2 ranks of this torchrun job, 1 did not join within 10 s"),
-        ("1:engines:read_index", r"Rank 1 on .* sent no heartbeat for 5 seconds"),
+        ("1:run:_lead_or_follow", r"Rank 1 on .* sent no heartbeat for 5 seconds"),
     ],
 )
 def test_a_rank_killed_before_all_have_met_ends_the_job_with_one_error(

@@ -150,13 +150,14 @@ class ChunkReader:
                 )
 
     def _run(self, fd: int | None, block: StridedCopy, out: memoryview) -> None:
-        """Read a unit to its place, or a block into the staging buffer and from there to its
-        places.
-        """
-        if not block.dims:
-            view = out[block.target : block.target + block.unit]
-            self._read_full(fd, block.path, view, block.source)
-            return
+        if block.dims:
+            self._spread(fd, block, out)
+        else:
+            place = out[block.target : block.target + block.unit]
+            self._read_full(fd, block.path, place, block.source)
+
+    def _spread(self, fd: int | None, block: StridedCopy, out: memoryview) -> None:
+        """Read a block into the staging buffer, and copy it from there to its places."""
         stage = self._stage[: span_of(block)]
         self._read_full(fd, block.path, stage, block.source)
         # Straight to their places, without the staging buffer, was 1.2 x as fast: too little.

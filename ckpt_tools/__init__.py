@@ -62,12 +62,10 @@ if TYPE_CHECKING:
     from ckpt_tools.errors import WriteError as WriteError
     from ckpt_tools.formats import ReadOptions as ReadOptions
     from ckpt_tools.proof.diff import Diff as Diff
-    from ckpt_tools.proof.diff import DiffOptions as DiffOptions
-    from ckpt_tools.proof.diff import Naming as Naming
+    from ckpt_tools.proof.diff_options import DiffOptions as DiffOptions
     from ckpt_tools.proof.fingerprint import Fingerprint as Fingerprint
     from ckpt_tools.proof.stats import Statistics as Statistics
     from ckpt_tools.proof.stats import TensorStats as TensorStats
-    from ckpt_tools.proof.tolerance import Tolerance as Tolerance
     from ckpt_tools.proof.verify import VerifyReport as VerifyReport
 
 # Which module has which of these names; it is imported for the first of them that is used.
@@ -86,9 +84,9 @@ _HOMES = {
     "api": "Checkpoint LazyTensor diff diff_headers export fingerprint inspect"
     " open_checkpoint reshard stats verify verify_quick",
     "core.mesh_spec": "parse_mesh parse_placements",
-    "proof.diff": "Diff DiffOptions Naming",
+    "proof.diff": "Diff",
+    "proof.diff_options": "DiffOptions",
     "proof.fingerprint": "Fingerprint",
-    "proof.tolerance": "Tolerance",
     "proof.verify": "VerifyReport",
     "proof.stats": "Statistics TensorStats",
     "convert.reshard": "ReshardOptions ReshardPlan",

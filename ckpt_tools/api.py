@@ -38,7 +38,8 @@ from ckpt_tools.proof import diff as _diff
 from ckpt_tools.proof import fingerprint as _fingerprint
 from ckpt_tools.proof import verify as _verify
 from ckpt_tools.proof.damage import require_undamaged
-from ckpt_tools.proof.diff import Diff, DiffOptions, Naming
+from ckpt_tools.proof.diff import Diff
+from ckpt_tools.proof.diff_options import DiffOptions
 from ckpt_tools.proof.fingerprint import Fingerprint
 from ckpt_tools.proof.look import look
 from ckpt_tools.proof.verify import VerifyReport
@@ -483,10 +484,12 @@ def diff(
 
 
 def diff_headers(
-    a: Source | Checkpoint, b: Source | Checkpoint, *, naming: Naming | None = None
+    a: Source | Checkpoint, b: Source | Checkpoint, *, options: DiffOptions = _DIFF
 ) -> Diff:
-    """What is different in names, types and shapes; no values are read."""
-    return _diff.diff_headers(_index(a), _index(b), naming=Naming() if naming is None else naming)
+    """What is different in names, types and shapes; no values are read, so of the options those on
+    names count.
+    """
+    return _diff.diff_headers(_index(a), _index(b), options=options)
 
 
 def stats(

@@ -22,7 +22,8 @@ from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.proof.compare import compare, compare_checkpoints
-from ckpt_tools.proof.diff import DiffOptions, diff
+from ckpt_tools.proof.diff import diff
+from ckpt_tools.proof.diff_options import DiffOptions
 from ckpt_tools.proof.fingerprint import fingerprint
 from ckpt_tools.proof.verify import verify, verify_quick
 from ckpt_tools.storage.reader import Files

@@ -14,11 +14,11 @@ from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, required
 from ckpt_tools.core.text import counted
 from ckpt_tools.errors import UsageError
-from ckpt_tools.proof.diff import Diff, DiffOptions
+from ckpt_tools.proof.diff import Diff
 from ckpt_tools.proof.diff import diff as compare_values
 from ckpt_tools.proof.diff import diff_headers as compare_headers
+from ckpt_tools.proof.diff_options import DiffOptions
 from ckpt_tools.proof.pairs import EntryDiff
-from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 
 _HELP = """Show the differences between two checkpoints: names, types, values, objects, containers.
@@ -77,12 +77,12 @@ class _Asked:
 def command(asked: _Asked) -> None:
     """Compare what the filters choose on both sides; exit with 1 when it is not the same."""
     wanted, reading, header_only = asked.wanted, asked.reading, asked.header_only
-    if header_only and (wanted.tolerance != Tolerance() or wanted.ignore_dtypes):
+    if header_only and (wanted.ignore_dtypes or not wanted.is_bitwise):
         raise UsageError("--header-only compares no values, so tolerances mean nothing.")
     a = options.choose(reading.read(asked.first), asked.filters)
     b = options.choose(reading.read(asked.second), asked.filters)
     if header_only:
-        compared = compare_headers(a, b, naming=wanted.naming)
+        compared = compare_headers(a, b, options=wanted)
     else:
         total = a.count.nbytes + b.count.nbytes
         with progress.byte_bar(total, label="diff") as on_bytes, Files() as files:
@@ -96,7 +96,7 @@ def command(asked: _Asked) -> None:
     for index in (a, b):
         index.require_whole()  # only headers have come this far with anything lost
     if not compared.equal:
-        if not compared.tensors + compared.objects and not wanted.naming.clean:
+        if not compared.tensors + compared.objects and not wanted.clean:
             say("No name is on both sides; --clean-names compares them without containers.")
         click.get_current_context().exit(1)
 

@@ -27,10 +27,9 @@ from ckpt_tools.proof.fingerprint import digest_of_box
 from ckpt_tools.proof.pairs import (
     EntryDiff,
     by_fqn,
+    compare_entries,
     compare_headers,
     compare_objects_of,
-    compare_pairs,
-    pair,
 )
 from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.storage.paths import is_address
@@ -68,8 +67,8 @@ def same_tensors(
     here.require_whole()
     there.require_whole()
     cast = [replace(e, dtype=dtypes.get(e.fqn, e.dtype)) for e in here.tensors]
-    pairs = pair(by_fqn(cast), by_fqn(there.tensors))
-    _require_same(result, compare_headers(pairs))
+    pair = by_fqn(cast), by_fqn(there.tensors)
+    _require_same(result, compare_headers(*pair))
     sources = {entry.fqn: entry for entry in here.tensors}
     on_run, tally = None if seen is None else seen.add, Tally(on_bytes)
 
@@ -81,7 +80,7 @@ def same_tensors(
         )
         return header._replace(status="values") if differs else header
 
-    compared = compare_pairs(pairs, values, files, threads=threads)
+    compared = compare_entries(*pair, values, files, threads=threads)
     wrong = [one.name for one in compared if one.status != "same"]
     if wrong:
         raise WriteError(
@@ -137,15 +136,10 @@ def same_objects(wanted: CheckpointIndex, result: CheckpointIndex, files: Files)
         for one in compare_objects_of(wanted, result, files)
         if one.status != "only b" or not _is_empty_place(wanted, result.object(one.name))
     ]
-    containers = compare_containers(wanted, result)
-    if containers is not None:
-        differences += [
-            EntryDiff(one.name or "all", "container", one.a or "there", one.b or "not there")
-            for one in containers.differing
-        ]
-    _require_same(result, differences)
+    containers, others = compare_containers(wanted, result) or (None, [])
+    _require_same(result, [*differences, *others])
     parts = [counted(len(wanted.objects), "object")] if wanted.objects else []
-    parts += [counted(containers.count, "container")] if containers is not None else []
+    parts += [counted(containers, "container")] if containers is not None else []
     return f" So are its {' and '.join(parts)}, by value." if parts else ""
 
 
@@ -171,6 +165,8 @@ def _fault(one: EntryDiff) -> str:
         return f"{one.name} is missing"
     if one.status == "only b":
         return f"{one.name} has no source"
+    if one.status == "container":
+        return f"{one.name or 'all'} is {one.b or 'not there'}, not {one.a or 'there'}"
     return f"{one.name}: {one.detail}" if one.detail else f"{one.name} is {one.b}, not {one.a}"
 
 

@@ -28,10 +28,9 @@ from ckpt_tools.proof.fingerprint import Fingerprint, TensorDigest, digest_of
 from ckpt_tools.proof.pairs import (
     CompareValues,
     EntryDiff,
+    compare_entries,
     compare_objects_of,
-    compare_pairs,
     equal_bits,
-    pair,
     whole_and_located,
 )
 from ckpt_tools.storage.reader import Files
@@ -150,10 +149,10 @@ def _compared(
     mine = _sections(index)
     differences: list[Difference] = []
     for section, expected in reference.items():
-        pairs = pair(mine.get(section, {}), expected)
+        here = mine.get(section, {})
         differences += [
             Difference(section, one.name, _kind(one), one.a, one.b)
-            for one in sorted(compare_pairs(pairs, values, files, threads=threads))
+            for one in sorted(compare_entries(here, expected, values, files, threads=threads))
             if one.status != "same"
         ]
     extra = tuple(section for section in mine if section not in reference)

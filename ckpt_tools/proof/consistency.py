@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.text import counted, some
@@ -25,17 +24,11 @@ _States = dict[str, dict[str, str]]
 _BY_NUMBER = "Optimizer state is kept by number, so its parameters are not known."
 
 
-class Consistency(NamedTuple):
-    """What does not fit: problems, and notes."""
-
-    problems: tuple[CheckpointError, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 def compare_model_and_optimizer(
     index: CheckpointIndex, inside: Mapping[str, Inside]
-) -> Consistency:
-    """Compare the model's names with those that the optimizer's state is for.
+) -> tuple[list[CheckpointError], list[str]]:
+    """What does not fit, as problems and as notes: the model's names, and those that the
+    optimizer's state is for.
 
     Nothing is compared when either is absent, when a part of them is not read here, or when the
     state is numbered (a plain ``optimizer.state_dict()``).
@@ -43,9 +36,9 @@ def compare_model_and_optimizer(
     model = {e.fqn: _own_names(inside[e.fqn].name) for e in index.tensors if e.section == "model"}
     state = _states_of(index, inside)
     if not model or not state or index.unread:
-        return Consistency()
+        return [], []
     if all(name.isdecimal() for name in state):
-        return Consistency(notes=(_BY_NUMBER,))
+        return [], [_BY_NUMBER]
     tied = {fqn for group in index.ties for fqn in group}
     unknown = state.keys() - set().union(*model.values())
     bare = {fqn for fqn in model.keys() - tied if model[fqn].isdisjoint(state)}
@@ -54,19 +47,19 @@ def compare_model_and_optimizer(
     bare = bare.difference(*split.values())
     notes = _notes([inside[fqn].name for fqn in bare], state, split)
     if not unknown:
-        return Consistency(notes=tuple(notes))
+        return [], notes
     fault = (
         f"{index.root} has optimizer state for {counted(len(unknown), 'parameter')} that it does "
         f"not have: {some(sorted(unknown))}."
     )
     if 2 * len(unknown) < len(state):
-        return Consistency(notes=(*notes, fault))
+        return [], [*notes, fault]
     error = CheckpointError(
         fault,
         hint="The weights are of another save or another model, or their names were changed.",
         about=sorted(fqn for owner in unknown for fqn in state[owner].values()),
     )
-    return Consistency((error,), tuple(notes))
+    return [error], notes
 
 
 def _own_names(name: str) -> set[str]:

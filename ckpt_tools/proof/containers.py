@@ -1,4 +1,4 @@
-"""Compares the containers and the objects of two checkpoints.
+"""Compares the containers of two checkpoints.
 
 Between two pickles (torch files, rank files) kinds and the types of keys must be equal; an
 OrderedDict is a dict. Where one side is DCP, both are taken as DCP has them: keys as text, no empty
@@ -8,41 +8,24 @@ may have none; then no containers are compared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from ckpt_tools import formats
 from ckpt_tools.core import names
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plain_values import PlainValue
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex
 from ckpt_tools.core.state_tree import Branch, Path, nested
-from ckpt_tools.storage.reader import Files
+from ckpt_tools.proof.pairs import EntryDiff
 
 _KEYS_SHOWN = 3
 
 
-class ContainerDiff(NamedTuple):
-    """One container that is another one on the other side; None where there is none."""
+def compare_containers(
+    a: CheckpointIndex, b: CheckpointIndex
+) -> tuple[int, list[EntryDiff]] | None:
+    """How many containers are on both sides, and which differ; None where one side keeps none.
 
-    name: str
-    a: str | None
-    b: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ContainersCompared:
-    """How many containers are on both sides, and which are not the same."""
-
-    count: int
-    differing: tuple[ContainerDiff, ...]
-
-
-def compare_containers(a: CheckpointIndex, b: CheckpointIndex) -> ContainersCompared | None:
-    """Compare the containers of two checkpoints; None where one of them keeps none.
-
-    Names that only one side has are no difference of containers.
+    The outermost has no name. Names that only one side has are no difference of containers.
     """
     if not (_keeps_containers(a) and _keeps_containers(b)):
         return None
@@ -87,17 +70,17 @@ def _keeps_containers(index: CheckpointIndex) -> bool:
     return keeps and any(isinstance(item, Branch) for item in index.nesting.items)
 
 
-def _compared(a: Branch[str], b: Branch[str]) -> ContainersCompared:
+def _compared(a: Branch[str], b: Branch[str]) -> tuple[int, list[EntryDiff]]:
     """Walk through two trees side by side."""
     names_a, names_b = frozenset(a.leaves()), frozenset(b.leaves())
     count = 0
-    differing: list[ContainerDiff] = []
+    differing: list[EntryDiff] = []
     waiting: list[tuple[Path, Branch[str], Branch[str]]] = [((), a, b)]
     while waiting:
         path, one, other = waiting.pop()
         count += 1
         if _kind(one) != _kind(other):
-            differing.append(ContainerDiff(names.join(path), _words(one), _words(other)))
+            differing.append(_differing(path, _words(one), _words(other)))
             continue
         differing += _keys(path, one, other)
         theirs = dict(other.pairs())
@@ -106,11 +89,15 @@ def _compared(a: Branch[str], b: Branch[str]) -> ContainersCompared:
             if isinstance(item, Branch) and isinstance(there, Branch):
                 waiting.append(((*path, part), item, there))
             elif there is None and _is_other(item, names_b):
-                differing.append(ContainerDiff(names.join((*path, part)), _words(item), None))
+                differing.append(_differing((*path, part), _words(item), None))
         for part, there in theirs.items():
             if _is_other(there, names_a):
-                differing.append(ContainerDiff(names.join((*path, part)), None, _words(there)))
-    return ContainersCompared(count, tuple(differing))
+                differing.append(_differing((*path, part), None, _words(there)))
+    return count, differing
+
+
+def _differing(path: Path, a: str | None, b: str | None) -> EntryDiff:
+    return EntryDiff(names.join(path), "container", a, b)
 
 
 def _is_other(item: str | Branch[str] | None, names_there: frozenset[str]) -> bool:
@@ -121,7 +108,7 @@ def _is_other(item: str | Branch[str] | None, names_there: frozenset[str]) -> bo
     return not held or any(fqn in names_there for fqn in held)
 
 
-def _keys(path: Path, one: Branch[str], other: Branch[str]) -> Iterator[ContainerDiff]:
+def _keys(path: Path, one: Branch[str], other: Branch[str]) -> Iterator[EntryDiff]:
     """Keys of the same text and of different types."""
     theirs = dict(zip(other.parts(), other.keys or (), strict=False))
     unequal = [
@@ -133,7 +120,7 @@ def _keys(path: Path, one: Branch[str], other: Branch[str]) -> Iterator[Containe
         mine, others = zip(*unequal[:_KEYS_SHOWN], strict=True)
         more = "…" if len(unequal) > _KEYS_SHOWN else ""
         a, b = (f"dict with {', '.join(map(repr, keys))}{more}" for keys in (mine, others))
-        yield ContainerDiff(names.join(path), a, b)
+        yield _differing(path, a, b)
 
 
 def _kind(branch: Branch[str]) -> str:
@@ -144,51 +131,3 @@ def _words(item: str | Branch[str] | None) -> str:
     if not isinstance(item, Branch):
         return "an item"
     return f"{item.kind} of {len(item.items)}" if item.items else f"empty {item.kind}"
-
-
-_MAX_COMPARED = 64 << 20
-
-
-def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool | None, str]:
-    """Whether two objects are equal and, if not, why; None when it cannot be known.
-
-    Plain values are equal when they are equal in Python and of the same types, with keys of the
-    same types; only an OrderedDict equals a dict, and a NaN another. What is not opened is compared
-    by its pickle: equal bytes are equal values, different bytes may be, too.
-    """
-    if a.opened and b.opened:
-        same = _same(a.value, b.value)
-        return same, "" if same else f"{a.value!r} and {b.value!r}"
-    if a.opened != b.opened:
-        if (b if a.opened else a).type_name is None:
-            return None, "too large to be opened"
-        return False, "one is a plain value, the other is not"
-    here, there = formats.object_digests(a, files), formats.object_digests(b, files)
-    if here is None and there is None and _of_equal_pickles(a, b, files):
-        return True, ""
-    if here is None or there is None:
-        return None, "not opened, and without bytes of its own to compare"
-    if here == there:
-        return True, ""
-    return None, "not opened; the pickled bytes differ, which need not mean that the values do"
-
-
-def _of_equal_pickles(a: ObjectEntry, b: ObjectEntry, files: Files) -> bool:
-    """Whether two are the same part of two equal pickles (NumPy's arrays are in the pickle)."""
-    comparable = a.codec is None and b.codec is None and a.path == b.path
-    return (
-        comparable
-        and 0 < a.data.length == b.data.length <= _MAX_COMPARED
-        and files.read(*a.data) == files.read(*b.data)
-    )
-
-
-def _same(a: PlainValue, b: PlainValue) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        same_keys = {(type(key), key) for key in a} == {(type(key), key) for key in b}
-        return same_keys and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or (math.isnan(a) and math.isnan(b))
-    return type(a) is type(b) and a == b

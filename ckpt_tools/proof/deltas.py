@@ -14,8 +14,8 @@ from ckpt_tools.copying.read import read_box
 from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.records import Json, as_json
+from ckpt_tools.proof.diff_options import DiffOptions
 from ckpt_tools.proof.scan import sum_of_squares
-from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ class Delta:
         }
 
 
-def delta(a: TensorEntry, b: TensorEntry, files: Files, *, tolerance: Tolerance) -> Delta:
+def delta(a: TensorEntry, b: TensorEntry, files: Files, *, options: DiffOptions) -> Delta:
     """Compare two located tensors of one shape by their values, whatever their types."""
     sums = Delta(a.numel)
     for box in slabs(Box.whole(a.shape), max_numel=files.sizes.numbers):
         for one, other in zip(_slab(a, box, files), _slab(b, box, files), strict=True):
             with np.errstate(over="ignore", invalid="ignore"):
-                _add(sums, one, other, a=a, b=b, box=box, tolerance=tolerance)
+                _add(sums, one, other, a=a, b=b, box=box, options=options)
     return sums
 
 
@@ -83,7 +83,7 @@ def _add(
     a: TensorEntry,
     b: TensorEntry,
     box: Box,
-    tolerance: Tolerance,
+    options: DiffOptions,
 ) -> None:
     bits = _differing_bits(one, other, a.dtype.itemsize) if a.dtype == b.dtype else None
     if not has_numbers(a.dtype) or not has_numbers(b.dtype):
@@ -96,10 +96,10 @@ def _add(
     both_nan = np.isnan(x) & np.isnan(y)
     away[both_nan] = 0.0
     nonfinite = ~np.isfinite(away)
-    if tolerance.is_bitwise:
+    if options.is_bitwise:
         beyond = away != 0.0 if bits is None else bits
     else:
-        beyond = nonfinite | (away > tolerance.atol + tolerance.rtol * np.abs(y))
+        beyond = nonfinite | (away > options.atol + options.rtol * np.abs(y))
     _count(sums, beyond, box)
     sums.nan += int(np.count_nonzero(nonfinite))
     away[nonfinite] = 0.0

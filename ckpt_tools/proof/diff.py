@@ -6,94 +6,36 @@ elements.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal, NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
-from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json
 from ckpt_tools.errors import UsageError
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.containers import compare_containers
+from ckpt_tools.proof.diff_options import DiffOptions, Side
 from ckpt_tools.proof.pairs import (
     EntryDiff,
-    Pairs,
+    compare_entries,
     compare_headers,
-    compare_pairs,
     equal_bits,
-    pair,
     whole_and_located,
 )
-from ckpt_tools.proof.tolerance import Tolerance
 from ckpt_tools.storage.reader import Files
 
-Side = Literal["a", "b"]
 
-
-class Rename(NamedTuple):
-    """A regular expression on names, and what its matches become; ``side`` None means both."""
-
-    pattern: re.Pattern[str]
-    replacement: str
-    side: Side | None = None
-
-
-def parse_rename(text: str) -> Rename:
-    """``PATTERN=NEW`` for both sides, or ``a:PATTERN=NEW`` and ``b:PATTERN=NEW`` for one.
-
-    Raises UsageError when it is not of this form or the pattern cannot be read.
-    """
-    side: Side | None = None
-    rest = text
-    if text.startswith(("a:", "b:")):
-        side, rest = ("a" if text[0] == "a" else "b"), text[2:]
-    pattern, equals, replacement = rest.partition("=")
-    if not equals or not pattern:
-        raise UsageError(f"--rename {text!r} is not of the form [a:|b:]PATTERN=NEW.")
-    try:
-        compiled = re.compile(pattern)
-        compiled.sub(replacement, "")
-    except (re.error, IndexError) as error:
-        raise UsageError(f"--rename {text!r} cannot be read: {error}.") from error
-    return Rename(compiled, replacement, side)
-
-
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """How names are made comparable: with ``clean``, without containers and wrapper components.
-
-    Renames come after that, in order. Clean names outside of the model begin with their section,
-    as in ``optim:state.emb.weight.exp_avg``.
-    """
-
-    clean: bool = option(
-        False,
-        "--clean-names",
-        "Compare names without containers and wrappers.",
-        after="--ignore-dtypes",
-    )
-    renames: tuple[Rename, ...] = repeated(
-        "--rename",
-        "Change names before comparing. Repeatable.",
-        metavar="[a:|b:]PATTERN=NEW",
-        after="--clean-names",
-        parse=parse_rename,
-    )
-
-
-def _names(index: CheckpointIndex, naming: Naming, side: Side) -> dict[str, Entry]:
-    """The entries of one side by their comparable names, sorted by these."""
-    inside = canonical_names(index) if naming.clean else {}
+def _names(index: CheckpointIndex, options: DiffOptions, side: Side) -> dict[str, Entry]:
+    """The entries of one side by their comparable names, sorted by these. Raises UsageError."""
+    inside = canonical_names(index) if options.clean else {}
     by_name: dict[str, Entry] = {}
     for entry in index.entries:
         section, name = inside.get(entry.fqn, Inside("model", entry.fqn))
-        for rename in naming.renames:
+        for rename in options.renames:
             if rename.side in (None, side):
                 name = rename.pattern.sub(rename.replacement, name)
         if section != "model":
@@ -104,17 +46,6 @@ def _names(index: CheckpointIndex, naming: Naming, side: Side) -> dict[str, Entr
                 f"{index.root}: {other.fqn} and {entry.fqn} would both be called {name}."
             )
     return dict(sorted(by_name.items(), key=itemgetter(0)))
-
-
-@dataclass(frozen=True, slots=True)
-class DiffOptions:
-    """How to compare: names, values, and whether equal values of different types are the same."""
-
-    naming: Naming = field(default_factory=Naming)
-    tolerance: Tolerance = field(default_factory=Tolerance)
-    ignore_dtypes: bool = option(
-        False, "--ignore-dtypes", "Equal values of different types count as equal."
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +86,11 @@ class Diff:
         }
 
 
-def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, naming: Naming) -> Diff:
+def diff_headers(a: CheckpointIndex, b: CheckpointIndex, *, options: DiffOptions) -> Diff:
     """Compare names, types and shapes; nothing but headers is read, and no values are compared."""
-    pairs = _pairs(a, b, naming)
-    entries = compare_headers(pairs)
-    return _diff(pairs, entries, sides=(a, b), naming=naming, values_compared=False)
+    here, there = _names(a, options, "a"), _names(b, options, "b")
+    entries = compare_headers(here, there)
+    return _diff(here, there, entries, sides=(a, b), options=options, values_compared=False)
 
 
 @reads_one_save
@@ -187,13 +118,13 @@ def diff(
         formats.open_objects(whole_and_located(one, files), files, largest=largest)
         for one in (a, b)
     )
-    pairs = _pairs(here, there, options.naming)
+    mine, theirs = _names(here, options, "a"), _names(there, options, "b")
     tally = Tally(on_bytes)
 
     def values(header: EntryDiff, one: TensorEntry, other: TensorEntry) -> EntryDiff:
         if header.status == "same" and equal_bits(one, other, files, tally):
             return header
-        found = delta(one, other, files, tolerance=options.tolerance)
+        found = delta(one, other, files, options=options)
         status = header.status
         if found.differing:
             status = "values" if status == "same" else "dtype"
@@ -201,36 +132,30 @@ def diff(
             status = "same"
         return header._replace(status=status, delta=found)
 
-    entries = compare_pairs(pairs, values, files, threads=threads)
-    return _diff(pairs, entries, sides=(here, there), naming=options.naming, values_compared=True)
-
-
-def _pairs(a: CheckpointIndex, b: CheckpointIndex, naming: Naming) -> Pairs:
-    """Match all entries. Raises UsageError when two names of one side become one."""
-    return pair(_names(a, naming, "a"), _names(b, naming, "b"))
+    entries = compare_entries(mine, theirs, values, files, threads=threads)
+    return _diff(mine, theirs, entries, sides=(here, there), options=options, values_compared=True)
 
 
 def _diff(
-    pairs: Pairs,
+    a: Mapping[str, Entry],
+    b: Mapping[str, Entry],
     entries: list[EntryDiff],
     *,
     sides: tuple[CheckpointIndex, CheckpointIndex],
-    naming: Naming,
+    options: DiffOptions,
     values_compared: bool,
 ) -> Diff:
-    objects = sum(isinstance(one, ObjectEntry) for one, _ in pairs.both.values())
-    containers = None if naming.clean or naming.renames else compare_containers(*sides)
-    if containers is not None:
-        entries += [
-            EntryDiff(one.name or "(all)", "container", one.a, one.b)
-            for one in containers.differing
-        ]
+    both = [entry for name, entry in a.items() if name in b]
+    objects = sum(isinstance(entry, ObjectEntry) for entry in both)
+    kept = None if options.clean or options.renames else compare_containers(*sides)
+    containers, others = kept or (None, [])
+    entries += [one._replace(name=one.name or "(all)") for one in others]
     return Diff(
         a=sides[0].root,
         b=sides[1].root,
         values_compared=values_compared,
-        containers=None if containers is None else containers.count,
-        tensors=len(pairs.both) - objects,
+        containers=containers,
+        tensors=len(both) - objects,
         objects=objects,
         same=sum(entry.status == "same" for entry in entries),
         entries=tuple(sorted(entries, key=lambda entry: entry.name)),

@@ -6,6 +6,7 @@ value, tensors as the caller compares them. A difference in one entry never hide
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -13,9 +14,9 @@ from ckpt_tools import formats
 from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Entry, LocatedIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.progress import Tally
 from ckpt_tools.core.records import Json, as_json
-from ckpt_tools.proof.containers import compare_objects
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 Status = Literal[
     "same", "only a", "only b", "kind", "dtype", "shape", "values", "unknown", "container"
 ]
+
+
+# Larger pickles are not read to compare them.
+_MAX_COMPARED = 64 << 20
 
 
 class EntryDiff(NamedTuple):
@@ -55,25 +60,8 @@ class EntryDiff(NamedTuple):
         }
 
 
-class Pairs(NamedTuple):
-    """The entries that both sides have, and those of one side only, by their comparable names."""
-
-    both: dict[str, tuple[Entry, Entry]]
-    only_a: dict[str, Entry]
-    only_b: dict[str, Entry]
-
-
 # What is found when the values of two tensors of one shape are compared, after their headers.
 CompareValues = Callable[[EntryDiff, TensorEntry, TensorEntry], EntryDiff]
-
-
-def pair(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> Pairs:
-    """Match entries by their comparable names."""
-    return Pairs(
-        both={name: (entry, b[name]) for name, entry in a.items() if name in b},
-        only_a={name: entry for name, entry in a.items() if name not in b},
-        only_b={name: entry for name, entry in b.items() if name not in a},
-    )
 
 
 def by_fqn(entries: Iterable[Entry]) -> dict[str, Entry]:
@@ -81,22 +69,29 @@ def by_fqn(entries: Iterable[Entry]) -> dict[str, Entry]:
     return {entry.fqn: entry for entry in entries}
 
 
-def compare_headers(pairs: Pairs) -> list[EntryDiff]:
-    """Compare names, types and shapes."""
-    return [*_one_sided(pairs), *(_header(name, *both) for name, both in pairs.both.items())]
+def compare_headers(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> list[EntryDiff]:
+    """Compare names, types and shapes of entries, by their comparable names."""
+    both = (_header(name, one, b[name]) for name, one in a.items() if name in b)
+    return [*_one_sided(a, b), *both]
 
 
-def compare_pairs(
-    pairs: Pairs, values: CompareValues, files: Files, *, threads: int | None
+def compare_entries(
+    a: Mapping[str, Entry],
+    b: Mapping[str, Entry],
+    values: CompareValues,
+    files: Files,
+    *,
+    threads: int | None,
 ) -> list[EntryDiff]:
     """Compare headers, tensors with ``values``, several at a time, and objects by value."""
     tensors: list[tuple[EntryDiff, TensorEntry, TensorEntry]] = []
-    others: list[tuple[str, Entry, Entry]] = []
-    for name, (a, b) in pairs.both.items():
-        if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
-            tensors.append((_header(name, a, b), a, b))
+    others: list[str] = []
+    for name in (name for name in a if name in b):
+        one, other = a[name], b[name]
+        if isinstance(one, TensorEntry) and isinstance(other, TensorEntry):
+            tensors.append((_header(name, one, other), one, other))
         else:
-            others.append((name, a, b))
+            others.append(name)
 
     def ahead(group: Iterable[tuple[EntryDiff, TensorEntry, TensorEntry]]) -> None:
         files.fetch(chunk.data for _, *both in group for one in both for chunk in one.chunks)
@@ -111,13 +106,15 @@ def compare_pairs(
         nbytes=lambda one: one[1].nbytes,
         ahead=ahead if is_far else None,
     )
-    return [*_one_sided(pairs), *found, *(_object(*one, files) for one in others)]
+    objects = (_object(name, a[name], b[name], files) for name in others)
+    return [*_one_sided(a, b), *found, *objects]
 
 
 def compare_objects_of(a: CheckpointIndex, b: CheckpointIndex, files: Files) -> list[EntryDiff]:
     """Compare the objects of two opened checkpoints, by their own names."""
-    pairs = pair(by_fqn(a.objects), by_fqn(b.objects))
-    return [*_one_sided(pairs), *(_object(name, *both, files) for name, both in pairs.both.items())]
+    here, there = by_fqn(a.objects), by_fqn(b.objects)
+    both = (_object(name, one, there[name], files) for name, one in here.items() if name in there)
+    return [*_one_sided(here, there), *both]
 
 
 def equal_bits(a: TensorEntry, b: TensorEntry, files: Files, tally: Tally) -> bool:
@@ -134,11 +131,13 @@ def whole_and_located(index: CheckpointIndex, files: Files) -> LocatedIndex:
     return located
 
 
-def _one_sided(pairs: Pairs) -> Iterator[EntryDiff]:
-    for name, entry in pairs.only_a.items():
-        yield EntryDiff(name, "only a", _words(entry), None)
-    for name, entry in pairs.only_b.items():
-        yield EntryDiff(name, "only b", None, _words(entry))
+def _one_sided(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> Iterator[EntryDiff]:
+    for name, entry in a.items():
+        if name not in b:
+            yield EntryDiff(name, "only a", _words(entry), None)
+    for name, entry in b.items():
+        if name not in a:
+            yield EntryDiff(name, "only b", None, _words(entry))
 
 
 def _words(entry: Entry) -> str:
@@ -165,3 +164,48 @@ def _object(name: str, one: Entry, other: Entry, files: Files) -> EntryDiff:
     verdict, detail = compare_objects(one, other, files)
     status: Status = "unknown" if verdict is None else "same" if verdict else "values"
     return header._replace(status=status, detail=detail)
+
+
+def compare_objects(a: ObjectEntry, b: ObjectEntry, files: Files) -> tuple[bool | None, str]:
+    """Whether two objects are equal and, if not, why; None when it cannot be known.
+
+    Plain values are equal when they are equal in Python and of the same types, with keys of the
+    same types; only an OrderedDict equals a dict, and a NaN another. What is not opened is compared
+    by its pickle: equal bytes are equal values, different bytes may be, too.
+    """
+    if a.opened and b.opened:
+        same = _same(a.value, b.value)
+        return same, "" if same else f"{a.value!r} and {b.value!r}"
+    if a.opened != b.opened:
+        if (b if a.opened else a).type_name is None:
+            return None, "too large to be opened"
+        return False, "one is a plain value, the other is not"
+    here, there = formats.object_digests(a, files), formats.object_digests(b, files)
+    if here is None and there is None and _of_equal_pickles(a, b, files):
+        return True, ""
+    if here is None or there is None:
+        return None, "not opened, and without bytes of its own to compare"
+    if here == there:
+        return True, ""
+    return None, "not opened; the pickled bytes differ, which need not mean that the values do"
+
+
+def _of_equal_pickles(a: ObjectEntry, b: ObjectEntry, files: Files) -> bool:
+    """Whether two are the same part of two equal pickles (NumPy's arrays are in the pickle)."""
+    comparable = a.codec is None and b.codec is None and a.path == b.path
+    return (
+        comparable
+        and 0 < a.data.length == b.data.length <= _MAX_COMPARED
+        and files.read(*a.data) == files.read(*b.data)
+    )
+
+
+def _same(a: PlainValue, b: PlainValue) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        same_keys = {(type(key), key) for key in a} == {(type(key), key) for key in b}
+        return same_keys and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    return type(a) is type(b) and a == b

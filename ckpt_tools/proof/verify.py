@@ -22,14 +22,14 @@ from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.core.text import counted, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, NotReadError, fault_in
 from ckpt_tools.proof.canonical_names import tensors_inside
-from ckpt_tools.proof.consistency import Consistency, compare_model_and_optimizer
+from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
 from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.storage.reader import Files
 
 
-class RankState(NamedTuple):
+class _RankState(NamedTuple):
     """A rank that saved something, its files, and whether all of them are whole."""
 
     rank: int
@@ -57,7 +57,7 @@ class VerifyReport:
     damaged_objects: tuple[str, ...]
     lost: tuple[str, ...]
     rescued: tuple[Rescue, ...]
-    ranks: tuple[RankState, ...]
+    ranks: tuple[_RankState, ...]
     reading: ReadResult | None
     file_bytes: int
 
@@ -107,7 +107,7 @@ class VerifyReport:
 def verify_quick(index: CheckpointIndex, files: Files) -> VerifyReport:
     """Check a checkpoint by its headers: files, lengths, coverage, shapes, optimizer names."""
     located = formats.locate(index, files)
-    return _report(index, located, _Findings(files))
+    return _report(index, located, files)
 
 
 @reads_one_save
@@ -136,7 +136,7 @@ def verify(
         threads=threads,
         tally=Tally(on_bytes),
     )
-    return _report(index, located, _Findings(files, reading, tuple(differing)))
+    return _report(index, located, files, reading=reading, differing=differing)
 
 
 def bytes_to_read(index: CheckpointIndex) -> int:
@@ -147,23 +147,26 @@ def bytes_to_read(index: CheckpointIndex) -> int:
     return index.file_bytes + replicas
 
 
-class _Findings(NamedTuple):
-    """What was found beyond the index: by reading everything, and by comparing replicas."""
-
-    files: Files
-    reading: ReadResult | None = None
-    differing: tuple[CheckpointError, ...] = ()
-
-
-def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) -> VerifyReport:
-    damages = findings.reading.damages if findings.reading is not None else []
+def _report(
+    index: CheckpointIndex,
+    located: LocatedIndex,
+    files: Files,
+    *,
+    reading: ReadResult | None = None,
+    differing: Sequence[CheckpointError] = (),
+) -> VerifyReport:
+    """What was found in the index, by reading everything, and by comparing replicas."""
+    damages = reading.damages if reading is not None else []
     found = {id(problem) for problem in index.problems}
     unread = [problem for problem in located.problems if isinstance(problem, NotReadError)]
     new = [p for p in located.problems if id(p) not in found and p not in unread]
-    bad_items = _bad_items(index, new, findings.files)
+    bad_items = _bad_items(index, new, files)
     ranges = [damage.data for damage in (*bad_items, *damages)]
     condition = DamageMap(located, ranges)
-    halves = _halves(located)
+    try:
+        unfit, unfit_notes = compare_model_and_optimizer(located, tensors_inside(located))
+    except CheckpointError as error:
+        unfit, unfit_notes = [], [error.message]
     lost_files = {problem.file for problem in index.problems if problem.file is not None}
     known = {fqn for problem in located.problems for fqn in problem.about}
     problems = [
@@ -172,8 +175,8 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
         # The problem of files that are missing or lost says why rows are.
         *([] if located.missing or lost_files else uncovered(located.tensors, known=known)),
         *_about([one for one in damages if one.data.path not in lost_files], located),
-        *findings.differing,
-        *halves.problems,
+        *differing,
+        *unfit,
     ]
     damaged, count = condition.damaged_tensors(problems), index.count
     lost = replace(index, problems=tuple(problems)).lost
@@ -182,7 +185,7 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
         format=index.format,
         problems=tuple(problems),
         unread=tuple(unread),
-        notes=(*index.notes, *halves.notes, *([] if damaged or lost else _held_by_replicas(index))),
+        notes=(*index.notes, *unfit_notes, *([] if damaged or lost else _held_by_replicas(index))),
         tensors=count.tensors,
         damaged=damaged,
         objects=count.objects,
@@ -190,7 +193,7 @@ def _report(index: CheckpointIndex, located: LocatedIndex, findings: _Findings) 
         lost=lost,
         rescued=condition.rescued(),
         ranks=_ranks(index, lambda path: path in lost_files or condition.is_damaged_file(path)),
-        reading=findings.reading,
+        reading=reading,
         file_bytes=index.file_bytes,
     )
 
@@ -252,14 +255,6 @@ def _held(index: CheckpointIndex) -> Iterator[tuple[str, ByteRange]]:
     yield from ((item.fqn, item.data) for item in index.objects)
 
 
-def _halves(index: CheckpointIndex) -> Consistency:
-    try:
-        inside = tensors_inside(index)
-    except CheckpointError as error:
-        return Consistency(notes=(error.message,))
-    return compare_model_and_optimizer(index, inside)
-
-
 def _held_by_replicas(index: CheckpointIndex) -> list[str]:
     """A note when files are missing and yet no row is.
 
@@ -280,7 +275,7 @@ def _held_by_replicas(index: CheckpointIndex) -> list[str]:
     return [note]
 
 
-def _ranks(index: CheckpointIndex, is_damaged: Callable[[str], bool]) -> tuple[RankState, ...]:
+def _ranks(index: CheckpointIndex, is_damaged: Callable[[str], bool]) -> tuple[_RankState, ...]:
     """The ranks that saved something, and whether their files are good."""
     paths: dict[int, set[str]] = {}
     for entry in index.tensors:
@@ -292,7 +287,7 @@ def _ranks(index: CheckpointIndex, is_damaged: Callable[[str], bool]) -> tuple[R
         if rank is not None:
             paths.setdefault(rank, set()).add(file.path)
     return tuple(
-        RankState(rank, not any(map(is_damaged, held)), tuple(sorted(held)))
+        _RankState(rank, not any(map(is_damaged, held)), tuple(sorted(held)))
         for rank, held in sorted(paths.items())
     )
 

@@ -26,7 +26,7 @@ from ckpt_tools.errors import (
     WriteError,
 )
 from ckpt_tools.formats.safetensors.header import read_header
-from ckpt_tools.proof.diff import Naming
+from ckpt_tools.proof.diff_options import DiffOptions
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.base import Transform, TransformResult
 
@@ -232,7 +232,7 @@ def test_sections_survive_in_safetensors(
     held = Counter(entry.section for entry in source.tensors)
     assert Counter(entry.section for entry in copy.tensors) == held
     if keep_names:
-        compared = api.diff_headers(copy, source, naming=Naming(clean=True))
+        compared = api.diff_headers(copy, source, options=DiffOptions(clean=True))
         assert compared.tensors == len(copy.tensors)
 
 

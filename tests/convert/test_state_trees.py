@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ckpt_tools import (
+    DiffOptions,
     ExportOptions,
-    Naming,
     ReshardOptions,
     WriteOptions,
     api,
@@ -522,7 +522,7 @@ def test_containers_are_not_compared_where_names_were_changed_or_one_side_has_no
 ) -> None:
     torch.save({"model": {"a": T}}, tmp_path / "a.pt")
     a = open_checkpoint(str(tmp_path / "a.pt"))
-    assert api.diff_headers(a, a, naming=Naming(clean=True)).containers is None
+    assert api.diff_headers(a, a, options=DiffOptions(clean=True)).containers is None
     options = ExportOptions(keep_names=True)
     api.export(a, str(tmp_path / "out"), options=options, write=WriteOptions())
     found = api.diff(a, open_checkpoint(str(tmp_path / "out")))

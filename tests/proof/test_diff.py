@@ -16,17 +16,13 @@ from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry
 from ckpt_tools.core.plain_values import PlainValue, Size
 from ckpt_tools.errors import IncompleteError, UsageError
-from ckpt_tools.proof.containers import compare_objects
 from ckpt_tools.proof.diff import (
     Diff,
-    DiffOptions,
-    Naming,
     diff,
     diff_headers,
-    parse_rename,
 )
-from ckpt_tools.proof.pairs import EntryDiff
-from ckpt_tools.proof.tolerance import Tolerance
+from ckpt_tools.proof.diff_options import DiffOptions, parse_rename
+from ckpt_tools.proof.pairs import EntryDiff, compare_objects
 from ckpt_tools.storage.reader import Files
 
 DATA = Path(__file__).parents[1] / "data"
@@ -101,7 +97,7 @@ def test_clean_names_match_across_containers() -> None:
     a = real("fsdp1_sharded_mesh1d_dcp/ckpt")
     model = a.select({entry.fqn for entry in a.tensors if entry.section == "model"})
     b = real("fsdp1_full_torchsave/ckpt/model.pt")
-    assert compared(model, b, DiffOptions(Naming(clean=True))).equal
+    assert compared(model, b, DiffOptions(clean=True)).equal
     assert compared(model, b).same == 0
 
 
@@ -133,7 +129,7 @@ def test_an_incomplete_side_is_refused() -> None:
 def test_headers_are_compared_without_values(tmp_path: Path) -> None:
     a = save(tmp_path / "a.safetensors", {"w": f32(1.0, 2.0)})
     b = save(tmp_path / "b.safetensors", {"w": f32(3.0, 4.0)})
-    found = diff_headers(a, b, naming=Naming())
+    found = diff_headers(a, b, options=DiffOptions())
     assert found.equal
     assert not found.values_compared
 
@@ -233,7 +229,7 @@ def test_a_nan_on_one_side_is_counted_and_no_maximum(tmp_path: Path) -> None:
 def test_tolerances_decide_what_is_the_same(
     a: float, b: float, *, same: bool, tmp_path: Path
 ) -> None:
-    options = DiffOptions(tolerance=Tolerance(rtol=0.02, atol=0.04))
+    options = DiffOptions(rtol=0.02, atol=0.04)
     assert between(tmp_path, {"w": f32(a)}, {"w": f32(b)}, options).equal is same
 
 
@@ -282,18 +278,18 @@ def test_empty_and_zero_dimensional_tensors_are_compared() -> None:
 
 
 def test_a_rename_may_be_for_one_side(tmp_path: Path) -> None:
-    options = DiffOptions(Naming(renames=(parse_rename("a:^old[.]=new."),)))
+    options = DiffOptions(renames=(parse_rename("a:^old[.]=new."),))
     assert between(tmp_path, {"old.w": f32(1)}, {"new.w": f32(1)}, options).equal
     assert not between(tmp_path, {"new.w": f32(1)}, {"old.w": f32(1)}, options).equal
 
 
 def test_a_rename_may_be_for_both_sides(tmp_path: Path) -> None:
-    options = DiffOptions(Naming(renames=(parse_rename(r"^(old|new)\.="),)))
+    options = DiffOptions(renames=(parse_rename(r"^(old|new)\.="),))
     assert between(tmp_path, {"old.w": f32(1)}, {"new.w": f32(1)}, options).equal
 
 
 def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
-    options = DiffOptions(Naming(renames=(parse_rename("[vw]=x"),)))
+    options = DiffOptions(renames=(parse_rename("[vw]=x"),))
     with pytest.raises(UsageError, match="both be called x"):
         between(tmp_path, {"v": f32(1), "w": f32(1)}, {"x": f32(1)}, options)
 

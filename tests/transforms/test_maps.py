@@ -1,5 +1,6 @@
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,7 +27,6 @@ from ckpt_tools.transforms.base import Transform, TransformedTensor
 from ckpt_tools.transforms.maps import views
 from ckpt_tools.transforms.maps.renaming import UnderTransform, UntieTransform
 from ckpt_tools.transforms.maps.toml import builtins_to_hf
-from ckpt_tools.transforms.maps.views import View
 
 REAL = DATA / "checkpoints"
 TITAN = REAL / "torchtitan_llama3_4r" / "ckpt"
@@ -43,7 +43,7 @@ def export(source: Path, out: Path, *steps: Transform, **options: object) -> con
     )
 
 
-def stored(folder: Path, array: np.ndarray, cuts: tuple[tuple[slice, ...], ...]) -> View:
+def stored(folder: Path, array: np.ndarray, cuts: tuple[tuple[slice, ...], ...]) -> TensorEntry:
     """The array on disk in these pieces, packed one behind the other."""
     path = folder / f"pieces{len(list(folder.iterdir()))}.bin"
     chunks, data = [], b""
@@ -54,13 +54,12 @@ def stored(folder: Path, array: np.ndarray, cuts: tuple[tuple[slice, ...], ...])
         chunks.append(Chunk(box, ByteRange(str(path), len(data), piece.nbytes)))
         data += piece.tobytes()
     path.write_bytes(data)
-    return View(BY_NAME["int32"], array.shape, tuple(chunks))
+    return TensorEntry("x", ("x",), "model", BY_NAME["int32"], array.shape, tuple(chunks))
 
 
-def values(view: View) -> np.ndarray:
-    entry = TensorEntry("x", ("x",), "model", view.dtype, view.shape, view.chunks)
+def values(view: TensorEntry) -> np.ndarray:
     with Files() as files:
-        raw = read_array(entry, Box.whole(view.shape), files=files)
+        raw = read_array(view, Box.whole(view.shape), files=files)
     return np.frombuffer(raw, np.int32).reshape(view.shape)
 
 
@@ -115,7 +114,9 @@ def turned(array: np.ndarray, head_dim: int, *, to_halves: bool) -> np.ndarray:
     return array.reshape(shape).swapaxes(1, 2).reshape(array.shape)
 
 
-def stepped(view: View, array: np.ndarray, data: st.DataObject) -> tuple[View, np.ndarray]:
+def stepped(
+    view: TensorEntry, array: np.ndarray, data: st.DataObject
+) -> tuple[TensorEntry, np.ndarray]:
     """One view of a view, and what numpy makes of the same."""
     way = data.draw(st.sampled_from(["turn", "cut", "join", "stack", "halves", "pairs"]))
     if way == "turn":
@@ -136,8 +137,8 @@ def stepped(view: View, array: np.ndarray, data: st.DataObject) -> tuple[View, n
 
 
 def rotated(
-    view: View, array: np.ndarray, data: st.DataObject, *, to_halves: bool
-) -> tuple[View, np.ndarray]:
+    view: TensorEntry, array: np.ndarray, data: st.DataObject, *, to_halves: bool
+) -> tuple[TensorEntry, np.ndarray]:
     fitting = [n for n in (2, 4, 6) if array.shape[0] % n == 0]
     if not fitting:
         return view, array
@@ -198,7 +199,7 @@ def test_views_of_chunks_are_the_same_when_these_are_located_afterwards(
             view, array = stepped(view, array, data)
         found = {id(item): one for item, one in zip(items, located, strict=True)}
         seen = [chunk.seen_in(found[id(chunk.of)], itemsize=4) for chunk in view.chunks]
-        assert np.array_equal(values(view._replace(chunks=tuple(seen))), array)
+        assert np.array_equal(values(replace(view, chunks=tuple(seen))), array)
 
 
 def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:

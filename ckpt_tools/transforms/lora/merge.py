@@ -149,7 +149,7 @@ class MergeTransform:
         base = parts.base[name].named(name).entry
         left, right = factors.b.entry, factors.a.entry
         if factors.embedding or turned:
-            left, right = _transposed(right), _transposed(left)
+            left, right = (views.transpose(views.view_of(one)) for one in (right, left))
         wanted = (left.shape[0], right.shape[1])
         if base.shape != wanted:
             raise UnsupportedError(
@@ -184,8 +184,3 @@ def _entry_of(work: _Merge) -> TensorEntry:
     length = work.base.numel * work.dtype.itemsize
     chunk = Chunk(Box.whole(work.base.shape), ByteRange(work.path, 0, length))
     return replace(work.base, dtype=work.dtype, chunks=(chunk,), layout=None)
-
-
-def _transposed(entry: TensorEntry) -> TensorEntry:
-    view = views.transpose(views.view_of(entry))
-    return replace(entry, shape=view.shape, chunks=view.chunks, layout=None)

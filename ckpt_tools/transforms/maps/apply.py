@@ -8,9 +8,10 @@ the names alone, and only when they leave no doubt.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transforms.base import TransformedTensor, TransformResult
@@ -25,7 +26,6 @@ from ckpt_tools.transforms.maps.model import (
     placeholders,
 )
 from ckpt_tools.transforms.maps.toml import builtin_names, builtins_to_hf
-from ckpt_tools.transforms.maps.views import View
 
 _ON_HUB = "model.embed_tokens.weight"
 
@@ -238,10 +238,10 @@ def _gathered(group: _RuleMatch) -> TransformedTensor:
     sources = [group.tensors[key] for key in sorted(group.tensors, key=lambda key: key[::-1])]
     origins = tuple(origin for one in sources for origin in one.origins)
     _check_shape(view, rule.target_shape, values=group.values)
-    return _made(filled(rule.targets[0], group.bound), view, like=sources[0], origins=origins)
+    return TransformedTensor(view, origins).named(filled(rule.targets[0], group.bound))
 
 
-def _layer_of(group: _RuleMatch, layer: int) -> list[View]:
+def _layer_of(group: _RuleMatch, layer: int) -> list[TensorEntry]:
     """The parts of one layer of the stack. Raises UsageError for one that does not exist."""
     sources = group.rule.sources
     absent = [
@@ -254,7 +254,7 @@ def _layer_of(group: _RuleMatch, layer: int) -> list[View]:
     return [views.view_of(group.tensors[part, layer].entry) for part in range(len(sources))]
 
 
-def _joined(parts: list[View], group: _RuleMatch) -> View:
+def _joined(parts: list[TensorEntry], group: _RuleMatch) -> TensorEntry:
     """Parts side by side: in each group the first of every part, in the next the second…"""
     dim, count = group.rule.dim, group.groups
     ready = []
@@ -293,10 +293,10 @@ def _scattered(group: _RuleMatch) -> Iterator[TransformedTensor]:
             view = _rotated(view, group, number=number)
             _check_shape(view, rule.target_shape, values=group.values)
             name = group.name(rule.targets[number], layer)
-            yield _made(name, view, like=source, origins=source.origins)
+            yield TransformedTensor(view, source.origins).named(name)
 
 
-def _split(whole: View, group: _RuleMatch) -> list[View]:
+def _split(whole: TensorEntry, group: _RuleMatch) -> list[TensorEntry]:
     """The parts that lie side by side in a tensor."""
     parts, dim, count = len(group.rule.targets), group.rule.dim, group.groups
     if parts == 1:
@@ -322,7 +322,7 @@ def _split(whole: View, group: _RuleMatch) -> list[View]:
     ]
 
 
-def _rotated(view: View, group: _RuleMatch, *, number: int) -> View:
+def _rotated(view: TensorEntry, group: _RuleMatch, *, number: int) -> TensorEntry:
     """A part with its rows reordered as the rule says for it."""
     rotary = group.rule.rotary
     if number >= len(rotary) or not rotary[number]:
@@ -333,7 +333,7 @@ def _rotated(view: View, group: _RuleMatch, *, number: int) -> View:
     return views.rotary_to_pairs(view, head_dim)
 
 
-def _check_shape(view: View, wanted: Sequence[str], *, values: Mapping[str, int]) -> None:
+def _check_shape(view: TensorEntry, wanted: Sequence[str], *, values: Mapping[str, int]) -> None:
     """Raise UsageError when a declared shape is not the tensor's.
 
     ``_``, and what needs a value that was not given, stand for any size.
@@ -346,12 +346,3 @@ def _check_shape(view: View, wanted: Sequence[str], *, values: Mapping[str, int]
     )
     if not fits:
         raise UsageError(f"shape {list(view.shape)}, the map says [{', '.join(wanted)}].")
-
-
-def _made(
-    fqn: str, view: View, *, like: TransformedTensor, origins: tuple[str, ...]
-) -> TransformedTensor:
-    entry = replace(
-        like.entry, fqn=fqn, path=(fqn,), shape=view.shape, chunks=view.chunks, layout=None
-    )
-    return TransformedTensor(entry, origins)

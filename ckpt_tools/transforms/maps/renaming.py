@@ -109,9 +109,8 @@ class VocabularyTransform:
             raise UsageError(
                 f"{one.entry.fqn} has {rows:,} rows, fewer than --vocab-size {self.size:,}."
             )
-        view = views.narrow(views.view_of(one.entry), 0, start=0, size=self.size)
-        entry = replace(one.entry, shape=view.shape, chunks=view.chunks, layout=None)
-        return one._replace(entry=entry)
+        view = views.view_of(one.entry)
+        return one._replace(entry=views.narrow(view, 0, start=0, size=self.size))
 
 
 def _is_vocabulary(one: TransformedTensor) -> bool:

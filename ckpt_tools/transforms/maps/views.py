@@ -1,34 +1,27 @@
 """Other views of stored tensors: cut, joined, transposed, stacked, rows reordered.
 
 Every view is chunks over the same byte ranges, with other boxes and strides: nothing is read, and
-no element exists twice. This room knows nothing of names.
+no element exists twice. A view is an entry, without a layout; its name is that of the first that it
+is made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box, row_major_strides
 from ckpt_tools.core.index import Chunk, TensorEntry
 from ckpt_tools.errors import UsageError
 
 
-class View(NamedTuple):
-    """A tensor without a name: its type, its shape, and the chunks that hold it."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+def view_of(entry: TensorEntry) -> TensorEntry:
+    """The same tensor in chunks of which others can be made, located or not."""
+    return replace(entry, chunks=tuple(chunk.to_view() for chunk in entry.chunks), layout=None)
 
 
-def view_of(entry: TensorEntry) -> View:
-    """The tensor of an entry, whose chunks need not be located."""
-    return View(entry.dtype, entry.shape, tuple(chunk.to_view() for chunk in entry.chunks))
-
-
-def narrow(view: View, dim: int, *, start: int, size: int) -> View:
+def narrow(view: TensorEntry, dim: int, *, start: int, size: int) -> TensorEntry:
     """The elements ``start`` to ``start + size`` along a dimension."""
     shape = _replaced(view.shape, dim, size)
     part = Box(_replaced((0,) * len(shape), dim, start), shape)
@@ -38,10 +31,10 @@ def narrow(view: View, dim: int, *, start: int, size: int) -> View:
         if box is not None:
             cut = _cut(chunk, box, itemsize=view.dtype.itemsize)
             chunks.append(cut._replace(box=box.relative_to(part)))
-    return View(view.dtype, shape, tuple(chunks))
+    return replace(view, shape=shape, chunks=tuple(chunks))
 
 
-def concat(views: Sequence[View], dim: int) -> View:
+def concat(views: Sequence[TensorEntry], dim: int) -> TensorEntry:
     """The views one behind the other along a dimension.
 
     Raises UsageError when their types or other dimensions differ.
@@ -59,10 +52,10 @@ def concat(views: Sequence[View], dim: int) -> View:
             offsets = _replaced(chunk.box.offsets, dim, chunk.box.offsets[dim] + place)
             chunks.append(chunk._replace(box=Box(offsets, chunk.box.sizes), replicas=()))
         place += view.shape[dim]
-    return View(first.dtype, _replaced(first.shape, dim, place), tuple(chunks))
+    return replace(first, shape=_replaced(first.shape, dim, place), chunks=tuple(chunks))
 
 
-def stack(views: Sequence[View]) -> View:
+def stack(views: Sequence[TensorEntry]) -> TensorEntry:
     """The views under a new first dimension.
 
     Raises UsageError when their types or shapes differ.
@@ -79,10 +72,10 @@ def stack(views: Sequence[View]) -> View:
             box = Box((place, *chunk.box.offsets), (1, *chunk.box.sizes))
             strides = None if chunk.strides is None else (0, *chunk.strides)
             chunks.append(chunk._replace(box=box, strides=strides, replicas=()))
-    return View(first.dtype, (len(views), *first.shape), tuple(chunks))
+    return replace(first, shape=(len(views), *first.shape), chunks=tuple(chunks))
 
 
-def unstack(view: View, index: int) -> View:
+def unstack(view: TensorEntry, index: int) -> TensorEntry:
     """One element of the first dimension, which goes away."""
     one = narrow(view, 0, start=index, size=1)
     chunks = []
@@ -90,20 +83,20 @@ def unstack(view: View, index: int) -> View:
         box = Box(chunk.box.offsets[1:], chunk.box.sizes[1:])
         strides = None if chunk.strides is None else chunk.strides[1:]
         chunks.append(chunk._replace(box=box, strides=strides))
-    return View(view.dtype, view.shape[1:], tuple(chunks))
+    return replace(view, shape=view.shape[1:], chunks=tuple(chunks))
 
 
-def transpose(view: View) -> View:
+def transpose(view: TensorEntry) -> TensorEntry:
     """The dimensions in reverse order: the transpose of a matrix."""
     chunks = []
     for chunk in view.chunks:
         box = Box(chunk.box.offsets[::-1], chunk.box.sizes[::-1])
         start, strides = chunk.data.offset, _strides(chunk)[::-1]
         chunks.append(chunk.placed(box, start, strides, itemsize=view.dtype.itemsize))
-    return View(view.dtype, view.shape[::-1], tuple(chunks))
+    return replace(view, shape=view.shape[::-1], chunks=tuple(chunks))
 
 
-def rotary_to_halves(view: View, head_dim: int) -> View:
+def rotary_to_halves(view: TensorEntry, head_dim: int) -> TensorEntry:
     """Rows of each head from pairs (x0 y0 x1 y1 …) to halves (x0 x1 … y0 y1 …).
 
     A head has ``head_dim`` rows. Raises UsageError when they do not divide the rows.
@@ -121,10 +114,10 @@ def rotary_to_halves(view: View, head_dim: int) -> View:
                 if first < last:
                     rows = _Rows(source, step=2, many=last - first, target=target)
                     chunks.append(_rows_of(chunk, rows, itemsize=view.dtype.itemsize))
-    return view._replace(chunks=tuple(chunks))
+    return replace(view, chunks=tuple(chunks))
 
 
-def rotary_to_pairs(view: View, head_dim: int) -> View:
+def rotary_to_pairs(view: TensorEntry, head_dim: int) -> TensorEntry:
     """Rows of each head from halves to pairs: undoes `rotary_to_halves`."""
     half = _half(view, head_dim)
     chunks: list[Chunk] = []
@@ -142,7 +135,7 @@ def rotary_to_pairs(view: View, head_dim: int) -> View:
                 else:
                     continue
                 chunks.append(_rows_of(chunk, rows, itemsize=view.dtype.itemsize))
-    return view._replace(chunks=tuple(chunks))
+    return replace(view, chunks=tuple(chunks))
 
 
 class _Rows(NamedTuple):
@@ -154,7 +147,7 @@ class _Rows(NamedTuple):
     target: int
 
 
-def _half(view: View, head_dim: int) -> int:
+def _half(view: TensorEntry, head_dim: int) -> int:
     if not view.shape or head_dim < 2 or head_dim % 2 or view.shape[0] % head_dim:
         raise UsageError(
             f"{list(view.shape)}: its rows are not made of heads of {head_dim} rows each, "
@@ -193,7 +186,7 @@ def _strides(chunk: Chunk) -> tuple[int, ...]:
     return row_major_strides(chunk.box.sizes) if chunk.strides is None else chunk.strides
 
 
-def _same_type(one: View, other: View) -> None:
+def _same_type(one: TensorEntry, other: TensorEntry) -> None:
     if one.dtype != other.dtype:
         raise UsageError(
             f"Tensors of {one.dtype.name} and {other.dtype.name} cannot become one tensor.",

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, LocatedIndex, TensorEntry
-from ckpt_tools.errors import CheckpointError
 
 
 class _Cluster(NamedTuple):
@@ -131,9 +130,8 @@ class DamageMap:
         length = self._lengths.get(path, self._needed[path])
         return length is None or length < self._needed[path] or path in self._damaged_files
 
-    def damaged_tensors(self, problems: Sequence[CheckpointError]) -> tuple[DamagedTensor, ...]:
-        """The tensors that have lost rows, and those that any problem names."""
-        named = {fqn for problem in problems for fqn in problem.about}
+    def damaged_tensors(self, named: Collection[str]) -> tuple[DamagedTensor, ...]:
+        """The tensors that have lost rows, and those that are ``named`` by a problem."""
         tensors = (self._damage(entry) for entry in self._index.tensors)
         return tuple(one for one in tensors if one.lost or one.fqn in named)
 
@@ -151,9 +149,8 @@ class DamageMap:
         """The first place of a chunk that is good, or None."""
         return next(filter(self.is_good, (chunk.data, *chunk.replicas)), None)
 
-    def damaged_objects(self, problems: Sequence[CheckpointError]) -> tuple[str, ...]:
-        """The objects whose bytes are not good, or that any problem names."""
-        named = {fqn for problem in problems for fqn in problem.about}
+    def damaged_objects(self, named: Collection[str]) -> tuple[str, ...]:
+        """The objects whose bytes are not good, or that are ``named`` by a problem."""
         return tuple(
             entry.fqn
             for entry in self._index.objects

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
-from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.copying.read import fetching, stream_box
 from ckpt_tools.core import names
@@ -44,6 +43,7 @@ from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.errors import UnreadableError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, clean_name, tensors_inside
+from ckpt_tools.proof.pairs import whole_and_located
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.paths import open_file
 from ckpt_tools.storage.reader import Files
@@ -119,8 +119,7 @@ def fingerprint(
 
     Raises what keeps the checkpoint from being whole, and UnsupportedError when two names are one.
     """
-    located = formats.locate(index, files)
-    located.require_chosen()
+    located = whole_and_located(index, files)
     inside = tensors_inside(located)
     tally = Tally(on_bytes)
 
@@ -225,7 +224,10 @@ def load(path: str) -> Fingerprint:
             hint=f"`ckpt-tools fingerprint CKPT --write {path}` writes one.",
         )
     sections = _sections(value.get("sections"), path)
-    tensors = _tensors(value.get("tensors"), path)
+    kept = value.get("tensors")
+    if not isinstance(kept, dict):
+        raise UnreadableError(f"{path}: its tensors cannot be read.")
+    tensors = [_tensor(fqn, facts, path) for fqn, facts in sorted(kept.items())]
     return Fingerprint(_named(tensors, sections, path), sections)
 
 
@@ -240,12 +242,6 @@ def _sections(value: object, path: str) -> dict[Section, str]:
     if len(sections) != len(value):
         raise UnreadableError(f"{path}: its sections cannot be read.")
     return sections
-
-
-def _tensors(value: object, path: str) -> list[TensorDigest]:
-    if not isinstance(value, dict):
-        raise UnreadableError(f"{path}: its tensors cannot be read.")
-    return [_tensor(fqn, fields, path) for fqn, fields in sorted(value.items())]
 
 
 def _tensor(fqn: str, fields: object, path: str) -> TensorDigest:

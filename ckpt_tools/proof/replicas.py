@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools.copying.read import first_difference
@@ -18,14 +17,6 @@ from ckpt_tools.core.text import counted
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
-
-
-class _ReplicaPair(NamedTuple):
-    """A chunk of a tensor, and another place that holds the same box."""
-
-    entry: TensorEntry
-    chunk: Chunk
-    other: ByteRange
 
 
 def differing_replicas(
@@ -41,18 +32,18 @@ def differing_replicas(
     ``is_good`` says which byte ranges can be read; only those are compared.
     """
     pairs = [
-        _ReplicaPair(entry, chunk, other)
+        (entry, chunk, other)
         for entry in tensors
         for chunk in entry.chunks
         for other in chunk.replicas
         if chunk.codec is None and chunk.box.numel and is_good(chunk.data) and is_good(other)
     ]
     errors = in_threads(
-        lambda pair: _compare(pair, files, tally),
+        lambda pair: _compare(*pair, files, tally),
         pairs,
         files.sizes,
         threads=threads,
-        nbytes=lambda pair: pair.other.length,
+        nbytes=lambda pair: pair[2].length,
     )
     return list(chain.from_iterable(errors))
 
@@ -78,8 +69,10 @@ def require_equal_replicas(index: CheckpointIndex, files: Files, *, threads: int
     return f" The replicas of {counted(len(left), 'tensor')}, compared byte by byte, are equal."
 
 
-def _compare(pair: _ReplicaPair, files: Files, tally: Tally) -> list[CheckpointError]:
-    entry, chunk, other = pair
+def _compare(
+    entry: TensorEntry, chunk: Chunk, other: ByteRange, files: Files, tally: Tally
+) -> list[CheckpointError]:
+    """Compare a chunk of a tensor with another place that holds the same box."""
     one = replace(entry, chunks=(chunk._replace(replicas=()),))
     two = replace(entry, chunks=(chunk._replace(replicas=(), data=other),))
     equal = first_difference(one, two, chunk.box, files=files, on_bytes=tally.add)

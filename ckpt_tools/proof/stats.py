@@ -20,6 +20,7 @@ from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.records import Json, as_json, record_json
 from ckpt_tools.proof.anomalies import Anomaly, anomalies_of, zero_row_anomalies
+from ckpt_tools.proof.pairs import whole_and_located
 from ckpt_tools.proof.scan import Scan, scan
 from ckpt_tools.proof.threads import in_threads
 from ckpt_tools.storage.reader import Files
@@ -86,8 +87,7 @@ def stats(
     Reads every tensor once, several at a time, with a few MiB of memory for each of ``threads``.
     Raises what keeps the tensors from being whole.
     """
-    located = formats.locate(index, files)
-    located.require_chosen()
+    located = whole_and_located(index, files)
     tally = Tally(on_bytes)
 
     scans = in_threads(

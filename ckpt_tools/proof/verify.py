@@ -178,7 +178,8 @@ def _report(
         *differing,
         *unfit,
     ]
-    damaged, count = condition.damaged_tensors(problems), index.count
+    named = {fqn for problem in problems for fqn in problem.about}
+    damaged, count = condition.damaged_tensors(named), index.count
     lost = replace(index, problems=tuple(problems)).lost
     return VerifyReport(
         root=index.root,
@@ -189,7 +190,7 @@ def _report(
         tensors=count.tensors,
         damaged=damaged,
         objects=count.objects,
-        damaged_objects=condition.damaged_objects(problems),
+        damaged_objects=condition.damaged_objects(named),
         lost=lost,
         rescued=condition.rescued(),
         ranks=_ranks(index, lambda path: path in lost_files or condition.is_damaged_file(path)),

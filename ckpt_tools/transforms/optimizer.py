@@ -71,9 +71,9 @@ class _ParamGroup(NamedTuple):
         """The same group for other parameters; ``stored`` has names to keep beside them."""
         if tuple(params) == self.params:
             return self
-        items = dict(_items(self.tree)) | {_PARAMS: _listed(_PARAMS, params)}
+        items = dict(_items(self.tree)) | {_PARAMS: _held_in(_PARAMS, list(params))}
         if stored and _PARAM_NAMES in items:
-            items[_PARAM_NAMES] = _listed(_PARAM_NAMES, [stored.get(p, str(p)) for p in params])
+            items[_PARAM_NAMES] = _held_in(_PARAM_NAMES, [stored.get(p, str(p)) for p in params])
         return _ParamGroup(_dict(items), tuple(params))
 
 
@@ -354,7 +354,7 @@ def written(optim: Optimizer) -> Branch[Entry]:
         items[_STATE] = _dict(cast("Mapping[Key, Tree[Entry]]", optim.states))
     if optim.groups is not None:
         trees: list[Tree[Entry]] = [group and group.tree for group in optim.groups]
-        items[_GROUPS] = list_of(trees) if trees else _listed(_GROUPS, ())
+        items[_GROUPS] = list_of(trees) if trees else _held_in(_GROUPS, [])
     return _dict(items | dict(optim.beside))
 
 
@@ -424,7 +424,9 @@ def _regrouped(
     for name, own in options.items():
         members.setdefault(_value_of(_dict(own), digest), []).append(name)
     return tuple(
-        _ParamGroup(_dict({**options[first], _PARAMS: _listed(_PARAMS, params)}), tuple(params))
+        _ParamGroup(
+            _dict({**options[first], _PARAMS: _held_in(_PARAMS, list(params))}), tuple(params)
+        )
         for params in members.values()
         for first in params[:1]
     )
@@ -496,11 +498,6 @@ def _items(tree: Branch[Entry]) -> Iterator[tuple[Key, Tree[Entry]]]:
 
 def _is_list(value: object) -> TypeGuard[list[PlainValue] | tuple[PlainValue, ...]]:
     return isinstance(value, list | tuple)
-
-
-def _listed(key: str, params: Sequence[PlainValue]) -> ObjectEntry:
-    """A list of plain values, such as a group's parameters."""
-    return _held_in(key, list(params))
 
 
 def _held_in(key: Key, value: PlainValue) -> ObjectEntry:

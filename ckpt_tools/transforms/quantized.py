@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
+from os.path import commonprefix
 from typing import NamedTuple
 
 from ckpt_tools.core import names
@@ -222,19 +223,14 @@ def _sorted_out(
     """The tensors of a module that belong to a packed one, which they name; and the doubtful."""
     weights, doubtful = {name: name for name in packed}, {}
     for name in sorted(group.keys() - packed.keys()):
-        near = max(packed, key=lambda one: (_common_letters(one, name), one))
+        # By their first letters: commonprefix knows nothing of paths.
+        near = max(packed, key=lambda one: (len(commonprefix([one, name])), one))  # noqa: RUF071
         also = packed[near].also
         if _is_scale(name) or (also and re.fullmatch(also, name)):
             weights[name] = near
         elif _is_doubtful(group[name], name, near, at_top=at_top):
             doubtful[name] = near
     return weights, doubtful
-
-
-def _common_letters(one: str, other: str) -> int:
-    """How many letters at their begin two names have in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _packed(group: Mapping[str, TensorEntry]) -> dict[str, _Family]:

@@ -134,16 +134,12 @@ class LeftOut(NamedTuple):
         return f"{what} of {_count(self.of, self.ranks)}"
 
 
-class _Converted(NamedTuple):
-    """A checkpoint and what was made of it, without the states that the second cannot load."""
-
-    source: CheckpointIndex
-    output: CheckpointIndex
-    left_out: tuple[LeftOut, ...]
-
-
-def without_left_out(source: CheckpointIndex, output: CheckpointIndex, files: Files) -> _Converted:
+def without_left_out(
+    source: CheckpointIndex, output: CheckpointIndex, files: Files
+) -> tuple[CheckpointIndex, CheckpointIndex, tuple[LeftOut, ...]]:
     """Take out of the source what `without_old_ranks` leaves out for the ranks of the output.
+
+    Returns the source without it, the output, and what was taken out.
 
     States of which the output has a part were not left out, and stay. An empty list in their place,
     as Composer's loader wants it, is taken out of the output.
@@ -155,7 +151,7 @@ def without_left_out(source: CheckpointIndex, output: CheckpointIndex, files: Fi
     empty = {e.fqn for e in there if formats.open_object(output, e, files).value == []}
     left_out = tuple(LeftOut(name, states.whose, states.ranks) for name, states in gone.items())
     full = {entry.fqn for entry in output.entries} - empty
-    return _Converted(_without(source, gone), output.select(full), left_out)
+    return _without(source, gone), output.select(full), left_out
 
 
 def _unfit(index: CheckpointIndex, target: TargetRanks) -> dict[str, _States]:

@@ -108,9 +108,9 @@ def test_what_was_left_out_is_known_from_both_checkpoints(
     source = checkpoint(*(("rng", n, "torch") for n in range(ranks)), world_size=world_size)
     with Files() as files:
         for world, left_out in ((2, [said]), (ranks, []), (None, [said] if ranks > 1 else [])):
-            found = without_left_out(source, checkpoint(world_size=world), files)
-            assert list(map(str, found.left_out)) == left_out
-            assert len(found.source.objects) == (0 if left_out else ranks)
+            left, _, gone = without_left_out(source, checkpoint(world_size=world), files)
+            assert list(map(str, gone)) == left_out
+            assert len(left.objects) == (0 if left_out else ranks)
         kept = checkpoint(("rng", 0, "torch"), world_size=2)
         assert without_left_out(source, kept, files) == (source, kept, ())
 

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
@@ -78,11 +79,11 @@ def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> AdapterP
     factors, rest = _factors(made)
     saved = (_SAVED.fullmatch(one.entry.fqn) for one in rest)
     adapters = {match["adapter"] for match in saved if match is not None}
-    name = _chosen({adapter for _, adapter in factors} | adapters, adapter)
+    name = _chosen({factor.adapter for factor in factors} | adapters, adapter)
     parts = AdapterParts(name)
     sides: dict[tuple[str, bool], dict[str, TransformedTensor]] = {}
-    for (factor, of), one in factors.items():
-        if of == name:
+    for factor, one in factors.items():
+        if factor.adapter == name:
             sides.setdefault((factor.module, factor.embedding), {})[factor.side] = one
     for (module, embedding), both in sorted(sides.items()):
         if both.keys() != {"A", "B"}:
@@ -147,25 +148,25 @@ def _parents(name: str) -> list[str]:
     return [name[:place] for place, letter in enumerate(name) if letter == "."]
 
 
-@dataclass(frozen=True, slots=True)
-class _Factor:
+class _Factor(NamedTuple):
     module: str
     side: str
     embedding: bool
+    adapter: str | None
 
 
 def _factors(
     made: Sequence[TransformedTensor],
-) -> tuple[dict[tuple[_Factor, str | None], TransformedTensor], list[TransformedTensor]]:
+) -> tuple[dict[_Factor, TransformedTensor], list[TransformedTensor]]:
     """The LoRA factors by what they are and whose, and all other entries."""
-    factors: dict[tuple[_Factor, str | None], TransformedTensor] = {}
+    factors: dict[_Factor, TransformedTensor] = {}
     rest: list[TransformedTensor] = []
     for one in made:
         name = one.entry.fqn
         match = _FACTOR.fullmatch(name)
         if match is not None:
-            factor = _Factor(_bare(match["module"]), match["side"], bool(match["kind"]))
-            factors[factor, match["adapter"]] = one
+            module, side, adapter = _bare(match["module"]), match["side"], match["adapter"]
+            factors[_Factor(module, side, bool(match["kind"]), adapter)] = one
         elif _OTHER.fullmatch(name):
             raise _not_understood(name)
         else:
@@ -177,7 +178,7 @@ def _factors(
 
 def _refuse_others(
     rest: Sequence[TransformedTensor],
-    factors: Mapping[tuple[_Factor, str | None], TransformedTensor],
+    factors: Mapping[_Factor, TransformedTensor],
 ) -> None:
     """Raise UnsupportedError for what PEFT put into a checkpoint and is not understood here.
 
@@ -196,7 +197,7 @@ def _refuse_others(
             raise _not_understood(name)
         if inside and not name.startswith(PREFIX):
             raise _not_understood(name, " --exclude leaves out what is not of this model at all.")
-    for factor, _ in factors:
+    for factor in factors:
         own = layers.get(factor.module, layers.get(PREFIX + factor.module, []))
         if own and not any(
             e.dtype.kind != "float" or e.fqn.endswith(".base_layer.weight") for e in own

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ckpt_tools.core.index import TensorEntry
 from ckpt_tools.core.text import counted, some
@@ -87,26 +86,25 @@ def apply(
     it asks for and was not given.
     """
     _refuse_others(tensor_map, [one.entry.fqn for one in made], model_type)
-    sorted_out = _sorted_out(tensor_map, made, values=values)
-    out = [one for group in sorted_out.groups for one in _carried_out(group)]
+    groups, kept, dropped = _sorted_out(tensor_map, made, values=values)
+    out = [one for group in groups for one in _carried_out(group)]
     if not out:
         raise UsageError(f"The map {tensor_map.name} has a rule for none of these names.")
-    before = sum(len(group.tensors) for group in sorted_out.groups)
+    before = sum(len(group.tensors) for group in groups)
     notes = [f"Map {tensor_map.name}: {counted(before, 'tensor')} became {len(out)}."]
-    turned = [group for group in sorted_out.groups if any(group.rule.rotary)]
+    turned = [group for group in groups if any(group.rule.rotary)]
     if turned:
         sizes = sorted({evaluate(group.rule.head_dim, values) for group in turned})
         rows = ", ".join(map(str, sizes))
         notes.append(
             f"Rotary rows are reordered for {counted(len(turned), 'tensor')}, in heads of {rows}."
         )
-    if sorted_out.kept:
-        notes.append(f"It keeps {counted(len(sorted_out.kept), 'other name')} unchanged.")
-    if sorted_out.dropped:
-        dropped = sorted_out.dropped
+    if kept:
+        notes.append(f"It keeps {counted(len(kept), 'other name')} unchanged.")
+    if dropped:
         shown = some(sorted(dropped), 10)
         notes.append(f"It leaves out {counted(len(dropped), 'tensor')}: {shown}.")
-    return TransformResult((*out, *sorted_out.kept), tuple(notes))
+    return TransformResult((*out, *kept), tuple(notes))
 
 
 def _knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:
@@ -168,18 +166,13 @@ class _RuleMatch:
         return filled(text, {**self.bound, **number})
 
 
-class _SortedOut(NamedTuple):
-    """Entries by what the map says of them."""
-
-    groups: list[_RuleMatch]
-    kept: list[TransformedTensor]
-    dropped: list[str]
-
-
 def _sorted_out(
     tensor_map: TensorMap, made: Sequence[TransformedTensor], *, values: Mapping[str, int]
-) -> _SortedOut:
-    """Each entry in the group of its rule. Raises UsageError for names without one."""
+) -> tuple[list[_RuleMatch], list[TransformedTensor], list[str]]:
+    """The entries in the groups of their rules, those that are kept, and names that are dropped.
+
+    Raises UsageError for names without a rule.
+    """
     groups: dict[tuple[int, tuple[tuple[str, str], ...]], _RuleMatch] = {}
     dropped: list[str] = []
     others: list[TransformedTensor] = []
@@ -206,7 +199,7 @@ def _sorted_out(
             f"{some(unknown, 10)}.",
             hint="Leave them out with --exclude, or write a rule for them.",
         )
-    return _SortedOut(list(groups.values()), others, dropped)
+    return list(groups.values()), others, dropped
 
 
 def _claims(tensor_map: TensorMap, name: str) -> Iterator[tuple[int, int, dict[str, str]]]:

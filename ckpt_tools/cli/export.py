@@ -224,8 +224,8 @@ def command(asked: Asked) -> None:
         )
     else:
         answer(f"{shaping.what(plan, out)}, {shaping.took(plan, started)}")
-    if dry_run:
-        run.check_room(out, plan)
+    if dry_run and (short := run.check_room(out, plan)):
+        say(short)
 
 
 def _conversion(asked: Asked, form: str, write: WriteOptions, read: run.Read) -> convert.Export:

@@ -163,8 +163,8 @@ def command(asked: Asked) -> None:
         render.emit(_forecast(asked, plan))
     else:
         answer(f"{_what(asked, plan)}, {shaping.took(plan, started)}")
-    if dry_run:
-        run.check_room(asked.out, plan)
+    if dry_run and (short := run.check_room(asked.out, plan)):
+        say(short)
 
 
 def _options(asked: Asked) -> ReshardOptions:

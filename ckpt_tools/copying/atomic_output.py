@@ -189,14 +189,19 @@ def _tidy(manifest: Manifest, out: str) -> None:
     manifest.remove()
 
 
-def check_room(out: str, plans: LazyPlans, *, single_file: str | None = None) -> None:
-    """Raise what would keep these files from becoming ``out``, as far as it is known beforehand.
+def check_room(out: str, plans: LazyPlans, *, single_file: str | None = None) -> str | None:
+    """A note on too little space for these files; None where there is enough.
 
+    Raises what else would keep them from becoming ``out``, as far as it is known beforehand:
     OutputExistsError for a folder where one file is to be, or a file where a folder is to be;
-    WriteError for a folder that may not be written in, or too little space.
+    WriteError for a folder that may not be written in.
     """
     _refuse_obstacles(out, single_file)
-    _check_space(out, plans)
+    try:
+        _check_space(out, plans)
+    except WriteError as error:
+        return error.message
+    return None
 
 
 def _refuse_obstacles(out: str, single_file: str | None) -> None:

@@ -164,9 +164,9 @@ def dry_run(
         return group.guarded(on_every_rank)
 
 
-def check_room(out: str, plan: Plan) -> None:
-    """Raise what `atomic_output.check_room` raises: of an address, for where it is made first."""
-    atomic_output.check_room(made_at(out), plan.files, single_file=plan.single_file)
+def check_room(out: str, plan: Plan) -> str | None:
+    """What `atomic_output.check_room` says: of an address, for where it is made first."""
+    return atomic_output.check_room(made_at(out), plan.files, single_file=plan.single_file)
 
 
 def made_at(out: str) -> str:

@@ -182,16 +182,16 @@ def _opened(root: str) -> ObjectStore:
     from obstore.store import from_url
 
     is_s3 = root.startswith(("s3://", "s3a://"))
-    config, provider = _settings_of_s3() if is_s3 else ({}, None)
-    endpoint = config.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL", "")
     client: ClientConfig = {
-        "allow_http": endpoint.startswith("http://"),
         "connect_timeout": STALLED,
         "read_timeout": STALLED,
         "timeout": timedelta(minutes=10),  # of one answer, however large
     }
     retry: RetryConfig = {"max_retries": 0}  # `fsspec_store` tries again, and says so
     try:
+        config, provider = _settings_of_s3() if is_s3 else ({}, None)
+        endpoint = config.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL", "")
+        client["allow_http"] = endpoint.startswith("http://")
         return from_url(
             root,
             config=config,
@@ -199,7 +199,9 @@ def _opened(root: str) -> ObjectStore:
             retry_config=retry,
             credential_provider=provider,
         )
-    except Exception as error:
+    except UsageError:
+        raise
+    except Exception as error:  # of obstore, or of boto3
         raise UsageError(f"{root} cannot be opened: {_words(error)}.", hint=_CREDENTIALS) from error
 
 

@@ -205,6 +205,19 @@ def test_a_profile_has_its_keys_and_its_endpoint(
     assert Files().read("s3://b/x", 0, 5) == DATA[:5]
 
 
+@pytest.mark.usefixtures("store")
+def test_a_profile_that_is_not_there_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3")
+    (tmp_path / "config").write_text("[default]\nregion = eu-west-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    done = run("inspect", "s3://b/x")
+    assert done.exit_code == 2
+    assert "s3://b cannot be opened: The config profile (nobody) could not be found" in done.stderr
+
+
 def test_fsspecs_own_configuration_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert object_store.is_for("s3://b/x")
     assert not object_store.is_for("hf://org/model")

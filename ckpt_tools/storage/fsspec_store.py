@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from errno import EACCES, EAGAIN, ENOENT
 from functools import cache, lru_cache
-from random import uniform
 from threading import Lock
 from typing import TYPE_CHECKING, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
@@ -209,6 +208,8 @@ class Waiting:
 
     def asked(self, ask: Callable[[], Result]) -> Result:
         """The answer. Raises OSError when there has been none for `PATIENCE` seconds."""
+        from random import uniform  # late: few commands ask a store
+
         pause, since = 0.2, 0.0
         while True:
             try:

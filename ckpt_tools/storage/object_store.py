@@ -15,7 +15,6 @@ from contextlib import suppress
 from datetime import timedelta
 from errno import EACCES, EAGAIN, ENOENT
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, BinaryIO
 
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
@@ -49,7 +48,11 @@ def is_for(address: str) -> bool:
     fsspec says nothing.
     """
     scheme = address.partition("://")[0]
-    if scheme not in SCHEMES or find_spec("obstore") is None:
+    if scheme not in SCHEMES:
+        return False
+    from importlib.util import find_spec  # late, as all that addresses need
+
+    if find_spec("obstore") is None:
         return False
     return not any(name.startswith(f"FSSPEC_{scheme.upper()}") for name in os.environ)
 

@@ -54,7 +54,11 @@ def is_for(address: str) -> bool:
 
     if find_spec("obstore") is None:
         return False
-    return not any(name.startswith(f"FSSPEC_{scheme.upper()}") for name in os.environ)
+    with suppress(ImportError):
+        from fsspec.config import conf  # of files and of variables FSSPEC_…
+
+        return not conf.get(scheme)
+    return True
 
 
 class Bucket:
@@ -72,20 +76,23 @@ class Bucket:
         if not self._key(path):
             raise FileNotFoundError(ENOENT, "it is a bucket", path)
         try:
-            return self._facts(obstore.head(self._store, self._key(path)))
+            meta = obstore.head(self._store, self._key(path))
         except Exception as error:
             raise _fault(error, path) from error
+        self._versions.setdefault(meta["path"], _version(meta))
+        return _facts(meta)
 
     def ls(self, path: str, *, detail: bool) -> list[Mapping[str, object]]:  # noqa: ARG002 (fsspec's)
-        """Facts of everything in a folder. Raises OSError."""
+        """Facts of everything in a folder, whose files are then seen anew. Raises OSError."""
         import obstore
 
         try:
             found = obstore.list_with_delimiter(self._store, self._key(path))
         except Exception as error:
             raise _fault(error, path) from error
+        self._versions |= {meta["path"]: _version(meta) for meta in found["objects"]}
         folders = [{"name": name, "type": "directory"} for name in found["common_prefixes"]]
-        return [*map(self._facts, found["objects"]), *folders]
+        return [*map(_facts, found["objects"]), *folders]
 
     def cat_file(self, path: str, *, start: int, end: int) -> memoryview:
         """The bytes of a file from ``start`` to ``end``, fewer where it ends.
@@ -103,6 +110,7 @@ class Bucket:
                 return memoryview(b"")
             raise _fault(error, path) from error
         if self._versions.setdefault(key, _version(answer.meta)) != _version(answer.meta):
+            self._versions.clear()  # who reads again begins again
             raise UnreadableError(
                 f"{path} has been replaced while it was read.",
                 hint="Run the command again when nothing writes to it.",
@@ -144,10 +152,6 @@ class Bucket:
     def _key(self, address: str) -> str:
         return address.removeprefix(self._root).strip("/")
 
-    def _facts(self, meta: ObjectMeta) -> Mapping[str, object]:
-        self._versions[meta["path"]] = version = _version(meta)
-        return {"name": meta["path"], "size": meta["size"], "type": "file", "ETag": version[0]}
-
 
 class _Stream(io.RawIOBase):
     def __init__(self, bucket: Bucket, path: str, size: int) -> None:
@@ -178,6 +182,11 @@ class _Stream(io.RawIOBase):
 def _version(meta: ObjectMeta) -> tuple[object, int]:
     """What changes when an object is replaced."""
     return meta["e_tag"] or meta["version"] or meta["last_modified"], meta["size"]
+
+
+def _facts(meta: ObjectMeta) -> Mapping[str, object]:
+    tag = _version(meta)[0]
+    return {"name": meta["path"], "size": meta["size"], "type": "file", "ETag": tag}
 
 
 def _opened(root: str) -> ObjectStore:

@@ -83,6 +83,7 @@ def refuse_existing(out: str, *, force: bool, resume: bool) -> None:
 
 def _refuse_taken(out: str, *, force: bool) -> None:
     try:
+        fsspec_store.forget(out)  # what the store said a moment ago may be true no more
         is_taken = paths.exists(out)
     except OSError as error:
         raise unwritable(out, error, doing="looked at") from error

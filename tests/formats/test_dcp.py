@@ -263,7 +263,7 @@ def test_metadata_that_would_run_code_runs_none(tmp_path: Path) -> None:
     ("asked", "hint"),
     [
         ("torch.distributed.checkpoint.planner SavePlan", "Megatron-core"),
-        ("other.library Storage", "Another library wrote the directory."),
+        ("another_framework Storage", "Another library wrote the directory."),
     ],
 )
 def test_metadata_of_another_library_is_not_called_hostile(

@@ -20,9 +20,9 @@ from typing import ClassVar, NamedTuple
 import pytest
 from running import run
 
-from ckpt_tools.errors import IncompleteError, UnreadableError, UsageError
+from ckpt_tools.errors import IncompleteError, OutputExistsError, UnreadableError, UsageError
 from ckpt_tools.formats import read_index
-from ckpt_tools.storage import fsspec_store, paths
+from ckpt_tools.storage import fsspec_store, paths, upload
 from ckpt_tools.storage.reader import Files
 
 fsspec = pytest.importorskip("fsspec")
@@ -548,6 +548,28 @@ def test_what_a_stopped_run_has_sent_is_removed(
     assert done.exit_code == 130
     assert "What had been sent to s3://bucket/run7-stopped was removed." in done.stderr
     assert not paths.exists("s3://bucket/run7-stopped")
+
+
+@needs_s3
+@pytest.mark.slow
+def test_an_output_that_appears_meanwhile_is_kept(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.put(REAL / KINDS[0], "run7")
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    fsspec_store._protocol.cache_clear()
+    out = "s3://bucket/run7-late"
+
+    def write_late() -> None:
+        with upload.staged(out, force=False, resume=False) as here:
+            Path(here).mkdir()
+            (Path(here) / "model.safetensors").write_bytes(b"mine")
+            s3.put(REAL / KINDS[0], "run7-late")
+
+    with pytest.raises(OutputExistsError, match="already exists"):
+        write_late()
+    assert "model.safetensors" not in paths.listdir(out)
 
 
 @needs_s3

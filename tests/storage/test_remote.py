@@ -526,15 +526,20 @@ def _write_large_checkpoint(folder: Path) -> None:
         file.truncate(60_000 * 2_000)
 
 
+def use_here(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process use the server, which has s3://bucket/run7."""
+    s3.put(REAL / KINDS[0], "run7")
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    fsspec_store._protocol.cache_clear()
+
+
 @needs_s3
 @pytest.mark.slow
 def test_what_a_stopped_run_has_sent_is_removed(
     s3: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s3.put(REAL / KINDS[0], "run7")
-    for name, value in s3.env.items():
-        monkeypatch.setenv(name, value)
-    fsspec_store._protocol.cache_clear()
+    use_here(s3, monkeypatch)
     put = fsspec_store.put
 
     def stopped(path: str, address: str) -> None:
@@ -555,10 +560,7 @@ def test_what_a_stopped_run_has_sent_is_removed(
 def test_an_output_that_appears_meanwhile_is_kept(
     s3: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s3.put(REAL / KINDS[0], "run7")
-    for name, value in s3.env.items():
-        monkeypatch.setenv(name, value)
-    fsspec_store._protocol.cache_clear()
+    use_here(s3, monkeypatch)
     out = "s3://bucket/run7-late"
 
     def write_late() -> None:
@@ -575,10 +577,7 @@ def test_an_output_that_appears_meanwhile_is_kept(
 @needs_s3
 @pytest.mark.slow
 def test_what_cannot_be_sent_stays_here(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3.put(REAL / KINDS[0], "run7")
-    for name, value in s3.env.items():
-        monkeypatch.setenv(name, value)
-    fsspec_store._protocol.cache_clear()
+    use_here(s3, monkeypatch)
     put = fsspec_store.put
 
     def refused(path: str, address: str) -> None:

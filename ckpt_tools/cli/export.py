@@ -14,7 +14,7 @@ from typing import Literal
 
 from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, render, shaping
-from ckpt_tools.cli.group import answer, say
+from ckpt_tools.cli.group import answer, say, saying
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
@@ -208,7 +208,7 @@ def command(asked: Asked) -> None:
         plan = run.dry_run(make, out, write)
     else:
         with progress.byte_bar(label="export") as bar:
-            listener = Listener(bar, bar.expect, say)
+            listener = Listener(bar, bar.expect, saying())
             jobs, texts = asked.writing.jobs, options.texts(asked)
             plan = run.run(make, out, write, workers=jobs, listener=listener, texts=texts)
     for note in plan.notes:

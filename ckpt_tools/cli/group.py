@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import TracebackType
@@ -87,11 +87,7 @@ class CommandGroup(click.Group):
         if os.environ.get("NO_COLOR"):
             ctx.color = False
 
-        def say_waiting(text: str) -> None:  # by any thread: it knows no context
-            if not ctx.meta.get(_QUIET):
-                click.echo(printable(text), err=True)
-
-        fsspec_store.WAITING.on_wait = say_waiting
+        fsspec_store.WAITING.on_wait = saying()
         try:
             with _printable_errors():
                 answer: object = super().invoke(ctx)
@@ -205,8 +201,18 @@ def _causes(error: BaseException) -> list[str]:
 
 def say(text: str) -> None:
     """Print a note to stderr, unless --quiet was given."""
-    if not is_quiet():
-        _echo(_wrapped(printable(text), indent="  "))
+    saying()(text)
+
+
+def saying() -> Callable[[str], None]:
+    """The `say` of the command that runs, for its threads: click knows its command in one alone."""
+    meta = click.get_current_context().meta
+
+    def told(text: str) -> None:
+        if not meta.get(_QUIET, False):
+            _echo(_wrapped(printable(text), indent="  "))
+
+    return told
 
 
 def answer(text: str) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 
 from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, render, shaping
-from ckpt_tools.cli.group import answer, say
+from ckpt_tools.cli.group import answer, say, saying
 from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, refuse_check
 from ckpt_tools.convert.write import WriteOptions
@@ -215,7 +215,7 @@ def _run(
     if asked.writing.dry_run:
         return run.dry_run(make, out, write, engine=engine, workers=jobs, texts=texts)
     with progress.byte_bar(label="reshard") as bar:
-        heard = Listener(bar, bar.expect, say)
+        heard = Listener(bar, bar.expect, saying())
         plan = run.run(make, out, write, engine=engine, workers=jobs, listener=heard, texts=texts)
     if asked.writing.options.resume and not write.resume:
         note = "records no finished files: --resume started from the beginning."

@@ -17,12 +17,12 @@ TYPE_CHECKING = False  # a type checker takes it for true; typing takes 10 ms to
 if TYPE_CHECKING:
     from ckpt_tools.analysis.inspection import Inspection as Inspection
     from ckpt_tools.api import Checkpoint as Checkpoint
-    from ckpt_tools.api import LazyTensor as LazyTensor
     from ckpt_tools.api import diff as diff
     from ckpt_tools.api import diff_headers as diff_headers
     from ckpt_tools.api import export as export
     from ckpt_tools.api import fingerprint as fingerprint
     from ckpt_tools.api import inspect as inspect
+    from ckpt_tools.api import load_file as load_file
     from ckpt_tools.api import open_checkpoint as open_checkpoint
     from ckpt_tools.api import reshard as reshard
     from ckpt_tools.api import stats as stats
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from ckpt_tools.errors import UsageError as UsageError
     from ckpt_tools.errors import WriteError as WriteError
     from ckpt_tools.formats import ReadOptions as ReadOptions
+    from ckpt_tools.lazy_tensor import LazyTensor as LazyTensor
     from ckpt_tools.proof.diff import Diff as Diff
     from ckpt_tools.proof.diff_options import DiffOptions as DiffOptions
     from ckpt_tools.proof.fingerprint import Fingerprint as Fingerprint
@@ -81,8 +82,9 @@ _HOMES = {
     "core.plain_values": "PickledValue",
     "core.layout": "Layout Mesh Replicate Shard",
     "analysis.inspection": "Inspection",
-    "api": "Checkpoint LazyTensor diff diff_headers export fingerprint inspect"
+    "api": "Checkpoint diff diff_headers export fingerprint inspect load_file"
     " open_checkpoint reshard stats verify verify_quick",
+    "lazy_tensor": "LazyTensor",
     "core.mesh_spec": "parse_mesh parse_placements",
     "proof.diff": "Diff",
     "proof.diff_options": "DiffOptions",

@@ -7,37 +7,33 @@ prints nothing and knows neither options nor formats.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import inspection, summary
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.analysis.summary import FoundMesh
 from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_of
-from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.convert.write import EntryOptions, WriteOptions
 from ckpt_tools.copying.origin import reading
-from ckpt_tools.copying.read import stream_box
 from ckpt_tools.core.dtypes import DType, require_dtype
-from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, Section, TensorEntry
-from ckpt_tools.core.indexing import indexed_box, require_inside
-from ckpt_tools.core.known_crcs import KnownCrcs
+from ckpt_tools.core.index import SECTIONS, CheckpointIndex, ObjectEntry, Section, TensorEntry
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import parse_mesh
-from ckpt_tools.core.names import no_such_entry
+from ckpt_tools.core.names import no_such_entry, selector
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.progress import Listener, ignore_bytes
-from ckpt_tools.core.text import format_size
-from ckpt_tools.errors import CheckpointError, NoSuchEntry, UnsupportedError, UsageError
+from ckpt_tools.core.records import Json
+from ckpt_tools.errors import CheckpointError, CkptError, NoSuchEntry, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions
+from ckpt_tools.lazy_tensor import LazyTensor
 from ckpt_tools.proof import diff as _diff
 from ckpt_tools.proof import fingerprint as _fingerprint
 from ckpt_tools.proof import verify as _verify
-from ckpt_tools.proof.damage import require_undamaged
 from ckpt_tools.proof.diff import Diff
 from ckpt_tools.proof.diff_options import DiffOptions
 from ckpt_tools.proof.fingerprint import Fingerprint
@@ -46,105 +42,250 @@ from ckpt_tools.proof.verify import VerifyReport
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from ckpt_tools.convert.reshard import ReshardOptions, ReshardPlan
-    from ckpt_tools.core.indexing import Selection
     from ckpt_tools.proof.stats import Statistics
-
-    Array = np.ndarray[tuple[int, ...], np.dtype[np.generic[object]]]
+    from ckpt_tools.transforms.frameworks import FrameworkLayout
 
 _READ = ReadOptions()
 _EXPORT = ExportOptions()
 _WRITE = WriteOptions()
 _DIFF = DiffOptions()
-
-# What numpy has no type for. Its complex32 is missing, too, and 4-bit floats come in pairs.
-_NUMPY_KINDS = frozenset({"int", "uint", "bool"})
-_NUMPY_OTHERS = frozenset({"float16", "float32", "float64", "complex64", "complex128"})
-
-
-class LazyTensor:
-    """A tensor of a checkpoint that is read when it is indexed: ``checkpoint["name"][0:4, :8]``.
-
-    Indexing gives a torch tensor, and reads the bytes of the chosen part alone. A tensor that is
-    read whole is compared with the checksums that the checkpoint keeps of it; a slice cannot be.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, entry: TensorEntry) -> None:
-        self._checkpoint = checkpoint
-        self.entry = entry
-
-    @property
-    def name(self) -> str:
-        """The name of the entry."""
-        return self.entry.fqn
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes of the whole tensor, however it is cut."""
-        return self.entry.shape
-
-    @property
-    def dtype(self) -> str:
-        """The element type as torch names it: ``bfloat16``."""
-        return self.entry.dtype.name
-
-    @property
-    def placements(self) -> tuple[str, ...] | None:
-        """Its placements on the checkpoint's mesh, e.g. ``("Shard(0)",)``; None if unknown."""
-        known = summary.layout_of(self.entry, self._checkpoint.mesh)
-        return None if known is None else tuple(summary.placement_names(known[0]))
-
-    def __len__(self) -> int:
-        """The size of the first dimension."""
-        if not self.shape:
-            raise TypeError(f"{self.name} has no dimensions, so it has no length.")
-        return self.shape[0]
-
-    def __getitem__(self, key: Selection) -> torch.Tensor:
-        """The part that indexes and slices choose, as torch would. Raises what `read` raises."""
-        box, after = indexed_box(self.entry, key)
-        return self._checkpoint.read_torch(self.name, box)[after]
-
-    def torch(self) -> torch.Tensor:
-        """The whole tensor."""
-        return self._checkpoint.read_torch(self.name)
-
-    def numpy(self) -> Array:
-        """The whole tensor as a numpy array. Raises UnsupportedError for types that numpy lacks."""
-        return self._checkpoint.read(self.name)
-
-    def __array__(self, dtype: object = None, copy: bool | None = None) -> Array:  # noqa: FBT001 (numpy's signature)
-        """What `numpy.asarray` gives."""
-        import numpy as np  # late: an index is had without it
-
-        if copy is None:  # which numpy 1.26 does not take
-            return np.asarray(self.numpy(), dtype=dtype)  # type: ignore[call-overload,no-any-return]
-        return np.array(self.numpy(), dtype=dtype, copy=copy)  # type: ignore[call-overload,no-any-return]
-
-    def __repr__(self) -> str:
-        """Name, type, shape, size and placements; no value is read."""
-        lies = "" if self.placements is None else f", {', '.join(self.placements)}"
-        size = format_size(self.entry.nbytes)
-        return f"{self.name}: {self.dtype} {list(self.shape)}, {size}{lies}"
-
-
 Source = str | os.PathLike[str] | CheckpointIndex
+Patterns = str | Iterable[str]
+Entries = TypeVar("Entries", bound=EntryOptions)
 
 
-class Checkpoint:
-    """A checkpoint whose headers were read: ``len``, ``in``, iteration and ``[name]`` by names.
+@contextmanager
+def _in_python() -> Iterator[None]:
+    """Raise errors with hints that a program can follow."""
+    try:
+        yield
+    except CkptError as error:
+        error.speak_python()
+        raise
 
-    ``index`` is all that headers say. Of a tensor only the bytes that are asked for are read.
+
+def _read(source: Source, options: ReadOptions = _READ) -> CheckpointIndex:
+    if isinstance(source, CheckpointIndex):
+        return source
+    return formats.read_index(os.fspath(source), options=options)
+
+
+def _index(source: Source | Checkpoint) -> CheckpointIndex:
+    """The index of a path or of a checkpoint that is open."""
+    return source.index if isinstance(source, Checkpoint) else _read(source)
+
+
+@_in_python()
+def inspect(source: Source | Checkpoint) -> Inspection:
+    """What a checkpoint is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
+    return look(_index(source))
+
+
+@_in_python()
+def export(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
+    source: Source | Checkpoint,
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | DType | torch.dtype | None = None,
+    only: Section | Literal["all"] | None = None,
+    include: Patterns = (),
+    exclude: Patterns = (),
+    hf_assets: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    check: bool = False,
+    options: ExportOptions | None = None,
+    write: WriteOptions = _WRITE,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> ExportPlan:
+    """Write whole tensors to the folder or file ``out``, as safetensors or as one torch file.
+
+    Without ``options`` the ending of ``out`` says the format. ``include`` and ``exclude`` are globs
+    on names, ``hf_assets`` the folder of a model on the hub, whose config and tokenizer go along.
+    What is given here comes before what ``options`` and ``write`` say. ``on_bytes`` is called with
+    how many bytes were written since the last call. Raises what keeps the checkpoint from being
+    whole, UsageError for what cannot be meant, WriteError when it cannot be written; then ``out``
+    is as it was.
+    """
+    from ckpt_tools.distributed.run import write_here  # late: few also write
+
+    path, index = os.fspath(out), _index(source)
+    if options is None:
+        options = replace(_EXPORT, format=format_of(path) or _EXPORT.format)
+    if only is not None:
+        options = replace(options, only=None if only == "all" else only)
+    options = _chosen(options, dtype, include, exclude)
+    if hf_assets is not None:
+        from ckpt_tools.transforms.hf_folder import AssetsTransform, read_assets  # late: few have
+
+        assets = AssetsTransform(read_assets(os.fspath(hf_assets)), index)
+        options = replace(options, steps=(*options.steps, assets))
+    write = replace(write, force=force or write.force, check=check or write.check)
+    return write_here(Export(index, path, write, options), listener=Listener(on_bytes))
+
+
+def _chosen(
+    options: Entries,
+    dtype: str | DType | torch.dtype | None,
+    include: Patterns,
+    exclude: Patterns,
+) -> Entries:
+    """The options, with what was given by its name."""
+    if dtype is not None:
+        options = replace(options, dtype=require_dtype(dtype))
+    if include:
+        options = replace(options, include=_patterns(include))
+    if exclude:
+        options = replace(options, exclude=_patterns(exclude))
+    return options
+
+
+def _patterns(given: Patterns) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+@_in_python()
+def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
+    source: Source | Checkpoint,
+    out: str | os.PathLike[str],
+    to_mesh: str | int | Sequence[int] | Mesh | None = None,
+    *,
+    layout: FrameworkLayout | None = None,
+    dtype: str | DType | torch.dtype | None = None,
+    only: Section | Literal["all"] | None = None,
+    include: Patterns = (),
+    exclude: Patterns = (),
+    force: bool = False,
+    check: bool = False,
+    options: ReshardOptions | None = None,
+    write: WriteOptions = _WRITE,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> ReshardPlan:
+    """Write a checkpoint as the shards of another mesh to the folder ``out``.
+
+    The mesh is ``to_mesh``, such as ``"4x8"``, ``(4, 8)`` or ``32``, or that of the options;
+    ``layout`` the framework whose loader reads the output. One process writes a mesh of any size.
+    Raises what `export` raises.
+    """
+    from ckpt_tools.convert.reshard import Reshard, ReshardOptions  # late: few also write
+    from ckpt_tools.distributed.run import write_here
+    from ckpt_tools.transforms.frameworks import row_of, shards_format
+
+    if to_mesh is not None and options is None:
+        options = ReshardOptions(mesh=_mesh(to_mesh, row_of(layout).mesh_names))
+    elif to_mesh is not None or options is None:
+        raise UsageError("reshard takes a mesh, for example '4x8', or options with one.")
+    if layout is not None:
+        form = shards_format(layout, options.format)
+        options = replace(options, layout=layout, format=form)
+    if only is not None:
+        options = replace(options, only=None if only == "all" else only)
+    options = _chosen(options, dtype, include, exclude)
+    write = replace(write, force=force or write.force, check=check or write.check)
+    conversion = Reshard(_index(source), os.fspath(out), write, options)
+    return write_here(conversion, listener=Listener(on_bytes))
+
+
+def _mesh(given: str | int | Sequence[int] | Mesh, unnamed: tuple[str, ...]) -> Mesh:
+    if isinstance(given, Mesh):
+        return given
+    if not isinstance(given, (str, int)):
+        given = "x".join(map(str, given))
+    return parse_mesh(str(given), unnamed)
+
+
+@_in_python()
+def verify(
+    source: Source | Checkpoint,
+    *,
+    threads: int | None = None,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> VerifyReport:
+    """Read every byte range once, check every CRC and coverage; the report says what is damaged."""
+    with Files() as files:
+        return _verify.verify(_index(source), files, threads=threads, on_bytes=on_bytes)
+
+
+@_in_python()
+def verify_quick(source: Source | Checkpoint) -> VerifyReport:
+    """Check a checkpoint by its headers alone; the report says what is damaged."""
+    with Files() as files:
+        return _verify.verify_quick(_index(source), files)
+
+
+@_in_python()
+def fingerprint(
+    source: Source | Checkpoint,
+    *,
+    threads: int | None = None,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> Fingerprint:
+    """Digests of the logical tensors that no format, nesting or sharding changes.
+
+    Raises what keeps the checkpoint from being whole.
+    """
+    with Files() as files:
+        return _fingerprint.fingerprint(_index(source), files, threads=threads, on_bytes=on_bytes)
+
+
+@_in_python()
+def diff(
+    a: Source | Checkpoint,
+    b: Source | Checkpoint,
+    *,
+    options: DiffOptions = _DIFF,
+    threads: int | None = None,
+) -> Diff:
+    """What is different between two checkpoints of any formats and meshes, values included.
+
+    Raises what keeps either from being whole.
+    """
+    with Files() as files:
+        return _diff.diff(_index(a), _index(b), files, options=options, threads=threads)
+
+
+@_in_python()
+def diff_headers(
+    a: Source | Checkpoint, b: Source | Checkpoint, *, options: DiffOptions = _DIFF
+) -> Diff:
+    """What is different in names, types and shapes; no values are read, so of the options those on
+    names count.
+    """
+    return _diff.diff_headers(_index(a), _index(b), options=options)
+
+
+@_in_python()
+def stats(
+    source: Source | Checkpoint,
+    *,
+    threads: int | None = None,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> Statistics:
+    """Mean, spread, extremes and norm of each tensor, and what points at a lost rank.
+
+    Raises what keeps the checkpoint from being whole.
+    """
+    from ckpt_tools.proof.stats import stats as look  # late: it needs numpy
+
+    with Files() as files:
+        return look(_index(source), files, threads=threads, on_bytes=on_bytes)
+
+
+class Checkpoint(Mapping[str, LazyTensor]):
+    """A checkpoint whose headers were read: its tensors by name, as in a dict.
+
+    ``index`` is all that headers say. Of a tensor only the bytes that are asked for are read, and
+    no file is held open. What is no tensor is in ``objects``, and `value` reads it. Equal is only
+    the same object: `diff` compares two checkpoints.
     """
 
-    def __init__(self, index: CheckpointIndex) -> None:
-        self.index = index
+    def __init__(self, source: Source, *, options: ReadOptions = _READ) -> None:
+        self.index = _read(source, options)
 
     @property
-    def root(self) -> str:
+    def path(self) -> str:
         """Its path or address."""
         return self.index.root
 
@@ -154,9 +295,24 @@ class Checkpoint:
         return self.index.format
 
     @property
-    def tensors(self) -> tuple[TensorEntry, ...]:
+    def framework(self) -> str | None:
+        """The framework whose folder it is, None for any other."""
+        return self.index.framework
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths of the files that it is read from."""
+        return tuple(file.path for file in self.index.files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.index.tensors)
+
+    @property
+    def tensors(self) -> tuple[LazyTensor, ...]:
         """Every tensor, by name."""
-        return self.index.tensors
+        return tuple(map(self._lazy, self.index.tensors))
 
     @property
     def objects(self) -> tuple[ObjectEntry, ...]:
@@ -183,72 +339,148 @@ class Checkpoint:
         """The mesh and how it is known: its ``status`` is ``confirmed`` or ``inferred``."""
         return summary.mesh_of(self.index)
 
-    def tensor(self, name: str) -> TensorEntry | None:
-        """What headers say of the tensor of this name, or None."""
-        return self.index.tensor(name)
+    @cached_property
+    def step(self) -> int | None:
+        """The step of the training at which it was saved; None where it does not say."""
+        found = look(self.index).step
+        return None if found is None else found.value
 
+    @property
+    def can_resume(self) -> bool:
+        """Whether headers tell of all that training needs to go on; `inspect` says why not."""
+        return summary.resume_verdict(self.index).yes
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Those of ``model``, ``optim`` and ``other`` that are not empty."""
+        held = {entry.section for entry in self.index.entries}
+        return tuple(section for section in SECTIONS if section in held)
+
+    @property
+    def model(self) -> Checkpoint:
+        """The same checkpoint with the model alone, under the same names."""
+        return self._only("model")
+
+    @property
+    def optim(self) -> Checkpoint:
+        """The same with the optimizer alone."""
+        return self._only("optim")
+
+    def _only(self, section: Section) -> Checkpoint:
+        held = {entry.fqn for entry in self.index.entries if entry.section == section}
+        return Checkpoint(self.index.select(held))
+
+    @_in_python()
     def require_whole(self) -> None:
         """Raise what keeps the checkpoint from being whole; do nothing when it is."""
         self.index.require_whole()
 
-    def select(self, fqns: Collection[str]) -> Checkpoint:
-        """The same checkpoint with only these tensors and objects."""
-        return Checkpoint(self.index.select(fqns))
+    @_in_python()
+    def select(self, include: Patterns, *, exclude: Patterns = ()) -> Checkpoint:
+        """The same checkpoint with the tensors and objects of these names.
 
-    def inspect(self) -> Inspection:
-        """What it is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
-        return look(self.index)
+        Names are as they stand, globs (``"*.fc1.*"``) or regular expressions after ``re:``. Raises
+        NoSuchEntry, which is a KeyError, for one that chooses nothing.
+        """
+        chosen = set(self._named(include)) - set(self._named(exclude))
+        return Checkpoint(self.index.select(chosen))
 
-    def verify(self) -> VerifyReport:
-        """Read every byte once and say what is damaged."""
-        return verify(self)
+    def _named(self, patterns: Patterns) -> Iterator[str]:
+        every = [entry.fqn for entry in self.index.entries]
+        known = {*every, *self.index.lost}
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            found = [pattern] if pattern in known else list(filter(selector([pattern], []), every))
+            if not found:
+                raise self._unknown(pattern, "entry")
+            yield from found
 
-    def export(
-        self,
-        out: str | os.PathLike[str],
-        *,
-        dtype: str | DType | torch.dtype | None = None,
-        only: Section | Literal["all"] | None = None,
-        force: bool = False,
-        check: bool = False,
-    ) -> ExportPlan:
-        """Write whole tensors to the folder or file ``out``, as the function `export` does."""
-        return export(self, out, dtype=dtype, only=only, force=force, check=check)
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Every tensor by its name, read whole: the memory for all of them is needed at once."""
+        return {name: tensor.torch() for name, tensor in self.items()}
 
-    def reshard(
-        self, out: str | os.PathLike[str], to_mesh: str | int | Mesh, *, force: bool = False
-    ) -> ReshardPlan:
-        """Write the shards of another mesh, as the function `reshard` does."""
-        return reshard(self, out, to_mesh, force=force)
+    @_in_python()
+    def value(self, name: str) -> PlainValue:
+        """The value of an object: numbers, strings, bools, lists and dicts of them, or None.
+
+        In a list or a dict, a value of another class is a `PickledValue`. Raises NoSuchEntry for an
+        unknown name and UnsupportedError for what is no plain value.
+        """
+        entry = self.index.object(name)
+        if entry is None:
+            raise self._unknown(name, "object")
+        index = self.index.select({name})
+        index.require_whole()
+        unchanged = reading(file for file in index.files if file.path == entry.data.path)
+        with unchanged, Files() as files:
+            opened = formats.open_object(self.index, entry, files)
+        closed = opened.value if isinstance(opened.value, PickledValue) else None
+        if not opened.opened or closed is not None:
+            what = opened.type_name or "too large" if closed is None else closed.qualname
+            raise UnsupportedError(f"{name} is not a plain value and was not opened: {what}.")
+        return opened.value
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor: the name that safetensors' ``safe_open`` has for it."""
+        return self[name].torch()
+
+    def get_slice(self, name: str) -> LazyTensor:
+        """A tensor to be indexed: the name that safetensors' ``safe_open`` has for it."""
+        return self[name]
+
+    # The functions above, with this checkpoint as their first argument.
+    inspect = inspect
+    verify = verify
+    verify_quick = verify_quick
+    fingerprint = fingerprint
+    stats = stats
+    diff = diff
+    export = export
+    reshard = reshard
 
     def __len__(self) -> int:
-        """Number of tensors and objects."""
-        return len(self.tensors) + len(self.objects)
+        """The number of tensors."""
+        return len(self.index.tensors)
 
     def __iter__(self) -> Iterator[str]:
-        """The names of tensors and objects, sorted."""
-        return iter(sorted(entry.fqn for entry in self.index.entries))
-
-    def keys(self) -> list[str]:
-        """The names of tensors and objects, sorted."""
-        return list(self)
+        """The names of all tensors, sorted."""
+        return (entry.fqn for entry in self.index.tensors)
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is a tensor or an object of this name."""
-        index = self.index
-        return isinstance(name, str) and bool(index.tensor(name) or index.object(name))
+        """Whether there is a tensor of this name."""
+        return isinstance(name, str) and self.index.tensor(name) is not None
 
-    def __getitem__(self, name: str) -> LazyTensor | PlainValue:
-        """A tensor that is read when it is indexed, or the value of an object.
-
-        Raises NoSuchEntry, which is a KeyError, and what `read_value` raises.
-        """
+    @_in_python()
+    def __getitem__(self, name: str) -> LazyTensor:
+        """A tensor that is read when it is indexed. Raises NoSuchEntry, which is a KeyError."""
         entry = self.index.tensor(name)
-        if entry is not None:
-            return LazyTensor(self, entry)
-        if name not in self:
-            raise self._unknown(name, "entry")
-        return self.read_value(name)
+        if entry is None:
+            raise self._unknown(name, "tensor")
+        return self._lazy(entry)
+
+    def _lazy(self, entry: TensorEntry) -> LazyTensor:
+        return LazyTensor(self.index, entry, lambda: self.mesh)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same object."""
+        return self is other
+
+    def __hash__(self) -> int:
+        """That of the object."""
+        return id(self)
+
+    def __enter__(self) -> Checkpoint:
+        """Itself: no file is held open."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing: no file is held open."""
+
+    def to_dict(self) -> dict[str, Json]:
+        """What `inspect` says, as its command prints it with ``--json``."""
+        return self.inspect().to_dict()
+
+    def close(self) -> None:
+        """Nothing: no file is held open."""
 
     def __repr__(self) -> str:
         """A few lines: what it is and what it holds."""
@@ -258,251 +490,40 @@ class Checkpoint:
         """The same for a notebook, with the first tensors."""
         return inspection.html_of(self.index, repr(self))
 
-    def read(self, fqn: str, box: Box | None = None) -> Array:
-        """A tensor, or a box of it in global coordinates, as a new numpy array of its own type.
-
-        Raises AnswerNo for an unknown name, UsageError for a box outside of the tensor,
-        UnsupportedError for a type that numpy lacks (bfloat16, float8), and what is wrong with
-        the bytes.
-        """
-        import numpy as np  # late: an index is had without it
-
-        entry = self._entry(fqn)
-        if entry.dtype.kind not in _NUMPY_KINDS and entry.dtype.name not in _NUMPY_OTHERS:
-            raise UnsupportedError(
-                f"{fqn} is of {entry.dtype.name}, which numpy does not have.",
-                hint="`read_torch` gives a tensor of any type.",
-            )
-        wanted = require_inside(entry, box)
-        little = np.dtype(entry.dtype.name).newbyteorder("<")
-        return np.frombuffer(self._bytes(entry, wanted), little).reshape(wanted.sizes)
-
-    def read_torch(self, fqn: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor, or a box of it in global coordinates, as a new torch tensor on the CPU.
-
-        Raises what `read` raises, and UnsupportedError for a type that the installed torch lacks.
-        """
-        import torch  # late: it takes seconds
-
-        entry = self._entry(fqn)
-        kind = getattr(torch, entry.dtype.name, None)
-        if not isinstance(kind, torch.dtype):
-            raise UnsupportedError(f"{fqn} is of {entry.dtype.name}, which this torch lacks.")
-        wanted = require_inside(entry, box)
-        if wanted.numel == 0:
-            return torch.empty(wanted.sizes, dtype=kind)
-        return torch.frombuffer(self._bytes(entry, wanted), dtype=kind).reshape(wanted.sizes)
-
-    def read_value(self, fqn: str) -> PlainValue:
-        """The value of an object: numbers, strings, bools, lists and dicts of them, or None.
-
-        In a list or a dict, a value of another class is a `PickledValue`.
-
-        Raises AnswerNo for an unknown name and UnsupportedError for what is no plain value.
-        """
-        entry = self.index.object(fqn)
-        if entry is None:
-            raise self._unknown(fqn, "object")
-        self.index.select({fqn}).require_whole()
-        with self._reading({entry.data.path}), Files() as files:
-            opened = formats.open_object(self.index, entry, files)
-        closed = opened.value if isinstance(opened.value, PickledValue) else None
-        if not opened.opened or closed is not None:
-            what = opened.type_name or "too large" if closed is None else closed.qualname
-            raise UnsupportedError(f"{fqn} is not a plain value and was not opened: {what}.")
-        return opened.value
-
-    def _entry(self, fqn: str) -> TensorEntry:
-        entry = self.index.tensor(fqn)
-        if entry is None:
-            raise self._unknown(fqn, "tensor")
-        return entry
-
-    def _bytes(self, entry: TensorEntry, box: Box) -> bytearray:
-        """The packed elements of a box. Raises what is wrong with the tensor.
-
-        What is read whole is compared with the checksums that the checkpoint keeps; a slice is not.
-        """
-        is_whole, seen = box == Box.whole(entry.shape), KnownCrcs()
-        data = bytearray(box.numel * entry.dtype.itemsize)
-        held = {one.path for chunk in entry.chunks for one in (chunk.data, *chunk.replicas)}
-        with self._reading(held), Files() as files:
-            index = self.index.select({entry.fqn})
-            located = formats.locate(index, files)
-            located.require_whole()
-            done = 0
-            on_run = seen.add if is_whole else None
-            for piece in stream_box(located.tensors[0], box, files=files, on_run=on_run):
-                data[done : done + len(piece)] = piece
-                done += len(piece)
-            if is_whole:
-                require_undamaged(index, files, seen=seen, threads=1, lost="")
-        return data
-
-    def _reading(self, held: Collection[str]) -> AbstractContextManager[None]:
-        """Raises UnreadableError when one of these files is not as it was when it was opened."""
-        return reading(file for file in self.index.files if file.path in held)
-
     def _unknown(self, fqn: str, noun: str) -> NoSuchEntry:
         """The error for a name that does not exist. Raises what is wrong when the name is lost."""
         self.index.select({fqn}).require_whole()
+        if noun == "tensor" and self.index.object(fqn) is not None:
+            hint = f"It is an object: checkpoint.value({fqn!r}) gives its value."
+            return NoSuchEntry(f"{self.path} has no tensor {fqn!r}.", hint=hint)
         return no_such_entry(self.index, fqn, noun)
 
 
-def _index(source: Source | Checkpoint) -> CheckpointIndex:
-    """The index of a path or of a checkpoint that is open."""
-    if isinstance(source, Checkpoint):
-        return source.index
-    if isinstance(source, CheckpointIndex):
-        return source
-    return formats.read_index(os.fspath(source))
-
-
-def open_checkpoint(path: str | os.PathLike[str], *, options: ReadOptions = _READ) -> Checkpoint:
+@_in_python()
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    latest: bool = False,
+    step: int | None = None,
+    options: ReadOptions = _READ,
+) -> Checkpoint:
     """The checkpoint that ``path`` means: a file, a directory, or a glob of rank files.
 
-    Only headers are read. What keeps it from being whole is in ``problems``, and raised by
-    ``require_whole()``. Raises a CheckpointError for what is no checkpoint at all.
+    In a folder of several, ``latest`` or ``step`` choose one. Only headers are read. What keeps it
+    from being whole is in ``problems``, and raised by ``require_whole()``. Raises a CheckpointError
+    for what is no checkpoint at all; for what is not there it is a FileNotFoundError, too.
     """
-    return Checkpoint(formats.read_index(os.fspath(path), options=options))
+    place = os.fspath(path)
+    if latest and step is not None:
+        raise UsageError("latest and step cannot be used together.")
+    if latest or step is not None:
+        place = formats.of_step(place, step)
+    return Checkpoint(place, options=options)
 
 
-def inspect(source: Source | Checkpoint) -> Inspection:
-    """What a checkpoint is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
-    return look(_index(source))
+def load_file(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint of any format, by its name, read whole.
 
-
-def export(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
-    source: Source | Checkpoint,
-    out: str | os.PathLike[str],
-    *,
-    dtype: str | DType | torch.dtype | None = None,
-    only: Section | Literal["all"] | None = None,
-    force: bool = False,
-    check: bool = False,
-    options: ExportOptions | None = None,
-    write: WriteOptions = _WRITE,
-    on_bytes: Callable[[int], None] = ignore_bytes,
-) -> ExportPlan:
-    """Write whole tensors to the folder or file ``out``, as safetensors or as one torch file.
-
-    Without ``options`` the ending of ``out`` says the format. ``dtype``, ``only``, ``force`` and
-    ``check`` come before what ``options`` and ``write`` say. ``on_bytes`` is called with how many
-    bytes were written since the last call. Raises what keeps the checkpoint from being whole,
-    UsageError for what cannot be meant, WriteError when it cannot be written; then ``out`` is as it
-    was.
+    As safetensors' function of this name; `open_checkpoint` reads them one by one.
     """
-    from ckpt_tools.distributed.run import write_here  # late: few also write
-
-    path = os.fspath(out)
-    if options is None:
-        options = replace(_EXPORT, format=format_of(path) or _EXPORT.format)
-    if dtype is not None:
-        options = replace(options, dtype=require_dtype(dtype))
-    if only is not None:
-        options = replace(options, only=None if only == "all" else only)
-    write = replace(write, force=force or write.force, check=check or write.check)
-    conversion = Export(_index(source), path, write, options)
-    return write_here(conversion, listener=Listener(on_bytes))
-
-
-def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
-    source: Source | Checkpoint,
-    out: str | os.PathLike[str],
-    to_mesh: str | int | Mesh | None = None,
-    *,
-    dtype: str | DType | torch.dtype | None = None,
-    force: bool = False,
-    check: bool = False,
-    options: ReshardOptions | None = None,
-    write: WriteOptions = _WRITE,
-    on_bytes: Callable[[int], None] = ignore_bytes,
-) -> ReshardPlan:
-    """Write a checkpoint as the shards of another mesh, such as ``"4x8"``, to the folder ``out``.
-
-    The mesh is ``to_mesh`` or that of the options. One process writes a mesh of any size. Raises
-    what `export` raises.
-    """
-    from ckpt_tools.convert.reshard import Reshard, ReshardOptions  # late: few also write
-    from ckpt_tools.distributed.run import write_here
-
-    if to_mesh is not None and options is None:
-        options = ReshardOptions(to_mesh if isinstance(to_mesh, Mesh) else parse_mesh(str(to_mesh)))
-    elif to_mesh is not None or options is None:
-        raise UsageError("reshard takes a mesh, for example '4x8', or options with one.")
-    if dtype is not None:
-        options = replace(options, dtype=require_dtype(dtype))
-    write = replace(write, force=force or write.force, check=check or write.check)
-    conversion = Reshard(_index(source), os.fspath(out), write, options)
-    return write_here(conversion, listener=Listener(on_bytes))
-
-
-def verify(
-    source: Source | Checkpoint,
-    *,
-    threads: int | None = None,
-    on_bytes: Callable[[int], None] = ignore_bytes,
-) -> VerifyReport:
-    """Read every byte range once, check every CRC and coverage; the report says what is damaged."""
-    with Files() as files:
-        return _verify.verify(_index(source), files, threads=threads, on_bytes=on_bytes)
-
-
-def verify_quick(source: Source | Checkpoint) -> VerifyReport:
-    """Check a checkpoint by its headers alone; the report says what is damaged."""
-    with Files() as files:
-        return _verify.verify_quick(_index(source), files)
-
-
-def fingerprint(
-    source: Source | Checkpoint,
-    *,
-    threads: int | None = None,
-    on_bytes: Callable[[int], None] = ignore_bytes,
-) -> Fingerprint:
-    """Digests of the logical tensors that no format, nesting or sharding changes.
-
-    Raises what keeps the checkpoint from being whole.
-    """
-    with Files() as files:
-        return _fingerprint.fingerprint(_index(source), files, threads=threads, on_bytes=on_bytes)
-
-
-def diff(
-    a: Source | Checkpoint,
-    b: Source | Checkpoint,
-    *,
-    options: DiffOptions = _DIFF,
-    threads: int | None = None,
-) -> Diff:
-    """What is different between two checkpoints of any formats and meshes, values included.
-
-    Raises what keeps either from being whole.
-    """
-    with Files() as files:
-        return _diff.diff(_index(a), _index(b), files, options=options, threads=threads)
-
-
-def diff_headers(
-    a: Source | Checkpoint, b: Source | Checkpoint, *, options: DiffOptions = _DIFF
-) -> Diff:
-    """What is different in names, types and shapes; no values are read, so of the options those on
-    names count.
-    """
-    return _diff.diff_headers(_index(a), _index(b), options=options)
-
-
-def stats(
-    source: Source | Checkpoint,
-    *,
-    threads: int | None = None,
-    on_bytes: Callable[[int], None] = ignore_bytes,
-) -> Statistics:
-    """Mean, spread, extremes and norm of each tensor, and what points at a lost rank.
-
-    Raises what keeps the checkpoint from being whole.
-    """
-    from ckpt_tools.proof.stats import stats as look  # late: it needs numpy
-
-    with Files() as files:
-        return look(_index(source), files, threads=threads, on_bytes=on_bytes)
+    return open_checkpoint(path).state_dict()

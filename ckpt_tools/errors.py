@@ -9,6 +9,7 @@
     │   ├── UnreadableError      3   bytes that are not what the format says
     │   │   └── UnsafePickleError    a pickle that asks for a global we do not know
     │   ├── IncompleteError      3   something that the checkpoint needs is not there
+    │   │   └── NotThereError    3   nothing is at this path; a FileNotFoundError, too
     │   └── UnsupportedError     3   understood, and refused: reading it would give wrong tensors
     │       └── NotReadError     3   whole, and of a kind that torch reads and this program does not
     └── WriteError               4   the output could not be written; what was there is untouched
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -124,6 +126,16 @@ class CkptError(Exception):
         words = typed or ["ckpt-tools", "inspect", self.instead.path]
         return "\n".join(filter(None, [self.advice, self.instead.commands(words)]))
 
+    def __str__(self) -> str:
+        """The message; KeyError and OSError have other ways to show theirs."""
+        return self.message
+
+    def speak_python(self) -> None:
+        """Make the hint one for programs: ``force=True``, ``exclude``; instead of a path, paths."""
+        ways = self.instead.ways[:_MOST_COMMANDS] if self.instead else ()
+        lines = [_in_python(self.advice or ""), *map(_as_arguments, ways)]
+        self.advice, self.instead = "\n".join(filter(None, lines)) or None, None
+
     def at(self, where: str, link: str = ": ") -> Self:
         """The same error with where it happened before its message: ``Rank 3: …``."""
         return self._saying(f"{printable(where)}{link}{self.message}")
@@ -136,6 +148,28 @@ class CkptError(Exception):
         other = type(self).__new__(type(self), text)
         vars(other).update(vars(self), message=text)
         return other
+
+
+# Options that are True or False; another one takes a value.
+_SWITCHES = ("--force", "--latest", "--check", "--resume", "--keep-names", "--allow-mismatch")
+
+
+def _in_python(hint: str) -> str:
+    """A hint with arguments in place of options."""
+
+    def argument(option: re.Match[str]) -> str:
+        name = {"-x": "exclude", "-i": "include"}.get(option[0], option[0].strip("-"))
+        return name.replace("-", "_") + ("=True" if option[0] in _SWITCHES else "")
+
+    hint = hint.replace("`ckpt-tools ls`", "`list(checkpoint)`")
+    return re.sub(r"(?<![\w-])(--[a-z][a-z-]*|-[xi]\b)", argument, hint)
+
+
+def _as_arguments(way: Way) -> str:
+    """``'run/step-2'``, ``exclude='optim.*'``."""
+    pairs = zip(way.options[::2], way.options[1::2], strict=True)
+    named = [f"{_in_python(option)}={value!r}" for option, value in pairs]
+    return ", ".join([*([repr(way.path)] if way.path else []), *named])
 
 
 def _lines(*lines: str) -> str:
@@ -160,8 +194,6 @@ class AnswerNo(CkptError):
 
 class NoSuchEntry(AnswerNo, KeyError):
     """The checkpoint has no entry of this name; the hint has names that are near."""
-
-    __str__ = Exception.__str__  # a KeyError would put its message into quotes
 
 
 class CheckpointError(CkptError):
@@ -223,6 +255,13 @@ class IncompleteError(CheckpointError):
     """Something that the checkpoint needs does not exist: a file, a rank, some rows."""
 
     verdict: ClassVar[str] = "NOT COMPLETE"
+
+
+class NotThereError(IncompleteError, FileNotFoundError):
+    """Nothing is at the path that was given.
+
+    Programs that know FileNotFoundError catch it, too.
+    """
 
 
 class UnsupportedError(CheckpointError):

@@ -1,13 +1,14 @@
 """What `import ckpt_tools` offers: cheap to import, reads boxes, runs the verbs."""
 
 import ast
+import html
 import importlib
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -41,7 +42,7 @@ def checkpoint() -> Checkpoint:
 
 
 def _matrix(checkpoint: Checkpoint) -> ckpt_tools.TensorEntry:
-    return next(e for e in checkpoint.tensors if len(e.shape) == 2 and len(e.chunks) > 1)
+    return next(e for e in checkpoint.index.tensors if len(e.shape) == 2 and len(e.chunks) > 1)
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
@@ -122,15 +123,15 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 def test_a_tensor_reads_the_same_by_both_ways(checkpoint: Checkpoint) -> None:
     entry = _matrix(checkpoint)
-    assert np.array_equal(checkpoint.read(entry.fqn), checkpoint.read_torch(entry.fqn).numpy())
+    assert np.array_equal(checkpoint[entry.fqn].numpy(), checkpoint[entry.fqn].torch().numpy())
 
 
 def test_a_box_is_the_slice_of_the_whole(checkpoint: Checkpoint) -> None:
     entry = _matrix(checkpoint)
     rows, columns = entry.shape
     box = Box((rows // 3, 1), (rows // 2, columns - 1))
-    whole = checkpoint.read(entry.fqn)
-    assert np.array_equal(checkpoint.read(entry.fqn, box), whole[rows // 3 :][: rows // 2, 1:])
+    whole = checkpoint[entry.fqn].numpy()
+    assert np.array_equal(checkpoint[entry.fqn].numpy(box), whole[rows // 3 :][: rows // 2, 1:])
 
 
 def test_values_are_those_that_torch_loads() -> None:
@@ -138,9 +139,9 @@ def test_values_are_those_that_torch_loads() -> None:
     found = next(p for p in sorted(path.rglob("*.pt")) if torch.load(p, weights_only=True))
     checkpoint = open_checkpoint(str(found))
     expected = torch.load(found, weights_only=True)
-    for part in checkpoint.tensors[0].path:
+    for part in checkpoint.tensors[0].entry.path:
         expected = expected[part]
-    assert torch.equal(checkpoint.read_torch(checkpoint.tensors[0].fqn), expected)
+    assert torch.equal(checkpoint[checkpoint.tensors[0].fqn].torch(), expected)
 
 
 def test_only_the_bytes_of_the_box_are_read(
@@ -155,36 +156,36 @@ def test_only_the_bytes_of_the_box_are_read(
         real(self, path, offset, buffer)
 
     monkeypatch.setattr(Files, "read_into", counted)
-    checkpoint.read(entry.fqn, Box((0, 0), (1, 2)))
+    checkpoint[entry.fqn].numpy(Box((0, 0), (1, 2)))
     assert sum(tensor_bytes) <= 2 * entry.dtype.itemsize
 
 
 def test_an_empty_box_and_a_scalar_have_their_shapes(checkpoint: Checkpoint) -> None:
     entry = _matrix(checkpoint)
-    assert checkpoint.read(entry.fqn, Box((0, 0), (0, 2))).shape == (0, 2)
-    assert checkpoint.read_torch(entry.fqn, Box((0, 0), (0, 2))).shape == (0, 2)
+    assert checkpoint[entry.fqn].numpy(Box((0, 0), (0, 2))).shape == (0, 2)
+    assert checkpoint[entry.fqn].torch(Box((0, 0), (0, 2))).shape == (0, 2)
     scalar = next(e for e in checkpoint.tensors if e.shape == ())
-    assert checkpoint.read(scalar.fqn).shape == ()
+    assert checkpoint[scalar.fqn].numpy().shape == ()
 
 
 def test_what_numpy_lacks_is_refused_with_the_way_that_works() -> None:
     checkpoint = open_checkpoint(str(REAL / "fsdp2_bf16_fp32optim_dcp_4r" / "ckpt"))
-    entry = next(e for e in checkpoint.tensors if e.dtype.name == "bfloat16")
+    entry = next(e for e in checkpoint.tensors if e.dtype == "bfloat16")
     with pytest.raises(UnsupportedError) as caught:
-        checkpoint.read(entry.fqn)
-    assert "read_torch" in str(caught.value.hint)
-    assert checkpoint.read_torch(entry.fqn).dtype is torch.bfloat16
+        checkpoint[entry.fqn].numpy()
+    assert "`torch`" in str(caught.value.hint)
+    assert checkpoint[entry.fqn].torch().dtype is torch.bfloat16
 
 
 def test_an_unknown_name_is_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(AnswerNo, match="no tensor 'nope'"):
-        checkpoint.read("nope")
+        checkpoint["nope"].numpy()
 
 
 @pytest.mark.parametrize("box", [Box((0,), (1,)), Box((0, 0), (10**9, 1)), Box((0, 0), (-1, 1))])
 def test_a_box_outside_of_the_tensor_is_refused(checkpoint: Checkpoint, box: Box) -> None:
     with pytest.raises(UsageError):
-        checkpoint.read(_matrix(checkpoint).fqn, box)
+        checkpoint[_matrix(checkpoint).fqn].numpy(box)
 
 
 def test_a_tensor_with_a_lost_shard_is_refused(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_a_tensor_with_a_lost_shard_is_refused(tmp_path: Path) -> None:
     next((tmp_path / "ckpt").glob("__1_*.distcp")).unlink()
     hurt = open_checkpoint(str(tmp_path / "ckpt"))
     with pytest.raises(IncompleteError):
-        hurt.read(_matrix(hurt).fqn)
+        hurt[_matrix(hurt).fqn].numpy()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_a_tensor_with_a_lost_shard_is_refused(tmp_path: Path) -> None:
     [
         lambda old: old["w"].torch(),
         lambda old: old["w"][1:3],
-        lambda old: old["text"],
+        lambda old: old.value("text"),
         ckpt_tools.verify,
         ckpt_tools.verify_quick,
         ckpt_tools.fingerprint,
@@ -231,14 +232,108 @@ def test_reshard_from_python_gives_the_same_tensors(checkpoint: Checkpoint, tmp_
 # ------------------------------------------------------------------- the library as people guess it
 
 
-def test_a_checkpoint_is_a_collection_of_names(checkpoint: Checkpoint) -> None:
-    entries = [*checkpoint.tensors, *checkpoint.objects]
-    assert len(checkpoint) == len(entries)
-    assert list(checkpoint) == checkpoint.keys() == sorted(entry.fqn for entry in entries)
+def test_a_checkpoint_is_a_mapping_of_tensors(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Files, "read_into", lambda *_: pytest.fail("reads"))
+    tensors = checkpoint.tensors
+    assert isinstance(checkpoint, Mapping)
+    assert len(checkpoint) == len(tensors) == 48
+    assert list(checkpoint) == list(checkpoint.keys()) == sorted(one.name for one in tensors)
+    assert [(name, one.shape) for name, one in checkpoint.items()] == [
+        (one.name, one.shape) for one in checkpoint.values()
+    ]
     assert all(name in checkpoint for name in checkpoint)
     assert "nope" not in checkpoint
     assert 3 not in checkpoint
-    assert checkpoint["step"] == 2
+    assert checkpoint.get("nope") is None
+    assert checkpoint != open_checkpoint(DCP)
+    assert {checkpoint: 1}[checkpoint] == 1
+
+
+def test_what_is_no_tensor_has_a_value(checkpoint: Checkpoint) -> None:
+    assert checkpoint.value("step") == checkpoint.step == 2
+    assert "step" in {entry.fqn for entry in checkpoint.objects}
+    with pytest.raises(KeyError, match="no tensor 'step'") as caught:
+        checkpoint["step"]
+    assert "checkpoint.value('step')" in str(getattr(caught.value, "hint", ""))
+    with pytest.raises(KeyError, match="no object 'nope'"):
+        checkpoint.value("nope")
+
+
+def test_a_section_is_a_checkpoint(checkpoint: Checkpoint) -> None:
+    assert checkpoint.sections == ("model", "optim", "other")
+    assert checkpoint.model.sections == ("model",)
+    assert (len(checkpoint.model), len(checkpoint.optim)) == (13, 33)
+    assert checkpoint.model.nbytes == sum(one.nbytes for one in checkpoint.model.values())
+    with checkpoint.model as model:
+        state = model.state_dict()
+    assert state.keys() == checkpoint.model.keys()
+    assert all(torch.equal(checkpoint.get_tensor(name), one) for name, one in state.items())
+
+
+def test_names_choose_a_part(checkpoint: Checkpoint) -> None:
+    assert list(checkpoint.select("*.emb.weight")) == ["app.model.emb.weight"]
+    name = "app.model.lm.weight"
+    assert list(checkpoint.select(["*.emb.weight", name])) == ["app.model.emb.weight", name]
+    assert name not in checkpoint.select("*", exclude="*.lm.*")
+    assert list(checkpoint.select({name})) == [name]
+    for wanted in ("nope", "*nope*", ["*", "re:^nope"]):
+        with pytest.raises(KeyError, match="nope"):
+            checkpoint.select(wanted)
+    with pytest.raises(KeyError) as caught:
+        checkpoint.select("app.model.emb.wieght")
+    assert "app.model.emb.weight" in str(getattr(caught.value, "hint", ""))
+
+
+@pytest.mark.parametrize(
+    ("ask", "hint"),
+    [
+        (lambda path: ckpt_tools.export(DCP, path), "use force=True to replace"),
+        (lambda _: open_checkpoint(DCP).select("*nope*"), "`list(checkpoint)` lists"),
+        (open_checkpoint, "/step-1'"),
+    ],
+)
+def test_a_hint_names_arguments(ask: Callable[[Path], object], hint: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(DCP, tmp_path / "run" / f"step-{step}")
+    with pytest.raises(ckpt_tools.CkptError) as caught:
+        ask(tmp_path / "run")
+    assert hint in str(caught.value.hint)
+    assert "--" not in str(caught.value.hint)
+    assert "ckpt-tools" not in str(caught.value.hint)
+
+
+def test_a_step_of_a_run_is_chosen(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(DCP, tmp_path / f"step-{step}")
+    assert open_checkpoint(tmp_path, latest=True).path == str(tmp_path / "step-2")
+    assert open_checkpoint(tmp_path, step=1).path == str(tmp_path / "step-1")
+    with pytest.raises(UsageError):
+        open_checkpoint(tmp_path, step=1, latest=True)
+
+
+def test_nothing_there_is_a_file_not_found_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nope does not exist"):
+        open_checkpoint(tmp_path / "nope")
+
+
+def test_results_are_shown_in_a_few_lines(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    other = REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt"
+    results = [
+        checkpoint.verify(),
+        checkpoint.stats(),
+        checkpoint.fingerprint(),
+        checkpoint.diff(other),
+        checkpoint.export(tmp_path / "whole"),
+        checkpoint.reshard(tmp_path / "shards", (2, 2)),
+    ]
+    for result in results:
+        shown = repr(result)
+        assert 1 <= len(shown.splitlines()) <= 15
+        assert len(shown) < 2000
+        assert result._repr_html_() == f"<pre>{html.escape(shown)}</pre>"
+    assert repr(checkpoint.diff(DCP)).endswith(": equal; 48 tensors, 45 objects")
 
 
 @pytest.mark.parametrize(
@@ -256,13 +351,23 @@ def test_a_checkpoint_is_a_collection_of_names(checkpoint: Checkpoint) -> None:
         (slice(-3, None), -2),
         (slice(5, 5), 0),
         (slice(None), slice(3, 1)),
+        None,
+        (None, 3),
+        (3, None, ..., None),
+        (..., ...),
+        (..., 2, ...),
+        [2, 0],
+        ([2, 0], slice(1, 3)),
+        (slice(2), [-1, 1, 1]),
+        ([0, 3], [2, 1]),
+        [],
         (),
     ],
     ids=str,
 )
 def test_a_tensor_is_indexed_as_torch_indexes_it(checkpoint: Checkpoint, key: object) -> None:
     entry = _matrix(checkpoint)
-    expected = checkpoint.read_torch(entry.fqn)[key]
+    expected = checkpoint[entry.fqn].torch()[key]
     assert torch.equal(checkpoint[entry.fqn][key], expected)
 
 
@@ -270,11 +375,11 @@ def test_a_tensor_is_indexed_as_torch_indexes_it(checkpoint: Checkpoint, key: ob
     ("key", "error"),
     [
         ((0, 0, 0), IndexError),
-        ((..., ...), IndexError),
         (10**6, IndexError),
         (-(10**6), IndexError),
         (True, TypeError),
-        (None, TypeError),
+        ([0, True], TypeError),
+        ([0, 10**6], IndexError),
         ("x", TypeError),
         (slice(None, None, -1), UsageError),
     ],
@@ -296,6 +401,9 @@ def test_a_tensor_is_not_read_before_it_is_indexed(
     assert len(lazy) == entry.shape[0]
     assert repr(lazy).startswith(f"{entry.fqn}: float32 {list(entry.shape)}, ")
     assert lazy.placements == ("Shard(0)",)
+    assert (lazy.ndim, lazy.size, lazy.numel()) == (2, entry.numel, entry.numel)
+    assert (lazy.itemsize, lazy.nbytes) == (4, 4 * entry.numel)
+    assert lazy.chunks == ((3, 3, 3, entry.shape[0] - 9), (entry.shape[1],))
 
 
 def test_a_tensor_becomes_an_array_where_one_is_wanted(checkpoint: Checkpoint) -> None:
@@ -303,11 +411,12 @@ def test_a_tensor_becomes_an_array_where_one_is_wanted(checkpoint: Checkpoint) -
     assert np.array_equal(np.asarray(lazy), lazy.numpy())
     assert np.asarray(lazy, dtype=np.float64).dtype == np.float64
     assert torch.equal(lazy.torch(), lazy[...])
+    assert torch.equal(torch.as_tensor(lazy), lazy.torch())
 
 
 def test_bfloat16_is_indexed_like_any_other() -> None:
     checkpoint = open_checkpoint(str(REAL / "fsdp2_bf16_fp32optim_dcp_4r" / "ckpt"))
-    entry = next(e for e in checkpoint.tensors if e.dtype.name == "bfloat16" and e.shape)
+    entry = next(e for e in checkpoint.tensors if e.dtype == "bfloat16" and e.shape)
     assert checkpoint[entry.fqn][:1].dtype is torch.bfloat16
 
 
@@ -317,7 +426,7 @@ def test_an_unknown_name_is_a_key_error_with_names_that_are_near(checkpoint: Che
         checkpoint[entry.fqn + "x"]
     assert isinstance(caught.value, AnswerNo)
     assert entry.fqn in str(caught.value.hint)
-    assert str(caught.value).endswith(f"has no entry {entry.fqn + 'x'!r}.")
+    assert str(caught.value).endswith(f"has no tensor {entry.fqn + 'x'!r}.")
 
 
 def test_the_mesh_says_how_it_is_known(checkpoint: Checkpoint) -> None:
@@ -366,7 +475,7 @@ def test_each_verb_takes_a_path_or_a_checkpoint(kind: Callable[[str], object]) -
 def test_export_takes_what_people_guess(tmp_path: Path) -> None:
     ckpt_tools.export(DCP, tmp_path / "half", dtype=torch.bfloat16, check=True)
     half = open_checkpoint(tmp_path / "half")
-    assert {e.dtype.name for e in half.tensors if e.fqn != "seen"} == {"bfloat16"}
+    assert {e.dtype for e in half.tensors if e.fqn != "seen"} == {"bfloat16"}
     ckpt_tools.export(DCP, tmp_path / "model.pt")
     assert torch.load(tmp_path / "model.pt")["emb.weight"].shape == (11, 7)
     with pytest.raises(OutputExistsError):
@@ -381,8 +490,10 @@ def test_reshard_takes_a_mesh_as_text_or_a_number_of_ranks(tmp_path: Path) -> No
     assert open_checkpoint(tmp_path / "out").mesh.shape == (2, 2)  # type: ignore[union-attr]
     ckpt_tools.reshard(DCP, tmp_path / "three", 3)
     assert open_checkpoint(tmp_path / "three").mesh.shape == (3,)  # type: ignore[union-attr]
+    ckpt_tools.reshard(DCP, tmp_path / "tuple", (2, 2), layout="accelerate")
+    assert (tmp_path / "tuple" / "optimizer_0").is_dir()
     with pytest.raises(UsageError, match="not a mesh"):
-        ckpt_tools.reshard(DCP, tmp_path / "none", (2, 2))  # type: ignore[arg-type]
+        ckpt_tools.reshard(DCP, tmp_path / "none", "2,2")
     with pytest.raises(UsageError, match="takes a mesh"):
         ckpt_tools.reshard(DCP, tmp_path / "none")
 
@@ -391,8 +502,8 @@ def test_a_checkpoint_has_the_verbs_as_methods(checkpoint: Checkpoint, tmp_path:
     assert checkpoint.inspect().step == ckpt_tools.inspect(DCP).step == (2, "step")
     assert checkpoint.verify().whole
     checkpoint.export(tmp_path / "half.safetensors", dtype="bf16")
-    half = open_checkpoint(tmp_path / "half.safetensors")
-    assert half["emb.weight"].dtype == "bfloat16"
+    half = ckpt_tools.load_file(tmp_path / "half.safetensors")
+    assert half["emb.weight"].dtype is torch.bfloat16
     checkpoint.reshard(tmp_path / "two", "2")
     assert ckpt_tools.diff(checkpoint, tmp_path / "two").equal
 
@@ -413,6 +524,25 @@ def _cells() -> list[Cell]:
         r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.MULTILINE | re.DOTALL
     )
     return [Cell(code, shown or None) for code, shown in found]
+
+
+def test_the_pages_pass_a_strict_type_checker(tmp_path: Path) -> None:
+    cells = [cell.code for cell in _cells()]
+    readme = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "library.py").write_text("\n".join(cells))
+    (tmp_path / "readme.py").write_text("\n".join(readme))
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir"]
+    cache = str(ROOT / ".mypy_cache")
+    done = subprocess.run(
+        [*command, cache, "library.py", "readme.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_each_cell_of_the_page_runs_and_shows_what_stands_below_it(

@@ -65,7 +65,7 @@ class ExportOptions(EntryOptions):
     basename: str = "model"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ExportPlan(Plan):
     """``origins`` are the names in the source that each target comes from."""
 

@@ -100,7 +100,7 @@ class ReshardOptions(EntryOptions):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReshardPlan(Plan):
     """A plan whose targets have layouts on a ``mesh``.
 

@@ -26,9 +26,10 @@ from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.plan import LazyPlans, Target
 from ckpt_tools.core.progress import Listener
+from ckpt_tools.core.records import Shown
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import parse_amount
+from ckpt_tools.core.text import counted, first_of, format_size, parse_amount
 from ckpt_tools.errors import OutputExistsError
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.storage import upload
@@ -142,8 +143,8 @@ class EntryOptions(Filters):
     steps: tuple[Transform, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Plan(Shown):
     """Files to write, the tensors and objects in them, and notes for people.
 
     A target's entry is what is written, under its new name, as boxes over the source's bytes.
@@ -168,6 +169,12 @@ class Plan:
     def tensors(self) -> int:
         """Number of tensors in the output."""
         return len(self.targets)
+
+    def __str__(self) -> str:
+        """What is written, and the notes."""
+        files = counted(len(self.files.files), "file")
+        what = f"{counted(self.tensors, 'tensor')}, {format_size(self.nbytes)}, in {files}"
+        return "\n".join([what, *first_of(self.notes)])
 
 
 P = TypeVar("P", bound=Plan)

@@ -21,8 +21,8 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import (
-    IncompleteError,
     Instead,
+    NotThereError,
     UnreadableError,
     UsageError,
     Way,
@@ -400,7 +400,7 @@ def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
     matched = paths.glob(path) if any(c in path for c in "*?[") else []
     if not matched:
         hint = _UNLISTED if paths.is_unlisted(path) else None
-        raise IncompleteError(f"{path} does not exist.", hint=hint)
+        raise NotThereError(f"{path} does not exist.", hint=hint)
     if len(matched) == 1:
         return read_index(matched[0], options=options)
     folder = paths.folder_of(matched[0])

@@ -14,7 +14,8 @@ from ckpt_tools import formats
 from ckpt_tools.copying.origin import reads_one_save
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.core.records import Json
+from ckpt_tools.core.records import Json, Shown
+from ckpt_tools.core.text import counted, first_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.containers import compare_containers
@@ -48,8 +49,8 @@ def _names(index: CheckpointIndex, options: DiffOptions, side: Side) -> dict[str
     return dict(sorted(by_name.items(), key=itemgetter(0)))
 
 
-@dataclass(frozen=True, slots=True)
-class Diff:
+@dataclass(frozen=True, slots=True, repr=False)
+class Diff(Shown):
     """The differences of two checkpoints, by name; ``same`` counts the entries that are equal.
 
     ``a`` and ``b`` are their paths. ``containers`` are those that both sides have, None when
@@ -69,6 +70,13 @@ class Diff:
     def equal(self) -> bool:
         """Whether everything that was asked for was compared and is equal."""
         return self.tensors + self.objects > 0 and all(e.status == "same" for e in self.entries)
+
+    def __str__(self) -> str:
+        """Whether they are equal, and the first differences."""
+        differing = [f"  {one.name}: {one.status}" for one in self.entries if one.status != "same"]
+        entries = f"{counted(self.tensors, 'tensor')}, {counted(self.objects, 'object')}"
+        verdict = "equal" if self.equal else f"{len(differing):,} differ"
+        return "\n".join([f"{self.a} and {self.b}: {verdict}; {entries}", *first_of(differing, 12)])
 
     def to_dict(self) -> dict[str, Json]:
         """The object of schema ckpt-tools/diff/1, which `diff --json` prints."""

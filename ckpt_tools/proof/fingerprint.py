@@ -40,7 +40,7 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.core.records import Json, as_json
+from ckpt_tools.core.records import Json, Shown, as_json
 from ckpt_tools.errors import UnreadableError, unreadable
 from ckpt_tools.proof.canonical_names import Inside, clean_name, tensors_inside
 from ckpt_tools.proof.pairs import whole_and_located
@@ -61,8 +61,8 @@ class TensorDigest(NamedTuple):
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+@dataclass(frozen=True, slots=True, repr=False)
+class Fingerprint(Shown):
     """The digests of a checkpoint's tensors, sorted by raw name, and of its sections."""
 
     tensors: tuple[TensorDigest, ...]
@@ -72,6 +72,10 @@ class Fingerprint:
     def digest(self) -> str | None:
         """The digest of the model, None when there is none."""
         return self.sections.get("model")
+
+    def __str__(self) -> str:
+        """The digest of each section, as `fingerprint` prints them."""
+        return "\n".join(f"{section:<6} {digest}" for section, digest in self.sections.items())
 
     def to_dict(self) -> dict[str, Json]:
         """The object of schema ckpt-tools/fingerprint/1: `fingerprint --json` prints it, and

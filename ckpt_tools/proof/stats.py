@@ -18,7 +18,8 @@ from ckpt_tools.copying.read import fetching, read_box
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.core.records import Json, as_json, record_json
+from ckpt_tools.core.records import Json, Shown, as_json, record_json
+from ckpt_tools.core.text import counted, first_of
 from ckpt_tools.proof.anomalies import Anomaly, anomalies_of, zero_row_anomalies
 from ckpt_tools.proof.pairs import whole_and_located
 from ckpt_tools.proof.scan import Scan, scan
@@ -49,8 +50,8 @@ class TensorStats:
     zeros: int
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+@dataclass(frozen=True, slots=True, repr=False)
+class Statistics(Shown):
     """The statistics of every tensor, sorted by name, and what is odd about some."""
 
     root: str
@@ -61,6 +62,12 @@ class Statistics:
     def nonfinite(self) -> int:
         """How many elements are NaN or infinite."""
         return sum(tensor.nan + tensor.inf for tensor in self.tensors)
+
+    def __str__(self) -> str:
+        """How many tensors there are, and what is odd."""
+        odd = [f"  {one.fqn}: {one.detail}" for one in self.anomalies]
+        counts = f"{counted(len(self.tensors), 'tensor')}, {self.nonfinite:,} elements not finite"
+        return "\n".join([f"{self.root}: {counts}", *first_of(odd, 12)])
 
     def to_dict(self) -> dict[str, Json]:
         """The object of schema ckpt-tools/stats/1, which `stats --json` prints."""

@@ -18,8 +18,8 @@ from ckpt_tools.core.coverage import uncovered
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, LocatedIndex
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
-from ckpt_tools.core.records import Json, as_json
-from ckpt_tools.core.text import counted, rank_spans
+from ckpt_tools.core.records import Json, Shown, as_json
+from ckpt_tools.core.text import counted, first_of, rank_spans
 from ckpt_tools.errors import CheckpointError, IncompleteError, NotReadError, fault_in
 from ckpt_tools.proof.canonical_names import tensors_inside
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
@@ -37,8 +37,8 @@ class _RankState(NamedTuple):
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Shown):
     """What `verify` found. ``reading`` is None when only headers were read.
 
     ``unread`` are no faults: it is whole, and torch reads what this program does not.
@@ -70,6 +70,13 @@ class VerifyReport:
     def verdict(self) -> str:
         """``complete``, or the gravest fault: ``NOT COMPLETE``, ``DAMAGED``."""
         return fault_in(self.problems) or "complete"
+
+    def __str__(self) -> str:
+        """The verdict, and the first problems."""
+        entries = f"{counted(self.tensors, 'tensor')}, {counted(self.objects, 'object')}"
+        by = "by its headers" if self.reading is None else "every byte was read"
+        problems = [f"  {one.message.splitlines()[0]}" for one in self.problems]
+        return "\n".join([f"{self.root}: {self.verdict}, {by}; {entries}", *first_of(problems, 12)])
 
     def to_dict(self) -> dict[str, Json]:
         """The object of schema ckpt-tools/verify/1, which `verify --json` prints.

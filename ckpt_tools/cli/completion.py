@@ -6,8 +6,6 @@ import click
 from click.shell_completion import get_completion_class
 
 from ckpt_tools.cli import options
-from ckpt_tools.errors import CkptError
-from ckpt_tools.formats import read_index
 
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_CKPT_TOOLS_COMPLETE"
@@ -25,7 +23,8 @@ _MENDED = {
 
 _HELP = """Print the shell code that completes commands, options, files and tensor names.
 
-After `ckpt-tools show CKPT` and `ckpt-tools layout CKPT`, TAB offers the names in that checkpoint.
+After `ckpt-tools show CKPT`, `ckpt-tools layout CKPT`, -i and -x, TAB offers the names in that
+checkpoint.
 
 """ + options.examples(
     'eval "$(ckpt-tools completion bash)"   # in ~/.bashrc',
@@ -54,37 +53,3 @@ def command(*, shell: str) -> None:
             raise click.UsageError(f"The completion of this click for {shell} is not known here.")
         script = script.replace(theirs, ours)
     click.echo(script % maker.source_vars())
-
-
-# A shell lists what it is offered; nobody reads more than this.
-_MOST = 2_000
-
-
-def tensors(ckpt: str, incomplete: str) -> list[str]:
-    """Names of the tensors of a checkpoint."""
-    return _fitting(_names(ckpt)[0], incomplete)
-
-
-def names(ckpt: str, incomplete: str) -> list[str]:
-    """Names of all entries of a checkpoint."""
-    tensors, objects = _names(ckpt)
-    return _fitting(sorted(tensors + objects), incomplete)
-
-
-def _fitting(candidates: list[str], incomplete: str) -> list[str]:
-    """Names that begin with the text, else those that contain it, at most `_MOST`.
-
-    Shells are offered one name a line, so that those with a line break or an escape in them are
-    left out.
-    """
-    candidates = [name for name in candidates if name and name.isprintable()]
-    begin = [name for name in candidates if name.startswith(incomplete)]
-    return (begin or [name for name in candidates if incomplete in name])[:_MOST]
-
-
-def _names(ckpt: str) -> tuple[list[str], list[str]]:
-    try:
-        index = read_index(ckpt)
-    except (CkptError, OSError):
-        return [], []
-    return [entry.fqn for entry in index.tensors], [entry.fqn for entry in index.objects]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import click
 
@@ -67,6 +69,12 @@ class _Asked:
         False, "--header-only", "Compare names, types and shapes, no values."
     )
     wanted: DiffOptions
+    sort: Literal["name", "size"] = option(
+        "name",
+        "--sort",
+        "Differences by name, or the largest first.",
+        choices=("name", "size"),
+    )
     threads: int | None = options.threads()
     json: bool = options.as_json()
     filters: Filters
@@ -89,6 +97,8 @@ def command(asked: _Asked) -> None:
             compared = compare_values(
                 a, b, files, options=wanted, threads=asked.threads, on_bytes=on_bytes
             )
+    if asked.sort == "size":
+        compared = replace(compared, entries=tuple(sorted(compared.entries, key=_size)))
     if asked.json:
         render.emit_json(compared.to_dict())
     else:
@@ -99,6 +109,11 @@ def command(asked: _Asked) -> None:
         if not compared.tensors + compared.objects and not wanted.clean:
             say("No name is on both sides; --clean-names compares them without containers.")
         click.get_current_context().exit(1)
+
+
+def _size(entry: EntryDiff) -> float:
+    """Less for a larger difference: what has no values to compare, or NaNs, comes first."""
+    return -math.inf if entry.delta is None or entry.delta.nan else -entry.delta.max_abs
 
 
 def _lines(diff: Diff) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ckpt_tools.analysis.summary import FoundMesh, Status, layout_of, mesh_json, placement_names
 from ckpt_tools.cli import options
@@ -29,9 +29,24 @@ _LONGEST_VALUE = 80  # characters in a list; `show` and the JSON have values who
 Known = tuple[Layout, Status] | None
 
 
-def sorted_entries(index: CheckpointIndex) -> list[Entry]:
-    """Tensors and objects together, by name."""
-    return sorted(index.entries, key=lambda entry: entry.fqn)
+Order = Literal["name", "size", "rows"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+def in_order(
+    index: CheckpointIndex, order: Order = "name", *, reverse: bool = False
+) -> list[Entry]:
+    """Tensors and objects together, by name; or the largest first, by bytes or by rows."""
+
+    def size(entry: Entry) -> int:
+        if isinstance(entry, ObjectEntry):
+            return -1 if order == "rows" else entry.nbytes or 0
+        return entry.nbytes if order == "size" else next(iter(entry.shape), 0)
+
+    ordered = sorted(index.entries, key=lambda entry: entry.fqn)
+    if order != "name":
+        ordered.sort(key=size, reverse=True)
+    return ordered[::-1] if reverse else ordered
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ import click
 from ckpt_tools.analysis import ownership
 from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved
 from ckpt_tools.analysis.summary import mesh_json, mesh_of
-from ckpt_tools.cli import completion, entries, options, render
+from ckpt_tools.cli import entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import colors, fold, text
 from ckpt_tools.core.index import CheckpointIndex
@@ -54,7 +54,7 @@ class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
-    name: str | None = option(None, "[NAME]", complete=completion.tensors)
+    name: str | None = option(None, "[NAME]", complete=options.tensors)
     every: bool = option(False, "--every", "One bar for each tensor; no shared bars.")
     html: str | None = option(None, "--html", "Write an HTML page; - is stdout.", metavar="FILE")
     force: bool = option(False, "--force", "Replace an existing FILE.")

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from ckpt_tools.analysis.summary import FoundMesh, mesh_of
 from ckpt_tools.cli import entries, options, render
-from ckpt_tools.cli.entries import row
+from ckpt_tools.cli.entries import ORDERS, Order, row
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.render import cut_to
-from ckpt_tools.core.index import CheckpointIndex, Entry, TensorEntry
+from ckpt_tools.core.index import Entry, TensorEntry
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted, format_size
@@ -29,6 +29,7 @@ no BYTES of its own.
     "ckpt-tools ls run7/step-1000",
     "ckpt-tools ls run7/step-1000 -l -i '*.q_proj.*' --only model",
     "ckpt-tools ls run7/step-1000 --tree",
+    "ckpt-tools ls run7/step-1000 --sort size -n 10",
     "ckpt-tools ls run7/step-1000 --jsonl | jq -r 'select(.dtype==\"float32\").fqn'",
 )
 
@@ -43,6 +44,13 @@ class _Asked:
     json: bool = options.as_json()
     jsonl: bool = option(False, "--jsonl", "One JSON object per line, one for each entry.")
     csv: bool = option(False, "--csv", "CSV with a header line.")
+    sort: Order = option(
+        "name", "--sort", "By name, or the largest first: by bytes or by rows.", choices=ORDERS
+    )
+    reverse: bool = option(False, "--reverse", "The other way round.")
+    first: int | None = option(
+        None, "-n --first", "Only the first N in that order.", metavar="N", at_least=1
+    )
     filters: Filters
     reading: options.Reading
 
@@ -60,16 +68,19 @@ def command(asked: _Asked) -> None:
     wanted = [name for name, on in forms.items() if on]
     if len(wanted) > 1:
         raise UsageError(f"--{wanted[0]} and --{wanted[1]} cannot be used together.")
+    if asked.tree and (asked.sort != "name" or asked.reverse or asked.first):
+        raise UsageError("--tree has an order of its own: the names, all of them.")
     whole = asked.reading.read(asked.ckpt)
     mesh = mesh_of(whole)
     index = options.with_values(options.choose(whole, asked.filters))
-    _print(index, mesh, form=wanted[0] if wanted else "short")
-    say(f"{index.count}.")
+    listed = entries.in_order(index, asked.sort, reverse=asked.reverse)[: asked.first]
+    _print(listed, mesh, form=wanted[0] if wanted else "short")
+    shown = f"; {len(listed):,} shown" if asked.first else ""
+    say(f"{index.count}{shown}.")
     whole.require_whole()
 
 
-def _print(index: CheckpointIndex, mesh: FoundMesh | None, *, form: str) -> None:
-    listed = entries.sorted_entries(index)
+def _print(listed: Sequence[Entry], mesh: FoundMesh | None, *, form: str) -> None:
     if form == "json":
         objects = [entries.entry_json(entry, mesh) for entry in listed]
         render.emit_json({"schema": "ckpt-tools/ls/1", "entries": objects})

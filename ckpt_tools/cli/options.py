@@ -31,7 +31,7 @@ from ckpt_tools.core.options import (
     repeated,
     required,
 )
-from ckpt_tools.errors import AnswerNo, UsageError, Way
+from ckpt_tools.errors import AnswerNo, CkptError, Instead, UsageError, Way
 from ckpt_tools.formats import SMALL_OBJECT, ReadOptions, is_checkpoint, open_objects, read_index
 from ckpt_tools.formats.frameworks import whole_of
 from ckpt_tools.storage.reader import Files
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _GROUPED_FROM = 16  # options; fewer are read at a glance
 # Suffixes that people may give to an output and that no command writes.
+_GLOB = "GLOB"  # what stands for a pattern of names in the help
 _FOREIGN = (".gguf", ".ggml", ".onnx", ".npz", ".h5", ".msgpack", ".pkl", ".zip", ".tar", ".json")
 
 
@@ -207,6 +208,8 @@ def _param(described: Option, field: Field[object], hint: object) -> click.Param
         made = make(is_flag=True, flag_value=not field.default, default=field.default)
     else:
         make = partial(make, type=_type(described, hint), metavar=described.metavar)
+        if described.metavar == _GLOB:
+            make = partial(make, shell_complete=partial(_completed, names))
         if described.repeated:
             made = make(multiple=True)
         elif field.default is MISSING:
@@ -236,8 +239,43 @@ def _completed(
     complete: Completion, ctx: click.Context, _param: click.Parameter, incomplete: str
 ) -> list[str]:
     """What a shell is offered for a name in CKPT."""
-    ckpt = ctx.params.get("ckpt")
+    # click has not come to the arguments where an option lacks its value, as the one to complete.
+    ckpt = ctx.params.get("ckpt") or next(iter(ctx.args), None)
     return complete(ckpt, incomplete) if isinstance(ckpt, str) else []
+
+
+# A shell lists what it is offered; nobody reads more than this.
+_MOST_OFFERED = 2_000
+
+
+def tensors(ckpt: str, incomplete: str) -> list[str]:
+    """Names of the tensors of a checkpoint."""
+    return _fitting(_names(ckpt)[0], incomplete)
+
+
+def names(ckpt: str, incomplete: str) -> list[str]:
+    """Names of all entries of a checkpoint."""
+    tensors, objects = _names(ckpt)
+    return _fitting(sorted(tensors + objects), incomplete)
+
+
+def _fitting(candidates: list[str], incomplete: str) -> list[str]:
+    """Names that begin with the text, else those that contain it, at most `_MOST_OFFERED`.
+
+    Shells are offered one name a line, so that those with a line break or an escape in them are
+    left out.
+    """
+    candidates = [name for name in candidates if name and name.isprintable()]
+    begin = [name for name in candidates if name.startswith(incomplete)]
+    return (begin or [name for name in candidates if incomplete in name])[:_MOST_OFFERED]
+
+
+def _names(ckpt: str) -> tuple[list[str], list[str]]:
+    try:
+        index = read_index(ckpt)
+    except (CkptError, OSError):
+        return [], []
+    return [entry.fqn for entry in index.tensors], [entry.fqn for entry in index.objects]
 
 
 def _type(described: Option, hint: object) -> object:
@@ -400,6 +438,11 @@ def choose(index: CheckpointIndex, chosen: Filters) -> CheckpointIndex:
     try:
         return select(index, chosen)
     except AnswerNo as error:
+        held = index.entries
+        within = [f"*{text}*" for text in chosen.include if any(text in one.fqn for one in held)]
+        if within and error.instead is None:
+            globs = Way(options=tuple(word for glob in within for word in ("-i", glob)))
+            raise AnswerNo(error.message, instead=Instead(index.root, (globs,))) from error
         names = [name for text in chosen.include for name in near_names(index, text.strip("*"))]
         whole = whole_of(index)
         is_half = whole is not None and is_checkpoint(whole)

@@ -31,7 +31,7 @@ def as_json(
     if shards:
         said["shards"] = records.as_json(summary.file_loads(whole))
     if every:
-        listed = entries.sorted_entries(index)
+        listed = entries.in_order(index)
         said["entries"] = [entries.entry_json(entry, facts.mesh) for entry in listed]
     return said
 
@@ -55,7 +55,7 @@ def lines(
         yield from _shards(whole)
     if every:
         yield ""
-        yield from entries.lines(entries.sorted_entries(index), facts.mesh, long=True)
+        yield from entries.lines(entries.in_order(index), facts.mesh, long=True)
     yield ""
 
 

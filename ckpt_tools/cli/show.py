@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools.analysis.summary import FoundMesh, layout_of, mesh_of, placement_names
-from ckpt_tools.cli import completion, entries, options, render
+from ckpt_tools.cli import entries, options, render
+from ckpt_tools.cli.group import say
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Chunk, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.options import option, required
@@ -26,6 +27,8 @@ _CHUNKS_SHOWN = 32
 CHUNK_HEADER = ("CHUNK", "RANK", "FILE", "AT BYTE", "BYTES", "REPLICAS")
 
 _HELP = """Show one entry of a checkpoint: type, shape, placements, each chunk, and values.
+
+NAME is the whole name, or the end of one alone: emb.weight.
 
 Of a tensor only the first corner is read, or what --slice chooses. --raw prints only the value of a
 plain object or of a tensor with one element: strings without quotes, everything else as JSON.
@@ -42,7 +45,7 @@ class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
-    name: str = required("NAME", complete=completion.names, parse=str)
+    name: str = required("NAME", complete=options.names, parse=str)
     part: str | None = option(
         None, "--slice", "Show the values of this part, e.g. '0:4,:8'.", metavar="SLICE"
     )
@@ -54,13 +57,12 @@ class _Asked:
 @options.command("show", _Asked, help=_HELP)
 def command(asked: _Asked) -> None:
     """Find the entry, then print it in the form that was asked for."""
-    name, part, raw, json = asked.name, asked.part, asked.raw, asked.json
+    part, raw, json = asked.part, asked.raw, asked.json
     if raw and json:
         raise UsageError("--raw and --json cannot be used together.")
     index = asked.reading.read(asked.ckpt)
-    entry = index.tensor(name) or index.object(name)
-    if entry is None:
-        raise options.no_such_name(index, name)
+    entry = _found(index, asked.name)
+    name = entry.fqn
     one = index.select({name})
     if any(name in problem.about for problem in one.problems):
         one.require_whole()
@@ -80,6 +82,18 @@ def command(asked: _Asked) -> None:
     else:
         _show_tensor(one, mesh_of(index), part=part, json=json)
     one.require_whole()
+
+
+def _found(index: CheckpointIndex, name: str) -> Entry:
+    """The entry of this name, or the only one whose name ends so. Raises AnswerNo."""
+    entry = index.tensor(name) or index.object(name)
+    if entry is None:
+        ending = [one for one in index.entries if one.fqn.endswith(f".{name}")]
+        if len(ending) != 1:
+            raise options.no_such_name(index, name)
+        entry = ending[0]
+        say(f"Showing {entry.fqn}.")
+    return entry
 
 
 def located(one: CheckpointIndex) -> TensorEntry:

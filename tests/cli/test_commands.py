@@ -220,6 +220,32 @@ def test_ls_prints_one_line_for_each_entry() -> None:
     assert len(lines) == 13
 
 
+def _listed(*words: str) -> list[str]:
+    return [line.split()[0] for line in run("ls", DCP, *words).stdout.splitlines()[1:]]
+
+
+def test_ls_lists_the_largest_first() -> None:
+    by_name = _listed("--only", "model")
+    assert by_name == sorted(by_name)
+    assert _listed("--only", "model", "--reverse") == by_name[::-1]
+    told = json.loads(run("ls", "--json", DCP, "--sort", "size", "--only", "model").stdout)
+    sizes = [entry["nbytes"] for entry in told["entries"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert _listed("--sort", "size", "-n", "2") == _listed("--sort", "size")[:2]
+    told = json.loads(run("ls", "--json", DCP, "--sort", "rows").stdout)
+    rows = [entry["shape"][0] for entry in told["entries"] if entry["shape"]]
+    assert rows == sorted(rows, reverse=True)
+    shown = run("ls", DCP, "-n", "5")
+    assert "; 5 shown." in shown.stderr
+    assert run("ls", DCP, "--tree", "-n", "5").exit_code == 2
+
+
+def test_a_filter_without_a_star_is_offered_with_them() -> None:
+    result = run("ls", DCP, "-i", "emb")
+    assert result.exit_code == 1
+    assert f"ckpt-tools ls {DCP} -i '*emb*'" in result.stderr
+
+
 def test_a_long_value_is_cut_in_ls_and_whole_in_show_and_json(tmp_path: Path) -> None:
     import torch
 
@@ -259,6 +285,14 @@ def test_show_names_what_is_near_a_wrong_name() -> None:
     result = run("show", DCP, "app.model.emb.wight")
     assert result.exit_code == 1
     assert "app.model.emb.weight" in result.stderr
+
+
+def test_show_takes_the_end_of_one_name_alone() -> None:
+    whole, end = (run("show", DCP, name) for name in ("app.model.emb.weight", "model.emb.weight"))
+    assert end.stdout == whole.stdout
+    assert end.stderr == "Showing app.model.emb.weight.\n"
+    assert run("show", DCP, "weight").exit_code == 1  # of many
+    assert run("show", DCP, "mb.weight").exit_code == 1  # no part of a name
 
 
 def test_show_lists_each_chunk_and_the_values_of_a_slice() -> None:

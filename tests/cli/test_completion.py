@@ -203,6 +203,11 @@ def test_names_of_the_checkpoint_are_offered() -> None:
     assert _offered("show", CKPT, "model.head1.") == ["model.head1.bias", "model.head1.weight"]
 
 
+def test_names_are_offered_for_a_pattern() -> None:
+    assert "model.emb.weight" in _offered("ls", CKPT, "-i", "model.emb")
+    assert "model.emb.weight" in _offered("export", CKPT, "--exclude", "emb")
+
+
 def test_objects_are_offered_where_they_can_be_shown_only() -> None:
     assert "step" in _offered("show", CKPT, "ste")
     assert "step" not in _offered("layout", CKPT, "ste")

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from running import run
 
 from ckpt_tools import formats
@@ -242,6 +243,15 @@ def test_header_only_says_that_values_were_not_compared() -> None:
     result = run("diff", DCP, ZSTD, "--header-only")
     assert result.exit_code == 0
     assert "VALUES WERE NOT COMPARED" in result.stdout
+
+
+def test_the_largest_difference_comes_first(tmp_path: Path) -> None:
+    one = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2), "d": torch.zeros(3)}
+    other = {"a": torch.ones(2), "b": torch.full((2,), 5.0), "c": torch.tensor([0, float("nan")])}
+    torch.save(one, tmp_path / "one.pt")
+    torch.save(other, tmp_path / "other.pt")
+    done = run("diff", tmp_path / "one.pt", tmp_path / "other.pt", "--sort", "size")
+    assert [line[0] for line in done.stdout.splitlines()[1:5]] == ["c", "d", "b", "a"]
 
 
 def test_tolerances_need_values() -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ckpt_tools.formats.options import Cut
     from ckpt_tools.transforms.hf_folder import Assets
 
+_MUCH = 64_000_000  # bytes whose speed says something
+
 
 def _map_help() -> str:
     """What --map does, with the names of the built-in maps."""
@@ -148,5 +150,7 @@ def what(plan: Plan, out: str) -> str:
 def took(plan: Plan, started: float) -> str:
     """How long it took to write, since that time of `time.monotonic`, and how fast that was."""
     seconds = time.monotonic() - started
-    rate = f", {format_size(int(plan.nbytes / seconds))}/s" if seconds >= 1 else ""
+    # Of a few bytes the start is most of the time.
+    is_much = seconds >= 1 and plan.nbytes >= _MUCH
+    rate = f", {format_size(int(plan.nbytes / seconds))}/s" if is_much else ""
     return f"in {seconds:.1f} s{rate}"

@@ -16,7 +16,7 @@ from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, render, shaping
 from ckpt_tools.cli.group import answer, say, saying
 from ckpt_tools.convert import export as convert
-from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.convert.write import Read, WriteOptions
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
 from ckpt_tools.core.options import option
 from ckpt_tools.core.progress import Listener
@@ -228,7 +228,7 @@ def command(asked: Asked) -> None:
         say(short)
 
 
-def _conversion(asked: Asked, form: str, write: WriteOptions, read: run.Read) -> convert.Export:
+def _conversion(asked: Asked, form: str, write: WriteOptions, read: Read) -> convert.Export:
     """The export with all its options. Raises AnswerNo when filters choose nothing."""
     index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
     usual: Section | None = None if asked.wanted.layout else "model"

@@ -16,7 +16,7 @@ from ckpt_tools.cli import options, progress, render, shaping
 from ckpt_tools.cli.group import answer, say, saying
 from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, refuse_check
-from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.convert.write import Read, WriteOptions
 from ckpt_tools.copying import atomic_output
 from ckpt_tools.core import records
 from ckpt_tools.core.layout import Placement
@@ -202,7 +202,7 @@ def _steps(asked: Asked) -> tuple[Transform, ...]:
     return tuple(steps)
 
 
-def _conversion(asked: Asked, write: WriteOptions, read: run.Read) -> Reshard:
+def _conversion(asked: Asked, write: WriteOptions, read: Read) -> Reshard:
     index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
     return Reshard(index, asked.out, write, asked.wanted)
 

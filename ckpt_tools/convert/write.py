@@ -32,6 +32,7 @@ from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, first_of, format_size, parse_amount
 from ckpt_tools.errors import OutputExistsError
 from ckpt_tools.formats.frameworks import sources_of
+from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -178,6 +179,8 @@ class Plan(Shown):
 
 
 P = TypeVar("P", bound=Plan)
+# Reads the index of a path, on each rank of a job in its own way.
+Read = Callable[[str, ReadOptions], CheckpointIndex]
 # Gives an index as a plan needs it: with all chunks located, or to be located when they are read.
 Locate = Callable[[CheckpointIndex, Files], CheckpointIndex]
 
@@ -221,10 +224,13 @@ class Conversion(ABC, Generic[P]):
 
 
 class Executor(Protocol):
-    """Executes plans; ``locate`` is how it wants their chunks located.
+    """Executes plans of indexes that it has read; ``locate`` is how it wants chunks located.
 
     One that ``compares`` also makes the comparisons with the source that the options want.
     """
+
+    @property
+    def read_index(self) -> Read: ...  # noqa: D102 (said above)
 
     @property
     def locate(self) -> Locate: ...  # noqa: D102 (said above)

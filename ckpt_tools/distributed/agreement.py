@@ -197,14 +197,11 @@ def _samples(path: str, files: Files, nbytes: int) -> bytes:
     return b"".join(files.read(path, start, nbytes) for start in starts)
 
 
-class Progress:
-    """Reports the bytes that this rank writes, and stops it soon after another has failed."""
+def stopping(group: Group, on_bytes: Callable[[int], None]) -> Callable[[int], None]:
+    """``on_bytes`` that raises PeerFailedError, so that a rank stops soon after another failed."""
 
-    def __init__(self, group: Group, on_bytes: Callable[[int], None]) -> None:
-        self._group = group
-        self._on_bytes = on_bytes
+    def add(nbytes: int) -> None:
+        group.check_peers()
+        on_bytes(nbytes)
 
-    def add(self, nbytes: int) -> None:
-        """Report some bytes. Raises PeerFailedError."""
-        self._group.check_peers()
-        self._on_bytes(nbytes)
+    return add

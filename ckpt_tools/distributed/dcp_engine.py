@@ -205,18 +205,18 @@ def _load_and_save(
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from ckpt_tools.distributed.dcp_planners import LoadPlanner, OpaqueBytes, SavePlanner, Writer
+    from ckpt_tools.distributed.dcp_planners import LoadPlanner, SavePlanner, Writer
 
     chosen = {entry.fqn for entry in plan.objects}
     objects = [entry for entry in index.objects if entry.fqn in chosen]
-    unordered: dict[str, object] = {**state, **{entry.fqn: OpaqueBytes() for entry in objects}}
+    unordered: dict[str, object] = {**state, **{entry.fqn: b"" for entry in objects}}
     places = {
         fqn: place for place, fqn in enumerate(index.nesting.leaves())
     }  # torch goes by this order, too
     names = sorted(unordered, key=lambda fqn: (places.get(fqn, len(places)), fqn))
     whole = {fqn: unordered[fqn] for fqn in names}
     # What a file beside holds is no item to load; its value is saved as the other engines do.
-    beside = {e.fqn: OpaqueBytes(archive_of(e)) for e in objects if _is_beside(e)}
+    beside = {e.fqn: archive_of(e) for e in objects if _is_beside(e)}
     loaded = {fqn: value for fqn, value in whole.items() if fqn not in beside}
     with _one_line_errors(UnreadableError, f"dcp.load of {index.root}"):
         load(loaded, storage_reader=FileSystemReader(index.root), planner=LoadPlanner())

@@ -23,22 +23,15 @@ from torch.distributed.checkpoint.planner import (  # noqa: TID253
 from ckpt_tools.core.index import Path
 
 
-class OpaqueBytes:
-    """The bytes of an object, never unpickled: loading a pickle could run anything."""
-
-    def __init__(self, data: bytes = b"") -> None:
-        self.data = data
-
-
 class LoadPlanner(DefaultLoadPlanner):
-    """Loads a flat state dict, objects as `OpaqueBytes`."""
+    """Loads a flat state dict, objects as bytes: to unpickle one could run anything."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Keep the bytes of an object."""
-        self.state_dict[read_item.dest_index.fqn] = OpaqueBytes(value.getvalue())
+        self.state_dict[read_item.dest_index.fqn] = value.getvalue()
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -61,8 +54,8 @@ class SavePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: object) -> object:  # noqa: A002 - torch's
         """The bytes of an object, as they were loaded."""
-        if write_item.type == WriteItemType.BYTE_IO and isinstance(object, OpaqueBytes):
-            return io.BytesIO(object.data)
+        if write_item.type == WriteItemType.BYTE_IO and isinstance(object, bytes):
+            return io.BytesIO(object)
         return super().transform_object(write_item, object)
 
 

@@ -26,8 +26,8 @@ from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plan import FilePlan, LazyPlans, WriteItem
 from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.distributed import devices
-from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
-from ckpt_tools.distributed.gathering import Gathering, Source
+from ckpt_tools.distributed.agreement import begin, require_all_written, stopping
+from ckpt_tools.distributed.gathering import Gathering
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
@@ -99,7 +99,7 @@ class _Gatherer:
         group, options = self.group, self.write
         _create(group, plans, folder)
         mine = self._part_of(plans, index)
-        progress, done = Progress(group, self.listener.on_bytes), 0
+        on_bytes, done = stopping(group, self.listener.on_bytes), 0
 
         def write(plans: Sequence[FilePlan], files: Files) -> None:
             nonlocal done
@@ -109,7 +109,7 @@ class _Gatherer:
                 files=files,
                 threads=options.threads,
                 max_memory=options.max_memory,
-                on_bytes=progress.add,
+                on_bytes=on_bytes,
                 on_run=seen.add if options.checks_source else None,
             )
 
@@ -117,8 +117,8 @@ class _Gatherer:
         with group.collective(), Files(sizes=options.sizes) as files:
             write(mine.uncut, files)
         with Files(sizes=options.sizes) as files:
-            source = Source(index, self.headers[group.rank].parts(), files, seen)
-            Gathering(group, source, self.device_type).run(mine.cut, write)
+            parts = self.headers[group.rank].parts()
+            Gathering(group, self.device_type, index, parts, files, seen).run(mine.cut, write)
         require_all_written(group, plans, folder, nbytes=done, planned=mine.planned)
 
     def _compared(

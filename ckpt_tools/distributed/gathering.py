@@ -7,7 +7,7 @@ works, bit for bit. torch's result is compared with the rank's own shard before 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np  # noqa: TID253 - only the engine `gather` comes here
@@ -37,19 +37,71 @@ if TYPE_CHECKING:
 Write = Callable[[Sequence[FilePlan], Files], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The whole checkpoint as an index, and this rank's own part of each tensor.
+@dataclass(eq=False, slots=True)
+class Gathering:
+    """Puts tensors together and has this rank's part of them written; all ranks do it in step.
 
-    ``seen`` gets the CRC-32s of what is read of them.
+    ``index`` is of the whole checkpoint; ``parts`` are what this rank's file holds of each tensor,
+    and ``seen`` gets the CRC-32s of what is read of them.
     """
 
+    group: Group
+    device_type: str
     index: CheckpointIndex
     parts: dict[str, RankTensor]
     files: Files
     seen: KnownCrcs
+    _mesh: DeviceMesh | None = field(default=None, init=False)
 
-    def layout(self, entry: TensorEntry) -> Layout:
+    def run(self, wanted: Mapping[str, Sequence[FilePlan]], write: Write) -> None:
+        """Put these tensors together, and write this rank's parts of files from each.
+
+        Raises the error of the first rank that has one.
+        """
+        error: CkptError | None = None
+        unmet = 0
+        for fqn in sorted(wanted):
+            entry = self.index.tensor(fqn)
+            if entry is None:
+                continue
+            error = self._do(entry, wanted[fqn], write, error)
+            unmet += entry.nbytes
+            if unmet >= self.files.sizes.met:
+                self.group.barrier(error)
+                unmet = 0
+        self.group.barrier(error)
+
+    def _do(
+        self,
+        entry: TensorEntry,
+        parts: Sequence[FilePlan],
+        write: Write,
+        error: CkptError | None,
+    ) -> CkptError | None:
+        """Put one tensor together and write parts of it; gives the first error so far."""
+        layout = self._layout(entry)  # all ranks find the same, so all raise or none does
+        box = layout.box(entry.shape, layout.mesh.coordinate(self.group.rank))
+        shard = bytearray(box.numel * entry.dtype.itemsize)
+        try:
+            shard = self._shard(entry, box)
+        except CkptError as failure:
+            error = error or failure
+        try:
+            whole = self._whole(entry, layout, box, shard)
+        except UnsupportedError as failure:  # every rank has it: it lies in shape and layout
+            return error or failure
+        mine = None if error is not None else (box, crc32(shard))
+        differing = None if entry.compared else self._differing(entry.fqn, mine)
+        if error is not None or differing is not None:
+            return error or differing
+        try:
+            _check(entry, whole, box, shard)
+            write_from_memory(parts, whole, write, self.files.sizes)
+        except CkptError as failure:
+            return failure
+        return None
+
+    def _layout(self, entry: TensorEntry) -> Layout:
         """The layout of a tensor on the mesh of all ranks. Raises UnsupportedError."""
         mesh = self.index.mesh
         layout = None
@@ -62,7 +114,7 @@ class Source:
             )
         return layout
 
-    def shard(self, entry: TensorEntry, box: Box) -> bytearray:
+    def _shard(self, entry: TensorEntry, box: Box) -> bytearray:
         """The bytes of this rank's shard, row-major, which must be those of ``box``.
 
         Raises CheckpointError when the file holds another box, and what reading raises.
@@ -82,64 +134,6 @@ class Source:
             shard += piece
         return shard
 
-
-class Gathering:
-    """Puts tensors together and has this rank's part of them written; all ranks do it in step."""
-
-    def __init__(self, group: Group, source: Source, device_type: str) -> None:
-        self._group = group
-        self._source = source
-        self._device_type = device_type
-        self._mesh: DeviceMesh | None = None
-
-    def run(self, wanted: Mapping[str, Sequence[FilePlan]], write: Write) -> None:
-        """Put these tensors together, and write this rank's parts of files from each.
-
-        Raises the error of the first rank that has one.
-        """
-        error: CkptError | None = None
-        unmet = 0
-        for fqn in sorted(wanted):
-            entry = self._source.index.tensor(fqn)
-            if entry is None:
-                continue
-            error = self._do(entry, wanted[fqn], write, error)
-            unmet += entry.nbytes
-            if unmet >= self._source.files.sizes.met:
-                self._group.barrier(error)
-                unmet = 0
-        self._group.barrier(error)
-
-    def _do(
-        self,
-        entry: TensorEntry,
-        parts: Sequence[FilePlan],
-        write: Write,
-        error: CkptError | None,
-    ) -> CkptError | None:
-        """Put one tensor together and write parts of it; gives the first error so far."""
-        layout = self._source.layout(entry)  # all ranks find the same, so all raise or none does
-        box = layout.box(entry.shape, layout.mesh.coordinate(self._group.rank))
-        shard = bytearray(box.numel * entry.dtype.itemsize)
-        try:
-            shard = self._source.shard(entry, box)
-        except CkptError as failure:
-            error = error or failure
-        try:
-            whole = self._whole(entry, layout, box, shard)
-        except UnsupportedError as failure:  # every rank has it: it lies in shape and layout
-            return error or failure
-        mine = None if error is not None else (box, crc32(shard))
-        differing = None if entry.compared else self._differing(entry.fqn, mine)
-        if error is not None or differing is not None:
-            return error or differing
-        try:
-            _check(entry, whole, box, shard)
-            write_from_memory(parts, whole, write, self._source.files.sizes)
-        except CkptError as failure:
-            return failure
-        return None
-
     def _whole(self, entry: TensorEntry, layout: Layout, box: Box, shard: bytearray) -> Bytes:
         """The bytes of the whole tensor, of shape (…, itemsize).
 
@@ -155,7 +149,7 @@ class Gathering:
             local = torch.frombuffer(shard, dtype=torch.uint8).view(*box.sizes, size)
         shape = (*entry.shape, size)
         tensor = DTensor.from_local(
-            local.to(self._device_type),
+            local.to(self.device_type),
             self._mesh_of(layout.mesh),
             devices.placements_of(layout),
             run_check=False,
@@ -178,7 +172,7 @@ class Gathering:
         """
         import torch.distributed as dist
 
-        held: list[tuple[Box, int] | None] = [None] * self._group.size
+        held: list[tuple[Box, int] | None] = [None] * self.group.size
         dist.all_gather_object(held, mine)
         first: dict[Box, tuple[int, int]] = {}
         for rank, one in enumerate(held):
@@ -191,13 +185,13 @@ class Gathering:
         return None
 
     def _mesh_of(self, mesh: Mesh) -> DeviceMesh:
-        if mesh.size != self._group.size:
+        if mesh.size != self.group.size:
             raise UnsupportedError(
-                f"The files' mesh {mesh} has {mesh.size} ranks, but {self._group.size} saved them.",
+                f"The files' mesh {mesh} has {mesh.size} ranks, but {self.group.size} saved them.",
                 hint="Bring all rank files into one folder, and use --engine copy.",
             )
         if self._mesh is None:
-            self._mesh = devices.device_mesh(mesh, self._device_type)
+            self._mesh = devices.device_mesh(mesh, self.device_type)
         return self._mesh
 
 

@@ -295,18 +295,18 @@ def join(place: RankPlace, *, workers: int) -> Iterator[Group]:
         )
     store, beats = _stores(place)
     try:
-        attempt = meet(beats, place, f"ckpt-tools/{next(_groups)}")
+        prefix, attempt = meet(beats, place, f"ckpt-tools/{next(_groups)}")
     except RuntimeError as error:
         if place.local_rank == 0:
             environment.speak()  # rank 0 may be gone with it
         raise store_is_gone(str(error).partition("\n")[0]) from error
-    heartbeat = Heartbeat(_under(attempt.prefix, beats), place)
+    heartbeat = Heartbeat(_under(prefix, beats), place)
     group = Group(
-        _under(attempt.prefix, store),
+        _under(prefix, store),
         place,
         heartbeat=heartbeat,
         lasting=_under("ckpt-tools/job", beats),
-        attempt=attempt.before,
+        attempt=attempt,
     )
     atexit.unregister(let_it_finish)
     atexit.register(group.leave)

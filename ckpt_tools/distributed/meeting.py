@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import NamedTuple
 
 from ckpt_tools.core.text import some
 from ckpt_tools.distributed import environment, messages
@@ -29,17 +28,11 @@ _SECOND_LOOK = 5.0
 _NAMED = 8
 
 
-class Attempt(NamedTuple):
-    """The prefix of the keys of one attempt, and how many there were before it."""
-
-    prefix: str
-    before: int
-
-
-def meet(store: Store, place: RankPlace, room: str) -> Attempt:
+def meet(store: Store, place: RankPlace, room: str) -> tuple[str, int]:
     """Wait for all ranks of this attempt, under the keys ``room``.
 
-    Raises PeerFailedError when some do not come, and RuntimeError when the store is gone.
+    Gives the prefix of the attempt's own keys, and how many attempts there were before it. Raises
+    PeerFailedError when some do not come, and RuntimeError when the store is gone.
     """
     return _Meeting(store, place, room).attempt()
 
@@ -53,7 +46,7 @@ class _Meeting:
         self._prefix = ""
         self._pause = max(_PAUSE, place.world_size / _RANKS_A_SECOND)
 
-    def attempt(self) -> Attempt:
+    def attempt(self) -> tuple[str, int]:
         """Wait until rank 0 has seen this process. Waits are counted in looks, not by the clock, so
         that a job may be suspended.
         """
@@ -69,7 +62,7 @@ class _Meeting:
                 self._store.set(f"{self._prefix}/all", ",".join((str(before), *tokens)))
             number, *seen = self._said("all").split(",")
             if self._mine in seen:
-                return Attempt(self._prefix, int(number))
+                return self._prefix, int(number)
             now = self._store.add(f"{self._prefix}/joined", 0)
             looks, joined = (looks + 1 if now == joined else 0), now
             self._require_patience(looks * self._pause)

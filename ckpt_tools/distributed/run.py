@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools import formats
-from ckpt_tools.convert.write import Conversion, Executor, Locate, P, Plan, WriteOptions
+from ckpt_tools.convert.write import Conversion, Executor, Locate, P, Plan, Read, WriteOptions
 from ckpt_tools.convert.write import write as write_by
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.resume import OutputPlace
@@ -31,7 +31,6 @@ from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import environment
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import ReadOptions
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -43,19 +42,10 @@ if TYPE_CHECKING:
     from ckpt_tools.distributed.group import Group
 
 
-class RanksExecutor(Executor, Protocol):
-    """Executes plans on all ranks of a job, and reads the index that they are made from."""
-
-    @property
-    def read_index(self) -> Read: ...  # noqa: D102 (said above)
-
-
-# Reads the index of a path, on each rank of a job in its own way.
-Read = Callable[[str, ReadOptions], CheckpointIndex]
-# Reads an index that way, and says what is to be made of it.
+# Reads an index as it is told to, and says what is to be made of it.
 Make = Callable[[Read], Conversion[P]]
 # How the ranks of a job execute a plan, unless they copy; both ends are waited for by all of them.
-Engine = Callable[["Group", WriteOptions, Listener], AbstractContextManager[RanksExecutor]]
+Engine = Callable[["Group", WriteOptions, Listener], AbstractContextManager[Executor]]
 
 EngineName = Literal["copy", "dcp", "gather"]
 ENGINES: tuple[EngineName, ...] = ("copy", "dcp", "gather")
@@ -105,7 +95,8 @@ def run(
     if place is None:
         if not is_address(out):
             _admit(out, write, resume=write.resume)
-        return write_here(make(formats.read_index), workers=workers, listener=listener)
+        here = _Here(write, workers, listener)
+        return write_by(make(here.read_index), here, listener)
     with _joined(place, workers, texts) as group:
         shared = nullcontext(_Sharing(group, write, listener))
         executing = shared if engine is None else engine(group, write, listener)
@@ -244,6 +235,7 @@ class _Here:
     options: WriteOptions
     workers: int
     listener: Listener
+    read_index: Read = formats.read_index
     compares: bool = False
 
     @property
@@ -293,7 +285,7 @@ class _Sharing:
     ) -> tuple[str, ...]:
         """Write this rank's share of the files that are left."""
         # Late: only ranks of a job agree.
-        from ckpt_tools.distributed.agreement import Progress, begin, require_all_written
+        from ckpt_tools.distributed.agreement import begin, require_all_written, stopping
 
         group, options = self.group, self.options
         left = begin(group, plan.files, place, options.sizes, source=index)
@@ -301,13 +293,13 @@ class _Sharing:
             return ()
         read_back = left.length if options.check else 0  # by rank 0, which prints
         self.listener.on_total(left.length // group.size + read_back)
-        progress = Progress(group, self.listener.on_bytes)
         with group.collective():  # no rank writes any more when rank 0 cleans up
             share = Share(group.rank, group.size)
             with Files(sizes=options.sizes) as files:
                 _do(_needed(plan.works, left, share, options.sizes), files, plan.source)
             order = _share_order(options, replace(plan, files=left), place, share)
-            nbytes = write_share(order, on_bytes=progress.add, seen=seen)
+            on_bytes = stopping(group, self.listener.on_bytes)
+            nbytes = write_share(order, on_bytes=on_bytes, seen=seen)
         require_all_written(group, left, place.folder, nbytes=nbytes)
         if options.checks_source:
             for part in group.gather(seen.packed()):

@@ -26,7 +26,7 @@ from ckpt_tools import formats
 from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.export import Export, ExportOptions, plan_export
 from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, plan_reshard
-from ckpt_tools.convert.write import Plan, WriteOptions
+from ckpt_tools.convert.write import Plan, Read, WriteOptions
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import Share, cut
 from ckpt_tools.copying.write import write_files
@@ -52,8 +52,8 @@ from ckpt_tools.distributed.agreement import identity
 from ckpt_tools.distributed.environment import RankPlace
 from ckpt_tools.distributed.group import Group
 from ckpt_tools.distributed.heartbeat import Heartbeat
-from ckpt_tools.distributed.meeting import Attempt, meet
-from ckpt_tools.distributed.run import Read, dry_run, write_here
+from ckpt_tools.distributed.meeting import meet
+from ckpt_tools.distributed.run import dry_run, write_here
 from ckpt_tools.distributed.run import run as run_conversion
 from ckpt_tools.distributed.workers import ShareOrder, write_share, write_with_workers
 from ckpt_tools.errors import (
@@ -363,7 +363,7 @@ def test_ranks_meet_those_of_their_own_attempt_alone(killed: list[int]) -> None:
     for rank in killed:
         with pytest.raises(Stopped):
             meet(Ending(store), RankPlace(rank, 3, rank, 3), "job")
-    met: dict[int, Attempt] = {}
+    met: dict[int, tuple[str, int]] = {}
 
     def come(rank: int) -> None:
         time.sleep(0.1 * (2 - rank))  # rank 0 last
@@ -375,7 +375,7 @@ def test_ranks_meet_those_of_their_own_attempt_alone(killed: list[int]) -> None:
     for thread in threads:
         thread.join(20)
     assert len(met) == 3
-    assert set(met.values()) == {Attempt(met[0].prefix, int(0 in killed))}
+    assert set(met.values()) == {(met[0][0], int(0 in killed))}
 
 
 @pytest.mark.usefixtures("impatient")
@@ -858,7 +858,7 @@ def test_shards_that_torch_cannot_put_together_are_one_clear_error(
     entry = TensorEntry("w", ("w",), "model", float32, (3,), (), layout=cut)
     monkeypatch.setattr("torch.distributed.tensor.DTensor.from_local", lambda *_, **__: Uneven())
     monkeypatch.setattr(gathering.Gathering, "_mesh_of", lambda *_: None)
-    gather = gathering.Gathering(None, None, "cpu")
+    gather = gathering.Gathering(None, "cpu", None, {}, None, None)
     with pytest.raises(UnsupportedError, match=r"w: torch .* cannot gather it: _StridedShard"):
         gather._whole(entry, cut, Box((0,), (2,)), bytearray(8))
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.convert.write import Plan, WriteOptions
+from ckpt_tools.convert.plan import Plan
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.options import option, repeated

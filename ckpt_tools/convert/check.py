@@ -12,17 +12,16 @@ import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 from ckpt_tools import formats
 from ckpt_tools._version import __version__
+from ckpt_tools.convert.plan import Plan
 from ckpt_tools.copying.atomic_output import PROOF_FILE
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plain_values import closed_in
-from ckpt_tools.core.plan import FilePlan, Target
+from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.core.progress import ignore_bytes
-from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.errors import UnsafePickleError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import Index
@@ -37,76 +36,68 @@ _ROOM = 400
 UNPROVEN = "-" * _ROOM
 
 
-class Written(NamedTuple):
-    """What was to be written: tensors as planned, objects, and the tree of all names."""
-
-    targets: Sequence[Target]
-    objects: Sequence[ObjectEntry] = ()
-    tree: Branch[str] = NO_TREE
-
-
 def check(
     folder: str,
-    written: Written,
+    plan: Plan,
     files: Files,
     *,
-    source: CheckpointIndex,
     threads: int | None,
     own: Collection[str] | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> str:
-    """Compare what is in ``folder`` with what was to be written; one line says what is proven.
+    """Compare what is in ``folder`` with what was planned; one line says what is proven.
 
-    ``source`` is the part of the source that it comes from, as its reader gave it. ``own`` are the
-    source's files that this process can read, when that is not all of them: then only tensors in
-    these are compared; other ranks compare the rest. ``on_bytes`` gets the number of bytes read.
+    ``own`` are the source's files that this process can read, when that is not all of them: then
+    only tensors in these are compared; other ranks compare the rest. ``on_bytes`` gets the number
+    of bytes read.
 
     Raises WriteError when a tensor, an object or a container differs, UnreadableError when the
     source's own checksums say that what was read is damaged, and UnsupportedError when its replicas
     differ.
     """
-    closed = chain.from_iterable(closed_in(entry.value) for entry in written.objects)
+    objects = plan.objects if own is None else ()
+    closed = chain.from_iterable(closed_in(entry.value) for entry in objects)
     allowed = ReadOptions(tuple({name for one in closed for name in one.unlisted}))
     back = formats.read_written(folder, options=allowed)
     result = _opened(back, files)
-    wanted = _expected(written, source, result.format, files)
+    wanted = _expected(plan, objects, result.format, files)
     seen = KnownCrcs()
     statement = same_tensors(
         *(wanted, result, files),
-        dtypes={target.fqn: target.dtype for target in written.targets},
+        dtypes={target.fqn: target.dtype for target in plan.targets},
         threads=threads,
         own=own,
         seen=seen,
         on_bytes=on_bytes,
     )
     if own is not None:
-        source = held_in(source, own)
-        return statement + require_undamaged(source, files, seen=seen, threads=threads)
+        held = held_in(plan.chosen, own)
+        return statement + require_undamaged(held, files, seen=seen, threads=threads)
     statement += same_objects(wanted, result, files)
-    statement += require_equal_replicas(source, files, threads=threads)
+    statement += require_equal_replicas(plan.chosen, files, threads=threads)
     # First the source: what is copied as it is would make the output look at fault.
-    statement += require_undamaged(source, files, seen=seen, threads=threads)
+    statement += require_undamaged(plan.chosen, files, seen=seen, threads=threads)
     if formats.named(back.format).guarded:
         require_intact(back, files, seen=seen, threads=threads, on_bytes=on_bytes)
     return statement
 
 
 def _expected(
-    written: Written, source: CheckpointIndex, form: str, files: Files
+    plan: Plan, objects: Sequence[ObjectEntry], form: str, files: Files
 ) -> CheckpointIndex:
     """The index that the output should have, its chunks where the source has them."""
-    entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in written.targets]
+    entries = [replace(t.entry, fqn=t.fqn, path=t.path) for t in plan.targets]
     here = replace(
-        formats.to_locate_in(source), tensors=tuple(sorted(entries, key=lambda e: e.fqn))
+        formats.to_locate_in(plan.chosen), tensors=tuple(sorted(entries, key=lambda e: e.fqn))
     )
     located = formats.locate(here, files)
     located.require_whole()
     wanted = replace(
-        source,
+        plan.chosen,
         format=form,
         tensors=located.tensors,
-        objects=tuple(sorted(written.objects, key=lambda e: e.fqn)),
-        tree=written.tree,
+        objects=tuple(sorted(objects, key=lambda e: e.fqn)),
+        tree=plan.tree,
         problems=(),
     )
     return _opened(wanted, files)

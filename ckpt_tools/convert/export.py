@@ -12,7 +12,8 @@ from ckpt_tools import formats
 from ckpt_tools._version import __version__
 from ckpt_tools.convert.arranging import digest_in, note_on_unopened, without_unopened
 from ckpt_tools.convert.header_strings import NO_PLACE, kept_strings, left_out_strings
-from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, Plan
+from ckpt_tools.convert.plan import Plan
+from ckpt_tools.convert.write import Conversion, EntryOptions, Locate
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, Section, TensorEntry
@@ -172,7 +173,6 @@ def plan_export(
         chosen=read,
         origins={one.entry.fqn: one.origins for one in outcome.made},
         notes=(*index.notes, *notes, *outcome.notes, *kept, *of_ranks, *left_out, *gone),
-        nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
         source=formats.to_locate_in(index),
         single_file=single_file,
         works=outcome.works,
@@ -245,7 +245,6 @@ def _plan_layout(
             *(*index.notes, *kept, *of_ranks, *left_out, *laid.notes),
             *left_out_strings(index, NO_PLACE),
         ),
-        nbytes=sum(target.entry.numel * target.dtype.itemsize for target in targets),
     )
 
 
@@ -336,7 +335,8 @@ def renamed(
     prefix = used.pop() if len(used) == 1 else ()
     bare = {entry.fqn: names.join(entry.path[len(prefix) :]) for entry in chosen}
     cleaned = {fqn: names.clean(name) for fqn, name in bare.items()}
-    _refuse_collisions(cleaned)
+    made = tuple(TransformedTensor(e, (e.fqn,)).named(cleaned[e.fqn]) for e in chosen)
+    steps.refuse_collisions(made, hint="--keep-names keeps both names; --exclude leaves one out.")
     notes = []
     if prefix:
         notes.append(f"Removed the container {names.join(prefix)!r} from all names.")
@@ -345,18 +345,7 @@ def renamed(
         notes.append(
             f"Removed wrapper components from {counted(changed, 'name')}; --keep-names keeps them."
         )
-    return tuple(TransformedTensor(e, (e.fqn,)).named(cleaned[e.fqn]) for e in chosen), notes
-
-
-def _refuse_collisions(cleaned: Mapping[str, str]) -> None:
-    first: dict[str, str] = {}
-    for fqn, name in cleaned.items():
-        other = first.setdefault(name, fqn)
-        if other != fqn:
-            raise UsageError(
-                f"{other} and {fqn} would both be called {name}.",
-                hint="--keep-names keeps both names; --exclude leaves one out.",
-            )
+    return made, notes
 
 
 def _left_out(

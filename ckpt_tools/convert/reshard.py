@@ -16,7 +16,8 @@ from ckpt_tools.analysis import infer_mesh as inference
 from ckpt_tools.convert import arranging
 from ckpt_tools.convert.export import renamed
 from ckpt_tools.convert.header_strings import NO_PLACE, left_out_strings
-from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, Plan, WriteOptions
+from ckpt_tools.convert.plan import Plan
+from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
@@ -115,6 +116,11 @@ class ReshardPlan(Plan):
         """Number of tensors in the output, those inside of objects included."""
         return len(self.targets) + self.inside
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return self.files.length
+
     def to_dict(self) -> dict[str, Json]:
         """What `reshard --json` prints of a plan: all but where and by what it is written, and
         what is read for each file.
@@ -196,7 +202,6 @@ def plan_reshard(
         mesh=options.mesh,
         inside=len(opened.tensors) - len(chosen.tensors),
         notes=(*index.notes, described(options.mesh, placements), *notes),
-        nbytes=laid.files.length,
         source=formats.to_locate_in(index),
         objects=laid.last.objects,
         tree=laid.last.nesting,

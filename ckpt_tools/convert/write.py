@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
+from ckpt_tools.convert.plan import Plan
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.origin import Origin
 from ckpt_tools.copying.parallel import memory_text
@@ -20,23 +21,21 @@ from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.standing import Standing
 from ckpt_tools.copying.tasks import check_memory
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.index import NO_TREE, CheckpointIndex, FileEntry, ObjectEntry
+from ckpt_tools.core.index import CheckpointIndex, FileEntry
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option, repeated
-from ckpt_tools.core.plan import LazyPlans, Target
+from ckpt_tools.core.plan import LazyPlans
 from ckpt_tools.core.progress import Listener
-from ckpt_tools.core.records import Shown
 from ckpt_tools.core.sizes import Sizes
-from ckpt_tools.core.state_tree import Branch
-from ckpt_tools.core.text import counted, first_of, format_size, parse_amount
+from ckpt_tools.core.text import parse_amount
 from ckpt_tools.errors import OutputExistsError
 from ckpt_tools.formats.frameworks import sources_of
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
-from ckpt_tools.transforms.base import Materialize, Transform
+from ckpt_tools.transforms.base import Transform
 from ckpt_tools.transforms.dtypes import parse_cast, parse_rule
 
 
@@ -142,40 +141,6 @@ class EntryOptions(Filters):
         after="--layout",
     )
     steps: tuple[Transform, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan(Shown):
-    """Files to write, the tensors and objects in them, and notes for people.
-
-    A target's entry is what is written, under its new name, as boxes over the source's bytes.
-    ``chosen`` is the part of the source that they come from, as its reader gave it. ``tree`` has
-    the containers of the names in the output. ``works`` must be done once before the files are
-    written. ``single_file`` is the name of the one file that is all of the output. What is read of
-    chunks that are not located yet, workers locate in ``source``.
-    """
-
-    files: LazyPlans
-    targets: tuple[Target, ...]
-    chosen: CheckpointIndex
-    notes: tuple[str, ...]
-    nbytes: int
-    source: CheckpointIndex
-    objects: tuple[ObjectEntry, ...] = ()
-    tree: Branch[str] = NO_TREE
-    works: tuple[Materialize, ...] = ()
-    single_file: str | None = None
-
-    @property
-    def tensors(self) -> int:
-        """Number of tensors in the output."""
-        return len(self.targets)
-
-    def __str__(self) -> str:
-        """What is written, and the notes."""
-        files = counted(len(self.files.files), "file")
-        what = f"{counted(self.tensors, 'tensor')}, {format_size(self.nbytes)}, in {files}"
-        return "\n".join([what, *first_of(self.notes)])
 
 
 P = TypeVar("P", bound=Plan)
@@ -334,11 +299,8 @@ def _check(
     from ckpt_tools.convert import check as checking  # the proofs: only --check pays for them
 
     written = os.path.join(folder, plan.single_file) if plan.single_file else folder
-    wanted = checking.Written(plan.targets, plan.objects, plan.tree)
     options = conversion.write
     with Files(sizes=options.sizes) as files:
-        statement = checking.check(
-            written, wanted, files, source=plan.chosen, threads=options.threads, on_bytes=on_bytes
-        )
+        statement = checking.check(written, plan, files, threads=options.threads, on_bytes=on_bytes)
     conversion.record(plan, folder, statement)
     return (statement,)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools import formats
+from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.reshard import ReshardOptions
-from ckpt_tools.convert.write import Locate, Plan, WriteOptions
+from ckpt_tools.convert.write import Locate, WriteOptions
 from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry
 from ckpt_tools.core.known_crcs import KnownCrcs

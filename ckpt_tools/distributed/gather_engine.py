@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeVar
 
 from ckpt_tools import formats
 from ckpt_tools.convert import check as checking
-from ckpt_tools.convert.write import Locate, Plan, WriteOptions
+from ckpt_tools.convert.plan import Plan
+from ckpt_tools.convert.write import Locate, WriteOptions
 from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.copying.tasks import MIN_MEMORY
 from ckpt_tools.copying.write import write_files
@@ -133,10 +134,7 @@ class _Gatherer:
             if not self.write.check:
                 held = checking.held_in(index, own)
                 return check_copied(held, files, seen=seen, threads=threads)
-            written = checking.Written(plan.targets)
-            statement = checking.check(
-                folder, written, files, source=plan.chosen, threads=threads, own=own
-            )
+            statement = checking.check(folder, plan, files, threads=threads, own=own)
         if group.rank == 0:
             checking.record_beside(folder, statement, source=index)
         return (statement,)

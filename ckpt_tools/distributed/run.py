@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools import formats
-from ckpt_tools.convert.write import Conversion, Executor, Locate, P, Plan, Read, WriteOptions
+from ckpt_tools.convert.plan import Plan
+from ckpt_tools.convert.write import Conversion, Executor, Locate, P, Read, WriteOptions
 from ckpt_tools.convert.write import write as write_by
 from ckpt_tools.copying import atomic_output, out_path
 from ckpt_tools.copying.resume import OutputPlace

@@ -96,7 +96,11 @@ def copied_file(path: str, source: str) -> FilePlan:
     return FilePlan(path, length, (), (item,) if length else ())
 
 
-def refuse_collisions(made: Sequence[TransformedTensor]) -> None:
+def refuse_collisions(
+    made: Sequence[TransformedTensor],
+    *,
+    hint: str = "Change the renaming, or leave one out with --exclude.",
+) -> None:
     """Raise UsageError, with where they came from, when two entries have one name."""
     first: dict[str, TransformedTensor] = {}
     for one in made:
@@ -105,7 +109,7 @@ def refuse_collisions(made: Sequence[TransformedTensor]) -> None:
             raise UsageError(
                 f"{_some(other.origins)} and {_some(one.origins)} would both be called "
                 f"{one.entry.fqn}.",
-                hint="Change the renaming, or leave one out with --exclude.",
+                hint=hint,
             )
 
 

@@ -287,9 +287,8 @@ def test_each_rank_that_gathers_compares_its_own_replicas(tmp_path: Path) -> Non
         with nullcontext() if not refused else pytest.raises(WriteError, match="are not what"):
             checking.check(
                 str(tmp_path / "out"),
-                checking.Written(plan.targets),
+                plan,
                 Files(),
-                source=plan.chosen,
                 threads=1,
                 own={str(source / f"rank{rank}.pt")},
             )
@@ -309,9 +308,8 @@ def test_each_rank_that_gathers_checks_the_checksums_of_its_own_files(tmp_path: 
         with nullcontext() if rank != 1 else pytest.raises(UnreadableError, match="is damaged"):
             checking.check(
                 str(tmp_path / "out"),
-                checking.Written(plan.targets),
+                plan,
                 Files(),
-                source=plan.chosen,
                 threads=1,
                 own={str(path)},
             )

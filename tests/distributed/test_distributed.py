@@ -25,8 +25,9 @@ from size_records import TINY
 from ckpt_tools import formats
 from ckpt_tools.convert import check as checking
 from ckpt_tools.convert.export import Export, ExportOptions, plan_export
+from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, plan_reshard
-from ckpt_tools.convert.write import Plan, Read, WriteOptions
+from ckpt_tools.convert.write import Read, WriteOptions
 from ckpt_tools.copying.resume import OutputPlace
 from ckpt_tools.copying.tasks import Share, cut
 from ckpt_tools.copying.write import write_files
@@ -523,8 +524,8 @@ def test_a_rank_finds_a_wrong_value_in_the_rows_that_it_alone_can_read(
     chunks = [chunk for e in index.tensors for chunk in e.chunks if 0 not in chunk.box.sizes]
     own = {chunk.data.path for chunk in chunks if chunk.rank == rank}
     assert own
-    asked = str(tmp_path / "out"), checking.Written(plan.targets), Files()
-    named = {"source": index, "threads": 1, "own": own}
+    asked = str(tmp_path / "out"), plan, Files()
+    named = {"threads": 1, "own": own}
     if rank == 0:
         with pytest.raises(WriteError, match=re.escape(target.fqn)):
             checking.check(*asked, **named)

@@ -1,0 +1,50 @@
+"""What a conversion has planned: pure, from headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
+from ckpt_tools.core.plan import LazyPlans, Target
+from ckpt_tools.core.records import Shown
+from ckpt_tools.core.state_tree import Branch
+from ckpt_tools.core.text import counted, first_of, format_size
+from ckpt_tools.transforms.base import Materialize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Plan(Shown):
+    """Files to write, the tensors and objects in them, and notes for people.
+
+    A target's entry is what is written, under its new name, as boxes over the source's bytes.
+    ``chosen`` is the part of the source that they come from, as its reader gave it. ``tree`` has
+    the containers of the names in the output. ``works`` must be done once before the files are
+    written. ``single_file`` is the name of the one file that is all of the output. What is read of
+    chunks that are not located yet, workers locate in ``source``.
+    """
+
+    files: LazyPlans
+    targets: tuple[Target, ...]
+    chosen: CheckpointIndex
+    notes: tuple[str, ...]
+    source: CheckpointIndex
+    objects: tuple[ObjectEntry, ...] = ()
+    tree: Branch[str] = NO_TREE
+    works: tuple[Materialize, ...] = ()
+    single_file: str | None = None
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors in the output."""
+        return len(self.targets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the output."""
+        return sum(target.entry.numel * target.dtype.itemsize for target in self.targets)
+
+    def __str__(self) -> str:
+        """What is written, and the notes."""
+        files = counted(len(self.files.files), "file")
+        what = f"{counted(self.tensors, 'tensor')}, {format_size(self.nbytes)}, in {files}"
+        return "\n".join([what, *first_of(self.notes)])

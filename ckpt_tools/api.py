@@ -118,9 +118,10 @@ def export(  # noqa: PLR0913 (what people set by its name, beside the rest in op
         options = replace(options, only=None if only == "all" else only)
     options = _chosen(options, dtype, include, exclude)
     if hf_assets is not None:
-        from ckpt_tools.transforms.hf_folder import AssetsTransform, read_assets  # late: few have
+        from ckpt_tools.transforms.hf_folder import AssetsTransform, asset_config  # late: few have
 
-        assets = AssetsTransform(read_assets(os.fspath(hf_assets)), index)
+        folder = os.fspath(hf_assets)
+        assets = AssetsTransform(folder, asset_config(folder), index)
         options = replace(options, steps=(*options.steps, assets))
     write = replace(write, force=force or write.force, check=check or write.check)
     return write_here(Export(index, path, write, options), listener=Listener(on_bytes))

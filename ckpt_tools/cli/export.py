@@ -261,12 +261,12 @@ def _steps(index: CheckpointIndex, asked: Asked, *, is_folder: bool) -> tuple[Tr
     if path == "auto":
         path = hf_folder.assets_beside(index.root)
         say(f"--hf-assets: taking {path}.")
-    assets = None if path is None else hf_folder.read_assets(path)
-    steps = [*adapters.steps(index.root), *asked.names.steps(index.root, assets)]
+    config = None if path is None else hf_folder.asset_config(path)
+    steps = [*adapters.steps(index.root), *asked.names.steps(index.root, config)]
     if folder.vocab_size is not None:
         steps.append(maps.VocabularyTransform(folder.vocab_size))
-    if assets is not None:
-        steps.append(hf_folder.AssetsTransform(assets, index, folder.allow_mismatch))
+    if path is not None and config is not None:
+        steps.append(hf_folder.AssetsTransform(path, config, index, folder.allow_mismatch))
     return tuple(steps)
 
 

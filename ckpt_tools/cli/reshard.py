@@ -194,7 +194,7 @@ def _steps(asked: Asked) -> tuple[Transform, ...]:
     if asked.under is not None or asked.untie:
         from ckpt_tools.transforms import maps  # late: few reshards have steps
 
-        untie = [maps.UntieTransform()] if asked.untie else []
+        untie = [maps.untie] if asked.untie else []
         under = [] if asked.under is None else [maps.UnderTransform(asked.under)]
         steps = [*untie, *steps, *under]
     if steps and asked.engine != "copy":

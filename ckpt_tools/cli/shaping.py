@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,6 @@ from ckpt_tools.transforms.base import Transform
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.options import Cut
-    from ckpt_tools.transforms.hf_folder import Assets
 
 _MUCH = 64_000_000  # bytes whose speed says something
 
@@ -81,7 +80,7 @@ class NewNames:
 
         return maps.find(given[0]).cuts
 
-    def steps(self, ckpt: str, assets: Assets | None = None) -> Sequence[Transform]:
+    def steps(self, ckpt: str, config: Mapping[str, object] | None = None) -> Sequence[Transform]:
         """The steps; the config beside the checkpoint, or that of the assets, says sizes.
 
         Raises UsageError for options that do not fit.
@@ -90,17 +89,12 @@ class NewNames:
             return ()
         from ckpt_tools.transforms import hf_folder, maps
 
-        config = hf_folder.config_beside(ckpt) if assets is None else assets.config
+        config = hf_folder.config_beside(ckpt) if config is None else config
         values = hf_folder.values_of(config) | maps.parse_values(self.values)
         model_type = hf_folder.model_type_of(config)
-        steps: list[Transform] = []
-        for text in self.maps:
-            if text == "auto":
-                steps.append(maps.AutoMapTransform(values, model_type))
-            else:
-                name_map = maps.find(text)
-                name_map = name_map.forced if self.force else name_map
-                steps.append(maps.MapTransform(name_map, values, model_type))
+        named = [None if text == "auto" else maps.find(text) for text in self.maps]
+        known = [one and one.forced for one in named] if self.force else named
+        steps = [maps.MapTransform(one, values, model_type) for one in known]
         if self.force and set(self.maps) <= {"auto"}:
             raise UsageError("--force-map takes a map that --map names; here none is named.")
         renames = tuple(map(maps.parse_rename, self.renames))

@@ -20,7 +20,7 @@ from ckpt_tools import formats
 from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.mesh_spec import FSDP2_NAMES
-from ckpt_tools.core.plan import LazyPlans, Target
+from ckpt_tools.core.plan import FilePlan, LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
 from ckpt_tools.errors import AnswerNo, UsageError, unwritable
 from ckpt_tools.formats.frameworks import HUB_FOLDER, folder_of_save
@@ -128,15 +128,13 @@ class _Folder(NamedTuple):
 class _Arranged:
     """A checkpoint as a framework wants it.
 
-    ``beside`` are trees of which each is one torch.save file, ``texts`` whole small files,
-    ``copied`` files of the source by their new names. ``notes`` say what was left out, for a
-    person.
+    ``beside`` are trees of which each is one torch.save file, ``files`` others that lie there.
+    ``notes`` say what was left out, for a person.
     """
 
     folders: Mapping[str, _Folder]
     beside: Mapping[str, Branch[Entry]] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-    copied: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[FilePlan] = ()
     notes: Sequence[str] = ()
 
 
@@ -229,10 +227,11 @@ def _accelerate(job: _Job) -> _Arranged:
     container. For LOCAL_STATE_DICT its loader takes rank files of the model's bare state dict; it
     has the optimizer in a DCP directory all the same.
     """
-    copied, notes = _side_files(job)
+    side, notes = _side_files(job)
+    files = _copied(side)
     if job.target.format == "torch":
         whole = {"pytorch_model_fsdp.bin": job.model, "optimizer.bin": _in((), job.shaped())}
-        return _Arranged({}, whole, copied=copied, notes=notes)
+        return _Arranged({}, whole, files, notes)
     optim = _in(("optimizer",), job.shaped())
     folders = {"optimizer_0": _Folder(optim, "dcp")}
     if job.target.format == "ranks":
@@ -241,7 +240,7 @@ def _accelerate(job: _Job) -> _Arranged:
             "mesh of the same dimension names."
         )
         model = {"": _Folder(job.model, "ranks", "pytorch_model_fsdp_rank{rank}.bin")}
-        return _Arranged(model | folders, copied=copied, notes=notes)
+        return _Arranged(model | folders, files=files, notes=notes)
     if next(optim.leaves(), None) is not None:
         notes.append(
             "With FSDP1, Accelerate's loader of SHARDED_STATE_DICT leaves a new optimizer empty, "
@@ -249,7 +248,7 @@ def _accelerate(job: _Job) -> _Arranged:
             "accelerate, and state_dict_type FULL_STATE_DICT."
         )
     model = {"pytorch_model_fsdp_0": _Folder(_in(("model",), job.model), "dcp")}
-    return _Arranged(model | folders, copied=copied, notes=notes)
+    return _Arranged(model | folders, files=files, notes=notes)
 
 
 def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
@@ -278,6 +277,17 @@ def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str)
     }
 
 
+def _copied(paths: Mapping[str, str]) -> list[FilePlan]:
+    """Copies of these files, by their new names."""
+    copies = []
+    for name, path in paths.items():
+        try:
+            copies.append(copied_file(name, path))
+        except OSError as error:
+            raise unwritable(path, error, doing="copied along") from error
+    return copies
+
+
 def _titan(job: _Job) -> _Arranged:
     """One step of TorchTitan: the model's names at the top, the optimizer flattened."""
     taken = job.taken()
@@ -301,8 +311,8 @@ def _verl(job: _Job) -> _Arranged:
         ((family, tree),) = ((str(part), _in((), inner)) for part, inner in tree.pairs())
         rank_name = f"{family}_world_size_{{world}}_rank_{{rank}}.pt"
     rest = job._replace(other=job.other.filter(lambda entry: entry.fqn not in own))
-    copied = _of_hub(job.source, folder)
-    if not copied:
+    files = _copied(_of_hub(job.source, folder))
+    if not files:
         notes.append(
             f"There is no folder {HUB_FOLDER} (config and tokenizer), which verl's merger wants."
         )
@@ -312,8 +322,7 @@ def _verl(job: _Job) -> _Arranged:
     config = f'{{\n    "FSDP_version": 2,\n    "world_size": {world_size}\n}}'
     return _Arranged(
         {folder: _Folder(tree, "ranks", rank_name)},
-        texts={f"{folder}/fsdp_config.json": config},
-        copied=copied,
+        files=[small_file(f"{folder}/fsdp_config.json", config.encode()), *files],
         notes=[*notes, *rest.left_out()],
     )
 
@@ -343,7 +352,7 @@ def _lightning(job: _Job, trainers: str = "") -> _Arranged:
     folders = {"": _Folder(job.tree((model,), (optim,)), "dcp")}
     meta = os.path.join(job.source.root, "meta.pt")
     if job.source.framework == "lightning" and os.path.isfile(meta):
-        return _Arranged(folders, copied={"meta.pt": meta})
+        return _Arranged(folders, files=_copied({"meta.pt": meta}))
     plain = {entry.fqn for entry in job.source.objects if entry.opened}
     beside = job.other.filter(lambda entry: entry.fqn in plain)
     rest = job._replace(other=job.other.filter(lambda entry: entry.fqn not in plain))
@@ -475,29 +484,14 @@ def plan(
             form = formats.named(folder.format)
             files += form.plan_files(here, moved.objects, options=wanted).inside(name)
             placed += here
-    return LaidOut(
-        files + _plan_beside(arranged, index, targets), (*placed,), last, (*arranged.notes,)
-    )
-
-
-def _plan_beside(
-    arranged: _Arranged, index: CheckpointIndex, targets: Sequence[Target]
-) -> LazyPlans:
-    """The files of what lies beside the folders."""
-    plans = LazyPlans()
     for name, tree in arranged.beside.items():
         moved = index.arranged(tree)
         if moved.entries:
             wanted = formats.PlanOptions(tree=moved.tree, single_file=name)
-            torch = formats.named("torch")
-            plans += torch.plan_files(_renamed(tree, targets), moved.objects, options=wanted)
-    beside = [small_file(name, text.encode()) for name, text in arranged.texts.items()]
-    for name, path in arranged.copied.items():
-        try:
-            beside.append(copied_file(name, path))
-        except OSError as error:
-            raise unwritable(path, error, doing="copied along") from error
-    return plans + LazyPlans.of(beside)
+            torch, here = formats.named("torch"), _renamed(tree, targets)
+            files += torch.plan_files(here, moved.objects, options=wanted)
+    files += LazyPlans.of(arranged.files)
+    return LaidOut(files, (*placed,), last, (*arranged.notes,))
 
 
 def _renamed(tree: Branch[Entry], targets: Sequence[Target]) -> tuple[Target, ...]:

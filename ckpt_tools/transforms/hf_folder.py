@@ -17,7 +17,6 @@ from ckpt_tools import formats
 from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
-from ckpt_tools.core.plan import FilePlan
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError, reason_of
 from ckpt_tools.formats.frameworks import HUB_FOLDER
@@ -52,28 +51,15 @@ _CODE = ("configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing
 _NEVER = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.gguf", "*.distcp")
 
 
-@dataclass(frozen=True, slots=True)
-class Assets:
-    """An asset folder: where it is, what its config says, which of its files are copied."""
-
-    folder: str
-    config: Mapping[str, object] = field(repr=False)
-    files: tuple[str, ...] = field(repr=False)
-
-
-def read_assets(folder: str) -> Assets:
-    """The assets in a folder.
-
-    Raises UsageError when it has no config.json, or one that cannot be read.
-    """
+def asset_config(folder: str) -> Mapping[str, object]:
+    """The config of an asset folder. Raises UsageError for none, or one that cannot be read."""
     config = read_config(folder)
     if config is None:
         raise UsageError(
             f"{folder} has no {CONFIG}.",
             hint="--hf-assets takes the folder of a model on the hub, with or without its weights.",
         )
-    wanted = _ASSETS + (_CODE if "auto_map" in config else ())
-    return Assets(folder, config, tuple(_files_in(folder, wanted)))
+    return config
 
 
 def files_read(folder: str) -> list[str]:
@@ -175,10 +161,11 @@ def values_of(config: Mapping[str, object]) -> dict[str, int]:
 class AssetsTransform:
     """Puts the assets beside the weights, once these are what the config's model needs.
 
-    ``source`` is the checkpoint that these come from.
+    ``config`` is that of the asset ``folder``, ``source`` the checkpoint of the weights.
     """
 
-    assets: Assets
+    folder: str
+    config: Mapping[str, object] = field(repr=False)
     source: CheckpointIndex = field(repr=False)
     allow_mismatch: bool = False
 
@@ -190,19 +177,19 @@ class AssetsTransform:
         Raises AnswerNo, with lists, when anything is missing, unexpected or misshapen, or quantized
         where the config is not.
         """
-        needed = hf_architecture.needed_by(self.assets.folder, self.assets.config)
+        needed = hf_architecture.needed_by(self.folder, self.config)
         if needed is None and not self.allow_mismatch:
             raise UsageError(
-                f"Nothing says which tensors the model of {self.assets.folder} needs.",
+                f"Nothing says which tensors the model of {self.folder} needs.",
                 hint="Install transformers, or put the model's safetensors index there; "
                 "--allow-mismatch continues without.",
             )
-        ties = dict(needed.ties) if needed else hf_architecture.usual_ties(self.assets.config)
+        ties = dict(needed.ties) if needed else hf_architecture.usual_ties(self.config)
         left, notes = _untied(made, ties, self.source, files)
         weights = hf_config.weights_of(left, types)
         config, changes = hf_config.true_of(
             weights,
-            self.assets.config,
+            self.config,
             of_source=config_beside(self.source.root),
             must_fit=not self.allow_mismatch,
         )
@@ -211,19 +198,13 @@ class AssetsTransform:
             if hf_config.is_quantized(config):
                 shapes = weights.plain(shapes, set().union(*needed.choices))
             notes += self._compared(shapes, needed, ties)
-        names = ", ".join(self.assets.files)
-        notes.append(f"Added {counted(len(self.assets.files), 'file')}: {names}.")
-        return TransformResult(left, (*notes, *changes), self._files(config))
-
-    def _files(self, config: Mapping[str, object]) -> tuple[FilePlan, ...]:
-        """The assets as they are, but for a config that was changed."""
-        folder = self.assets.folder
-        plans = [copied_file(name, os.path.join(folder, name)) for name in self.assets.files]
-        if config == self.assets.config:
-            return tuple(plans)
-        body = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-        changed = small_file(CONFIG, body)
-        return tuple(changed if plan.path == CONFIG else plan for plan in plans)
+        files_of = _files_in(self.folder, _ASSETS + (_CODE if "auto_map" in self.config else ()))
+        plans = {name: copied_file(name, os.path.join(self.folder, name)) for name in files_of}
+        if config != self.config:
+            body = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+            plans[CONFIG] = small_file(CONFIG, body)
+        notes.append(f"Added {counted(len(plans), 'file')}: {', '.join(plans)}.")
+        return TransformResult(left, (*notes, *changes), (*plans.values(),))
 
     def _compared(self, shapes: Shapes, needed: Needed, ties: Mapping[str, str]) -> list[str]:
         """Notes on the comparison. Raises AnswerNo."""

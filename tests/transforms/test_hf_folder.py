@@ -17,7 +17,7 @@ from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.transforms import hf_architecture, hf_config, hf_folder
 from ckpt_tools.transforms.hf_config import Weights
-from ckpt_tools.transforms.hf_folder import AssetsTransform, read_assets, values_of
+from ckpt_tools.transforms.hf_folder import AssetsTransform, asset_config, values_of
 
 # A model type that transformers does not know: the headers of the asset folder must tell.
 CONFIG: dict[str, object] = {"model_type": "of_our_own", "tie_word_embeddings": True}
@@ -57,8 +57,8 @@ def export(
 
 def step_for(tmp_path: Path, *, allow: bool = False, **config: object) -> StepFor:
     folder = assets(tmp_path / "assets", CONFIG | config, WEIGHTS)
-    found = read_assets(str(folder))
-    return lambda index: AssetsTransform(found, index, allow)
+    found = asset_config(str(folder))
+    return lambda index: AssetsTransform(str(folder), found, index, allow)
 
 
 def test_the_assets_come_along_and_the_weights_do_not(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_assets_without_a_readable_config_are_refused(
         data = content if isinstance(content, bytes) else content.encode()
         (tmp_path / "config.json").write_bytes(data)
     with pytest.raises(UsageError, match=r"config\.json"):
-        read_assets(str(tmp_path))
+        asset_config(str(tmp_path))
 
 
 def config_of(folder: Path) -> dict[str, object]:
@@ -206,7 +206,7 @@ def export_quantized(index: CheckpointIndex, tmp_path: Path, config: dict[str, o
     folder = assets(tmp_path / "assets", config, {"l.weight": TABLE, "norm.weight": TABLE})
     names = {"l.weight": np.ones((4, 4), np.float32), "norm.weight": np.ones(4, np.float32)}
     save_file(names, folder / "model.safetensors")
-    step = AssetsTransform(read_assets(str(folder)), index)
+    step = AssetsTransform(str(folder), asset_config(str(folder)), index)
     options = ExportOptions(steps=(step,))
     api.export(index, str(tmp_path / "out"), options=options, on_bytes=lambda _: None)
 

@@ -25,7 +25,7 @@ from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms import maps
 from ckpt_tools.transforms.base import Transform, TransformedTensor
 from ckpt_tools.transforms.maps import views
-from ckpt_tools.transforms.maps.renaming import UnderTransform, UntieTransform
+from ckpt_tools.transforms.maps.renaming import UnderTransform
 from ckpt_tools.transforms.maps.toml import builtins_to_hf
 
 REAL = DATA / "checkpoints"
@@ -415,7 +415,7 @@ def test_a_torchtitan_llama_is_what_torchtitan_itself_exports(tmp_path: Path) ->
     plan = export(
         TITAN / "checkpoint_full",
         tmp_path / "out",
-        maps.AutoMapTransform(HEADS),
+        maps.MapTransform(None, HEADS),
         dtype=dtype_named("bfloat16"),
     )
     theirs = TITAN / "checkpoint_hf" / "step-2" / "model-00001-of-00001.safetensors"
@@ -438,9 +438,9 @@ def test_metas_names_become_the_same_tensors_as_torchtitans(tmp_path: Path) -> N
     old = maps.RenameTransform(((r"qkv_linear\.", ""), ("^lm_head", "output")))
     meta = maps.MapTransform(maps.find("meta-llama-to-hf"), HEADS)
     export(TITAN / "checkpoint_full", tmp_path / "meta", old)
-    plan = export(tmp_path / "meta", tmp_path / "hf", maps.AutoMapTransform(HEADS))
+    plan = export(tmp_path / "meta", tmp_path / "hf", maps.MapTransform(None, HEADS))
     assert any("chose meta-llama-to-hf" in note for note in plan.notes)
-    export(TITAN / "checkpoint_full", tmp_path / "titan", maps.AutoMapTransform(HEADS))
+    export(TITAN / "checkpoint_full", tmp_path / "titan", maps.MapTransform(None, HEADS))
     export(tmp_path / "meta", tmp_path / "named", meta)
     by_auto, of_titan, by_name = (
         digests(tmp_path / name / "model.safetensors") for name in ("hf", "titan", "named")
@@ -459,11 +459,11 @@ def test_an_adapters_names_become_pefts_own(tmp_path: Path) -> None:
 
 def test_auto_leaves_the_hubs_names_and_refuses_unknown_ones(tmp_path: Path) -> None:
     plan = export(
-        REAL / "hf_sharded_safetensors" / "ckpt", tmp_path / "a", maps.AutoMapTransform({})
+        REAL / "hf_sharded_safetensors" / "ckpt", tmp_path / "a", maps.MapTransform(None, {})
     )
     assert any("Hugging Face's already" in note for note in plan.notes)
     with pytest.raises(UsageError, match="auto is not certain: no built-in map"):
-        export(REAL / "fsdp2_dcp_1d_4r" / "ckpt", tmp_path / "b", maps.AutoMapTransform({}))
+        export(REAL / "fsdp2_dcp_1d_4r" / "ckpt", tmp_path / "b", maps.MapTransform(None, {}))
 
 
 # ------------------------------------------------------------------------ is the map for this model
@@ -629,11 +629,11 @@ def test_under_puts_names_into_a_container() -> None:
 
 def test_untie_gives_the_head_the_embeddings_bytes() -> None:
     names = ("model.embed_tokens.weight", "model.norm.weight")
-    outcome = UntieTransform()(made(*names), Files())
+    outcome = maps.untie(made(*names), Files())
     assert [one.entry.fqn for one in outcome.made] == [*names, "lm_head.weight"]
     assert outcome.made[2].origins == (names[0],)
     with pytest.raises(UsageError, match=r"no model\.embed_tokens\.weight"):
-        UntieTransform()(made("norm.weight"), Files())
+        maps.untie(made("norm.weight"), Files())
 
 
 def test_origins_tell_where_each_tensor_comes_from(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ _FACTOR = re.compile(
     r"(?P<rest>\.weight|)"
 )
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
-_ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
+_ORIGINAL = re.compile(r".+\.original_module\..+")
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.(?P<rest>.+)")
 # What other methods of PEFT call their parameters (its PEFT_TYPE_TO_PREFIX_MAPPING, 0.21).
 _OTHER = re.compile(
@@ -59,15 +59,14 @@ class Factors:
 class AdapterParts:
     """The entries of one adapter and of the base model, under the base model's own names.
 
-    ``saved`` are modules that were trained whole, ``base`` all weights of the base model,
-    ``replaced`` those of them that ``saved`` takes the place of, which are not in ``base``.
+    ``saved`` are modules that were trained whole, ``base`` all weights of the base model but for
+    those whose place ``saved`` takes.
     """
 
     adapter: str | None
     factors: list[Factors] = field(default_factory=list)
     saved: dict[str, TransformedTensor] = field(default_factory=dict)
     base: dict[str, TransformedTensor] = field(default_factory=dict)
-    replaced: dict[str, TransformedTensor] = field(default_factory=dict)
 
 
 def parts_of(made: Sequence[TransformedTensor], adapter: str | None) -> AdapterParts:
@@ -230,14 +229,11 @@ def _chosen(adapters: set[str | None], asked: str | None) -> str | None:
 def _put(parts: AdapterParts, one: TransformedTensor) -> None:
     """Put an entry that is no factor where it belongs."""
     name = one.entry.fqn
-    for pattern, place in ((_SAVED, parts.saved), (_ORIGINAL, parts.replaced)):
-        match = pattern.fullmatch(name)
-        if match is not None:
-            if place is parts.replaced or match["adapter"] == parts.adapter:
-                place[_bare(f"{match['module']}.{match['rest']}")] = one
-            return
-    match = _BASE.fullmatch(name)
-    parts.base[_bare(f"{match['module']}.{match['rest']}" if match else name)] = one
+    saved, base = _SAVED.fullmatch(name), _BASE.fullmatch(name)
+    if saved is not None and saved["adapter"] == parts.adapter:
+        parts.saved[_bare(f"{saved['module']}.{saved['rest']}")] = one
+    elif saved is None and not _ORIGINAL.fullmatch(name):
+        parts.base[_bare(f"{base['module']}.{base['rest']}" if base else name)] = one
 
 
 def _bare(name: str) -> str:

@@ -31,36 +31,30 @@ _ON_HUB = "model.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True)
 class MapTransform:
-    """The step that applies a map; ``values`` are what it may ask for, e.g. ``head_dim``.
+    """Applies a map; None: the one built-in map to Hugging Face's names that knows every name.
 
-    ``model_type`` is that of the model's config.json, None where nothing says it.
+    ``values`` are what it may ask for, e.g. ``head_dim``; ``model_type`` is that of the model's
+    config.json, None where nothing says it.
     """
 
-    tensor_map: TensorMap
+    tensor_map: TensorMap | None
     values: Mapping[str, int]
     model_type: str | None = None
 
     def __call__(self, made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
-        """Apply the map. Raises what `apply` raises."""
-        return apply(self.tensor_map, made, values=self.values, model_type=self.model_type)
+        """The entries under their new names; as they are when they are Hugging Face's already.
 
-
-@dataclass(frozen=True, slots=True)
-class AutoMapTransform:
-    """Applies the one built-in map to Hugging Face's names that knows every name."""
-
-    values: Mapping[str, int]
-    model_type: str | None = None
-
-    def __call__(self, made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
-        """Choose and apply a map, or none when the names are Hugging Face's already.
-
-        Raises UsageError when no map, or more than one, knows all names, and what `apply` raises.
+        Raises UsageError for a model that the map is not for, for names that it does not know, or
+        that two rules claim, for parts that are not there, for shapes that do not fit, and for
+        values that it asks for and was not given; without a map, when no map, or more than one,
+        knows all names.
         """
+        if self.tensor_map is not None:
+            return self._applied(self.tensor_map, made)
         names = [one.entry.fqn for one in made]
         known = [one for one in builtins_to_hf() if not one.keeps_rest and _knows_all(one, names)]
         if len(known) == 1:
-            outcome = apply(known[0], made, values=self.values, model_type=self.model_type)
+            outcome = self._applied(known[0], made)
             chosen = f"--map auto chose {known[0].name}: the only map that knows all names."
             return outcome._replace(notes=(chosen, *outcome.notes))
         if _ON_HUB in names and not known:
@@ -71,40 +65,25 @@ class AutoMapTransform:
             hint=f"Name the map: {', '.join(builtin_names())}, or a file of your own.",
         )
 
-
-def apply(
-    tensor_map: TensorMap,
-    made: Sequence[TransformedTensor],
-    *,
-    values: Mapping[str, int],
-    model_type: str | None = None,
-) -> TransformResult:
-    """The entries under their new names.
-
-    Raises UsageError for a model that the map is not for, for names that it does not know, or that
-    two rules claim, for parts that are not there, for shapes that do not fit, and for values that
-    it asks for and was not given.
-    """
-    _refuse_others(tensor_map, [one.entry.fqn for one in made], model_type)
-    groups, kept, dropped = _sorted_out(tensor_map, made, values=values)
-    out = [one for group in groups for one in _carried_out(group)]
-    if not out:
-        raise UsageError(f"The map {tensor_map.name} has a rule for none of these names.")
-    before = sum(len(group.tensors) for group in groups)
-    notes = [f"Map {tensor_map.name}: {counted(before, 'tensor')} became {len(out)}."]
-    turned = [group for group in groups if any(group.rule.rotary)]
-    if turned:
-        sizes = sorted({evaluate(group.rule.head_dim, values) for group in turned})
-        rows = ", ".join(map(str, sizes))
-        notes.append(
-            f"Rotary rows are reordered for {counted(len(turned), 'tensor')}, in heads of {rows}."
-        )
-    if kept:
-        notes.append(f"It keeps {counted(len(kept), 'other name')} unchanged.")
-    if dropped:
-        shown = some(sorted(dropped), 10)
-        notes.append(f"It leaves out {counted(len(dropped), 'tensor')}: {shown}.")
-    return TransformResult((*out, *kept), tuple(notes))
+    def _applied(self, tensor_map: TensorMap, made: Sequence[TransformedTensor]) -> TransformResult:
+        _refuse_others(tensor_map, [one.entry.fqn for one in made], self.model_type)
+        groups, kept, dropped = _sorted_out(tensor_map, made, values=self.values)
+        out = [one for group in groups for one in _carried_out(group)]
+        if not out:
+            raise UsageError(f"The map {tensor_map.name} has a rule for none of these names.")
+        before = sum(len(group.tensors) for group in groups)
+        notes = [f"Map {tensor_map.name}: {counted(before, 'tensor')} became {len(out)}."]
+        turned = [group for group in groups if any(group.rule.rotary)]
+        if turned:
+            sizes = sorted({evaluate(group.rule.head_dim, self.values) for group in turned})
+            rows, tensors = ", ".join(map(str, sizes)), counted(len(turned), "tensor")
+            notes.append(f"Rotary rows are reordered for {tensors}, in heads of {rows}.")
+        if kept:
+            notes.append(f"It keeps {counted(len(kept), 'other name')} unchanged.")
+        if dropped:
+            shown = some(sorted(dropped), 10)
+            notes.append(f"It leaves out {counted(len(dropped), 'tensor')}: {shown}.")
+        return TransformResult((*out, *kept), tuple(notes))
 
 
 def _knows_all(tensor_map: TensorMap, names: Sequence[str]) -> bool:

@@ -21,6 +21,8 @@ _VOCABULARY = re.compile(
     r"(.*\.)?(embed_tokens|tok_embeddings|word_embeddings|wte|embedding|lm_head|output|output_layer)"
     r"\.(weight|bias)"
 )
+# Names of Hugging Face's models, of which --untie makes the first from the second.
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +122,17 @@ def _is_vocabulary(one: TransformedTensor) -> bool:
     return bool(one.entry.shape) and not in_layer and _VOCABULARY.fullmatch(name) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class UntieTransform:
-    """Gives a tensor its own entry that the source holds only as the one it is tied to."""
-
-    name: str = "lm_head.weight"
-    source: str = "model.embed_tokens.weight"
-
-    def __call__(self, made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
-        """Add the entry, over the same bytes, unless it is there.
-
-        Raises UsageError when there is nothing that it could be a copy of.
-        """
-        by_fqn = {one.entry.fqn: one for one in made}
-        if self.name in by_fqn:
-            return TransformResult(made, (f"--untie: {self.name} already exists.",))
-        if self.source not in by_fqn:
-            raise UsageError(f"--untie: there is no {self.source} that {self.name} could equal.")
-        note = f"--untie: {self.name} is written too, with the values of {self.source}."
-        return TransformResult((*made, by_fqn[self.source].named(self.name)), (note,))
+def untie(made: tuple[TransformedTensor, ...], *_: object) -> TransformResult:
+    """Give the output layer, over the same bytes, where the source has only the embedding that it
+    is tied to. Raises UsageError when there is no such embedding.
+    """
+    by_fqn = {one.entry.fqn: one for one in made}
+    if _HEAD in by_fqn:
+        return TransformResult(made, (f"--untie: {_HEAD} already exists.",))
+    if _EMBEDDING not in by_fqn:
+        raise UsageError(f"--untie: there is no {_EMBEDDING} that {_HEAD} could equal.")
+    note = f"--untie: {_HEAD} is written too, with the values of {_EMBEDDING}."
+    return TransformResult((*made, by_fqn[_EMBEDDING].named(_HEAD)), (note,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import inspection, summary
+from ckpt_tools.analysis.infer_mesh import FoundMesh
 from ckpt_tools.analysis.inspection import Inspection
-from ckpt_tools.analysis.summary import FoundMesh
 from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_of
 from ckpt_tools.convert.write import EntryOptions, WriteOptions
 from ckpt_tools.copying.origin import reading

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import summary
-from ckpt_tools.analysis.summary import FoundMesh
+from ckpt_tools.analysis.infer_mesh import FoundMesh
 from ckpt_tools.copying.origin import reading
 from ckpt_tools.copying.read import stream_box
 from ckpt_tools.core.geometry import Box

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import permutations, product
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Grid, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard
+from ckpt_tools.core.records import Json, record_json
 
+Status = Literal["confirmed", "inferred"]
 # Who saved a box is checked on so many tensors of each kind; in a kind all have the same cut.
 _SAMPLES = 4
 
@@ -52,17 +54,36 @@ def cut_of(entry: TensorEntry) -> _Tiling | None:
     return _Tiling(shape, solid, dims) if dims and solid else None
 
 
-@dataclass(eq=False, slots=True)
-class Inference:
-    """The mesh that boxes imply, and the layout of any tensor on it.
+@dataclass(repr=False, slots=True)
+class FoundMesh:
+    """A mesh, and whether the checkpoint states it or only its boxes tell it.
 
-    ``usual`` are the layouts that some tensors speak of without a doubt, most frequent first.
+    ``usual`` are the layouts on an inferred one that some tensors speak of without a doubt, most
+    frequent first.
     """
 
     mesh: Mesh
+    status: Status
     usual: tuple[Layout, ...] = ()
     # Thousands of tensors have the same cut, and looking costs more than finding that again.
-    _known: dict[Held, Layout | None] = field(default_factory=dict, repr=False)
+    _known: dict[Held, Layout | None] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        """``2x4, inferred from the boxes that each rank saved``."""
+        if self.status == "confirmed":
+            return f"{self.mesh}, confirmed by the files"
+        return f"{self.mesh}, inferred from the boxes that each rank saved"
+
+    __repr__ = __str__  # what it knows is as long as the checkpoint
+
+    def to_dict(self) -> dict[str, Json]:
+        """The mesh as JSON has it."""
+        return mesh_json(self.mesh, self.status)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the mesh's dimensions."""
+        return self.mesh.shape
 
     def layout_of(self, entry: TensorEntry) -> Layout | None:
         """The layout on this mesh, or on all its ranks in one line, that gives the tensor's boxes.
@@ -87,7 +108,12 @@ class Inference:
         return fitting[0] if fitting else None
 
 
-def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inference | None:
+def mesh_json(mesh: Mesh, status: Status | None) -> dict[str, Json]:
+    """A mesh with how it is known, as JSON."""
+    return record_json(mesh) | {"status": status}
+
+
+def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> FoundMesh | None:
     """The mesh that explains most of these tensors with the fewest dimensions, or None.
 
     Without a world size, the most pieces that a tensor is cut into stand for it.
@@ -108,7 +134,7 @@ def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> Inferenc
     if ranks < 2:
         return None
     mesh = _best(kinds, ranks, by_rank=True) or _best(kinds, ranks, by_rank=False)
-    return None if mesh is None else Inference(mesh, _usual(kinds, mesh))
+    return None if mesh is None else FoundMesh(mesh, "inferred", _usual(kinds, mesh))
 
 
 def _usual(kinds: dict[_Tiling, list[TensorEntry]], mesh: Mesh) -> tuple[Layout, ...]:

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis import summary
+from ckpt_tools.analysis.infer_mesh import FoundMesh
 from ckpt_tools.analysis.summary import (
     CUT_FREELY,
-    FoundMesh,
     OptimizerSummary,
-    SectionSum,
     Step,
     Verdict,
 )
-from ckpt_tools.core.index import CheckpointIndex, Section
+from ckpt_tools.core.index import CheckpointIndex, Count, Section
 from ckpt_tools.core.records import Json, as_json
 from ckpt_tools.core.text import ago, counted, format_size, utc
 from ckpt_tools.errors import CheckpointError, fault_in
@@ -53,7 +52,7 @@ class Inspection:
     world_size: int | None
     mesh: FoundMesh | None
     placements: tuple[tuple[str, int], ...]
-    sections: Mapping[Section, SectionSum]
+    sections: Mapping[Section, Count]
     optimizer: OptimizerSummary | None
     files: int
     nbytes: int

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ckpt_tools.analysis.infer_mesh import FoundMesh, Status
 from ckpt_tools.analysis.summary import (
-    FoundMesh,
-    Status,
     layout_of,
     placement_names,
 )

@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-from ckpt_tools.analysis.infer_mesh import Inference, infer
+from ckpt_tools.analysis.infer_mesh import FoundMesh, Status, infer
 from ckpt_tools.core.index import (
     SECTIONS,
     CheckpointIndex,
+    Count,
     Entry,
     ObjectEntry,
     Section,
     TensorEntry,
     count_of,
 )
-from ckpt_tools.core.layout import Layout, Mesh, Shard
+from ckpt_tools.core.layout import Layout, Shard
 from ckpt_tools.core.names import is_in_param_groups
 from ckpt_tools.core.optimizer_states import kind_of
 from ckpt_tools.core.plain_values import TorchValue
-from ckpt_tools.core.records import Json, record_json
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError
-
-Status = Literal["confirmed", "inferred"]
 
 # The likeliest first. Composer counts steps as ``batch`` of a Timestamp, whose ``iteration`` is
 # something else.
@@ -41,52 +38,6 @@ _STEP_NAMES = (
 _MAX_NAMED = 5
 CUT_FREELY = "cut in a way that no mesh explains"  # of placements: uneven shards of the user's own
 _NUMPY_INT = re.compile(r"numpy\.u?int\d+\((-?\d+)\)")
-
-
-class FoundMesh(NamedTuple):
-    """A mesh, and whether the checkpoint states it or only its boxes tell it.
-
-    ``inference`` tells the layout of each tensor where the mesh is inferred.
-    """
-
-    mesh: Mesh
-    status: Status
-    inference: Inference | None = None
-
-    def __str__(self) -> str:
-        """``2x4, inferred from the boxes that each rank saved``."""
-        if self.status == "confirmed":
-            return f"{self.mesh}, confirmed by the files"
-        return f"{self.mesh}, inferred from the boxes that each rank saved"
-
-    def __repr__(self) -> str:
-        """The same: the inference is as long as the checkpoint."""
-        return str(self)
-
-    def to_dict(self) -> dict[str, Json]:
-        """The mesh as JSON has it."""
-        return mesh_json(self.mesh, self.status)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes of the mesh's dimensions."""
-        return self.mesh.shape
-
-
-def mesh_json(mesh: Mesh, status: Status | None) -> dict[str, Json]:
-    """A mesh with how it is known, as JSON."""
-    return record_json(mesh) | {"status": status}
-
-
-@dataclass(frozen=True, slots=True)
-class SectionSum:
-    """What one section holds; ``numel`` and ``nbytes`` count its tensors, each once."""
-
-    tensors: int = 0
-    objects: int = 0
-    numel: int = 0
-    nbytes: int = 0
-    dtypes: Mapping[str, int] = field(default_factory=dict)
 
 
 class OptimizerSummary(NamedTuple):
@@ -132,17 +83,16 @@ def mesh_of(index: CheckpointIndex) -> FoundMesh | None:
     if stated:
         mesh = max(stated, key=lambda mesh: (len(mesh.shape), mesh.size, stated[mesh]))
         return FoundMesh(mesh, "confirmed")
-    inferred = infer(index.tensors, world_size=index.world_size)
-    return None if inferred is None else FoundMesh(inferred.mesh, "inferred", inferred)
+    return infer(index.tensors, world_size=index.world_size)
 
 
 def layout_of(entry: TensorEntry, known_mesh: FoundMesh | None) -> tuple[Layout, Status] | None:
     """The layout of one tensor, stated or inferred on this mesh; None when nothing tells it."""
     if entry.layout is not None:
         return entry.layout, "confirmed"
-    if known_mesh is None or known_mesh.inference is None:
+    if known_mesh is None or known_mesh.status == "confirmed":
         return None
-    layout = known_mesh.inference.layout_of(entry)
+    layout = known_mesh.layout_of(entry)
     return None if layout is None else (layout, "inferred")
 
 
@@ -179,24 +129,12 @@ def placement_names(layout: Layout) -> list[str]:
     return names
 
 
-def sections_of(index: CheckpointIndex) -> dict[Section, SectionSum]:
-    """The sums of each section, empty ones included, in the order of `SECTIONS`."""
-    sums = {}
-    for section in SECTIONS:
-        held = [entry for entry in index.entries if entry.section == section]
-        dtypes: Counter[str] = Counter()
-        for entry in held:
-            if isinstance(entry, TensorEntry):
-                dtypes[entry.dtype.name] += entry.numel
-        count = count_of(held)
-        sums[section] = SectionSum(
-            tensors=count.tensors,
-            objects=count.objects,
-            numel=sum(dtypes.values()),
-            nbytes=count.nbytes,
-            dtypes=dict(dtypes.most_common()),
-        )
-    return sums
+def sections_of(index: CheckpointIndex) -> dict[Section, Count]:
+    """What each section holds, empty ones included, in the order of `SECTIONS`."""
+    return {
+        section: count_of([entry for entry in index.entries if entry.section == section])
+        for section in SECTIONS
+    }
 
 
 def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, get_args
 
-from ckpt_tools.analysis.summary import FoundMesh, Status, layout_of, mesh_json, placement_names
+from ckpt_tools.analysis.infer_mesh import FoundMesh, Status, mesh_json
+from ckpt_tools.analysis.summary import layout_of, placement_names
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import Json, columns, cut_to, terminal_width
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry

@@ -160,7 +160,7 @@ class _Adapters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
@@ -189,8 +189,8 @@ class Asked:
     reading: options.Reading
 
 
-@options.command("export", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("export", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Plan and write the output, then say on stdout what it is."""
     environment.refuse_lone_task()
     started = time.monotonic()
@@ -228,7 +228,7 @@ def command(asked: Asked) -> None:
         say(short)
 
 
-def _conversion(asked: Asked, form: str, write: WriteOptions, read: Read) -> convert.Export:
+def _conversion(asked: _Asked, form: str, write: WriteOptions, read: Read) -> convert.Export:
     """The export with all its options. Raises AnswerNo when filters choose nothing."""
     index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
     usual: Section | None = None if asked.wanted.layout else "model"
@@ -242,7 +242,7 @@ def _conversion(asked: Asked, form: str, write: WriteOptions, read: Read) -> con
     return convert.Export(index, asked.out, write, wanted)
 
 
-def _steps(index: CheckpointIndex, asked: Asked, *, is_folder: bool) -> tuple[Transform, ...]:
+def _steps(index: CheckpointIndex, asked: _Asked, *, is_folder: bool) -> tuple[Transform, ...]:
     """The steps of an export, in their order. Raises UsageError for options that do not fit."""
     folder, adapters = asked.folder, asked.adapters
     if folder.assets is not None and not is_folder:

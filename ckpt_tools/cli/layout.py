@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import click
 
 from ckpt_tools.analysis import ownership
+from ckpt_tools.analysis.infer_mesh import mesh_json
 from ckpt_tools.analysis.ownership import HeldTensor, Holdings, Moved
-from ckpt_tools.analysis.summary import mesh_json, mesh_of
+from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.cli.pictures import colors, fold, text

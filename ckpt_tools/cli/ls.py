@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpt_tools.analysis.summary import FoundMesh, mesh_of
+from ckpt_tools.analysis.infer_mesh import FoundMesh
+from ckpt_tools.analysis.summary import mesh_of
 from ckpt_tools.cli import entries, options, render
 from ckpt_tools.cli.entries import ORDERS, Order, row
 from ckpt_tools.cli.group import say

@@ -10,10 +10,9 @@ import click
 from ckpt_tools import formats
 from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.inspection import Inspection, VerdictPart
-from ckpt_tools.analysis.summary import SectionSum
 from ckpt_tools.cli import entries, render
 from ckpt_tools.core import records
-from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.index import CheckpointIndex, Count
 from ckpt_tools.core.text import counted, first_of, format_size, some
 from ckpt_tools.proof.look import look
 
@@ -116,7 +115,7 @@ def section_rows(index: CheckpointIndex) -> list[tuple[str, ...]]:
     ]
 
 
-def _dtype_words(one: SectionSum) -> str:
+def _dtype_words(one: Count) -> str:
     """The element types, with the share of each when there are several."""
     if len(one.dtypes) < 2:
         return ", ".join(one.dtypes)

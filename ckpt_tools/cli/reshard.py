@@ -62,7 +62,7 @@ torchrun with as many ranks as the source mesh. Only copy supports --resume.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class _Asked:
     """What the command line asks for."""
 
     ckpt: str = options.ckpt()
@@ -126,8 +126,8 @@ class Asked:
     reading: options.Reading
 
 
-@options.command("reshard", Asked, help=_HELP)
-def command(asked: Asked) -> None:
+@options.command("reshard", _Asked, help=_HELP)
+def command(asked: _Asked) -> None:
     """Plan and write the output, then say on stdout what it is."""
     environment.refuse_lone_task()
     texts = options.texts(asked)
@@ -167,7 +167,7 @@ def command(asked: Asked) -> None:
         say(short)
 
 
-def _options(asked: Asked) -> ReshardOptions:
+def _options(asked: _Asked) -> ReshardOptions:
     """All that is asked for; reads the checkpoints that --like and --param-names name.
 
     Raises UsageError for options that exclude one another, and what reading raises.
@@ -188,7 +188,7 @@ def _options(asked: Asked) -> ReshardOptions:
     )
 
 
-def _steps(asked: Asked) -> tuple[Transform, ...]:
+def _steps(asked: _Asked) -> tuple[Transform, ...]:
     """The steps, in their order. Raises UsageError for options that do not fit."""
     steps = [*asked.names.steps(asked.ckpt)]
     if asked.under is not None or asked.untie:
@@ -202,13 +202,13 @@ def _steps(asked: Asked) -> tuple[Transform, ...]:
     return tuple(steps)
 
 
-def _conversion(asked: Asked, write: WriteOptions, read: Read) -> Reshard:
+def _conversion(asked: _Asked, write: WriteOptions, read: Read) -> Reshard:
     index = read(asked.ckpt, replace(asked.reading.options, cuts=asked.names.cuts()))
     return Reshard(index, asked.out, write, asked.wanted)
 
 
 def _run(
-    asked: Asked, write: WriteOptions, engine: run.Engine | None, texts: Mapping[str, str]
+    asked: _Asked, write: WriteOptions, engine: run.Engine | None, texts: Mapping[str, str]
 ) -> ReshardPlan:
     """Plan it, and write it unless this is a dry run."""
     make, out, jobs = partial(_conversion, asked, write), asked.out, asked.writing.jobs
@@ -252,11 +252,11 @@ _HEADER = ("FILE", "BYTES", "BOXES", "READ", "FROM")
 _MOST_FILES = 16
 
 
-def _what(asked: Asked, plan: ReshardPlan) -> str:
+def _what(asked: _Asked, plan: ReshardPlan) -> str:
     return f"{shaping.what(plan, asked.out)} for mesh {plan.mesh}"
 
 
-def _forecast(asked: Asked, plan: ReshardPlan) -> Iterator[str]:
+def _forecast(asked: _Asked, plan: ReshardPlan) -> Iterator[str]:
     """What will be read, written and held in memory, in all and for each file."""
     predicted = forecast.of(plan, asked.writing.options.sizes)
     files, sources = predicted.files, counted(predicted.sources, "file")
@@ -284,7 +284,7 @@ def _listed(wanted: ReshardOptions) -> str:
     return ", ".join(map(str, _placements(wanted)))
 
 
-def _processes(asked: Asked, plan: ReshardPlan) -> str:
+def _processes(asked: _Asked, plan: ReshardPlan) -> str:
     here, jobs = environment.place(), asked.writing.jobs
     count = jobs if here is None else here.world_size
     threads = asked.writing.threads_of(plan, processes=count)
@@ -295,12 +295,12 @@ def _processes(asked: Asked, plan: ReshardPlan) -> str:
     return f"one process with {threads}"
 
 
-def _memory(asked: Asked, plan: ReshardPlan, predicted: forecast.Forecast) -> int:
+def _memory(asked: _Asked, plan: ReshardPlan, predicted: forecast.Forecast) -> int:
     buffers = asked.writing.options.max_memory // asked.writing.jobs
     return forecast.peak_memory(plan, predicted.held, engine=asked.engine, buffers=buffers)
 
 
-def _json(asked: Asked, plan: ReshardPlan) -> render.Json:
+def _json(asked: _Asked, plan: ReshardPlan) -> render.Json:
     predicted = forecast.of(plan, asked.writing.options.sizes)
     return {
         "schema": "ckpt-tools/reshard/1",

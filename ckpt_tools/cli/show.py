@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckpt_tools.analysis.summary import FoundMesh, layout_of, mesh_of, placement_names
+from ckpt_tools.analysis.infer_mesh import FoundMesh
+from ckpt_tools.analysis.summary import layout_of, mesh_of, placement_names
 from ckpt_tools.cli import entries, options, render
 from ckpt_tools.cli.group import say
 from ckpt_tools.core.geometry import Box

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -267,14 +268,17 @@ class FileEntry(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many tensors and objects there are, and the bytes of the tensors, each once.
+    """How many tensors and objects there are, and elements and bytes of the tensors, each once.
 
-    Every command counts with `count_of`, so that no two of them say different numbers.
+    ``dtypes`` are the elements of each type, the most frequent first. Every command counts with
+    `count_of`, so that no two of them say different numbers.
     """
 
     tensors: int
     objects: int
+    numel: int
     nbytes: int
+    dtypes: Mapping[str, int]
 
     def __str__(self) -> str:
         """``49 tensors of 25.1 KB, 32 objects``."""
@@ -284,8 +288,13 @@ class Count(NamedTuple):
 
 def count_of(entries: Collection[Entry]) -> Count:
     """How many of each kind these are."""
-    sizes = [entry.nbytes for entry in entries if isinstance(entry, TensorEntry)]
-    return Count(len(sizes), len(entries) - len(sizes), sum(sizes))
+    tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
+    dtypes: Counter[str] = Counter()
+    for entry in tensors:
+        dtypes[entry.dtype.name] += entry.numel
+    nbytes = sum(entry.nbytes for entry in tensors)
+    known = dict(dtypes.most_common())
+    return Count(len(tensors), len(entries) - len(tensors), sum(known.values()), nbytes, known)
 
 
 class HeaderStrings(NamedTuple):

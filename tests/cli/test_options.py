@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.reshard import Asked as Resharding
+from ckpt_tools.cli.reshard import _Asked as Resharding
 from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.options import option, repeated, required

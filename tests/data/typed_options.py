@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.export import Asked
+from ckpt_tools.cli.export import _Asked
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.options import Option, option, repeated, required
@@ -20,19 +20,19 @@ class Mine:
     unknown: str = required("--unknown", heading="Unknown", parse=str)  # wrong
 
 
-@options.command("right", Asked, help="")
-def right(asked: Asked) -> None:
+@options.command("right", _Asked, help="")
+def right(asked: _Asked) -> None:
     threads: int | None = asked.writing.options.threads
     print(threads, asked.wanted.max_shard_size + 1, asked.names.maps)
 
 
-@options.command("wrong", Asked, help="")  # wrong
+@options.command("wrong", _Asked, help="")  # wrong
 def wrong(asked: WriteOptions) -> None:
     print(asked.forced)  # wrong
 
 
-@options.command("renamed", Asked, help="")
-def renamed(asked: Asked) -> None:
+@options.command("renamed", _Asked, help="")
+def renamed(asked: _Asked) -> None:
     print(asked.writing.options.force, asked.writing.options.forced)  # wrong
     shard_size: str = asked.wanted.max_shard_size  # wrong
     print(shard_size, asked.reading.options.cuts, asked.wanted.like)  # wrong

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
-from ckpt_tools.analysis.summary import FoundMesh, file_loads, mesh_of
+from ckpt_tools.analysis.infer_mesh import FoundMesh
+from ckpt_tools.analysis.summary import file_loads, mesh_of
 from ckpt_tools.cli import entries, report, show
 from ckpt_tools.cli.ls import Leaf, parts_of
 from ckpt_tools.cli.render import facts

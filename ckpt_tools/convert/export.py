@@ -235,16 +235,14 @@ def _plan_layout(
         digest = digest_in(index, files)
         wanted = LayoutTarget(options.format, formats.PlanOptions(), ranks, None, digest)
         laid = frameworks.plan(located, targets, layout, wanted)
+    gone = left_out_strings(index, NO_PLACE)
     return ExportPlan(
         files=laid.files,
         targets=targets,
         chosen=chosen,
         source=formats.to_locate_in(index),
         origins={target.fqn: (target.fqn,) for target in targets},
-        notes=(
-            *(*index.notes, *kept, *of_ranks, *left_out, *laid.notes),
-            *left_out_strings(index, NO_PLACE),
-        ),
+        notes=(*index.notes, *kept, *of_ranks, *left_out, *laid.notes, *gone),
     )
 
 

@@ -172,7 +172,10 @@ def plan_reshard(
     options, of_torch = _for_torch(index, options)
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
-    opened, of_ranks = _chosen(index, options)
+    places = frameworks.row_of(options.layout).places
+    opened, of_ranks = without_old_ranks(
+        select(index, options), _target_ranks(options), places=places
+    )
     chosen = opened.closed() if _keeps_items(options) else opened
     located = _whole(chosen, options, locate)
     located, left_out = arranging.without_unopened(
@@ -216,13 +219,6 @@ def _for_torch(
     if loader is None:
         return options, ()
     return replace(options, torch_version=loader.torch_version), (loader.note,)
-
-
-def _chosen(index: CheckpointIndex, options: ReshardOptions) -> tuple[CheckpointIndex, list[str]]:
-    """The entries that are wanted, without states of other ranks than the target's, and notes."""
-    chosen = select(index, options)
-    places = frameworks.row_of(options.layout).places
-    return without_old_ranks(chosen, _target_ranks(options), places=places)
 
 
 def _keeps_items(options: ReshardOptions) -> bool:

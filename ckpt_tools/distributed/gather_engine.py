@@ -30,11 +30,10 @@ from ckpt_tools.distributed import devices
 from ckpt_tools.distributed.agreement import begin, require_all_written, stopping
 from ckpt_tools.distributed.gathering import Gathering
 from ckpt_tools.distributed.group import Group
-from ckpt_tools.errors import CkptError, UnsupportedError
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.rank_files import exchange as rank_exchange
 from ckpt_tools.formats.rank_files.exchange import RankHeaders
-from ckpt_tools.formats.rank_files.file_names import Family
 from ckpt_tools.proof.damage import check_copied
 from ckpt_tools.storage.reader import Files
 
@@ -82,7 +81,11 @@ class _Gatherer:
         families = rank_exchange.families_of(_exchanged(rank_exchange.listing(path)), where=path)
         source = Mesh((rank_exchange.world_size(families),))
         devices.require_world(self.group.size, source, engine="gather", whose="the source")
-        self.headers[:] = _exchanged(_own_headers(self.group, families, path, options))
+        with self.group.collective():
+            mine = rank_exchange.read_headers(
+                families, rank=self.group.rank, where=path, options=options
+            )
+        self.headers[:] = _exchanged(mine)
         return rank_exchange.joined_index(path, self.headers, families)
 
     def run(
@@ -168,19 +171,6 @@ def _exchanged(mine: T) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, mine)
     return [one for one in values if one is not None]
-
-
-def _own_headers(
-    group: Group, families: Sequence[Family], ckpt: str, read: ReadOptions
-) -> RankHeaders:
-    """This rank's headers, when every rank has read its own."""
-    try:
-        headers = rank_exchange.read_headers(families, rank=group.rank, where=ckpt, options=read)
-    except CkptError as error:
-        group.barrier(error)
-        raise
-    group.barrier()
-    return headers
 
 
 def _create(group: Group, plans: LazyPlans, folder: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -124,14 +124,10 @@ class Heartbeat:
                 f"{self._name(lost[0])}{more} sent no heartbeat for {self._limit:.0f} "
                 "seconds: killed, stopped, or cut off from the network."
             )
-            self._report(lost, error)
-
-    def _report(self, ranks: Sequence[int], error: CkptError) -> None:
-        """Tell all that these ranks are not there; without rank 0 others must speak."""
-        if 0 in ranks:
-            self.is_leaderless = True
-            self._store.set("leaderless", "1")
-        self.report(error)
+            if 0 in lost:  # others must speak
+                self.is_leaderless = True
+                self._store.set("leaderless", "1")
+            self.report(error)
 
     def _name(self, rank: int) -> str:
         key = f"host/{rank}"

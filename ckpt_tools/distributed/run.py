@@ -309,10 +309,7 @@ class _Sharing:
 
 
 def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: Share) -> ShareOrder:
-    plans, share = files_of_share(plan.files, share)
-    threads, memory = options.threads, options.max_memory
-    checked = options.checks_source
-    return ShareOrder(plans, share, place, threads, memory, options.sizes, plan.source, checked)
+    return ShareOrder(*files_of_share(plan.files, share), place, options, plan.source)
 
 
 def _do(works: Sequence[Materialize], files: Files, source: CheckpointIndex) -> None:

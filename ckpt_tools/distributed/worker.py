@@ -24,7 +24,7 @@ def _work(parent: Connection[Said, ShareOrder]) -> None:
     def count(nbytes: int) -> None:
         nonlocal unsent
         unsent += nbytes
-        if unsent >= order.sizes.reported:
+        if unsent >= order.options.sizes.reported:
             parent.send(unsent)
             unsent = 0
 

@@ -19,12 +19,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.convert.locating import located_tasks
+from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying.resume import OutputPlace, logged
 from ckpt_tools.copying.tasks import Share, Task
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.plan import LazyPlans
-from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import messages
 from ckpt_tools.errors import WriteError
 from ckpt_tools.storage.reader import Files
@@ -38,21 +38,17 @@ Said = int | bytes | str  # of a worker
 
 
 class ShareOrder(NamedTuple):
-    """One share of a plan: what to write, where, and what may be used for it.
+    """One share of a plan: what to write, where and how, and what may be used for it.
 
     ``plans`` are those of the files that the share is in, at least. Chunks of ``source`` that they
-    read are located before they are read; None when all of them are. With ``is_checked`` the
-    CRC-32s of what is read are kept.
+    read are located before they are read; None when all of them are.
     """
 
     plans: LazyPlans
     share: Share
     place: OutputPlace
-    threads: int | None
-    max_memory: int
-    sizes: Sizes
-    source: CheckpointIndex | None = None
-    is_checked: bool = False
+    options: WriteOptions
+    source: CheckpointIndex | None
 
 
 def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: KnownCrcs) -> int:
@@ -61,13 +57,14 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
     Raises what that raises, and what keeps a chunk that it reads from being used.
 
     ``on_bytes`` is called with 0 first, as soon as this process holds the lock of its share.
-    ``seen`` gets what the order wants to be kept.
+    ``seen`` gets the CRC-32s of what is read, where the options want that.
     """
     from ckpt_tools.copying import (
         write as copy,  # numpy comes with it: only those who write pay for it
     )
 
-    with Files(sizes=order.sizes) as files, logged(order.place, order.share.index) as log:
+    options = order.options
+    with Files(sizes=options.sizes) as files, logged(order.place, order.share.index) as log:
 
         def locate(tasks: list[Task]) -> list[Task]:
             return tasks if order.source is None else located_tasks(tasks, order.source, files)
@@ -77,12 +74,12 @@ def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: Kno
             order.plans,
             root=order.place.folder,
             files=files,
-            threads=order.threads,
-            max_memory=order.max_memory,
+            threads=options.threads,
+            max_memory=options.max_memory,
             on_bytes=on_bytes,
             share=replace(order.share, locate=locate),
             on_file=log.written,
-            on_run=seen.add if order.is_checked else None,
+            on_run=seen.add if options.checks_source else None,
         )
 
 

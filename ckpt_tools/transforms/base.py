@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.plan import FilePlan, Finder, WriteItem, object_entry_as_tensor
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UsageError, unwritable
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 from ckpt_tools.transforms.dtypes import DtypePolicy
@@ -86,8 +86,11 @@ def small_file(path: str, body: bytes) -> FilePlan:
 
 
 def copied_file(path: str, source: str) -> FilePlan:
-    """A file beside the tensors that is a copy of the file ``source``. Raises OSError."""
-    length = paths.size(source)
+    """A file beside the tensors that is a copy of the file ``source``. Raises WriteError."""
+    try:
+        length = paths.size(source)
+    except OSError as error:
+        raise unwritable(source, error, doing="copied along") from error
     entry = object_entry_as_tensor(
         ObjectEntry(path, (path,), "other", ByteRange(source, 0, length))
     )

@@ -22,7 +22,7 @@ from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry
 from ckpt_tools.core.mesh_spec import FSDP2_NAMES
 from ckpt_tools.core.plan import FilePlan, LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
-from ckpt_tools.errors import AnswerNo, UsageError, unwritable
+from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.formats.frameworks import HUB_FOLDER, folder_of_save
 from ckpt_tools.transforms import optimizer, param_names
 from ckpt_tools.transforms.base import copied_file, small_file
@@ -279,13 +279,7 @@ def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str)
 
 def _copied(paths: Mapping[str, str]) -> list[FilePlan]:
     """Copies of these files, by their new names."""
-    copies = []
-    for name, path in paths.items():
-        try:
-            copies.append(copied_file(name, path))
-        except OSError as error:
-            raise unwritable(path, error, doing="copied along") from error
-    return copies
+    return [copied_file(name, path) for name, path in paths.items()]
 
 
 def _titan(job: _Job) -> _Arranged:

@@ -596,11 +596,8 @@ def orders(tmp_path: Path) -> list[ShareOrder]:
     shutil.copytree(DCP, source)
     out.mkdir()
     plan = plan_reshard(read_index(str(source)), ReshardOptions(parse_mesh("4x8")))
-    place = OutputPlace(str(out))
-    return [
-        ShareOrder(plan.files, Share(n, 2), place, 1, 4 << 20, Sizes(), plan.source)
-        for n in range(2)
-    ]
+    place, one = OutputPlace(str(out)), WriteOptions(threads=1)
+    return [ShareOrder(plan.files, Share(n, 2), place, one, plan.source) for n in range(2)]
 
 
 def test_what_one_worker_raises_is_raised(orders: list[ShareOrder], tmp_path: Path) -> None:
@@ -614,7 +611,7 @@ def test_workers_say_now_and_then_how_much_they_have_written(
     orders: list[ShareOrder], sizes: Sizes, most: int
 ) -> None:
     told: list[int] = []
-    orders = [order._replace(sizes=sizes) for order in orders]
+    orders = [order._replace(options=WriteOptions(threads=1, sizes=sizes)) for order in orders]
     write_with_workers(orders, on_bytes=told.append, seen=KnownCrcs())
     assert 0 < sum(told) <= orders[0].plans.length
     said = [nbytes for nbytes in told if nbytes]
@@ -934,11 +931,8 @@ def _write_big(path: Path) -> None:
 
 def shares_of(plan: Plan, out: Path, count: int) -> list[ShareOrder]:
     (out / "new").mkdir(parents=True)
-    place = OutputPlace(str(out))
-    return [
-        ShareOrder(plan.files, Share(n, count), place, 1, 4 << 20, Sizes(), plan.source)
-        for n in range(count)
-    ]
+    place, one = OutputPlace(str(out)), WriteOptions(threads=1)
+    return [ShareOrder(plan.files, Share(n, count), place, one, plan.source) for n in range(count)]
 
 
 def test_a_worker_looks_into_no_file_that_its_share_does_not_read(tmp_path: Path) -> None:

@@ -378,7 +378,6 @@ def test_the_map_in_the_documentation_is_one() -> None:
     text = (DATA.parents[1] / "docs" / "maps.md").read_text()
     found = maps.parse(text.split("```toml\n")[1].split("```")[0], name="docs")
     assert len(found.rules) == 4
-    assert found.values == {"head_dim", "intermediate_size"}
     named = {name for name in maps.builtin_names() if name.endswith("-to-hf")}
     assert all(f"`{name}`" in text for name in named)
 

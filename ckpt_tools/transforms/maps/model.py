@@ -23,7 +23,6 @@ _OPPOSITE: dict[Rotary, Rotary] = {
     "halves-to-pairs": "pairs-to-halves",
 }
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)(\*?)\}")
-_WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +129,6 @@ class TensorMap:
         """These patterns as the other side has them: names without a rule are the same there."""
         targets = {text: rule.targets for rule in self.rules for text in rule.sources}
         return tuple(there for text in texts for there in targets.get(text, (text,)))
-
-    @property
-    def values(self) -> frozenset[str]:
-        """The named values that the map has to be given."""
-        texts = [rule.groups for rule in self.rules]
-        texts += [text for rule in self.rules for text in rule.sizes]
-        texts += [rule.head_dim for rule in self.rules if any(rule.rotary)]
-        return frozenset(word for text in texts for word in _WORD.findall(text))
 
 
 @cache

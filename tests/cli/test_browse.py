@@ -35,7 +35,7 @@ from textual.pilot import Pilot  # noqa: E402
 from textual.widgets import DataTable, Footer, Static  # noqa: E402
 from textual.widgets.tree import TreeNode  # noqa: E402
 
-from ckpt_tools.cli.browse.app import Browser, Shown  # noqa: E402
+from ckpt_tools.cli.browse.app import Browser, _Shown  # noqa: E402
 from ckpt_tools.cli.browse.content import Content  # noqa: E402
 
 
@@ -60,7 +60,7 @@ class Screen:
     async def search(self, text: str) -> None:
         await self.press("slash", *text, "enter")
 
-    async def go_to(self, *names: str) -> TreeNode[Shown]:
+    async def go_to(self, *names: str) -> TreeNode[_Shown]:
         """Open these parts one below the other, and put the cursor on the last."""
         node = self.app.tree_widget.root
         for name in names:
@@ -71,7 +71,7 @@ class Screen:
                 await self.press("enter")
         return node
 
-    def below(self, node: TreeNode[Shown] | None = None) -> list[str]:
+    def below(self, node: TreeNode[_Shown] | None = None) -> list[str]:
         """The names of the lines below a node."""
         return [str(child.label) for child in (node or self.app.tree_widget.root).children]
 

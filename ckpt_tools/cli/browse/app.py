@@ -33,7 +33,7 @@ _LABEL = 45  # columns of what stands before and behind a name
 _OPENED_AT_ONCE = 200  # leaves that a search may find and still show all of
 
 
-class Shown(NamedTuple):
+class _Shown(NamedTuple):
     """A line of the tree: what stands there, and the bytes of the largest of its siblings."""
 
     place: Node | Leaf
@@ -45,7 +45,7 @@ class Shown(NamedTuple):
         return [self.place] if isinstance(self.place, Leaf) else list(self.place.walk())
 
 
-class Entries(Tree[Shown]):
+class Entries(Tree[_Shown]):
     """The tree; its keys are those of ncdu, too. What stands on a line is made when it is seen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -68,16 +68,16 @@ class Entries(Tree[Shown]):
         """Show another tree, of ``count`` leaves; one of few leaves is opened."""
         self.clear()
         self._behind.clear()
-        self.root.data = Shown(root, root.nbytes)
+        self.root.data = _Shown(root, root.nbytes)
         self._fill(self.root, every=count <= _OPENED_AT_ONCE)
         self.root.expand()
         self.cursor_line = 0
 
-    def on_tree_node_expanded(self, event: Tree.NodeExpanded[Shown]) -> None:
+    def on_tree_node_expanded(self, event: Tree.NodeExpanded[_Shown]) -> None:
         """Add what is below a part when it is first opened."""
         self._fill(event.node)
 
-    def _fill(self, node: TreeNode[Shown], *, every: bool = False) -> None:
+    def _fill(self, node: TreeNode[_Shown], *, every: bool = False) -> None:
         """Add the lines below a part, largest first; with ``every`` also those below them."""
         if node.children or node.data is None or isinstance(node.data.place, Leaf):
             return
@@ -90,18 +90,18 @@ class Entries(Tree[Shown]):
         most = max((place.nbytes for _, place in below), default=0)
         for name, place in sorted(below, key=lambda item: (-item[1].nbytes, item[0])):
             if isinstance(place, Leaf):
-                node.add_leaf(Text(printable(name)), Shown(place, most))
+                node.add_leaf(Text(printable(name)), _Shown(place, most))
                 continue
-            child = node.add(Text(printable(name)), Shown(place, most))
+            child = node.add(Text(printable(name)), _Shown(place, most))
             if every:
                 self._fill(child, every=True)
                 child.expand()
 
-    def get_label_width(self, node: TreeNode[Shown]) -> int:
+    def get_label_width(self, node: TreeNode[_Shown]) -> int:
         """About the width of a line, without making it."""
         return len(node.label) + _LABEL
 
-    def render_label(self, node: TreeNode[Shown], base_style: Style, style: Style) -> Text:
+    def render_label(self, node: TreeNode[_Shown], base_style: Style, style: Style) -> Text:
         """A line: size, bar, name, type and shape or sums, and what is damaged."""
         label = Text(style=style)
         if node.data is not None and not node.is_root:
@@ -117,7 +117,7 @@ class Entries(Tree[Shown]):
             label.append(self._behind[node.id])
         return label
 
-    def _said(self, shown: Shown) -> Text:
+    def _said(self, shown: _Shown) -> Text:
         """What stands behind a name: type and shape, or how much is below; and what is damaged."""
         leaves = {leaf.entry.fqn: leaf.entry for leaf in shown.below}
         wrong = len(self._content.damaged & leaves.keys())
@@ -271,11 +271,11 @@ class Browser(App[None]):
 
     # ---------------------------------------------------------------------------------- the details
 
-    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[Shown]) -> None:
+    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[_Shown]) -> None:
         """Show what the cursor is on."""
         self._show_details(event.node)
 
-    def _show_details(self, node: TreeNode[Shown]) -> None:
+    def _show_details(self, node: TreeNode[_Shown]) -> None:
         self.query_one("#slice", Input).value = ""
         place = None if node.data is None else node.data.place
         if node.is_root:

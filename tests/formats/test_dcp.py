@@ -338,9 +338,7 @@ def test_a_shard_in_a_tuple_is_refused_as_incomplete(tmp_path: Path) -> None:
     assert [entry.fqn for entry in index.tensors] == ["whole"]
 
 
-def test_per_rank_metadata_is_joined(save: Path) -> None:
-    whole = dcp.read_index(str(save))
-    metadata = pickle.loads((save / ".metadata").read_bytes())  # noqa: S301 (our own data)
+def _give_each_rank_its_metadata(save: Path) -> None:
     for rank in range(4):
         part = pickle.loads((save / ".metadata").read_bytes())  # noqa: S301 (our own data)
         name = f"__{rank}_0.distcp"
@@ -350,12 +348,27 @@ def test_per_rank_metadata_is_joined(save: Path) -> None:
             if hasattr(entry, "chunks"):
                 entry.chunks = [c for c in entry.chunks if (fqn, tuple(c.offsets)) in kept]
         (save / f"__{rank}.metadata").write_bytes(pickle.dumps(part))
-    assert metadata
     (save / ".metadata").unlink()
+
+
+def test_per_rank_metadata_is_joined(save: Path) -> None:
+    whole = dcp.read_index(str(save))
+    _give_each_rank_its_metadata(save)
     joined = dcp.read_index(str(save))
     assert joined.problems == ()
     assert [e.fqn for e in joined.tensors] == [e.fqn for e in whole.tensors]
     assert {c.box for c in joined.tensors[0].chunks} == {c.box for c in whole.tensors[0].chunks}
+
+
+def test_ranks_that_disagree_on_a_tensor_are_named_with_what_each_says(save: Path) -> None:
+    fqn = dcp.read_index(str(save)).tensors[0].fqn
+    _give_each_rank_its_metadata(save)
+    part = pickle.loads((save / "__2.metadata").read_bytes())  # noqa: S301 (our own data)
+    part.state_dict_metadata[fqn].size = [7]
+    (save / "__2.metadata").write_bytes(pickle.dumps(part))
+    (problem,) = (p for p in dcp.read_index(str(save)).problems if "on rank 2" in p.message)
+    assert problem.message.startswith(f"{fqn}: it is ")
+    assert problem.about == {fqn}
 
 
 def test_a_compressed_directory_without_zstandard_says_what_to_install(

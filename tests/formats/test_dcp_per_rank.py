@@ -52,11 +52,13 @@ def test_other_state_that_differs_is_kept_once_per_rank(saved: Path) -> None:
     ]
     assert index.read("rng_state.rank_2").tolist() == [2, 3, 4, 5, 6, 7]
     assert "Kept once per rank, as ….rank_N: dataloader.seen, rng_state." in index.notes
+    tree = formats.read_index(str(saved / "same")).nesting
+    assert tree.keys == ("model", "rng_state", "step", "dataloader")  # where they were
 
 
 def test_tensors_that_differ_between_ranks_are_refused_by_name(saved: Path, tmp_path: Path) -> None:
     index = ckpt_tools.open_checkpoint(str(saved / "differing"))
-    match = r"model.buffer, model.large: replicas that differ .* rank 1 is the first"
+    match = r"model.buffer, model.large: tensors that differ .* rank 1 is the first"
     with pytest.raises(UnsupportedError, match=match) as caught:
         ckpt_tools.export(index, str(tmp_path / "out"), write=WriteOptions(check=True))
     assert "the program that saved them joins them" in str(caught.value.hint)

@@ -1,9 +1,7 @@
 """Directories in which each rank wrote its own `__R.metadata` (use_collectives=False).
 
-Together they are one checkpoint. What several ranks hold, all of them have written: it must be the
-same, and is compared here. Of tensors that differ none is known to be right, so they are refused;
-other state that differs (random numbers, dataloaders) is each rank's own and kept once per rank.
-That is the policy for rank files, too.
+Together they are one checkpoint. What several ranks hold, all of them have written: it is compared
+here.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
-from ckpt_tools.core import names
 from ckpt_tools.core.index import (
     ByteRange,
     CheckpointIndex,
@@ -24,13 +21,13 @@ from ckpt_tools.core.index import (
     TensorEntry,
 )
 from ckpt_tools.core.text import some
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError
+from ckpt_tools.errors import CheckpointError, IncompleteError
 from ckpt_tools.formats.dcp import items as dcp_items
 from ckpt_tools.formats.dcp import objects as dcp_objects
 from ckpt_tools.formats.dcp.checks import rank_of
 from ckpt_tools.formats.dcp.chunks import StoredItems
 from ckpt_tools.formats.dcp.metadata import Metadata, Offsets, StorageInfo, TensorMeta
-from ckpt_tools.formats.one_save import StepCounts
+from ckpt_tools.formats.replicas import Replicas
 from ckpt_tools.formats.slices import JOINED_BY_OWNER
 from ckpt_tools.storage.reader import Files
 
@@ -46,12 +43,13 @@ class Union(NamedTuple):
     """The metadata of all ranks as one, and the places of items that several ranks wrote.
 
     ``files`` names every file that is needed. The first place is that of the lowest rank, which
-    is also the one in ``metadata``.
+    is also the one in ``metadata``. ``complaints`` say of tensors how two ranks describe them.
     """
 
     metadata: Metadata
     written_twice: Mapping[StorageKey, Sequence[StorageInfo]]
     files: frozenset[str]
+    complaints: Mapping[str, str]
     problems: tuple[CheckpointError, ...]
 
 
@@ -60,7 +58,7 @@ def union(parts: Mapping[int, Metadata], sizes: Mapping[str, int], root: str) ->
     tensors: dict[str, TensorMeta] = {}
     places: dict[StorageKey, list[StorageInfo]] = {}
     planner: dict[str, Path] = {}
-    problems = list(_missing(parts, sizes, root))
+    complaints: dict[str, str] = {}
     first: dict[str, int] = {}
     for rank, part in sorted(parts.items()):
         planner |= part.planner_data or {}
@@ -69,11 +67,14 @@ def union(parts: Mapping[int, Metadata], sizes: Mapping[str, int], root: str) ->
                 places.setdefault((fqn, at), []).append(info)
         for fqn, meta in part.tensors.items():
             known = tensors.setdefault(fqn, meta)
-            lowest = first.setdefault(fqn, rank)
+            first.setdefault(fqn, rank)
             if known is meta:
                 continue
             if (known.shape, known.dtype) != (meta.shape, meta.dtype):
-                problems.append(_disagreement(fqn, (lowest, known), (rank, meta)))
+                said = [f"{one.dtype} {list(one.shape)}" for one in (known, meta)]
+                complaints[fqn] = (
+                    f"it is {said[0]} on rank {first[fqn]} and {said[1]} on rank {rank}"
+                )
             else:
                 tensors[fqn] = known._replace(
                     boxes=tuple(dict.fromkeys((*known.boxes, *meta.boxes)))
@@ -90,7 +91,7 @@ def union(parts: Mapping[int, Metadata], sizes: Mapping[str, int], root: str) ->
     written_twice = {key: infos for key, infos in places.items() if len(infos) > 1}
     files = frozenset(f"__{rank}.metadata" for rank in parts)
     files = files.union(*(StoredItems(root, part.storage).file_names for part in parts.values()))
-    return Union(metadata, written_twice, files, tuple(problems))
+    return Union(metadata, written_twice, files, complaints, tuple(_missing(parts, sizes, root)))
 
 
 def _missing(
@@ -106,17 +107,6 @@ def _missing(
             f"there: {shown}.",
             hint="Each rank wrote its own: bring the files of all nodes into one folder.",
         )
-
-
-def _disagreement(
-    fqn: str, one: tuple[int, TensorMeta], other: tuple[int, TensorMeta]
-) -> CheckpointError:
-    here, there = (f"{meta.dtype} {list(meta.shape)} on rank {rank}" for rank, meta in (one, other))
-    return UnsupportedError(
-        f"{fqn}: the ranks disagree: it is {here} and {there}.",
-        hint="The files are of different saves; save again.",
-        about=(fqn,),
-    )
 
 
 def with_replicas(
@@ -142,66 +132,45 @@ def _range(root: str, info: StorageInfo) -> ByteRange:
 
 
 def compared(
-    index: CheckpointIndex, written_twice: Mapping[StorageKey, Sequence[StorageInfo]], files: Files
+    index: CheckpointIndex,
+    written_twice: Mapping[StorageKey, Sequence[StorageInfo]],
+    complaints: Mapping[str, str],
+    files: Files,
 ) -> CheckpointIndex:
-    """The same index, what several ranks wrote compared with one another.
+    """The same index, what several ranks wrote compared with one another, as `Replicas` says.
 
-    Tensors and optimizer options of which ranks hold other values become a problem, and so do
-    steps, as files of several saves have them; other state is kept once per rank,
-    as ….rank_N. What cannot be read is not compared: that is said elsewhere.
+    What cannot be read is not compared: that is said elsewhere.
     """
     items = _Items(index, files)
-    tensors: list[TensorEntry] = []
-    objects: list[ObjectEntry] = []
-    differing: dict[str, int | None] = {}
-    per_rank: list[str] = []
-    steps = StepCounts()
+    replicas = Replicas(complaints=dict(complaints))
     for entry in index.tensors:
-        replicas = [(chunk, data) for chunk in entry.chunks for data in chunk.replicas]
-        differs = next((data for chunk, data in replicas if items.differ(chunk, data)), None)
-        difference = None if differs is None else _not_on(entry.chunks[0].data, differs)
-        is_step = bool(replicas) and steps.see(entry.path, entry.section, difference)
+        copies = [(chunk, data) for chunk in entry.chunks for data in chunk.replicas]
+        differs = next((data for chunk, data in copies if items.differ(chunk, data)), None)
         if differs is None:
-            tensors.append(entry)
-        elif entry.section == "other" and not is_step and len(entry.chunks) == 1:
-            whole = entry.chunks[0]
-            tensors += (_own_tensor(entry, data) for data in (whole.data, *whole.replicas))
-            per_rank.append(entry.fqn)
-        else:
-            tensors.append(entry)
-            differing[entry.fqn] = _rank(differs)
+            replicas.add(entry, several=bool(copies))
+            continue
+        first = entry.chunks[0]
+        held = ((_rank(data), _with(entry, data)) for data in (first.data, *first.replicas))
+        how = _not_on(first.data, differs)
+        replicas.add_unequal(entry, held, rank=_rank(differs), how=how)
     for item in index.objects:
         places = [_range(index.root, info) for info in written_twice.get((item.fqn, None), ())]
         differs = next((data for data in places[1:] if items.objects_differ(item, data)), None)
-        difference = None if differs is None else _not_on(places[0], differs)
-        is_step = len(places) > 1 and steps.see(item.path, item.section, difference)
-        if differs is not None and (is_step or item.section == "optim"):
-            objects.append(item)
-            differing[item.fqn] = _rank(differs)
-        elif differs is not None:
-            objects += (_own_object(item, data) for data in places)
-            per_rank.append(item.fqn)
-        else:
-            objects.append(item)
-    notes = [f"Kept once per rank, as ….rank_N: {some(sorted(per_rank))}."] if per_rank else []
+        if differs is None:
+            replicas.add(item, several=len(places) > 1)
+            continue
+        own = ((_rank(data), replace(item, data=data)) for data in places)
+        how = _not_on(places[0], differs)
+        replicas.add_unequal(item, own, rank=_rank(differs), how=how)
+    hint = f"-x leaves them out. {JOINED_BY_OWNER}"
     return replace(
         index,
-        tensors=tuple(sorted(tensors, key=lambda entry: entry.fqn)),
-        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
-        notes=(*index.notes, *notes),
-        problems=(*index.problems, *steps.problems(), *_differing(differing)),
+        tensors=replicas.sorted(TensorEntry),
+        objects=replicas.sorted(ObjectEntry),
+        notes=(*index.notes, *replicas.notes()),
+        problems=(*index.problems, *replicas.problems("tensors", hint=hint)),
+        tree=replicas.within(index.tree),
     )
-
-
-def _differing(differing: Mapping[str, int | None]) -> Iterator[CheckpointError]:
-    if differing:
-        fqns = list(differing)
-        yield UnsupportedError(
-            f"{some(fqns)}: replicas that differ between ranks, so it is not known which is right; "
-            f"rank {differing[fqns[0]]} is the first that differs.",
-            hint=f"-x leaves them out. {JOINED_BY_OWNER}",
-            about=fqns,
-        )
 
 
 def _not_on(one: ByteRange, other: ByteRange) -> str:
@@ -212,15 +181,10 @@ def _rank(data: ByteRange) -> int | None:
     return rank_of(os.path.basename(data.path))
 
 
-def _own_tensor(entry: TensorEntry, data: ByteRange) -> TensorEntry:
-    path = (*entry.path, f"rank_{_rank(data)}")
+def _with(entry: TensorEntry, data: ByteRange) -> TensorEntry:
+    """The tensor as one rank wrote it, in one chunk."""
     chunk = entry.chunks[0]._replace(data=data, replicas=(), rank=_rank(data))
-    return replace(entry, fqn=names.join((entry.fqn, path[-1])), path=path, chunks=(chunk,))
-
-
-def _own_object(entry: ObjectEntry, data: ByteRange) -> ObjectEntry:
-    path = (*entry.path, f"rank_{_rank(data)}")
-    return replace(entry, fqn=names.join((entry.fqn, path[-1])), path=path, data=data)
+    return replace(entry, chunks=(chunk,))
 
 
 class _ItemRecord(NamedTuple):

@@ -103,8 +103,8 @@ def _read_index(path: str) -> CheckpointIndex:
     index = per_rank.with_replicas(index, union.written_twice) if union.written_twice else index
     with Files() as files:
         index = safetensors_data.resolve(index, files)
-        if union.written_twice:
-            index = per_rank.compared(index, union.written_twice, files)
+        if union.written_twice or union.complaints:
+            index = per_rank.compared(index, union.written_twice, union.complaints, files)
         if not metadata.planner_data:
             index = _with_packed(index, files)
         index = replace(index, problems=(*index.problems, *problems_of(index, sizes)))
@@ -175,7 +175,7 @@ def _read_metadata(path: str, sizes: Mapping[str, int]) -> Union:
         if ".metadata" in sizes:
             metadata = load(".metadata")
             needed = frozenset({".metadata", *StoredItems(path, metadata.storage).file_names})
-            return Union(metadata, {}, needed, ())
+            return Union(metadata, {}, needed, {}, ())
         parts = {int(match[1]): name for name in sizes if (match := RANK_METADATA.fullmatch(name))}
         if not parts:
             raise _no_metadata(path, sizes)

@@ -58,6 +58,11 @@ class RankTensor(NamedTuple):
     flaw: str | None = None
     codec: str | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is no shard: every rank holds all of it."""
+        return self.kind == _PLAIN
+
 
 class RankObject(NamedTuple):
     """What one rank holds that is not a tensor, or one that cannot be read, as ``flaw`` says."""
@@ -127,71 +132,52 @@ class RankTensors:
         return self._boxes[key]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedTensor:
-    """A tensor put together from its parts; ``complaint`` says why it must not be used as it is.
+class Joined(NamedTuple):
+    """The parts of a tensor put together; ``complaint`` says why it must not be used as it is.
 
-    ``differing`` are the ranks whose plain values are not those of the first,
-    ``differing_replicas`` the boxes of replicas that are not equal, with two ranks of each;
-    ``uncompared`` says that something was too large to be compared.
+    ``unequal`` are the first two ranks that hold other elements of the same box; ``uncompared``
+    says that something was too large to be compared.
     """
 
-    shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    layout: Layout | None
-    complaint: str | None = None
-    differing: tuple[int, ...] = ()
-    differing_replicas: tuple[str, ...] = ()
-    uncompared: bool = False
+    complaint: str | None
+    unequal: Unequal | None
+    uncompared: bool
 
 
-def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> JoinedTensor:
+class Unequal(NamedTuple):
+    """Two ranks that hold other elements of a box: the lowest that holds it, and another."""
+
+    box: Box
+    rank: int
+    other: int
+
+
+def join(parts: Sequence[RankTensor], comparison: ReplicaComparison) -> Joined:
     """One tensor from the parts of its ranks, which come in the order of the ranks."""
     first = parts[0]
     complaint = next((part.flaw for part in parts if part.flaw is not None), None)
-    if complaint is None:
-        complaint = _disagreement(first, parts)
-    if first.kind == _PLAIN:
-        return _join_plain(parts, comparison, complaint)
-    layout = first.layout
-    same = [part for part in parts if part.flaw is None and part.shape == first.shape]
     groups: dict[Box, list[RankTensor]] = {}
-    for part in same:
-        groups.setdefault(part.box, []).append(part)
-    differing_replicas, uncompared = [], False
-    for box, group in groups.items():
-        verdicts = [comparison.equal(group[0], other) for other in group[1:]]
+    for part in parts:
+        if first.is_plain:  # every rank has all of it
+            groups.setdefault(first.box, []).append(part)
+        elif part.flaw is None and part.shape == first.shape:
+            groups.setdefault(part.box, []).append(part)
+    chunks, unequal, uncompared = [], None, False
+    for box, (one, *others) in groups.items():
+        verdicts = [comparison.equal(one, other) for other in others]
         uncompared = uncompared or None in verdicts
         if False in verdicts:
-            other = group[1 + verdicts.index(False)]
-            differing_replicas.append(f"{box} (ranks {group[0].rank} and {other.rank})")
-    return JoinedTensor(
-        shape=first.shape,
-        chunks=tuple(_chunk(group) for group in groups.values()),
-        layout=layout,
-        complaint=complaint,
-        differing_replicas=tuple(differing_replicas),
-        uncompared=uncompared,
-    )
+            unequal = unequal or Unequal(box, one.rank, others[verdicts.index(False)].rank)
+        pairs = zip(others, verdicts, strict=True)
+        alike = [other for other, is_equal in pairs if is_equal is not False]
+        # Plain tensors that differ may even be of another shape.
+        chunks.append(chunk_of([one, *(alike if first.is_plain else others)]))
+    complaint = _disagreement(first, parts) if complaint is None else complaint
+    return Joined(tuple(chunks), complaint, unequal, uncompared)
 
 
-def _join_plain(
-    parts: Sequence[RankTensor], comparison: ReplicaComparison, complaint: str | None
-) -> JoinedTensor:
-    """A plain tensor: the first rank's, when that of every other rank is the same."""
-    first, *others = parts
-    verdicts = [(part, comparison.equal(first, part)) for part in others]
-    return JoinedTensor(
-        shape=first.shape,
-        chunks=(_chunk([first, *(part for part, is_equal in verdicts if is_equal is not False)]),),
-        layout=None,
-        complaint=complaint,
-        differing=tuple(part.rank for part, is_equal in verdicts if is_equal is False),
-        uncompared=any(is_equal is None for _, is_equal in verdicts),
-    )
-
-
-def _chunk(group: Sequence[RankTensor]) -> Chunk:
+def chunk_of(group: Sequence[RankTensor]) -> Chunk:
     """One chunk of the parts that hold the same box; the lowest rank's bytes come first."""
     first = group[0]
     return Chunk(
@@ -219,7 +205,7 @@ def _disagreement(first: RankTensor, parts: Sequence[RankTensor]) -> str | None:
             said = [f"a {one.kind}" for one in both]
         elif part.dtype != first.dtype:
             said = [one.dtype.name for one in both]
-        elif part.kind != _PLAIN and part.shape != first.shape:
+        elif not part.is_plain and part.shape != first.shape:
             said, what = [str(list(one.shape)) for one in both], "its global shape is"
         elif part.layout != first.layout:
             said = [f"({layout}) of {layout.mesh}" for layout in layouts]

@@ -20,11 +20,13 @@ from ckpt_tools import formats
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
+from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats.zip.checksums import Archives
 from ckpt_tools.formats.zip.read import Archive
 from ckpt_tools.proof.canonical_names import Inside, canonical_names
 from ckpt_tools.proof.consistency import compare_model_and_optimizer
+from ckpt_tools.proof.damage import read_everything
 from ckpt_tools.proof.damage_map import IntervalMap, describe, holes
 from ckpt_tools.proof.verify import VerifyReport, bytes_to_read, verify, verify_quick
 from ckpt_tools.storage.reader import Files, Window
@@ -573,7 +575,10 @@ def test_small_items_that_follow_one_another_are_read_together(
     index = formats.read_index(str(CHECKPOINTS / "fsdp2_bf16_fp32optim_dcp_4r/ckpt"))
     monkeypatch.setattr(Files, "read_some", read_some)
     with Files(sizes=DEFAULT) as files:
-        assert verify(index, files, threads=1).whole
+        read = read_everything(
+            index, files, seen=KnownCrcs(), threads=1, on_bytes=lambda _count: None
+        )
+    assert not read.damages
     items = sum(len(entry.chunks) for entry in index.tensors)
     assert len(reads) < items / 10
     assert sum(reads) < 2 * bytes_to_read(index)

@@ -10,11 +10,11 @@ only the first is parsed, and others are recognised by their bytes (`Templates`)
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ckpt_tools.core.index import (
     ByteRange,
@@ -41,7 +41,7 @@ from ckpt_tools.formats.torch_file.locate import SIGNS, located, resolved
 from ckpt_tools.formats.torch_file.open import strides_of
 from ckpt_tools.formats.zip import checksums
 from ckpt_tools.formats.zip import read as torch_zip
-from ckpt_tools.formats.zip.frames import MAX_FRAME, Frame, frame_of
+from ckpt_tools.formats.zip.frames import MAX_FRAME, KnownArchives
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files, Window
 
@@ -50,10 +50,10 @@ ZSTD = "zstd"
 ARCHIVES = frozenset({TORCH_SAVE, ZSTD})
 
 _CACHED_PICKLES = 4096
-_MAX_OF_ONE_LENGTH = 16
 _AHEAD = 16 << 20
 _MAX_WINDOW = 64 << 10
-_FETCHED = 64 << 20  # bytes of a store in memory at a time, of which little is kept
+_FETCHED = 64 << 20  # bytes of a store in memory at a time
+_Entry = TypeVar("_Entry", TensorEntry, ObjectEntry)
 # The constructors that NamedTuple generates would take half a second of a million items.
 _make = tuple.__new__
 
@@ -65,9 +65,41 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     the others.
     """
     opener = _Opener(files, lengths_of(index))
-    if is_address(index.root):
-        opener.fetch(c.data for entry in index.tensors for c in entry.chunks if c.codec is not None)
-    return located(index, opener.raw)
+    entries = fetched(index.tensors, opener.edges, files) if is_address(index.root) else None
+    return located(index, opener.raw, entries=entries)
+
+
+def fetched(
+    entries: Iterable[_Entry],
+    ranges: Callable[[_Entry], Iterable[ByteRange]],
+    files: Files,
+    *,
+    spared: tuple[type[CheckpointError], ...] = (),
+) -> Iterator[_Entry]:
+    """The entries, each when these ranges of it are in memory, which are asked of a store together.
+
+    It answers after tens of milliseconds: thousands of items asked for one by one are minutes.
+    Raises what `Files.fetch` raises, but for ``spared`` errors.
+    """
+    batch: list[_Entry] = []
+    wanted: list[ByteRange] = []
+    ends: dict[str, int] = {}
+    left = _FETCHED
+    for entry in entries:
+        batch.append(entry)
+        for one in ranges(entry):
+            wanted.append(one)
+            gap = one.offset - ends.get(one.path, one.offset)  # is fetched with neighbours
+            left -= one.length + (gap if 0 < gap <= files.sizes.fetched_gap else 0)
+            ends[one.path] = one.offset + one.length
+        if left <= 0:
+            with suppress(*spared):
+                files.fetch(wanted, most=_FETCHED)
+            yield from batch
+            batch, wanted, left = [], [], _FETCHED
+    with suppress(*spared):
+        files.fetch(wanted, most=_FETCHED)
+    yield from batch
 
 
 class _Opener:
@@ -77,12 +109,22 @@ class _Opener:
         self._files = files
         self._lengths = lengths
         self._seen: dict[bytes, StoredTensor] = {}
-        self._templates = Templates(files, lengths)
-        self.fetch = self._templates.fetch
+        self._known: KnownArchives[ItemContents] = KnownArchives()
+        self._window = min(_MAX_WINDOW, max(MAX_FRAME, _AHEAD // max(1, len(lengths))))
+        self._windows: dict[str, Window] = {}
+
+    def edges(self, entry: TensorEntry) -> Iterator[ByteRange]:
+        """What stands around the elements of a tensor's items: all that is read of most."""
+        for chunk in entry.chunks:
+            path, offset, length = chunk.data
+            if chunk.codec is not None and self._is_there(chunk.data):
+                edge = min(length, MAX_FRAME)
+                yield ByteRange(path, offset, edge)
+                yield ByteRange(path, offset + length - edge, edge)
 
     def raw(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         """The chunk as raw elements, checked against its own archive."""
-        place = self._known(entry, chunk)
+        place = self._as_known(entry, chunk)
         if place is not None:
             return self._as_found(entry, chunk, chunk.data, place)
         if chunk.codec is None:
@@ -94,14 +136,30 @@ class _Opener:
         item = unpacked(self._files, chunk.data, str(chunk.codec))
         return self._as_found(entry, chunk, item, self._read(entry, chunk, item))
 
-    def _known(self, entry: TensorEntry, chunk: Chunk) -> ItemContents | None:
+    def _as_known(self, entry: TensorEntry, chunk: Chunk) -> ItemContents | None:
         """What an item is, when it is like one that was read and as `.metadata` says."""
         if chunk.codec != TORCH_SAVE or not self._is_there(chunk.data):
             return None
-        place = self._templates.find(chunk.data)
-        if place is None or place.stored.dtype != entry.dtype.name:
+        path, offset, length = chunk.data
+        window = self._windows.get(path)
+        if window is None:
+            window = self._windows[path] = Window(self._files, self._window)
+        # Of large items, only the end of one and the beginning of the next are worth reading; what
+        # is read of a store is there already.
+        ahead = self._window if length <= self._window else 2 * MAX_FRAME
+        end = offset if is_address(path) else self._lengths[path]
+
+        def block(at: int, nbytes: int) -> tuple[bytearray, int]:
+            start = offset + at
+            return window.block(path, start, nbytes, until=min(start + ahead, end))
+
+        found = self._known.find(length, block)
+        if found is None:
             return None
-        return place if place.stored.shape == chunk.box.sizes else None
+        place = found[1]
+        if place.stored.dtype != entry.dtype.name or place.stored.shape != chunk.box.sizes:
+            return None
+        return place
 
     def _as_found(
         self, entry: TensorEntry, chunk: Chunk, item: ByteRange, place: ItemContents
@@ -134,7 +192,7 @@ class _Opener:
         offset = record.offset + start - item.offset
         place = ItemContents(stored, offset, end - start, strides_of(stored))
         if self._is_there(item):
-            self._templates.learn(item, archive, place)
+            self._known.learn(archive, f"data/{stored.storage.key}", place)
         return place
 
     def _is_there(self, data: ByteRange) -> bool:
@@ -167,101 +225,6 @@ class ItemContents(NamedTuple):
     offset: int
     length: int
     strides: tuple[int, ...] | None
-
-
-class Templates:
-    """The items that were learned, by their length, and blocks of files read ahead.
-
-    It compares bytes, and does not know what an archive is.
-    """
-
-    def __init__(self, files: Files, lengths: Mapping[str, int]) -> None:
-        self._files = files
-        self._lengths = lengths
-        self._known: dict[int, list[tuple[Frame, ItemContents]]] = {}
-        self._window = min(_MAX_WINDOW, max(MAX_FRAME, _AHEAD // max(1, len(lengths))))
-        self._blocks: dict[str, tuple[int, bytes]] = {}
-        self._fetched: dict[str, tuple[list[int], list[bytes]]] = {}
-
-    def fetch(self, items: Iterable[ByteRange]) -> None:
-        """Read what stands around the elements of these items, many at a time.
-
-        A store answers after tens of milliseconds: thousands of items asked for one by one are
-        minutes.
-        """
-        windows = [window for item in items for window in self._ends_of(item)]
-        joined: list[ByteRange] = []
-        for window in sorted(windows):
-            last = joined[-1] if joined else ByteRange("", 0, 0)
-            end = window.offset + window.length
-            if window.path == last.path and window.offset <= last.offset + last.length:
-                joined[-1] = last._replace(length=max(last.length, end - last.offset))
-            else:
-                joined.append(window)
-        for batch in self._batches(joined):
-            self._files.fetch(batch, most=_FETCHED)
-            for window in batch:
-                starts, data = self._fetched.setdefault(window.path, ([], []))
-                starts.append(window.offset)
-                data.append(self._files.read(*window))
-
-    def _batches(self, windows: Iterable[ByteRange]) -> Iterator[list[ByteRange]]:
-        """The windows in parts, so that what is fetched with them is dropped soon."""
-        batch: list[ByteRange] = []
-        left, last, near = _FETCHED, ByteRange("", 0, 0), self._files.sizes.fetched_gap
-        for window in windows:
-            gap = window.offset - last.offset - last.length if window.path == last.path else 0
-            left -= window.length + (gap if gap <= near else 0)
-            if left < 0 and batch:
-                yield batch
-                batch, left = [], _FETCHED
-            batch.append(window)
-            last = window
-        yield batch
-
-    def _ends_of(self, item: ByteRange) -> Iterable[ByteRange]:
-        path, offset, length = item
-        if offset + length <= self._lengths.get(path, 0):
-            edge = min(length, MAX_FRAME)
-            yield ByteRange(path, offset, edge)
-            yield ByteRange(path, offset + length - edge, edge)
-
-    def find(self, item: ByteRange) -> ItemContents | None:
-        """What an item is, when it is like one that was learned."""
-        path, offset, length = item
-        # Of large items, only the end of one and the beginning of the next are worth reading.
-        ahead = self._window if length <= self._window else 2 * MAX_FRAME
-        for frame, place in self._known.get(length, ()):
-            block, at = self._block(path, offset, len(frame.head), ahead=ahead)
-            if not frame.begins(block, at):
-                continue
-            tail = length - frame.tail_at
-            block, at = self._block(path, offset + frame.tail_at, tail, ahead=ahead)
-            if frame.ends(block, at):
-                return place
-        return None
-
-    def learn(self, item: ByteRange, archive: torch_zip.Archive, place: ItemContents) -> None:
-        """Remember an item that was read, when little stands around its elements."""
-        templates = self._known.setdefault(item.length, [])
-        if len(templates) < _MAX_OF_ONE_LENGTH:
-            frame = frame_of(archive, f"data/{place.stored.storage.key}")
-            if frame is not None:
-                templates.append((frame, place))
-
-    def _block(self, path: str, offset: int, length: int, *, ahead: int) -> tuple[bytes, int]:
-        """A block of a file that holds these bytes, and where: the last one, or one read now."""
-        starts, blocks = self._fetched.get(path, ((), ()))
-        place = bisect_right(starts, offset) - 1
-        if place >= 0 and offset + length <= starts[place] + len(blocks[place]):
-            return blocks[place], offset - starts[place]
-        start, data = self._blocks.get(path, (0, b""))
-        if offset < start or offset + length > start + len(data):
-            start = offset
-            left = self._lengths.get(path, 0) - offset
-            data = self._files.read(path, offset, max(length, min(ahead, left)))
-            self._blocks[path] = start, data
-        return data, offset - start
 
 
 def _check(entry: TensorEntry, chunk: Chunk, stored: StoredTensor, where: str) -> None:

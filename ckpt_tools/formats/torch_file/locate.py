@@ -6,7 +6,7 @@ and with its elements as they are; its chunk then points at a copy of the bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -36,12 +36,14 @@ def locate(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     return located(index, raw)
 
 
-def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
+def located(
+    index: CheckpointIndex, raw: Raw, *, entries: Iterable[TensorEntry] | None = None
+) -> CheckpointIndex:
     """The same index with each chunk as ``raw`` gives it, with the replicas of the same layout.
 
     What ``raw`` raises becomes a problem of the index, so that one chunk does not hide the others,
     and one for all tensors of which it says the same (a file may not be opened); so do flaws of
-    objects.
+    objects. ``entries`` are the tensors of the index, where something is to be read for each.
     """
     lengths = lengths_of(index)
 
@@ -51,7 +53,7 @@ def located(index: CheckpointIndex, raw: Raw) -> CheckpointIndex:
     tensors, problems = [], list(index.problems)
     found: dict[str, tuple[CheckpointError, list[str]]] = {}
     damaged = {fqn for problem in problems for fqn in problem.about}
-    for entry in index.tensors:
+    for entry in index.tensors if entries is None else entries:
         if entry.fqn in damaged or all(chunk.codec is None for chunk in entry.chunks):
             tensors.append(entry)
             continue

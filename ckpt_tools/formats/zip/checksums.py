@@ -17,14 +17,13 @@ from ckpt_tools.formats.protocol import (
     plain_parts,
     ready,
 )
-from ckpt_tools.formats.zip.frames import Frame, frame_of
+from ckpt_tools.formats.zip.frames import Frame, KnownArchives
 from ckpt_tools.formats.zip.read import Archive, read_archive, sniff
 from ckpt_tools.storage.reader import Files, Window
 
 _PART_BYTES = PART_BYTES
 # Small items of DCP follow one another in a file.
 _AHEAD = 64 << 10
-_MAX_FRAMES_OF_ONE_LENGTH = 16
 
 
 def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
@@ -36,19 +35,12 @@ def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPar
             yield from plain_parts(path, length)
 
 
-# What stands around the elements of an archive, and the lengths of the other records in it.
-_Good = tuple[Frame, tuple[int, ...]]
-
-
 class Archives:
-    """Archives to be checked from several threads: one like a good one need not be opened.
-
-    To open one takes longer than a MiB of it, and the interpreter's lock all the while.
-    """
+    """Archives to be checked from several threads: one like a good one need not be opened."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._good: dict[int, list[_Good]] = {}
+        self._good: KnownArchives[tuple[int, ...]] = KnownArchives()  # lengths of other records
 
     def parts(self, data: ByteRange) -> Iterator[ChecksumPart]:
         """An archive as one part; a large one in parts of about 64 MiB, when it can be opened."""
@@ -110,34 +102,33 @@ class Archives:
     def _known(self, data: ByteRange, window: Window) -> Checksummed | None:
         """The elements of an archive whose other records are those of a good one."""
         path, offset, length = data
-        for frame, others in self._good.get(length, ()):
-            tail = offset + frame.tail_at
-            block, at = window.block(path, tail, offset + length - tail, until=offset + length)
-            crc = _crc_of_elements(frame, block, at) if frame.ends(block, at) else None
-            if crc is None:
-                continue
-            block, at = window.block(path, offset, len(frame.head), until=offset + length)
-            if frame.begins(block, at):
-                name, start, end, _ = frame.varying[0]
-                elements = ByteRange(path, offset + start, end - start)
-                return Checksummed(elements, crc, f"record {name!r}", alike=others)
-        return None
+
+        def block(at: int, nbytes: int) -> tuple[bytearray, int]:
+            return window.block(path, offset + at, nbytes, until=offset + at + nbytes)
+
+        found = self._good.find(length, block)
+        if found is None:
+            return None
+        frame, others = found
+        crc = _crc_of_elements(frame, *block(frame.tail_at, length - frame.tail_at))
+        name, start, end, _ = frame.varying[0]
+        elements = ByteRange(path, offset + start, end - start)
+        if crc is None:
+            return None
+        return Checksummed(elements, crc, f"record {name!r}", alike=others)
 
     def _learn(self, archive: Archive) -> None:
         """Remember an archive of one record of elements, when all others are as their CRCs say."""
         elements = [name for name in archive.names if name.startswith("data/")]
-        good = self._good.setdefault(archive.length, [])
-        if len(elements) != 1 or len(good) >= _MAX_FRAMES_OF_ONE_LENGTH:
+        if len(elements) != 1 or not self._good.has_room(archive.length):
             return
+        others = [name for name in archive.names if name not in elements]
         try:
-            frame = frame_of(archive, elements[0])
-            others = [name for name in archive.names if name not in elements]
             lengths = tuple(len(archive.read(name)) for name in others)
-            checked = all(archive.record(name).crc is not None for name in others)
+            if all(archive.record(name).crc is not None for name in others):
+                self._good.learn(archive, elements[0], lengths)
         except CheckpointError:
-            return
-        if frame is not None and checked:
-            good.append((frame, lengths))
+            return  # good for no example; it is checked as any other
 
 
 def _crc_of_elements(frame: Frame, tail: bytearray, at: int) -> int | None:

@@ -16,8 +16,8 @@ bytes 704 to 720: its archive need not be opened.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.zip.read import Archive, VaryingRecord
@@ -26,6 +26,11 @@ from ckpt_tools.formats.zip.read import Archive, VaryingRecord
 MAX_FRAME = 4096
 # A random number that torch gives every archive.
 _SERIAL = ".data/serialization_id"
+_MOST_OF_ONE_LENGTH = 16
+
+T = TypeVar("T")
+# Given a place in an archive and a number of bytes: a block with these bytes, and where.
+Block: TypeAlias = Callable[[int, int], tuple[bytes | bytearray, int]]
 
 
 class Frame(NamedTuple):
@@ -50,6 +55,37 @@ class Frame(NamedTuple):
             if not block.startswith(data, at + start):
                 return False
         return True
+
+
+class KnownArchives(Generic[T]):
+    """Archives that were read, with what was learned of each: one like them need not be parsed.
+
+    To parse one takes longer than a MiB of it, and the interpreter's lock all the while.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[tuple[Frame, T]]] = {}
+
+    def find(self, length: int, block: Block) -> tuple[Frame, T] | None:
+        """The known archive that is like one of this length; its bytes are compared."""
+        for frame, learned in self._known.get(length, ()):
+            data, at = block(0, len(frame.head))
+            if frame.begins(data, at):
+                data, at = block(frame.tail_at, length - frame.tail_at)
+                if frame.ends(data, at):
+                    return frame, learned
+        return None
+
+    def has_room(self, length: int) -> bool:
+        """Whether one more archive of this length may be learned."""
+        return len(self._known.get(length, ())) < _MOST_OF_ONE_LENGTH
+
+    def learn(self, archive: Archive, name: str, learned: T) -> None:
+        """Remember an archive by all but this record, when little stands around that."""
+        if self.has_room(archive.length):
+            frame = frame_of(archive, name)
+            if frame is not None:
+                self._known.setdefault(archive.length, []).append((frame, learned))
 
 
 def frame_of(archive: Archive, name: str) -> Frame | None:

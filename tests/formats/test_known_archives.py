@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pickled import CHECKPOINTS
 
-from ckpt_tools.core.index import ByteRange
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.formats import locate, read_index
-from ckpt_tools.formats.dcp.items import ItemContents, Templates, archive_of
-from ckpt_tools.formats.pickle.load import load_tensors
-from ckpt_tools.formats.pickle.torch_stubs import StoredTensor
+from ckpt_tools.formats.zip.frames import KnownArchives
+from ckpt_tools.formats.zip.read import read_archive
 from ckpt_tools.storage.reader import Files
 
 
@@ -25,77 +23,53 @@ def saved(values: torch.Tensor) -> bytes:
     return file.getvalue()
 
 
-def items(path: Path, *contents: bytes) -> list[ByteRange]:
-    path.write_bytes(b"".join(contents))
-    ends = [sum(map(len, contents[: n + 1])) for n in range(len(contents))]
-    return [
-        ByteRange(str(path), end - len(data), len(data))
-        for end, data in zip(ends, contents, strict=True)
-    ]
+def learned(data: bytes) -> tuple[KnownArchives[str], int, int]:
+    """What knows this item, and where its elements begin and end."""
+    archive = read_archive(
+        lambda start, nbytes: data[start : start + nbytes], offset=0, length=len(data), where="item"
+    )
+    known: KnownArchives[str] = KnownArchives()
+    known.learn(archive, "data/0", "learned")
+    start, nbytes, _ = archive.record("data/0")
+    return known, start, start + nbytes
 
 
-def learned(files: Files, item: ByteRange) -> tuple[Templates, ItemContents]:
-    """Templates that know this item, and what it is."""
-    archive = archive_of(files, item, "item")
-    stored = load_tensors(archive.read("data.pkl"), where="item")
-    assert isinstance(stored, StoredTensor)
-    record = archive.record("data/0")
-    found = ItemContents(stored, record.offset - item.offset, record.length, None)
-    size = Path(item.path).stat().st_size
-    templates = Templates(files, {item.path: size})
-    templates.learn(item, archive, found)
-    return templates, found
+def is_known(known: KnownArchives[str], data: bytes) -> bool:
+    found = known.find(len(data), lambda at, nbytes: (data[at : at + nbytes], 0))
+    return found is not None and found[1] == "learned"
 
 
-def test_an_item_with_other_elements_is_alike(tmp_path: Path) -> None:
-    first, second = items(tmp_path / "f", saved(torch.arange(64.0)), saved(torch.randn(64)))
-
-    with Files() as files:
-        templates, found = learned(files, first)
-
-        assert templates.find(second) == found
+def test_an_item_with_other_elements_is_alike() -> None:
+    known, *_ = learned(saved(torch.arange(64.0)))
+    assert is_known(known, saved(torch.randn(64)))
 
 
 @pytest.mark.parametrize("elements", [16, 20_000])
-def test_every_changed_byte_outside_of_elements_and_sums_is_seen(
-    tmp_path: Path, elements: int
-) -> None:
+def test_every_changed_byte_outside_of_elements_and_sums_is_seen(elements: int) -> None:
     data = saved(torch.arange(float(elements)))
-    with Files() as files:
-        first, *_ = items(tmp_path / "f", data)
-        templates, found = learned(files, first)
-        unseen = []
-        for at in [*range(found.offset), *range(found.offset + found.length, len(data))]:
-            changed = bytearray(data)
-            changed[at] ^= 1
-            path = tmp_path / "g"
-            path.write_bytes(changed)
-            files.close()
-            fresh = Templates(files, {str(path): len(data)})
-            fresh._known = templates._known
-            if fresh.find(ByteRange(str(path), 0, len(data))):
-                unseen.append(at)
+    known, start, end = learned(data)
+    unseen = 0
+    for at in [*range(start), *range(end, len(data))]:
+        changed = bytearray(data)
+        changed[at] ^= 1
+        unseen += is_known(known, bytes(changed))
 
     # The CRC behind the elements and that in the directory; and the random number that torch
     # gives each archive, with its two CRCs.
-    assert len(unseen) == 4 + 4 + 40 + 4 + 4
+    assert unseen == 4 + 4 + 40 + 4 + 4
 
 
-def test_an_item_of_another_type_is_not_alike(tmp_path: Path) -> None:
+def test_an_item_of_another_type_is_not_alike() -> None:
     whole, floating = torch.arange(64, dtype=torch.int32), torch.arange(64, dtype=torch.float32)
-    first, *others = items(tmp_path / "f", *(saved(values) for values in (whole, floating)))
-
-    with Files() as files:
-        templates, _ = learned(files, first)
-
-        assert [templates.find(other) for other in others] == [None]
+    known, *_ = learned(saved(torch.arange(64)))
+    assert not any(is_known(known, saved(values)) for values in (whole, floating))
 
 
 def located(folder: Path, *, alike: bool) -> object:
     """What every item of a directory is, with or without telling items by those read before."""
     with pytest.MonkeyPatch.context() as patch, Files() as files:
         if not alike:
-            patch.setattr(Templates, "find", lambda *_args: None)
+            patch.setattr(KnownArchives, "find", lambda *_args: None)
         index = locate(read_index(str(folder)), files)
     problems = [(type(problem), problem.message, problem.about) for problem in index.problems]
     return [(entry.fqn, list(entry.chunks)) for entry in index.tensors], problems

@@ -22,9 +22,9 @@ from ckpt_tools.copying.strided import (
     steps,
 )
 from ckpt_tools.core.crc import crc32
-from ckpt_tools.core.geometry import Box, BoxIndex, slabs
+from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import ByteRange, TensorEntry
-from ckpt_tools.core.plan import Finder, ReadItem
+from ckpt_tools.core.plan import Finder, KnownReads, ReadItem
 from ckpt_tools.core.progress import ignore_bytes
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.paths import is_address
@@ -184,20 +184,6 @@ class ChunkReader:
             self._files.read_into(path, offset, view)  # goes on after a short read, or says why not
 
 
-class ReadsNearby:
-    """The reads of one item that may meet a box, found without trying them all."""
-
-    def __init__(self, reads: Sequence[ReadItem], *, few: int) -> None:
-        self._reads = reads
-        self._nearby = BoxIndex([read.box for read in reads]) if len(reads) > few else None
-
-    def near(self, box: Box) -> Sequence[ReadItem]:
-        """The reads that may meet this box."""
-        if self._nearby is None:
-            return self._reads
-        return [self._reads[place] for place in self._nearby.near(box)]
-
-
 def read_box(
     entry: TensorEntry,
     box: Box,
@@ -217,13 +203,13 @@ def read_box(
     short or cannot be read.
     """
     itemsize = entry.dtype.itemsize
-    nearby = ReadsNearby(Finder(entry).reads(box), few=files.sizes.few_chunks)
+    known = KnownReads(Finder(entry).reads(box), few=files.sizes.few_chunks)
     wanted = files.sizes.slab if slab_bytes is None else slab_bytes
     slab_bytes = max(itemsize, min(wanted, box.numel * itemsize))
     buffer = memoryview(bytearray(slab_bytes))
     reader = ChunkReader(files, stage_bytes=max(slab_bytes, 4096), on_run=on_run)
     for slab in slabs(box, max_numel=slab_bytes // itemsize):
-        reader.fill(nearby.near(slab), slab, itemsize=itemsize, out=buffer)
+        reader.fill(known.reads(slab), slab, itemsize=itemsize, out=buffer)
         yield buffer[: slab.numel * itemsize]
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckpt_tools.copying.parallel import IMPORTING
-from ckpt_tools.copying.read import ChunkReader, OnRun, ReadsNearby
+from ckpt_tools.copying.read import ChunkReader, OnRun
 from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, copy_of, runs_of, span_of
 from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of, nbytes_of
 from ckpt_tools.core.crc import combine, crc32
@@ -193,7 +193,6 @@ class TaskWriter:
         self._reader = ChunkReader(files, stage_bytes=slab, on_run=on_run)
         self._on_run = on_run
         self._casters: dict[tuple[str, str], Caster] = {}
-        self._nearby: tuple[WriteItem, ReadsNearby] | None = None
         self._moved, self._stop, self._in_kernel = moved, stop, in_kernel
 
     def write(self, task: Task, output: Output) -> int:
@@ -233,7 +232,7 @@ class TaskWriter:
         copies = [
             copy_of(read, part, within=piece.box, itemsize=piece.item.source.itemsize)
             for piece in task.pieces
-            for read in self._nearby_of(piece.item).near(piece.box)
+            for read in piece.item.finder.reads(piece.box)
             if (part := read.box.intersect(piece.box)) is not None
         ]
         if sum(map(span_of, copies)) <= self._room:
@@ -242,9 +241,9 @@ class TaskWriter:
     def _write_piece(self, piece: Slab, output: Output) -> int:
         """Write a piece slab by slab, and give its CRC-32 when its item wants one."""
         item, itemsize = piece.item, piece.item.source.itemsize
-        nearby, is_cast = self._nearby_of(item), item.source != item.target
+        is_cast = item.source != item.target
         if not is_cast and output.direct is None:
-            runs = runs_of(nearby.near(piece.box), piece.box, itemsize=itemsize)
+            runs = runs_of(item.finder.reads(piece.box), piece.box, itemsize=itemsize)
             is_long = runs is not None and piece.nbytes >= len(runs) * self._sizes.long_run
             if runs and is_long and all(self._files.has_descriptor(run.path) for run in runs):
                 return self._write_runs(runs, piece, output)
@@ -254,7 +253,7 @@ class TaskWriter:
             self._check_stop()
             self._align_to(offset)
             into = self._raw if is_cast else self._out
-            self._reader.fill(nearby.near(slab), slab, itemsize=itemsize, out=into)
+            self._reader.fill(item.finder.reads(slab), slab, itemsize=itemsize, out=into)
             view = self._out[: slab.numel * item.target.itemsize]
             if is_cast:
                 self._caster(item).cast(into[: slab.numel * itemsize], view)
@@ -379,9 +378,3 @@ class TaskWriter:
             block = max(1, self._slab // _CAST_SCRATCH)
             self._casters[key] = Caster(item.source, item.target, block=block)
         return self._casters[key]
-
-    def _nearby_of(self, item: WriteItem) -> ReadsNearby:
-        """The reads of an item, kept from one of its slabs to the next."""
-        if self._nearby is None or self._nearby[0] is not item:
-            self._nearby = item, ReadsNearby(item.reads, few=self._sizes.few_chunks)
-        return self._nearby[1]

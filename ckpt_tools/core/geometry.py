@@ -128,44 +128,15 @@ def slabs(box: Box, *, max_numel: int) -> Iterator[Box]:
             )
 
 
-class BoxIndex:
-    """Which of many boxes may meet a given one, without trying them all.
-
-    The boxes are sorted along the dimension that cuts them into the most pieces; a search there
-    leaves the few that can meet it. ``order`` gives the boxes' positions in that order.
-    """
-
-    __slots__ = ("_dim", "_longest", "_starts", "order")
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        ndim = len(boxes[0].sizes) if boxes else 0
-        pieces = [len({box.offsets[dim] for box in boxes}) for dim in range(ndim)]
-        self._dim = dim = pieces.index(max(pieces)) if pieces else None
-        self.order = list(range(len(boxes)))
-        self._starts: list[int] = []
-        self._longest = 0
-        if dim is not None:
-            self.order.sort(key=lambda place: (boxes[place].offsets[dim], boxes[place].offsets))
-            self._starts = [boxes[place].offsets[dim] for place in self.order]
-            self._longest = max(box.sizes[dim] for box in boxes)
-
-    def near(self, box: Box) -> list[int]:
-        """Positions of the boxes that may meet this one, in ascending order along the cut."""
-        dim = self._dim
-        if dim is None:
-            return self.order
-        start, size = box.offsets[dim], box.sizes[dim]
-        first = bisect_right(self._starts, start - self._longest)
-        return self.order[first : bisect_left(self._starts, start + size)]
-
-
-class SolidBoxes:
+class BoxFinder:
     """Which of many boxes hold parts of a given one: empty ones hold none, equal ones count once.
 
     Each is known by its place in ``boxes``, the first one of equals; ``numel`` elements are in all.
+    They are sorted along the dimension that cuts them into the most pieces: a search there leaves
+    the few that can meet a given one.
     """
 
-    __slots__ = ("_boxes", "_nearby", "_places", "numel")
+    __slots__ = ("_boxes", "_dim", "_longest", "_order", "_places", "_starts", "numel")
 
     def __init__(self, boxes: Iterable[Box]) -> None:
         first: dict[Box, int] = {}
@@ -174,7 +145,7 @@ class SolidBoxes:
         solid = [(box, place) for box, place in first.items() if 0 not in box.sizes]
         self._boxes = [box for box, _ in solid]
         self._places = [place for _, place in solid]
-        self._nearby: BoxIndex | None = None
+        self._order: list[int] | None = None  # many are asked only for all
         self.numel = sum(box.numel for box in self._boxes)
 
     def all(self) -> Iterator[tuple[int, Box]]:
@@ -183,10 +154,33 @@ class SolidBoxes:
 
     def parts(self, box: Box) -> Iterator[tuple[int, Box]]:
         """The place of each box that meets this one, and the part that they share."""
-        if self._nearby is None:
-            self._nearby = BoxIndex(self._boxes)
-        for at in self._nearby.near(box):
+        for at in self._near(box):
             there = self._boxes[at]
             part = box.intersect(there)
             if part is not None:
                 yield self._places[at], there if part == there else part
+
+    def near(self, box: Box) -> Iterator[int]:
+        """The places of those that may meet this box, not all of which do."""
+        return map(self._places.__getitem__, self._near(box))
+
+    def _near(self, box: Box) -> Sequence[int]:
+        """Those that may meet this box, in ascending order along the cut."""
+        order = self._sorted() if self._order is None else self._order
+        if self._dim is None:
+            return order
+        start, size = box.offsets[self._dim], box.sizes[self._dim]
+        first = bisect_right(self._starts, start - self._longest)
+        return order[first : bisect_left(self._starts, start + size)]
+
+    def _sorted(self) -> list[int]:
+        boxes = self._boxes
+        pieces = [len(set(offsets)) for offsets in zip(*(b.offsets for b in boxes), strict=True)]
+        order = list(range(len(boxes)))
+        self._dim = dim = pieces.index(max(pieces)) if pieces else None
+        if dim is not None:
+            order.sort(key=lambda at: (boxes[at].offsets[dim], boxes[at].offsets))
+            self._starts = [boxes[at].offsets[dim] for at in order]
+            self._longest = max(box.sizes[dim] for box in boxes)
+        self._order = order  # last: other threads then have all of it
+        return order

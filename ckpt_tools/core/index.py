@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, NewType, TypeAlias, TypeVar
 
 from ckpt_tools.core import text
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.geometry import Box, SolidBoxes, row_major_strides
+from ckpt_tools.core.geometry import Box, BoxFinder, row_major_strides
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.plain_values import PlainValue, closed_in
 from ckpt_tools.core.state_tree import Branch, completed
@@ -117,9 +117,9 @@ class Grid:
     ranks: tuple[int | None, ...]
 
     @cached_property
-    def solid(self) -> SolidBoxes:
+    def finder(self) -> BoxFinder:
         """What finds boxes in this grid."""
-        return SolidBoxes(self.boxes)
+        return BoxFinder(self.boxes)
 
 
 class GridChunks(Sequence[Chunk]):

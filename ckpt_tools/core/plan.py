@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 from ckpt_tools.core.dtypes import BY_NAME, DType
-from ckpt_tools.core.geometry import Box, SolidBoxes
+from ckpt_tools.core.geometry import Box, BoxFinder
 from ckpt_tools.core.index import Chunk, ObjectEntry, Path, TensorEntry
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.state_tree import Branch, completed
@@ -28,18 +28,29 @@ class ReadItem(NamedTuple):
 class Reads(Protocol):
     """Knows what a box is read from."""
 
-    def reads(self, box: Box) -> tuple[ReadItem, ...]:
+    def reads(self, box: Box) -> Sequence[ReadItem]:
         """What to read from which chunk so that the box is filled."""
 
 
-class KnownReads(NamedTuple):
-    """Reads that were found already, of all boxes that will be asked for."""
+class KnownReads:
+    """Reads that were found already, of all boxes that will be asked for.
 
-    found: tuple[ReadItem, ...]
+    Those that meet a box are looked up when there are more than ``few``, else tried.
+    """
 
-    def reads(self, _box: Box) -> tuple[ReadItem, ...]:
-        """All of them."""
-        return self.found
+    __slots__ = ("_boxes", "_few", "_found")
+
+    def __init__(self, found: Sequence[ReadItem], *, few: int = 1) -> None:
+        self._found, self._few = found, few
+        self._boxes: BoxFinder | None = None
+
+    def reads(self, box: Box) -> Sequence[ReadItem]:
+        """Those that may reach into the box."""
+        if len(self._found) <= self._few:
+            return self._found
+        if self._boxes is None:
+            self._boxes = BoxFinder(read.box for read in self._found)
+        return [self._found[at] for at in self._boxes.near(box)]
 
 
 class WriteItem(NamedTuple):
@@ -60,7 +71,7 @@ class WriteItem(NamedTuple):
     crc_at: tuple[int, ...] = ()
 
     @property
-    def reads(self) -> tuple[ReadItem, ...]:
+    def reads(self) -> Sequence[ReadItem]:
         """What tiles the box; computed at each access. Raises IncompleteError."""
         return self.finder.reads(self.box)
 
@@ -203,17 +214,17 @@ def require_mesh_size(targets: Iterable[Target], world_size: int) -> None:
 class Finder:
     """Finds the chunks of one tensor that hold a box; equal boxes count once, the first one."""
 
-    __slots__ = ("_solid", "entry")
+    __slots__ = ("_boxes", "entry")
 
     def __init__(self, entry: TensorEntry) -> None:
         self.entry = entry
-        self._solid = SolidBoxes(entry.boxes) if entry.grid is None else entry.grid.solid
+        self._boxes = BoxFinder(entry.boxes) if entry.grid is None else entry.grid.finder
 
     def require_whole(self) -> Finder:
         """The same finder. Raises IncompleteError when the chunks are fewer elements than the
         tensor has.
         """
-        self._require(self._solid.numel, Box.whole(self.entry.shape))
+        self._require(self._boxes.numel, Box.whole(self.entry.shape))
         return self
 
     def reads(self, box: Box) -> tuple[ReadItem, ...]:
@@ -223,8 +234,8 @@ class Finder:
         """
         if 0 in box.sizes:
             return ()
-        chunks, solid = self.entry.chunks, self._solid
-        parts = solid.all() if box.sizes == self.entry.shape else solid.parts(box)
+        chunks, boxes = self.entry.chunks, self._boxes
+        parts = boxes.all() if box.sizes == self.entry.shape else boxes.parts(box)
         reads = tuple(ReadItem(chunks[at], part) for at, part in parts)
         self._require(sum(read.box.numel for read in reads), box)
         return reads

@@ -21,7 +21,7 @@ from ckpt_tools.copying import task_writer, tasks
 from ckpt_tools.copying.read import ChunkReader
 from ckpt_tools.copying.task_writer import Output, TaskWriter
 from ckpt_tools.core.dtypes import BY_NAME
-from ckpt_tools.core.geometry import BoxIndex
+from ckpt_tools.core.geometry import BoxFinder
 from ckpt_tools.core.mesh_spec import parse_mesh, parse_placements
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.formats import read_index
@@ -95,7 +95,7 @@ def counted(patch: pytest.MonkeyPatch, seen: Counter[str]) -> None:
     for name in ("_copy", "_through_buffer", "_write_piece", "_put_crcs"):
         watch(TaskWriter, name)
     watch(ChunkReader, "_spread")
-    watch(BoxIndex, "near")
+    watch(BoxFinder, "near")
     watch(tasks, "without_slots")
     watch(task_writer, "add_jobs")
 

@@ -63,4 +63,4 @@ class _Waiting(NamedTuple):
     @property
     def stored(self) -> Chunk:
         """The chunk in the file, of which that of the read may be a view."""
-        return self.read.chunk.of or self.read.chunk
+        return self.read.chunk.stored

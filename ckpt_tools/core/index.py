@@ -51,28 +51,29 @@ class Chunk(NamedTuple):
     None for the raw little-endian elements; anything else must go through `formats.locate` first.
     ``replicas`` are other byte ranges that hold the same box, ``rank`` who saved it, if known.
 
-    A view of a chunk that is not located yet has that chunk as its codec. Its ``data`` and
-    ``strides`` are places among the elements of that, as if these were packed, from byte 0 on.
+    ``of`` is the chunk that this one is a view of, while that is not located: ``data`` and
+    ``strides`` are then places among its elements, as if these were packed, from byte 0 on.
     """
 
     box: Box
     data: ByteRange
     strides: tuple[int, ...] | None = None
-    codec: str | Chunk | None = None
+    codec: str | None = None
     replicas: tuple[ByteRange, ...] = ()
     rank: int | None = None
+    of: Chunk | None = None
 
     @property
-    def of(self) -> Chunk | None:
-        """The chunk that this one is a view of, while that is not located."""
-        return self.codec if isinstance(self.codec, Chunk) else None
+    def stored(self) -> Chunk:
+        """The chunk in the file: that which this is a view of, or itself."""
+        return self if self.of is None else self.of
 
     def to_view(self) -> Chunk:
         """The same chunk as a view of which others can be made, located or not."""
         if self.codec is None or self.of is not None:
             return self
         data = self.data._replace(offset=0)
-        return Chunk(self.box, data, codec=self, rank=self.rank)
+        return self._replace(data=data, strides=None, replicas=(), of=self)
 
     def placed(self, box: Box, start: int, strides: tuple[int, ...], *, itemsize: int) -> Chunk:
         """A view of the same file as ``box``: from byte ``start`` on, with these strides."""

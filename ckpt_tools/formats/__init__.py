@@ -163,7 +163,7 @@ def _stored(entry: TensorEntry) -> TensorEntry:
     """The entry with the chunks that its own are views of, each once."""
     if not _has_views(entry):
         return entry
-    chunks = {id(chunk.of or chunk): chunk.of or chunk for chunk in entry.chunks}
+    chunks = {id(chunk.stored): chunk.stored for chunk in entry.chunks}
     return replace(entry, chunks=tuple(chunks.values()))
 
 
@@ -171,11 +171,11 @@ def _seen(entry: TensorEntry, located: TensorEntry) -> TensorEntry:
     """The entry with its views of what `_stored` gave, now that this is located."""
     if not _has_views(entry):
         return located
-    ids = list(dict.fromkeys(id(chunk.of or chunk) for chunk in entry.chunks))
+    ids = dict.fromkeys(id(chunk.stored) for chunk in entry.chunks)
     found = {one: located.chunks[at] for at, one in enumerate(ids)}
     chunks = []
     for chunk in entry.chunks:
-        stored = found[id(chunk.of or chunk)]
+        stored = found[id(chunk.stored)]
         if chunk.of is not None:  # what could not be located has a problem now
             is_there = stored.codec is None
             stored = chunk.seen_in(stored, itemsize=entry.dtype.itemsize) if is_there else chunk

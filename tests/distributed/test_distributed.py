@@ -959,7 +959,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real = formats.locate
 
     def watched(index: CheckpointIndex, files: Files) -> LocatedIndex:
-        chunks = {str((c.of or c).data) for e in index.tensors for c in e.chunks if c.codec}
+        chunks = {str(c.stored.data) for e in index.tensors for c in e.chunks if c.codec}
         looked_at.extend(chunks)
         return real(index, files)
 

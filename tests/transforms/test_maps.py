@@ -192,7 +192,8 @@ def test_views_of_chunks_are_the_same_when_these_are_located_afterwards(
             else stored(Path(folder), array, (cut,)).chunks[0]
             for cut in cuts
         ]
-        items = [Chunk(one.box, ByteRange("item", 7, 999), codec="torch.save") for one in located]
+        data_range, strides = ByteRange("item", 7, 999), (1, 1)  # what these are is not known yet
+        items = [Chunk(one.box, data_range, strides, codec="torch.save") for one in located]
         entry = TensorEntry("x", ("x",), "model", BY_NAME["int32"], array.shape, items)
         view = views.view_of(entry)
         for _ in range(data.draw(st.integers(1, 4))):

@@ -81,7 +81,7 @@ class StoredChunks(GridChunks):
             grid.boxes, grid.paths, grid.ranks, self.starts, self.lengths, strict=True
         ):
             data = _make(ByteRange, (path, start, length))
-            yield _make(Chunk, (box, data, None, codec, (), rank))
+            yield _make(Chunk, (box, data, None, codec, (), rank, None))
 
 
 class StoredItems:

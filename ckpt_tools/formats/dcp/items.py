@@ -168,7 +168,7 @@ class _Opener:
         path, offset, _ = item
         data = _make(ByteRange, (path, offset + place.offset, place.length))
         sign = place.stored.sign
-        raw = _make(Chunk, (chunk.box, data, place.strides, sign, chunk.replicas, chunk.rank))
+        raw = _make(Chunk, (chunk.box, data, place.strides, sign, chunk.replicas, chunk.rank, None))
         return raw if sign is None else resolved(raw, entry.dtype, self._files)
 
     def _read(self, entry: TensorEntry, chunk: Chunk, item: ByteRange) -> ItemContents:

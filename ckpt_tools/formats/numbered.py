@@ -1,25 +1,35 @@
-"""Files of one checkpoint as Hugging Face names them: ``NAME-00001-of-00003`` and an index JSON.
+"""Checkpoints of many files as Hugging Face names them: ``NAME-00001-of-00003`` and an index JSON.
 
-What the numbers and the index prove to be missing, for safetensors and .bin files. What is in
-the files is not known here.
+Which files belong together, what each should hold and which are missing, for safetensors and .bin
+files. What is in one is read by its format (`Reading.read_one`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from posixpath import basename
 from typing import NamedTuple
 
+from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.text import is_name, is_text, some
-from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError, paths_instead
+from ckpt_tools.errors import (
+    CheckpointError,
+    IncompleteError,
+    UnreadableError,
+    paths_instead,
+    unreadable,
+)
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
+INDEX_SUFFIX = ".index.json"
+_USUAL_INDEX = "model.safetensors.index.json"
 NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
 _SHOWN = 3  # names shown of a longer list
 _MOST_MISSING = 1000  # a gap in numbers is not listed further than this
@@ -45,20 +55,20 @@ class Index:
             names[path].append(fqn)
         return names
 
-    def missing(self, path: str, fqns: Sequence[str]) -> IncompleteError:
+    def missing(self, path: str, listed: Sequence[str]) -> IncompleteError:
         """The error for a file that does not exist, or is none."""
         what = "is a folder" if paths.is_dir(path) else "does not exist"
         return IncompleteError(
-            f"{path} {what}; {self.name} has {some(fqns, _SHOWN)} in it.",
+            f"{path} {what}; {self.name} has {some(listed, _SHOWN)} in it.",
             hint="Copy the missing file into the folder, or download it again.",
-            about=fqns,
+            about=listed,
         )
 
-    def disagreements(self, path: str, held: Collection[str]) -> Iterator[CheckpointError]:
-        """Names that a file lacks, or has, against the index."""
-        lacking = sorted(
-            fqn for fqn, file in self.weight_map.items() if file == path and fqn not in held
-        )
+    def disagreements(
+        self, path: str, listed: Sequence[str], held: Collection[str]
+    ) -> Iterator[CheckpointError]:
+        """Names that a file lacks, or has, against those that are listed for it."""
+        lacking = [fqn for fqn in listed if fqn not in held]
         extra = sorted(fqn for fqn in held if self.weight_map.get(fqn) != path)
         if lacking:
             yield IncompleteError(
@@ -71,6 +81,32 @@ class Index:
                 hint="They are from two saves, or one was edited.",
                 about=extra,
             )
+
+
+def names_in(folder: str, suffix: str) -> list[str]:
+    """The names of a folder's files with this suffix, and of their index JSON, sorted."""
+    ends = (suffix, suffix + INDEX_SUFFIX)
+    try:
+        ours = sorted(n for n in paths.listdir(folder) if n.endswith(ends) and n[0] != ".")
+        return [name for name in ours if not paths.is_dir(paths.joined(folder, name))]
+    except OSError as error:
+        raise unreadable(folder, error, doing="listed") from error
+
+
+def index_among(folder: str, names: Iterable[str]) -> str | None:
+    """The path of the index JSON among these names, None when there is none.
+
+    Raises CheckpointError when there are several.
+    """
+    listed = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if _USUAL_INDEX in listed:
+        return paths.joined(folder, _USUAL_INDEX)
+    if len(listed) > 1:
+        raise CheckpointError(
+            f"{folder} holds {len(listed)} checkpoints: {some(listed, _SHOWN)}.",
+            hint=f"Name one of them: {paths.joined(folder, listed[0])}",
+        )
+    return paths.joined(folder, listed[0]) if listed else None
 
 
 def parse_index(path: str, files: Files) -> Index:
@@ -101,6 +137,82 @@ def _total_size(raw: Mapping[str, object]) -> int | None:
     if isinstance(total, float):  # some tools divide on the way
         return int(total) if total.is_integer() else None
     return total if isinstance(total, int) else None
+
+
+@dataclass(slots=True)
+class Reading(ABC):
+    """The files of one checkpoint, read one after another; what cannot be read is a problem.
+
+    ``names`` are the names in each file that was read, by its path.
+    """
+
+    root: str
+    opened: Files
+    files: list[FileEntry] = field(default_factory=list)
+    names: dict[str, Collection[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[CheckpointError] = field(default_factory=list)
+
+    @abstractmethod
+    def read_one(self, path: str, size: int) -> Collection[str]:
+        """Take in a file of ``size`` bytes, and give the names in it. Raises CheckpointError."""
+
+    def read(self, file_paths: Iterable[str], *, by_file: Mapping[str, Sequence[str]]) -> None:
+        """Read files; a problem that names nothing is about all that the file should hold."""
+        for path in file_paths:
+            size, known = None, len(self.problems)
+            try:
+                size = self.opened.size(path)
+                self.names[path] = self.read_one(path, size)
+            except CheckpointError as error:
+                self.problems.append(error)
+            self.problems[known:] = [
+                problem.concerning(by_file[path])
+                if path in by_file and not problem.about
+                else problem
+                for problem in self.problems[known:]
+            ]
+            self.files.append(FileEntry(path, size))
+
+    def read_unlisted(self, file_paths: Iterable[str]) -> None:
+        """Read files that no index lists. Raises the first problem when none can be read."""
+        self.read(file_paths, by_file={})
+        if self.problems and not self.names:
+            raise self.problems[0]
+
+    def read_listed(self, index: Index) -> None:
+        """Read the files of an index JSON, and hold both against each other."""
+        by_file = index.by_file()
+        there = [path for path in by_file if paths.is_file(path) or paths.special(path)]
+        self.read(there, by_file=by_file)
+        for path in sorted(by_file.keys() - there):
+            self.files.append(FileEntry(path, None))
+            self.problems.append(index.missing(path, by_file[path]))
+        for path, held in self.names.items():
+            self.problems += index.disagreements(path, by_file[path], held)
+
+    def add_gaps(self, gaps: Gaps) -> None:
+        """Missing files come first: they explain the holes that follow from them."""
+        self.files += [FileEntry(path, None) for path in gaps.paths]
+        self.problems[:0] = gaps.problems
+        self.notes += gaps.notes
+
+
+def owners(
+    holders: Mapping[str, Sequence[str]], weight_map: Mapping[str, str]
+) -> tuple[dict[str, str], dict[tuple[str, str], list[str]]]:
+    """Of names that several files hold the one that counts: the listed one, else the first.
+
+    With it the names for which nothing says so, by the first two files that hold them.
+    """
+    counting: dict[str, str] = {}
+    doubles: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for fqn, (first, second, *more) in sorted(holders.items()):
+        listed = weight_map.get(fqn)
+        counting[fqn] = listed if listed in (first, second, *more) else first
+        if counting[fqn] != listed:
+            doubles[first, second].append(fqn)
+    return counting, doubles
 
 
 class Gaps(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import Chunk, HeaderStrings, TensorEntry
 from ckpt_tools.core.text import rank_spans, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnreadableError
-from ckpt_tools.formats.numbered import Gaps, absent, two_saves
+from ckpt_tools.formats.numbered import Gaps, absent, owners, two_saves
 from ckpt_tools.formats.safetensors.header import Header, Stored, natural_numbers
 from ckpt_tools.formats.safetensors.sections import KEY, Home, Homes, decoded
 from ckpt_tools.formats.slices import both_hold
@@ -107,19 +107,18 @@ def join(parts: Sequence[TensorFile], *, weight_map: Mapping[str, str]) -> Joine
         for fqn, stored in part.header.tensors.items():
             held[fqn].append(_Held(part, stored))
     homes = _homes(held)
-    doubles: dict[tuple[str, str], list[str]] = defaultdict(list)
+    several = {
+        fqn: [part.path for part, _ in group]
+        for fqn, group in held.items()
+        if len(group) > 1 and any(part.offsets is None for part, _ in group)
+    }
+    counting, doubles = owners(several, weight_map)
     joined = JoinedTensors([], [])
     for fqn in sorted(held):
-        group = held[fqn]
-        if len(group) > 1 and any(part.offsets is None for part, _ in group):
-            # Of a name that several files hold whole, the one that is listed counts.
-            listed = [one for one in group if one.part.path == weight_map.get(fqn)]
-            if not listed:
-                doubles[group[0].part.path, group[1].part.path].append(fqn)
-            group = listed or group[:1]
+        group = [one for one in held[fqn] if one.part.path == counting.get(fqn, one.part.path)]
         group = _agreeing(group, fqn, problems=joined.problems)
         joined.tensors.append(_entry(group, fqn, home=homes[fqn], problems=joined.problems))
-    joined.problems.extend(_double_problems(doubles))
+    joined.problems.extend(both_hold(*files, fqns) for files, fqns in doubles.items())
     return joined
 
 
@@ -144,13 +143,6 @@ def _homes(held: Mapping[str, Sequence[_Held]]) -> dict[str, Home]:
     sections = names.classify([(fqn,) for fqn in bare])
     bare_homes = {fqn: Home((), section) for fqn, (section, _) in zip(bare, sections, strict=True)}
     return bare_homes | {fqn: homes.of(fqn) for fqn, homes in stated.items() if homes is not None}
-
-
-def _double_problems(
-    doubles: Mapping[tuple[str, str], Sequence[str]],
-) -> Iterator[CheckpointError]:
-    for (first, second), fqns in doubles.items():
-        yield both_hold(first, second, fqns)
 
 
 def _agreeing(group: list[_Held], fqn: str, *, problems: list[CheckpointError]) -> list[_Held]:

@@ -1,4 +1,4 @@
-"""Files and folders in the formats of other tools: what they are, and what to use for them.
+"""What a file is by its first bytes, and files and folders of other tools: what to use for them.
 
 They are known by their names and first bytes alone; nothing of them is read.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
 from ckpt_tools.storage import paths
 
-_HEAD = 512
+HEAD = 512  # bytes that tell what a file is
 _MAX_LOOKED_AT = 200
 
 
@@ -113,16 +113,68 @@ _FILES = (
     (_KERAS, r".*\.keras"),
     (_PADDLE, r".*\.(pdparams|pdopt)"),
 )
-_MAGICS = (
-    (b"GGUF", _GGUF),
-    (b"\x93NUMPY", _NPY),
-    (b"\x89HDF\r\n\x1a\n", _HDF5),
-    (b"\x1f\x8b", _PACKED),
-    (b"\xfd7zXZ", _PACKED),
+_OfTool = Literal["packed", "gguf", "npy", "hdf5"]
+_Lost = Literal["empty", "zeros", "lfs", "html"]
+Kind = Literal["safetensors", "zip", "pickle", "tar", "json", "unknown"] | _OfTool | _Lost
+_MAGICS: tuple[tuple[bytes, Kind], ...] = (
+    (b"PK\x03\x04", "zip"),
+    (b"PK\x05\x06", "zip"),
+    (b"\x80\x02", "pickle"),
+    (b"\x80\x03", "pickle"),
+    (b"\x80\x04", "pickle"),
+    (b"\x80\x05", "pickle"),
+    (b"version https://git-lfs", "lfs"),
+    (b"\x1f\x8b", "packed"),
+    (b"\xfd7zXZ", "packed"),
+    (b"\x28\xb5\x2f\xfd", "packed"),
+    (b"GGUF", "gguf"),
+    (b"\x93NUMPY", "npy"),
+    (b"\x89HDF\r\n\x1a\n", "hdf5"),
 )
+_TOOLS: dict[Kind, _Tool] = {"packed": _PACKED, "gguf": _GGUF, "npy": _NPY, "hdf5": _HDF5}
+# What is said of a file that should be another one, and what to do.
+_SAID: dict[Kind, tuple[str, str | None]] = {
+    "safetensors": ("is a safetensors file", None),
+    "zip": ("begins with a zip archive, as torch.save writes", None),
+    "pickle": ("is a pickle, as old torch.save wrote", None),
+    "tar": ("is a tar archive", None),
+    "empty": ("is empty", "The save or the copy stopped before it wrote anything."),
+    "zeros": ("begins with zeros", "It was never written: a crash, a full disk."),
+    "lfs": (
+        "is a Git LFS pointer: a few lines of text, and the file itself was never fetched",
+        "Fetch it in its repository: git lfs pull.",
+    ),
+    "html": ("is a web page (HTML or XML)", "The download went wrong; fetch the file again."),
+    "json": ("is a JSON file", None),
+    "unknown": ("does not begin like one", None),
+    **{kind: (f"is {tool.what}", tool.way) for kind, tool in _TOOLS.items()},
+}
 _OLD_TORCH = (b"sys_info", b"pickle", b"storages", b"tensors")
 _CHECKPOINTS = (b".pt", b".pth", b".bin", b".ckpt", b".safetensors", b".distcp", b"/.metadata")
-_LFS = b"version https://git-lfs"
+
+
+def sniff(head: bytes) -> Kind:
+    """What a file is, by its first bytes: `HEAD` of them for a tar, 64 for anything else."""
+    if not any(head):
+        return "zeros" if head else "empty"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
+        return "safetensors"  # first: the length of its header may be any magic number
+    for magic, kind in _MAGICS:
+        if head.startswith(magic):
+            return kind
+    if head[257:262] == b"ustar":
+        return "tar"
+    text = head.lstrip()[:1]
+    return "html" if text == b"<" else "json" if text == b"{" else "unknown"
+
+
+def not_a(wanted: str, path: str, kind: Kind, *, hint: str | None = None) -> UnreadableError:
+    """The error for a file that should be ``wanted``, and is of this kind.
+
+    ``hint`` is what to do where the kind alone does not tell.
+    """
+    what, way = _SAID[kind]
+    return UnreadableError(f"{path} is not a {wanted}: it {what}.", hint=hint or way)
 
 
 def refuse_foreign(path: str) -> None:
@@ -135,8 +187,8 @@ def refuse_foreign(path: str) -> None:
         if tool_and_sign is not None:
             raise _refusal(path, tool_and_sign[0], f" (it holds {tool_and_sign[1]})")
     elif paths.is_file(path):
-        head = paths.head(path, _HEAD)
-        if head.startswith(_LFS):
+        head = paths.head(path, HEAD)
+        if is_lfs_pointer(head):
             raise lfs_pointer(path)
         tool = _of_name(os.path.basename(path)) or _of_bytes(head)
         if tool is not None:
@@ -160,15 +212,13 @@ def is_foreign(path: str) -> bool:
 
 def lfs_pointer(path: str) -> UnreadableError:
     """The error for a pointer of Git LFS."""
-    return UnreadableError(
-        f"{path} is a Git LFS pointer: a few lines of text, and the file itself was never fetched.",
-        hint="Fetch it in its repository: git lfs pull.",
-    )
+    what, way = _SAID["lfs"]
+    return UnreadableError(f"{path} {what}.", hint=way)
 
 
 def is_lfs_pointer(head: bytes) -> bool:
     """Whether a file that begins with these bytes is a pointer of Git LFS."""
-    return head.startswith(_LFS)
+    return sniff(head) == "lfs"
 
 
 def _refusal(path: str, tool: _Tool, seen: str) -> CheckpointError:
@@ -222,11 +272,12 @@ def _of_bytes(head: bytes) -> _Tool | None:
     A zip that begins with a checkpoint's file is packed by hand, and so is a tar that torch 0.1
     did not write.
     """
-    if head.startswith(b"PK\x03\x04"):
+    kind = sniff(head)
+    if kind == "zip":
         name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
         if name.endswith(b".npy") and b"/" not in name:
             return _NPZ
         return _PACKED if name.endswith(_CHECKPOINTS) else None
-    if head[257:262] == b"ustar":
+    if kind == "tar":
         return None if head[:100].rstrip(b"\0") in _OLD_TORCH else _PACKED
-    return next((tool for magic, tool in _MAGICS if head.startswith(magic)), None)
+    return _TOOLS.get(kind)

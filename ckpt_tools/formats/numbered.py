@@ -25,6 +25,7 @@ from ckpt_tools.errors import (
     paths_instead,
     unreadable,
 )
+from ckpt_tools.formats.foreign import not_a, sniff
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
@@ -112,6 +113,9 @@ def index_among(folder: str, names: Iterable[str]) -> str | None:
 def parse_index(path: str, files: Files) -> Index:
     """An index JSON, checked. Raises UnreadableError when it is not sound."""
     data = files.read(path, 0, files.size(path))
+    kind = sniff(data[:64])
+    if kind not in ("json", "unknown"):
+        raise not_a("JSON file", path, kind)
     try:
         raw: object = json.loads(data)
     except (ValueError, RecursionError) as error:

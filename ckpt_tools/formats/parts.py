@@ -39,7 +39,7 @@ from ckpt_tools.errors import (
     paths_instead,
     unreadable,
 )
-from ckpt_tools.formats.foreign import is_lfs_pointer, lfs_pointer
+from ckpt_tools.formats.foreign import HEAD, not_a, sniff
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
@@ -318,15 +318,11 @@ def _archive(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Br
     Raises UnreadableError for anything else.
     """
     from ckpt_tools.formats.dcp.items import TORCH_SAVE  # late: few folders have parts
-    from ckpt_tools.formats.zip import read as torch_zip
 
-    head = paths.head(path, 512)
-    if is_lfs_pointer(head):
-        raise lfs_pointer(path)
-    is_archive = torch_zip.sniff(head) == "zip"
-    if not is_archive and not head.startswith(b"\x80"):
-        found = "" if head else ": it is empty"
-        raise UnreadableError(f"{path} is not a file of torch.save{found}.")
+    kind = sniff(paths.head(path, HEAD))
+    if kind not in ("zip", "pickle"):
+        raise not_a("file of torch.save", path, kind)
+    is_archive = kind == "zip"
     entry = ObjectEntry(
         *(names.join(place), place, "other", ByteRange(path, 0, length)),
         type_name=None if is_archive else "torch.save file",

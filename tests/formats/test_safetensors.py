@@ -147,6 +147,16 @@ def test_what_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes, sa
         read(path)
 
 
+@pytest.mark.parametrize("magic", [b"\x1f\x8b", b"\x80\x02"], ids=["gzip", "pickle"])
+def test_the_length_of_a_header_is_not_taken_for_a_magic_number(
+    tmp_path: Path, magic: bytes
+) -> None:
+    text = json.dumps({"w": tensor([2], 0)}).encode()
+    length = int.from_bytes(magic, "little")
+    path = write(tmp_path / "model.safetensors", text.ljust(length), data=bytes(8))
+    assert [entry.fqn for entry in formats.read_index(str(path)).tensors] == ["w"]
+
+
 @pytest.mark.parametrize(
     ("header", "said"),
     [
@@ -383,11 +393,13 @@ def test_an_odd_total_size_does_no_harm(tmp_path: Path, total: object) -> None:
         ),
     ],
 )
-def test_an_unsound_index_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
-    write(tmp_path / "x.safetensors", {"a": tensor([2], 0)})
-    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_an_unsound_index_is_refused(
+    tmp_path: Path, content: bytes, said: str, suffix: str
+) -> None:
+    (tmp_path / f"model.{suffix}.index.json").write_bytes(content)
     with pytest.raises(UnreadableError, match=said):
-        read(tmp_path)
+        formats.read_index(str(tmp_path))
 
 
 def test_a_folder_in_the_place_of_a_file_is_said_to_be_one(tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def test_a_view_that_leaves_its_storage_is_refused() -> None:
         (b"<!DOCTYPE html><html></html>", "it is a web page"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
         (b"\x00" * 64, "begins with zeros"),
-        (b"x" * 64, "does not begin like a zip archive"),
+        (b"x" * 64, "does not begin like one"),
     ],
 )
 def test_what_is_no_checkpoint_is_named(tmp_path: Path, content: bytes, reason: str) -> None:

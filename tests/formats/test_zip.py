@@ -11,12 +11,12 @@ import torch
 from pickled import CASES, CHECKPOINTS, archive_of, saved_files
 
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.foreign import sniff
 from ckpt_tools.formats.zip.read import (
     Archive,
     is_little_endian,
     read_archive,
     require_little_endian,
-    sniff,
 )
 
 REAL = [
@@ -106,9 +106,9 @@ def test_a_cut_archive_is_told_so() -> None:
         (b"", "it is empty"),
         (b"<!DOCTYPE html><html>", "a web page"),
         (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
-        (b"\x28\xb5\x2f\xfd....", "compressed with zstd"),
-        (b"\x80\x02}.", "a plain pickle"),
-        (b"nothing that anybody knows", "does not begin like a zip"),
+        (b"\x28\xb5\x2f\xfd....", "a packed archive"),
+        (b"\x80\x02}.", "it is a pickle"),
+        (b"nothing that anybody knows", "does not begin like one"),
     ],
 )
 def test_what_is_no_archive_is_named(data: bytes, words: str) -> None:
@@ -245,6 +245,6 @@ def test_files_are_told_by_their_first_bytes(path: Path, kind: str) -> None:
     assert sniff(path.read_bytes()[:512]) == kind
 
 
-@pytest.mark.parametrize(("head", "kind"), [(bytes(512), "zeros"), (b"\x1f\x8b\x08", "gzip")])
+@pytest.mark.parametrize(("head", "kind"), [(bytes(512), "zeros"), (b"\x1f\x8b\x08", "packed")])
 def test_what_crashes_and_packers_leave_is_told(head: bytes, kind: str) -> None:
     assert sniff(head) == kind

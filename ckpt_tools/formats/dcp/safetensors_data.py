@@ -17,7 +17,7 @@ from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import CheckpointError, UnreadableError
 from ckpt_tools.formats.dcp import SAFETENSORS
 from ckpt_tools.formats.dcp.items import TORCH_SAVE
-from ckpt_tools.formats.zip import read as torch_zip
+from ckpt_tools.formats.foreign import sniff
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def resolve(index: CheckpointIndex, files: Files) -> CheckpointIndex:
     if not _lengths_are_bare(index):
         return index
     first = _first_place(index, lengths)
-    if first is None or torch_zip.sniff(files.read(*first, 9)) != "safetensors":
+    if first is None or sniff(files.read(*first, 9)) != "safetensors":
         return index
     starts = {
         place.path: place.offset

@@ -17,6 +17,7 @@ from ckpt_tools.core.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.text import are, is_name, some
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.foreign import Kind, not_a, sniff
 from ckpt_tools.storage.reader import Files
 
 PREFIX = 8  # bytes of the header's length
@@ -27,15 +28,7 @@ _ZIP_HINT = (
     "Give it the suffix .pt; or, if torch's HuggingFaceStorageWriter wrote it, save again with "
     "tensors only: plain values in the state dict go in front of the header and break the file."
 )
-# What people find in place of a checkpoint, by its first bytes.
-_FOREIGN = (
-    (b"version https://git-lfs", "is a Git LFS pointer", "Fetch the file itself: git lfs pull."),
-    (b"<", "is an HTML or XML page", "The download went wrong; fetch the file again."),
-    (b"PK\x03\x04", "begins with a zip archive, as torch.save writes", _ZIP_HINT),
-    (b"\x80", "is a pickle, as old torch.save wrote", "Give it the suffix .pt."),
-    (b"{", "is a JSON file", None),
-    (bytes(64), "begins with zeros", "It was never written: a crash, a full disk."),
-)
+_HINTS: dict[Kind, str] = {"zip": _ZIP_HINT, "pickle": "Give it the suffix .pt."}
 
 
 class Stored(NamedTuple):
@@ -117,30 +110,12 @@ def length_problem(header: Header, path: str, *, end: int) -> UnreadableError | 
     )
 
 
-def looks_like_safetensors(start: bytes) -> bool:
-    """Whether a file that begins with these bytes (nine or more) has a safetensors header."""
-    length = int.from_bytes(start[:PREFIX], "little")
-    return start[PREFIX : PREFIX + 1] == b"{" and 2 <= length <= MAX_HEADER
-
-
-def foreign(path: str, start: bytes) -> UnreadableError | None:
-    """What the file is instead, if its first bytes tell."""
-    if not start:
-        return UnreadableError(
-            f"{path} is empty.", hint="The save or the copy stopped before it wrote anything."
-        )
-    for magic, what, hint in _FOREIGN:
-        if start.lstrip().startswith(magic) and not looks_like_safetensors(start):
-            return UnreadableError(f"{path} is not a safetensors file: it {what}.", hint=hint)
-    return None
-
-
 def _header_text(files: Files, path: str, *, offset: int, length: int) -> bytes:
     """The bytes of the JSON, after the checks that need no parsing."""
     start = files.read(path, offset, min(length, 64))
-    stranger = foreign(path, start)
-    if stranger is not None:
-        raise stranger
+    kind = sniff(start)
+    if kind not in ("safetensors", "unknown"):
+        raise not_a("safetensors file", path, kind, hint=_HINTS.get(kind))
     if length < PREFIX + 2:
         raise UnreadableError(f"{path} is truncated: {length:,} bytes hold no safetensors header.")
     size = int.from_bytes(start[:PREFIX], "little")

@@ -16,6 +16,7 @@ from itertools import islice
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.text import some
 from ckpt_tools.errors import CheckpointError, IncompleteError, paths_instead
+from ckpt_tools.formats.foreign import sniff
 from ckpt_tools.formats.numbered import (
     INDEX_SUFFIX,
     NUMBERED,
@@ -29,12 +30,7 @@ from ckpt_tools.formats.numbered import (
 )
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.safetensors import join as parts_of
-from ckpt_tools.formats.safetensors.header import (
-    foreign,
-    length_problem,
-    looks_like_safetensors,
-    parse_header,
-)
+from ckpt_tools.formats.safetensors.header import length_problem, parse_header
 from ckpt_tools.formats.safetensors.join import SHARD, TensorFile, make_part
 from ckpt_tools.formats.slices import said_by_header
 from ckpt_tools.storage import paths
@@ -90,7 +86,7 @@ def matches(path: str) -> bool:
         return False
     name = os.path.basename(place)
     is_ours = name.endswith((SUFFIX, SUFFIX + INDEX_SUFFIX)) and not name.startswith(".")
-    return is_ours or looks_like_safetensors(paths.head(path, 16))
+    return is_ours or sniff(paths.head(path, 16)) == "safetensors"
 
 
 def read_index(
@@ -113,7 +109,7 @@ def read_index(
             return _read_folder(reading, folder, names)
         if listed is None:
             return _read_single(reading, place)
-        index = _parse_index(listed, files)
+        index = parse_index(listed, files)
         _read_listed(reading, index)
         _look_beside(reading, index, (paths.joined(folder, name) for name in names))
         _check_consolidated(reading, folder)
@@ -186,15 +182,6 @@ def _without_copies(reading: _Reading, names: list[str]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------- the index
-
-
-def _parse_index(path: str, files: Files) -> Index:
-    """An index JSON. Raises CheckpointError when it is not sound, or something else."""
-    head = files.read(path, 0, min(64, files.size(path)))
-    stranger = None if head.startswith(b"{") else foreign(path, head)
-    if stranger is not None:
-        raise stranger
-    return parse_index(path, files)
 
 
 def _read_listed(reading: _Reading, index: Index) -> None:

@@ -14,6 +14,7 @@ from ckpt_tools.core.dtypes import dtype_named
 from ckpt_tools.core.geometry import row_major_strides
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.foreign import HEAD, sniff
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle import load as pickles
 from ckpt_tools.formats.pickle.torch_stubs import StoredStorage, StoredTensor
@@ -21,9 +22,6 @@ from ckpt_tools.formats.torch_file import legacy as torch_legacy
 from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.formats.zip.read import Record
 from ckpt_tools.storage.reader import Files
-
-# Bytes of the head that tell what a file is.
-HEAD = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ def open_saved(path: str, files: Files, *, options: ReadOptions) -> SavedFile:
     pickle that asks for unknown globals, UnsupportedError for what torch can save and we refuse.
     """
     length = files.size(path)
-    kind = torch_zip.sniff(files.read(path, 0, min(HEAD, length)))
+    kind = sniff(files.read(path, 0, min(HEAD, length)))
     if kind == "pickle":
         stream = torch_legacy.read_stream(path, length=length, options=options)
         return SavedFile(

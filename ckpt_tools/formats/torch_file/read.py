@@ -26,6 +26,7 @@ from ckpt_tools.core.index import (
 from ckpt_tools.core.layout import Layout, Replicate
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError, paths_instead
+from ckpt_tools.formats.foreign import HEAD, sniff
 from ckpt_tools.formats.numbered import only_a_part
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.pickle.shared_storage import overlapping, tied
@@ -33,13 +34,11 @@ from ckpt_tools.formats.pickle.state_dict import TensorLeaf, flatten
 from ckpt_tools.formats.pickle.torch_stubs import StoredDTensor, StoredPieces, StoredTensor
 from ckpt_tools.formats.torch_file import dtensor_read as dtensors
 from ckpt_tools.formats.torch_file.open import (
-    HEAD,
     SavedFile,
     byte_range_of,
     open_saved,
     strides_of,
 )
-from ckpt_tools.formats.zip import read as torch_zip
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
@@ -49,6 +48,7 @@ _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _PROGRAMS = (".pt2", ".ptl", ".ts", ".torchscript", ".jit")
 # Many archives one after the other, each of a part of one tensor.
 _DCP_DATA = ".distcp"
+_OTHER_BIN = ("unknown", "json", "gguf", "npy", "hdf5")  # all else is a download gone wrong
 # The magic number that every older file begins with, as a pickle of protocol 2.
 _LEGACY_HEAD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -62,14 +62,14 @@ def matches(path: str) -> bool:
         head = paths.head(path, HEAD)
     except OSError:
         return suffix in _SUFFIXES  # reading it will say what is wrong
-    kind = torch_zip.sniff(head)
+    kind = sniff(head)
     if head.startswith(_LEGACY_HEAD) or (kind == "zip" and b"data.pkl" in head):
         return True
     if suffix in _PROGRAMS:
         return kind == "zip"
     if suffix not in _SUFFIXES or kind == "safetensors":
         return False
-    return kind != "unknown" or suffix != ".bin"
+    return suffix != ".bin" or kind not in _OTHER_BIN
 
 
 def read_index(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:

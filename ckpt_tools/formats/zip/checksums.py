@@ -8,6 +8,7 @@ from functools import partial
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.index import ByteRange, CheckpointIndex
 from ckpt_tools.errors import CheckpointError
+from ckpt_tools.formats.foreign import HEAD, sniff
 from ckpt_tools.formats.protocol import (
     PART_BYTES,
     Checksummed,
@@ -18,7 +19,7 @@ from ckpt_tools.formats.protocol import (
     ready,
 )
 from ckpt_tools.formats.zip.frames import Frame, KnownArchives
-from ckpt_tools.formats.zip.read import Archive, read_archive, sniff
+from ckpt_tools.formats.zip.read import Archive, read_archive
 from ckpt_tools.storage.reader import Files, Window
 
 _PART_BYTES = PART_BYTES
@@ -29,7 +30,7 @@ _AHEAD = 64 << 10
 def parts_of_files(index: CheckpointIndex, files: Files) -> Iterator[ChecksumPart]:
     """The archives of a checkpoint; a file of torch.save's old format has no checksums."""
     for path, length in lengths_of(index).items():
-        if sniff(files.read(path, 0, min(512, length))) == "zip":
+        if sniff(files.read(path, 0, min(HEAD, length))) == "zip":
             yield from Archives(files).parts(ByteRange(path, 0, length))
         else:
             yield from plain_parts(path, length)

@@ -15,25 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from struct import Struct
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats.foreign import HEAD, not_a, sniff
 
 ReadBytes = Callable[[int, int], bytes]
-Kind = Literal[
-    "zip",
-    "pickle",
-    "tar",
-    "safetensors",
-    "html",
-    "lfs",
-    "zstd",
-    "gzip",
-    "zeros",
-    "empty",
-    "unknown",
-]
 
 # A DCP item of a few KB then costs one read, and of a larger one the end record and most central
 # directories come with the first.
@@ -55,19 +43,6 @@ _CRC_AT = 16
 _UNPLAIN = 0x2061  # flags: encrypted (0x1, 0x40, 0x2000), or a patch (0x20)
 _FOLDER = 0x10  # an attribute: torch then gives memory that was never written, and no error
 _ABSENT_32 = 0xFFFFFFFF
-
-_FOREIGN: dict[Kind, str] = {
-    "empty": "it is empty",
-    "html": "it is a web page, not a download of the file",
-    "lfs": "it is a Git LFS pointer: the file itself was never fetched (git lfs pull)",
-    "tar": "it is a tar archive",
-    "safetensors": "it is a safetensors file",
-    "zstd": "it is compressed with zstd",
-    "gzip": "it is compressed with gzip",
-    "zeros": "it begins with zeros, as what was never written does (a crash, a full disk)",
-    "pickle": "it is a plain pickle",
-    "unknown": "it does not begin like a zip archive",
-}
 
 
 class Record(NamedTuple):
@@ -99,35 +74,6 @@ class _DirectoryEntry(NamedTuple):
     length: int
     crc: int
     crc_at: int
-
-
-def sniff(head: bytes) -> Kind:
-    """What a file is, by its first bytes; 512 of them are enough."""
-    if not head:
-        return "empty"
-    if not any(head):
-        return "zeros"
-    for magic, kind in _MAGICS:
-        if head.startswith(magic):
-            return kind
-    if head[257:262] == b"ustar":
-        return "tar"
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
-        return "safetensors"
-    return "html" if head.lstrip()[:1] == b"<" else "unknown"
-
-
-_MAGICS: tuple[tuple[bytes, Kind], ...] = (
-    (b"PK\x03\x04", "zip"),
-    (b"PK\x05\x06", "zip"),
-    (b"\x28\xb5\x2f\xfd", "zstd"),
-    (b"\x1f\x8b", "gzip"),
-    (b"version https://git-lfs", "lfs"),
-    (b"\x80\x02", "pickle"),
-    (b"\x80\x03", "pickle"),
-    (b"\x80\x04", "pickle"),
-    (b"\x80\x05", "pickle"),
-)
 
 
 class Archive:
@@ -350,13 +296,13 @@ class _Source:
 
     def refuse(self) -> None:
         """Raise what the bytes are, given that they are no whole zip archive."""
-        kind = sniff(self.take(0, min(512, self.length)))
+        kind = sniff(self.take(0, min(HEAD, self.length)))
         if kind == "zip":
             raise UnreadableError(
                 f"{self.where} is truncated: {self.length:,} bytes, and its end record is missing.",
                 hint="Copy the file again, or save the checkpoint again.",
             )
-        raise UnreadableError(f"{self.where} is not a torch.save archive: {_FOREIGN[kind]}.")
+        raise not_a("torch.save archive", self.where, kind)
 
     def _raise_cut(self, length: int, expected: int) -> None:
         raise UnreadableError(

@@ -315,7 +315,7 @@ def read_written(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoi
 
 def is_checkpoint(path: str) -> bool:
     """Whether exactly this is a checkpoint: of one format, or a framework's folder of parts."""
-    return parts.find(path) is not None or detect(path) is not None
+    return frameworks.parts_of(path) is not None or detect(path) is not None
 
 
 def _is_listed(path: str) -> bool:
@@ -325,7 +325,7 @@ def _is_listed(path: str) -> bool:
 
 def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
     """The index of what is a checkpoint, with its framework, and what shows the framework."""
-    folder_parts = parts.find(place)
+    folder_parts = frameworks.parts_of(place)
     # A file that changes while headers are read has changed, too.
     before = _states(place) | _states_beside(place)
     if folder_parts is not None:

@@ -1,16 +1,25 @@
 """Framework folders: where the checkpoint sits inside one, and which framework made it.
 
 Frameworks are not formats. They put a checkpoint of a known format under names of their own, with
-side files around it; this room knows those names.
+side files around it, or in parts; this room knows those names.
+
+    checkpoint-500/   Accelerate, Trainer   pytorch_model_fsdp_0/ or .bin, optimizer_0/ or .bin,
+                                            or files of ranks (pytorch_model_fsdp_0_rank3.bin …),
+                                            scheduler, trainer_state.json, states of random numbers
+    step100/          OLMo                  model_and_optim/, train/rank0.pt …
+    state.ckpt/       Lightning             .metadata with .distcp files, and all else in meta.pt
 """
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from glob import escape
 
-from ckpt_tools.core.index import CheckpointIndex
+from ckpt_tools.core.index import CheckpointIndex, Path
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.unfinished import SUFFIX
 
@@ -22,9 +31,22 @@ SUPPORTED = (
 _MAX_DEPTH = 4
 _MAX_FOLDERS = 5_000
 _MAX_LINK = 1_024  # bytes of a path in a text file
+# A model or an optimizer of Accelerate, its number, and the rank of a file of one.
+_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_(\d+))?(?:_rank(?:\d+|\*))?(?:\.bin)?")
+_TRAINER_STATE = "trainer_state.json"
+RANDOM_STATES = re.compile(r"(random_states|rng_state)_(\d+)\.(?:pkl|pth)")
+_SCHEDULERS = re.compile(r"(scheduler|scaler)\.(?:bin|pt)")
+_OLMO = "model_and_optim"
+# Files of ranks come from LOCAL_STATE_DICT, and with ``_0`` from ``use_dcp=False``.
+_MODEL = (
+    *("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"),
+    *("pytorch_model_fsdp_rank*.bin", "pytorch_model_fsdp_0_rank*.bin"),
+)
+_OPTIM = ("optimizer_0", "optimizer.bin", "optimizer_0_rank*.bin")
+_RANK_OF_OLMO = re.compile(r"rank(\d+)\.pt")
 # Files that torch.save wrote, and that hold no weights: not checkpoints of their own.
 _SIDE_FILE = re.compile(
-    r"(random_states_\d+\.pkl|rng_state.*\.pth|scheduler\.(bin|pt)|scaler\.(bin|pt)"
+    rf"({RANDOM_STATES.pattern}|rng_state.*\.pth|{_SCHEDULERS.pattern}"
     r"|training_args\.bin|meta\.pt|common\.pt|sampler.*\.bin|dl_state_dict.*\.bin"
     r"|data(_\d+)?\.pt|(train_)?dataloader\.pt"
     r"|(trainer_state|progress|recipe_state|step_scheduler)\.pt)"
@@ -126,7 +148,6 @@ def _candidates(parent: str) -> list[str]:
 
 # Frameworks that keep a checkpoint beside other parts of the same save.
 _SPREAD = ("accelerate", "transformers", "olmo")
-_PART = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?(\.bin)?|model_and_optim")
 
 
 def sources_of(index: CheckpointIndex) -> list[str]:
@@ -165,13 +186,12 @@ def folder_of_save(index: CheckpointIndex) -> str | None:
 def whole_of(index: CheckpointIndex) -> str | None:
     """The folder of a save that a checkpoint is only a part of, spelled as its path is."""
     is_spread = index.framework in _SPREAD
-    return (
-        paths.folder_of(index.root) if is_spread and _is_part(paths.absolute(index.root)) else None
-    )
+    return paths.folder_of(index.root) if is_spread and _is_part(index.root) else None
 
 
 def _is_part(root: str) -> bool:
-    return _PART.fullmatch(os.path.basename(root)) is not None
+    name = os.path.basename(paths.absolute(root))
+    return name == _OLMO or _ACCELERATE.fullmatch(name) is not None
 
 
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
@@ -180,7 +200,7 @@ def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
     folder, name = os.path.split(root)
     parent = os.path.basename(folder)
     for answer in (
-        _by_accelerate_names(name, folder),
+        _of_part(folder, name),
         _by_files(root),
         _by_folder_names(index, name, parent),
         _by_entries(index),
@@ -190,12 +210,15 @@ def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _by_accelerate_names(name: str, folder: str) -> tuple[str, str] | None:
-    ours = r"(pytorch_model_fsdp|optimizer)(_\d+(\.bin)?|\.bin)"
-    if not re.fullmatch(ours, name):
+def _of_part(folder: str, name: str) -> tuple[str, str] | None:
+    """The framework that calls a part of a checkpoint so, and what shows it."""
+    if name == _OLMO:
+        return "olmo", f"the folder name {name}"
+    match = _ACCELERATE.fullmatch(name)
+    if match is None or name == match[1]:
         return None
-    if paths.is_file(os.path.join(folder, "trainer_state.json")):
-        return "transformers", f"trainer_state.json beside {name}"
+    if paths.is_file(os.path.join(folder, _TRAINER_STATE)):
+        return "transformers", f"{_TRAINER_STATE} beside {name}"
     beside = re.compile(r"(pytorch_model_fsdp|random_states).*")
     if name.startswith("pytorch_model_fsdp") or any(map(beside.fullmatch, paths.listdir(folder))):
         return "accelerate", f"the name {name}"
@@ -203,10 +226,7 @@ def _by_accelerate_names(name: str, folder: str) -> tuple[str, str] | None:
 
 
 def _by_files(root: str) -> tuple[str, str] | None:
-    folder = root if paths.is_dir(root) else os.path.dirname(root)
-    if paths.is_dir(root) and paths.is_file(os.path.join(root, "meta.pt")):
-        return "lightning", "meta.pt beside .metadata"
-    if paths.is_dir(root) and paths.is_file(os.path.join(folder, "fsdp_config.json")):
+    if paths.is_dir(root) and paths.is_file(os.path.join(root, "fsdp_config.json")):
         return "verl", "fsdp_config.json beside the rank files"
     return None
 
@@ -216,8 +236,6 @@ def _by_folder_names(index: CheckpointIndex, name: str, parent: str) -> tuple[st
         return "verl", f"the folder {parent}/{name}"
     if re.match(r"(ep\d+-ba\d+|latest-rank\d+|latest-sharded)", name):
         return "composer", f"the name {name}"
-    if name == "model_and_optim":
-        return "olmo", "the folder name model_and_optim"
     return None
 
 
@@ -232,3 +250,99 @@ def _by_entries(index: CheckpointIndex) -> tuple[str, str] | None:
         if ("state", "timestamp") in beginnings:
             return "composer", "the entry state.timestamp"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class FolderParts:
+    """The parts of a checkpoint in a folder.
+
+    ``main`` are paths of checkpoints, or globs of rank files, with the container of the entries of
+    each, None for those that have their own. ``flat`` are torch.save files of other state with
+    their containers, ``closed`` files that become one object each with the places of these.
+    """
+
+    root: str
+    framework: str
+    shown_by: str
+    main: tuple[tuple[str, str | None], ...]
+    flat: tuple[tuple[str, str | None], ...] = ()
+    closed: tuple[tuple[str, Path], ...] = ()
+
+    @property
+    def paths(self) -> list[str]:
+        """Every file and folder that is read."""
+        return [path for path, _ in (*self.main, *self.flat, *self.closed)]
+
+
+def parts_of(folder: str) -> FolderParts | None:
+    """The parts that a framework left in a folder, None for any other folder."""
+    if not paths.is_dir(folder):
+        return None
+    try:
+        held = set(paths.listdir(folder))
+    except OSError:
+        return None
+    return _accelerate(folder, held) or _olmo(folder, held) or _lightning(folder, held)
+
+
+def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
+    model = [name for name in _MODEL if fnmatch.filter(held, name)]
+    optim = [name for name in _OPTIM if fnmatch.filter(held, name)]
+    # Several models or optimizers are several checkpoints.
+    numbers = (match[2] or "0" for match in filter(None, map(_ACCELERATE.fullmatch, held)))
+    said = _of_part(folder, model[0]) if len(model) == 1 else None
+    if said is None or len(optim) > 1 or any(map(int, numbers)):
+        return None
+    if "*" in model[0] and not optim:
+        return None  # rank files like any others
+    main = [
+        (_at(escape(folder) if "*" in name else folder, name), container)
+        for name, container in zip(model + optim, ("model", "optimizer"), strict=False)
+    ]
+    closed: list[tuple[str, Path]] = []
+    for name in sorted(held, key=_by_number):
+        match = RANDOM_STATES.fullmatch(name)
+        if match:
+            closed.append((_at(folder, name), (match[1], f"rank_{match[2]}")))
+    flat = {m[1]: name for name in sorted(held) if (m := _SCHEDULERS.fullmatch(name))}
+    if _TRAINER_STATE in held:
+        closed.append((_at(folder, _TRAINER_STATE), ("trainer_state",)))
+    return FolderParts(
+        folder,
+        *said,
+        main=tuple(main),
+        flat=tuple((_at(folder, name), container) for container, name in flat.items()),
+        closed=tuple(closed),
+    )
+
+
+def _olmo(folder: str, held: Collection[str]) -> FolderParts | None:
+    inner, said = _at(folder, _OLMO), _of_part(folder, _OLMO)
+    if _OLMO not in held or said is None or not paths.is_dir(inner):
+        return None
+    train = _at(folder, "train")
+    ranks = paths.listdir(train) if "train" in held and paths.is_dir(train) else []
+    closed = tuple(
+        (_at(train, name), ("train", f"rank_{match[1]}"))
+        for name in sorted(ranks, key=_by_number)
+        if (match := _RANK_OF_OLMO.fullmatch(name))
+    )
+    return FolderParts(folder, *said, ((inner, None),), closed=closed)
+
+
+def _lightning(folder: str, held: Collection[str]) -> FolderParts | None:
+    if not {".metadata", "meta.pt"} <= set(held):
+        return None
+    meta = (_at(folder, "meta.pt"), None)
+    return FolderParts(
+        folder, "lightning", "meta.pt beside .metadata", ((folder, None),), flat=(meta,)
+    )
+
+
+def _at(folder: str, name: str) -> str:
+    return os.path.join(folder, name)
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    digits = re.search(r"\d+", name)
+    return (int(digits[0]) if digits else -1), name

@@ -1,11 +1,5 @@
 """Folders in which a framework keeps one checkpoint in parts: they are joined into one index.
 
-    checkpoint-500/   Accelerate, Trainer   pytorch_model_fsdp_0/ or .bin, optimizer_0/ or .bin,
-                                            or files of ranks (pytorch_model_fsdp_0_rank3.bin …),
-                                            scheduler, trainer_state.json, states of random numbers
-    step100/          OLMo                  model_and_optim/, train/rank0.pt …
-    state.ckpt/       Lightning             .metadata with .distcp files, and all else in meta.pt
-
 A part is a checkpoint of some format by itself; its entries get the container that the others of
 its kind have. A chunk's codec says what its bytes are, so a joined index needs no format of its
 own: it has that of the model.
@@ -13,13 +7,10 @@ own: it has that of the model.
 
 from __future__ import annotations
 
-import fnmatch
 import os
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from glob import escape
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import (
@@ -40,121 +31,12 @@ from ckpt_tools.errors import (
     unreadable,
 )
 from ckpt_tools.formats.foreign import HEAD, not_a, sniff
+from ckpt_tools.formats.frameworks import RANDOM_STATES, FolderParts
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
-# Files of ranks come from LOCAL_STATE_DICT, and with ``_0`` from ``use_dcp=False``.
-_MODEL = (
-    *("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"),
-    *("pytorch_model_fsdp_rank*.bin", "pytorch_model_fsdp_0_rank*.bin"),
-)
-_OPTIM = ("optimizer_0", "optimizer.bin", "optimizer_0_rank*.bin")
-# Several models or optimizers, which are several checkpoints.
-_SECOND = re.compile(r"(pytorch_model_fsdp|optimizer)_[1-9]\d*(_rank\d+)?(\.bin)?")
-_OF_RANK = re.compile(r"(random_states|rng_state)_(\d+)\.(?:pkl|pth)")
-_RANK_OF_OLMO = re.compile(r"rank(\d+)\.pt")
-_WHOLE = re.compile(r"(scheduler|scaler)\.(?:bin|pt)")
-_TRAINER_STATE = "trainer_state.json"
 _MAX_JSON = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class FolderParts:
-    """The parts of a checkpoint in a folder.
-
-    ``main`` are paths of checkpoints, or globs of rank files, with the container of the entries of
-    each, None for those that have their own. ``flat`` are torch.save files of other state with
-    their containers, ``closed`` files that become one object each with the places of these.
-    """
-
-    root: str
-    framework: str
-    shown_by: str
-    main: tuple[tuple[str, str | None], ...]
-    flat: tuple[tuple[str, str | None], ...] = ()
-    closed: tuple[tuple[str, Path], ...] = ()
-
-    @property
-    def paths(self) -> list[str]:
-        """Every file and folder that is read."""
-        return [path for path, _ in (*self.main, *self.flat, *self.closed)]
-
-
-def find(folder: str) -> FolderParts | None:
-    """The parts that a framework left in a folder, None for any other folder."""
-    if not paths.is_dir(folder):
-        return None
-    try:
-        held = set(paths.listdir(folder))
-    except OSError:
-        return None
-    return _accelerate(folder, held) or _olmo(folder, held) or _lightning(folder, held)
-
-
-def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
-    model = [name for name in _MODEL if fnmatch.filter(held, name)]
-    optim = [name for name in _OPTIM if fnmatch.filter(held, name)]
-    if len(model) != 1 or len(optim) > 1 or any(map(_SECOND.fullmatch, held)):
-        return None
-    if "*" in model[0] and not optim:
-        return None  # rank files like any others
-    main = [
-        (_at(escape(folder) if "*" in name else folder, name), container)
-        for name, container in zip(model + optim, ("model", "optimizer"), strict=False)
-    ]
-    closed: list[tuple[str, Path]] = []
-    for name in sorted(held, key=_by_number):
-        match = _OF_RANK.fullmatch(name)
-        if match:
-            closed.append((_at(folder, name), (match[1], f"rank_{match[2]}")))
-    flat = {m[1]: name for name in sorted(held) if (m := _WHOLE.fullmatch(name))}
-    is_trainers = _TRAINER_STATE in held
-    if is_trainers:
-        closed.append((_at(folder, _TRAINER_STATE), ("trainer_state",)))
-    shown_by = f"{_TRAINER_STATE} beside {model[0]}" if is_trainers else f"the name {model[0]}"
-    return FolderParts(
-        root=folder,
-        framework="transformers" if is_trainers else "accelerate",
-        shown_by=shown_by,
-        main=tuple(main),
-        flat=tuple((_at(folder, name), container) for container, name in flat.items()),
-        closed=tuple(closed),
-    )
-
-
-def _olmo(folder: str, held: Collection[str]) -> FolderParts | None:
-    inner = _at(folder, "model_and_optim")
-    if "model_and_optim" not in held or not paths.is_dir(inner):
-        return None
-    train = _at(folder, "train")
-    ranks = paths.listdir(train) if "train" in held and paths.is_dir(train) else []
-    closed = tuple(
-        (_at(train, name), ("train", f"rank_{match[1]}"))
-        for name in sorted(ranks, key=_by_number)
-        if (match := _RANK_OF_OLMO.fullmatch(name))
-    )
-    return FolderParts(
-        folder, "olmo", "the folder name model_and_optim", ((inner, None),), closed=closed
-    )
-
-
-def _lightning(folder: str, held: Collection[str]) -> FolderParts | None:
-    if not {".metadata", "meta.pt"} <= set(held):
-        return None
-    meta = (_at(folder, "meta.pt"), None)
-    return FolderParts(
-        folder, "lightning", "meta.pt beside .metadata", ((folder, None),), flat=(meta,)
-    )
-
-
-def _at(folder: str, name: str) -> str:
-    return os.path.join(folder, name)
-
-
-def _by_number(name: str) -> tuple[int, str]:
-    digits = re.search(r"\d+", name)
-    return (int(digits[0]) if digits else -1), name
 
 
 def joined(
@@ -279,7 +161,9 @@ class _Joining:
             said = [f"{os.path.basename(root)} by {size} ranks" for root, size in sizes.items()]
             yield f"Saved by different numbers of ranks: {', '.join(said)}. Are they of one save?"
         own = {
-            int(m[2]) for p in self.parts.paths if (m := _OF_RANK.fullmatch(os.path.basename(p)))
+            int(m[2])
+            for p in self.parts.paths
+            if (m := RANDOM_STATES.fullmatch(os.path.basename(p)))
         }
         absent = sorted(set(range(max(sizes.values(), default=0))) - own)
         if own and absent:

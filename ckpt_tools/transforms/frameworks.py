@@ -23,7 +23,7 @@ from ckpt_tools.core.mesh_spec import FSDP2_NAMES
 from ckpt_tools.core.plan import FilePlan, LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
 from ckpt_tools.errors import AnswerNo, UsageError
-from ckpt_tools.formats.frameworks import HUB_FOLDER, folder_of_save
+from ckpt_tools.formats.frameworks import HUB_FOLDER, RANDOM_STATES, folder_of_save
 from ckpt_tools.transforms import optimizer, param_names
 from ckpt_tools.transforms.base import copied_file, small_file
 from ckpt_tools.transforms.optimizer import Digest, ParamNames, Shape
@@ -45,7 +45,6 @@ _STEP = re.compile(r"(?:global_step_|step[-_=]?|checkpoint-|ep\d+-ba)(\d+)(?:\D.
 _SCALERS = ("GradScaler", "ClosureGradScaler", "ShardedGradScaler")
 # verl's folder of config and tokenizer may hold a copy of the model, too.
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?)(\.index\.json)?")
-_RANK_FILES = r"random_states_\d+\.pkl|rng_state_\d+\.pth"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +254,7 @@ def _side_files(job: _Job) -> tuple[dict[str, str], list[str]]:
     """What Accelerate finds beside model and optimizer, and notes on what was left out."""
     side = ("scheduler.bin", "scheduler.pt", "trainer_state.json", "config.json")
     copied = _beside_source(job.source, side, r"sampler.*|scheduler_\d+.bin|custom_checkpoint.*")
-    states = _beside_source(job.source, (), _RANK_FILES)
+    states = _beside_source(job.source, (), RANDOM_STATES.pattern)
     ranks = len(states) or job.source.world_size
     states |= _beside_source(job.source, (), r"dl_state_dict.*")  # positions in the data
     left_out = job.left_out()

@@ -33,6 +33,7 @@ from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment, run
 from ckpt_tools.errors import UsageError, reason_of
 from ckpt_tools.formats import ReadOptions, read_index
+from ckpt_tools.formats.find import member
 from ckpt_tools.storage import paths
 from ckpt_tools.transforms import frameworks, param_names
 from ckpt_tools.transforms.base import Transform
@@ -230,7 +231,7 @@ def _param_names(text: str, read: ReadOptions) -> ParamNames:
     """
     if text == "stored":
         return ParamNames()
-    if os.path.isfile(text) and formats.detect(formats.frameworks.member(text)) is None:
+    if os.path.isfile(text) and formats.detect(member(text)) is None:
         return ParamNames(param_names.parse_names(_text_of(text), where=text))
     if not os.path.exists(text):
         raise UsageError(f"--param-names: {text} does not exist.")

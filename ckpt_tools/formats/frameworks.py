@@ -15,7 +15,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from glob import escape
 
@@ -23,14 +23,6 @@ from ckpt_tools.core.index import CheckpointIndex, Path
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.unfinished import SUFFIX
 
-SUPPORTED = (
-    "Known are: DCP directories (.metadata with .distcp files), folders of per-rank .pt files of "
-    "DTensors, torch.save files (.pt, .pth, .bin, .ckpt), and safetensors files and folders."
-)
-
-_MAX_DEPTH = 4
-_MAX_FOLDERS = 5_000
-_MAX_LINK = 1_024  # bytes of a path in a text file
 # A model or an optimizer of Accelerate, its number, and the rank of a file of one.
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_(\d+))?(?:_rank(?:\d+|\*))?(?:\.bin)?")
 _TRAINER_STATE = "trainer_state.json"
@@ -44,7 +36,7 @@ _MODEL = (
 )
 _OPTIM = ("optimizer_0", "optimizer.bin", "optimizer_0_rank*.bin")
 _RANK_OF_OLMO = re.compile(r"rank(\d+)\.pt")
-# Files that torch.save wrote, and that hold no weights: not checkpoints of their own.
+# Files that torch.save wrote, and that hold no weights.
 _SIDE_FILE = re.compile(
     rf"({RANDOM_STATES.pattern}|rng_state.*\.pth|{_SCHEDULERS.pattern}"
     r"|training_args\.bin|meta\.pt|common\.pt|sampler.*\.bin|dl_state_dict.*\.bin"
@@ -59,91 +51,9 @@ HUB_FORMAT = "safetensors"
 _SIDE_FOLDER = frozenset({"sharded", HUB_FOLDER, "dataloader", "rng", ".git", "__pycache__"})
 
 
-def member(path: str) -> str:
-    """The checkpoint that a path means: through links, and the folder when a file is but a part."""
-    path = followed(path)
-    name = os.path.basename(path)
-    if paths.is_file(path) and (name == ".metadata" or name.endswith(".distcp")):
-        return os.path.dirname(path) or "."
-    return path
-
-
-def followed(path: str) -> str:
-    """Where a link leads that git or an archive turned into a text file; else the path itself.
-
-    Such a file holds nothing but the path of something that is there (``latest-rank0.pt`` of
-    Composer is a link by birth). Links of the file system need no help.
-    """
-    if paths.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
-        return path
-    with open(paths.open_file(path), "rb") as file:
-        text = file.read(_MAX_LINK)
-    try:
-        target = os.path.join(os.path.dirname(path), text.decode())
-    except UnicodeDecodeError:
-        return path
-    is_path = text.strip() == text and text and b"\n" not in text and b"\0" not in text
-    return target if is_path and os.path.exists(target) else path
-
-
-def inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
-    """Checkpoints below a folder, shallow ones first, each once however many links lead to it.
-
-    What is inside of a checkpoint is not looked into.
-    """
-    by_real_path: dict[str, str] = {}
-    level = [folder]
-    seen = 0
-    for _ in range(_MAX_DEPTH):
-        below: list[str] = []
-        for parent in level:
-            for path in _candidates(parent):
-                seen += 1
-                if is_checkpoint(followed(path)):
-                    _keep(by_real_path, followed(path))
-                elif paths.is_dir(path) and not os.path.islink(path):
-                    below.append(path)
-        level = below
-        if seen > _MAX_FOLDERS:
-            break
-    return list(by_real_path.values())
-
-
-def beside(folder: str, read: Collection[str], is_checkpoint: Callable[[str], bool]) -> list[str]:
-    """Checkpoints in a folder of which ``read`` are the files that were read, by their names in it.
-
-    An index JSON by itself is none: its files are. Nothing is looked for in stores, where each
-    folder would be a request.
-    """
-    if paths.is_address(folder) or not os.path.isdir(folder):
-        return []
-    known = {os.path.realpath(path) for file in read for path in (file, os.path.dirname(file))}
-
-    def is_other(path: str) -> bool:
-        is_own = path.endswith(".index.json") or os.path.realpath(path) in known
-        return not is_own and is_checkpoint(path)
-
-    return [os.path.relpath(path, folder) for path in inside(folder, is_other)]
-
-
-def _keep(by_real_path: dict[str, str], path: str) -> None:
-    """Remember a checkpoint once, by its own name rather than by that of a link to it."""
-    real = path if paths.is_address(path) else os.path.realpath(path)
-    if real not in by_real_path or os.path.islink(by_real_path[real]):
-        by_real_path[real] = path
-
-
-def _candidates(parent: str) -> list[str]:
-    """What in a folder could be a checkpoint or lead to one."""
-    try:
-        names = sorted(paths.listdir(parent))
-    except OSError:
-        return []
-    return [
-        os.path.join(parent, name)
-        for name in names
-        if name not in _SIDE_FOLDER and not _SIDE_FILE.fullmatch(name)
-    ]
+def is_side(name: str) -> bool:
+    """Whether a file or folder of this name beside a checkpoint is none of its own."""
+    return name in _SIDE_FOLDER or _SIDE_FILE.fullmatch(name) is not None
 
 
 # Frameworks that keep a checkpoint beside other parts of the same save.

@@ -7,6 +7,7 @@ own: it has that of the model.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,9 +31,13 @@ from ckpt_tools.errors import (
     paths_instead,
     unreadable,
 )
+from ckpt_tools.formats.dcp.items import TORCH_SAVE
+from ckpt_tools.formats.dcp.objects import open_containers
 from ckpt_tools.formats.foreign import HEAD, not_a, sniff
 from ckpt_tools.formats.frameworks import RANDOM_STATES, FolderParts
 from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.pickle.state_dict import flatten
+from ckpt_tools.formats.torch_file import read as torch_file
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files
 
@@ -80,8 +85,6 @@ class _Joining:
 
     def flat(self, path: str, container: str | None) -> None:
         """Take in the entries of a file of other state, or all of it closed."""
-        from ckpt_tools.formats.torch_file import read as torch_file  # late: few folders have parts
-
         try:
             index = torch_file.read_file(path, options=self.options)
         except CheckpointError:
@@ -93,8 +96,6 @@ class _Joining:
 
     def closed(self, path: str, place: Path) -> None:
         """Take in a file as one object, or the values of a JSON file."""
-        from ckpt_tools.formats.dcp.objects import open_containers  # late: few folders have parts
-
         try:
             length = paths.size(path)
             from_json = _values(path, place, length) if path.endswith(".json") else None
@@ -201,8 +202,6 @@ def _archive(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Br
 
     Raises UnreadableError for anything else.
     """
-    from ckpt_tools.formats.dcp.items import TORCH_SAVE  # late: few folders have parts
-
     kind = sniff(paths.head(path, HEAD))
     if kind not in ("zip", "pickle"):
         raise not_a("file of torch.save", path, kind)
@@ -217,10 +216,6 @@ def _archive(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Br
 
 def _values(path: str, place: Path, length: int) -> tuple[list[ObjectEntry], Branch[str]]:
     """The values in a JSON file. Raises UnreadableError for what is none."""
-    import json  # late: few folders have parts
-
-    from ckpt_tools.formats.pickle.state_dict import flatten
-
     try:
         value: object = json.loads(paths.head(path, min(length, _MAX_JSON)))
     except (ValueError, RecursionError) as error:

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def told(*args: str, exit_code: int = 0) -> dict:
 
 
 @pytest.fixture
-def _registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The page's format as a package of its own, and its line in FORMATS."""
     page = (ROOT / "docs" / "adding-a-format.md").read_text()
     (text,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
@@ -39,11 +40,13 @@ def _registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     raw = importlib.import_module("raw_tensors")
     for name in ("export", "reshard"):  # what other tests get back
         importlib.import_module(f"ckpt_tools.cli.{name}")
-    monkeypatch.setattr(formats, "FORMATS", [*formats.FORMATS, raw.FORMAT])
+    formats.FORMATS.append(raw.FORMAT)
     for name in ("export", "reshard"):  # their choices are those of the formats at their import
         monkeypatch.delitem(sys.modules, f"ckpt_tools.cli.{name}")
         monkeypatch.delattr(ckpt_tools.cli, name)
     monkeypatch.delitem(sys.modules, "raw_tensors")
+    yield
+    formats.FORMATS.remove(raw.FORMAT)
 
 
 @pytest.fixture

@@ -1,0 +1,370 @@
+"""Finds the checkpoint that a path means, and reads its index.
+
+A path is a checkpoint, a file of one, a link to one, a folder around one or several, or a glob.
+What is in a file is not known here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from ckpt_tools.core.index import CheckpointIndex, FileEntry, FileState
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import (
+    Instead,
+    NotThereError,
+    UnreadableError,
+    UsageError,
+    Way,
+    paths_instead,
+)
+from ckpt_tools.formats import (
+    foreign,
+    frameworks,
+    rank_files,
+    runs,
+    slices,
+    tensor_parallel,
+    torch_file,
+)
+from ckpt_tools.formats.options import ReadOptions
+from ckpt_tools.formats.registry import detect, rank_of
+from ckpt_tools.formats.runs import Saved
+from ckpt_tools.storage import paths, unfinished
+from ckpt_tools.storage.reader import refuse_special
+
+_MAX_DEPTH = 4
+_MAX_FOLDERS = 5_000
+_MAX_LINK = 1_024  # bytes of a path in a text file
+_SUPPORTED = (
+    "Known are: DCP directories (.metadata with .distcp files), folders of per-rank .pt files of "
+    "DTensors, torch.save files (.pt, .pth, .bin, .ckpt), and safetensors files and folders."
+)
+# Ends of the names of files that say which names and sizes there are.
+_BESIDE = (".index.json", "config.json")
+_UNLISTED = (
+    "Folders of a web server are not listed. Give the address of one file, of a DCP directory (its "
+    ".metadata names the files), or of a Hugging Face folder (its index JSON does)."
+)
+
+
+def read_index(path: str, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
+    """The index of the checkpoint that ``path`` means.
+
+    ``path`` is a file, a directory, a parent with one checkpoint inside, or a glob of rank files.
+    Where it is not the checkpoint itself, a note of the index says which was read.
+
+    Raises IncompleteError when nothing is there, or only an output that this program has not
+    finished, UnsupportedError for a format of other tools, UnreadableError when there are several
+    checkpoints, which its hint lists.
+    """
+    unfinished.refuse_unfinished(path)
+    return read_written(path, options=options)
+
+
+def read_written(path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
+    """The same, also where this program has written a checkpoint that it has not yet renamed."""
+    if not paths.exists(path):
+        return _read_glob(path, options)
+    refuse_special([path])
+    place = member(path)
+    foreign.refuse_foreign(place)
+    cut = tensor_parallel.parts_at(place)
+    if cut:
+        before = _states(os.path.dirname(cut[0]) or ".")
+        return _with_states(tensor_parallel.read_index(place, cut, options), before)
+    if not is_checkpoint(place):
+        place = _only_one_inside(place, options)
+        if unfinished.is_unfinished(place):
+            unfinished.refuse_unfinished(place)
+    index, shown_by = _read_place(place, options)
+    framework = index.framework
+    notes = list(index.notes)
+    if paths.normal(place) != paths.normal(path):
+        notes.insert(0, f"Reading {place}.")
+    if shown_by is not None:
+        notes.append(f"Framework: {framework}, recognized by {shown_by}.")
+    others = _beside(place, [file.path for file in index.files])
+    others = [name for name in others if not any(name in note for note in index.notes)]
+    if others:
+        notes.append(f"Beside it, and not read: {some(others, 5)}.")
+    return replace(index, notes=tuple(notes))
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether exactly this is a checkpoint: of one format, or a framework's folder of parts."""
+    return frameworks.parts_of(path) is not None or detect(path) is not None
+
+
+def _is_listed(path: str) -> bool:
+    """Whether this is shown where checkpoints are looked for; reading it may say what is wrong."""
+    return unfinished.is_unfinished(path) or is_checkpoint(path)
+
+
+def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
+    """The index of what is a checkpoint, with its framework, and what shows the framework."""
+    folder_parts = frameworks.parts_of(place)
+    # A file that changes while headers are read has changed, too.
+    before = _states(place) | _states_beside(place)
+    if folder_parts is not None:
+        before |= {
+            path: state for part in folder_parts.paths for path, state in _states(part).items()
+        }
+
+        def read(path: str) -> CheckpointIndex:  # a part, or rank files that a glob chooses
+            return (_read_format if paths.exists(path) else _read_glob)(path, options)
+
+        from ckpt_tools.formats import parts  # late: few folders have parts
+
+        index = parts.joined(folder_parts, read, options)
+        return _with_states(index, before), folder_parts.shown_by
+    index = slices.checked(_read_format(place, options), _read_format, options)
+    index = _with_states(index, before)
+    framework, shown_by = frameworks.framework(index)
+    return replace(index, framework=framework), shown_by
+
+
+def _read_format(path: str, options: ReadOptions) -> CheckpointIndex:
+    form = detect(path)
+    if form is None:
+        raise UnreadableError(f"{path} is not a checkpoint of a known format.", hint=_SUPPORTED)
+    return form.read_index(path, options=options)
+
+
+def _states(place: str) -> dict[str, FileState]:
+    try:
+        return paths.states(place)
+    except OSError:
+        return {}  # reading it will say what is wrong
+
+
+def _states_beside(place: str) -> dict[str, FileState]:
+    """The states of side files that commands may read: index JSON, config.json."""
+    if paths.is_address(place):
+        return {}  # the listing of the folder has them
+    folder = place if paths.is_dir(place) else os.path.dirname(place)
+    return {
+        path: state
+        for one in {folder or ".", os.path.join(folder, "huggingface")}
+        for path, state in _states(one).items()
+        if path.endswith(_BESIDE)
+    }
+
+
+def _with_states(index: CheckpointIndex, before: Mapping[str, FileState]) -> CheckpointIndex:
+    """The same index, its files with the states that they had before they were read.
+
+    A store is asked for no more than its listing: each file by itself would be a request.
+    """
+    known = {paths.normal(path): state for path, state in before.items()}
+    where = {file: paths.normal(file.path) for file in index.files}
+    known |= paths.states_now(
+        path for path in where.values() if path not in known and not paths.is_address(path)
+    )
+    beside = known.keys() - where.values()
+    return replace(
+        index,
+        files=tuple(file._replace(state=known.get(at)) for file, at in where.items()),
+        beside=tuple(
+            FileEntry(path, known[path].size, known[path])
+            for path in sorted(beside)
+            if path.endswith(_BESIDE)
+        ),
+    )
+
+
+def _read_glob(path: str, options: ReadOptions) -> CheckpointIndex:
+    """The rank files, or the parts of a model, that a glob chooses, as one checkpoint."""
+    matched = paths.glob(path) if any(c in path for c in "*?[") else []
+    if not matched:
+        hint = _UNLISTED if paths.is_unlisted(path) else None
+        raise NotThereError(f"{path} does not exist.", hint=hint)
+    if len(matched) == 1:
+        return read_index(matched[0], options=options)
+    folder = paths.folder_of(matched[0])
+    form = detect(folder)
+    if form not in (None, rank_files.FORMAT, torch_file.FORMAT):
+        return _read_globbed_folder(path, folder, frozenset(map(paths.normal, matched)), options)
+    from ckpt_tools.formats.rank_files import numbered
+    from ckpt_tools.formats.rank_files import read as of_ranks
+    from ckpt_tools.formats.torch_file import folder as of_files
+
+    before = paths.states_now(matched)
+    are_of_ranks = any(rank_of(one) is not None for one in matched)
+    are_parts = not are_of_ranks and slices.are_numbered(matched)
+    is_joined = are_parts and not numbered.are_rank_files(matched)
+    read = of_files.read_index if is_joined else of_ranks.read_index
+    index = slices.checked(read(matched, options=options), _read_format, options)
+    return _with_states(index, before)
+
+
+def _read_globbed_folder(
+    path: str, folder: str, matched: frozenset[str], options: ReadOptions
+) -> CheckpointIndex:
+    """The checkpoint of a folder whose files a glob chooses, when it chooses all that hold tensors.
+
+    Raises UsageError when it chooses some of them: what they hold is then chosen by name.
+    """
+    index = read_index(folder, options=options)
+    held = {paths.normal(c.data.path) for e in index.tensors for c in e.chunks}
+    if held <= matched:
+        return index
+    raise UsageError(
+        f"{path} chooses {len(held & matched)} of the {len(held)} files that {folder} is read "
+        "from.",
+        hint="A checkpoint is read from all of its files; choose names with -i and -x.",
+        instead=paths_instead(path, [folder]),
+    )
+
+
+def _only_one_inside(folder: str, options: ReadOptions) -> str:
+    """The only checkpoint below a folder; raises when there is none or more than one."""
+    saves = checkpoints_in(folder)
+    if len(saves) == 1:
+        return saves[0].path
+    if not saves:
+        for path in _inside(folder, foreign.is_foreign):
+            foreign.refuse_foreign(path)
+        foreign.refuse_inside(folder)
+        around = paths.folder_of(folder)
+        if is_checkpoint(around):  # verl's huggingface/, a config.json's folder
+            raise UnreadableError(
+                f"{folder} holds no checkpoint, but is inside one.",
+                instead=paths_instead(folder, [around]),
+            )
+        hint = _UNLISTED if paths.is_unlisted(folder) else _SUPPORTED
+        raise UnreadableError(f"{folder} holds no checkpoint.", hint=hint)
+    inside = [one.path for one in reversed(saves)]
+    message = f"{folder} is not a checkpoint; {len(inside)} are inside."
+    of_ranks = rank_files.globs_of(inside)
+    whole, problem = slices.whole_among(of_ranks or inside, _read_format, options)
+    if problem is None:
+        raise UnreadableError(message, instead=paths_instead(folder, whole))
+    ways = () if problem.instead is None else problem.instead.ways
+    raise UnreadableError(
+        message,
+        f"  {problem.message}",
+        hint=problem.advice,
+        instead=Instead(folder, (*ways, *map(Way, whole))),
+    )
+
+
+def checkpoints_in(folder: str) -> list[Saved]:
+    """The checkpoints below a folder by their steps, the newest last."""
+    inside = _inside(folder, lambda path: foreign.is_foreign(path) or _is_listed(path))
+    return runs.in_order(folder, [path for path in inside if not foreign.is_foreign(path)])
+
+
+def run_of(path: str) -> list[Saved]:
+    """The checkpoints of a folder that is none itself, when there are several; else nothing.
+
+    Rank files in folders of their own are parts of one: reading the folder gives their glob.
+    """
+    if not paths.is_dir(path) or is_checkpoint(path) or foreign.is_foreign(path):
+        return []
+    saves = checkpoints_in(path)
+    is_run = len(saves) > 1 and not rank_files.globs_of([one.path for one in saves])
+    return saves if is_run else []
+
+
+def of_step(path: str, step: int | None) -> str:
+    """The checkpoint of a step in a run, of the last one for None; a lone checkpoint is itself.
+
+    Raises AnswerNo when the step is not there, UnreadableError when several checkpoints are of it.
+    """
+    if not paths.is_dir(path):
+        return path  # reading it will say what it is
+    saves = checkpoints_in(path)
+    finished = [one for one in saves if not unfinished.is_unfinished(one.path)]
+    stepped = [one for one in finished if one.step is not None]
+    if not stepped and is_checkpoint(path) and step in (None, runs.step_of(paths.absolute(path))):
+        return path
+    return runs.chosen(path, stepped, step)
+
+
+# -------------------------------------------------------------------------------------- in folders
+
+
+def member(path: str) -> str:
+    """The checkpoint that a path means: through links, and the folder when a file is but a part."""
+    path = _followed(path)
+    name = os.path.basename(path)
+    if paths.is_file(path) and (name == ".metadata" or name.endswith(".distcp")):
+        return os.path.dirname(path) or "."
+    return path
+
+
+def _followed(path: str) -> str:
+    """Where a link leads that git or an archive turned into a text file; else the path itself.
+
+    Such a file holds nothing but the path of something that is there (``latest-rank0.pt`` of
+    Composer is a link by birth). Links of the file system need no help.
+    """
+    if paths.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
+        return path
+    with open(paths.open_file(path), "rb") as file:
+        text = file.read(_MAX_LINK)
+    try:
+        target = os.path.join(os.path.dirname(path), text.decode())
+    except UnicodeDecodeError:
+        return path
+    is_path = text.strip() == text and text and b"\n" not in text and b"\0" not in text
+    return target if is_path and os.path.exists(target) else path
+
+
+def _inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:
+    """Checkpoints below a folder, shallow ones first, each once however many links lead to it.
+
+    What is inside of a checkpoint is not looked into.
+    """
+    by_real_path: dict[str, str] = {}
+    level = [folder]
+    seen = 0
+    for _ in range(_MAX_DEPTH):
+        below: list[str] = []
+        for parent in level:
+            for path in _candidates(parent):
+                seen += 1
+                if is_checkpoint(_followed(path)):
+                    _keep(by_real_path, _followed(path))
+                elif paths.is_dir(path) and not os.path.islink(path):
+                    below.append(path)
+        level = below
+        if seen > _MAX_FOLDERS:
+            break
+    return list(by_real_path.values())
+
+
+def _beside(folder: str, read: Collection[str]) -> list[str]:
+    """Checkpoints in a folder of which ``read`` are the files that were read, by their names in it.
+
+    An index JSON by itself is none: its files are. Nothing is looked for in stores, where each
+    folder would be a request.
+    """
+    if paths.is_address(folder) or not os.path.isdir(folder):
+        return []
+    known = {os.path.realpath(path) for file in read for path in (file, os.path.dirname(file))}
+
+    def is_other(path: str) -> bool:
+        is_own = path.endswith(".index.json") or os.path.realpath(path) in known
+        return not is_own and is_checkpoint(path)
+
+    return [os.path.relpath(path, folder) for path in _inside(folder, is_other)]
+
+
+def _keep(by_real_path: dict[str, str], path: str) -> None:
+    """Remember a checkpoint once, by its own name rather than by that of a link to it."""
+    real = path if paths.is_address(path) else os.path.realpath(path)
+    if real not in by_real_path or os.path.islink(by_real_path[real]):
+        by_real_path[real] = path
+
+
+def _candidates(parent: str) -> list[str]:
+    """What in a folder could be a checkpoint or lead to one."""
+    try:
+        names = sorted(paths.listdir(parent))
+    except OSError:
+        return []
+    return [os.path.join(parent, name) for name in names if not frameworks.is_side(name)]

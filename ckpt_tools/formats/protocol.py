@@ -197,9 +197,9 @@ class Format(ABC):
 class Reader(Protocol):
     """The module of a format's package that reads it."""
 
-    def matches(self, path: str) -> bool: ...  # noqa: D102 (as in Format)
+    def matches(self, path: str) -> bool: ...
 
-    def read_index(self, path: str, *, options: ReadOptions = ...) -> CheckpointIndex: ...  # noqa: D102
+    def read_index(self, path: str, *, options: ReadOptions = ...) -> CheckpointIndex: ...
 
 
 class PackageFormat(Format):
@@ -209,12 +209,10 @@ class PackageFormat(Format):
     def reader(self) -> Reader:
         """That module."""
 
-    def matches(self, path: str) -> bool:  # noqa: D102
+    def matches(self, path: str) -> bool:
         return self.reader().matches(path)
 
-    def read_index(  # noqa: D102
-        self, path: str, *, options: ReadOptions = ReadOptions()
-    ) -> CheckpointIndex:
+    def read_index(self, path: str, *, options: ReadOptions = ReadOptions()) -> CheckpointIndex:
         return self.reader().read_index(path, options=options)
 
 

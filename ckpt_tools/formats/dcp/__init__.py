@@ -31,51 +31,49 @@ class Dcp(PackageFormat):
     index_files = (".metadata",)
     counts_ranks = True
 
-    def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
+    def reader(self) -> Reader:
         from ckpt_tools.formats.dcp import read
 
         return read
 
-    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102
+    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:
         from ckpt_tools.formats.dcp import items
 
         return items.locate(index, files)
 
-    def open_objects(self, index: Index, files: Files, *, largest: int | None = None) -> Index:  # noqa: D102
+    def open_objects(self, index: Index, files: Files, *, largest: int | None = None) -> Index:
         from ckpt_tools.formats.dcp import objects
 
         return objects.open_objects(index, files, largest=largest)
 
-    def copyable_objects(self, index: Index, files: Files) -> Index:  # noqa: D102
+    def copyable_objects(self, index: Index, files: Files) -> Index:
         from ckpt_tools.formats.dcp import objects
 
         return objects.copyable_objects(index, files)
 
-    def object_digests(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:  # noqa: D102
+    def object_digests(self, entry: ObjectEntry, files: Files) -> Mapping[str, bytes] | None:
         from ckpt_tools.formats.dcp import objects
 
         return objects.object_digests(entry, files)
 
-    def rank_of(self, path: str) -> int | None:  # noqa: D102
+    def rank_of(self, path: str) -> int | None:
         from ckpt_tools.formats.dcp import checks
 
         return checks.rank_of(path)
 
-    def checksummed(  # noqa: D102
-        self, index: CheckpointIndex, files: Files
-    ) -> Iterable[ChecksumPart]:
+    def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[ChecksumPart]:
         from ckpt_tools.formats.dcp import items
 
         return items.checksummed(index, files)
 
-    def containers(  # noqa: D102
+    def containers(
         self, tree: Branch[str], *, is_tensor: Callable[[str], bool]
     ) -> Branch[str] | None:
         from ckpt_tools.formats.dcp import flattening
 
         return flattening.as_read(tree, is_tensor=is_tensor)
 
-    def plan_files(  # noqa: D102
+    def plan_files(
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
     ) -> LazyPlans:
         from ckpt_tools.formats.dcp import write
@@ -93,12 +91,10 @@ class DcpSafetensors(Dcp):
     object_codec = None
     codecs = frozenset()
 
-    def matches(self, path: str) -> bool:  # noqa: D102
+    def matches(self, path: str) -> bool:
         return False
 
-    def containers(  # noqa: D102 (its names are compared, never its containers)
-        self, tree: Branch[str], *, is_tensor: Callable[[str], bool]
-    ) -> None:
+    def containers(self, tree: Branch[str], *, is_tensor: Callable[[str], bool]) -> None:
         return None
 
 

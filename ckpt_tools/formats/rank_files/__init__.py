@@ -22,18 +22,18 @@ class RankFiles(TorchSave):
     files = ("*rank_*.pt",)
     writes = "shards"
 
-    def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
+    def reader(self) -> Reader:
         from ckpt_tools.formats.rank_files import read
 
         return read
 
-    def rank_of(self, path: str) -> int | None:  # noqa: D102
+    def rank_of(self, path: str) -> int | None:
         from ckpt_tools.formats.rank_files import file_names
 
         named = file_names.parse(path)
         return None if named is None else named.rank
 
-    def loader(self, index: CheckpointIndex, *, asked: str | None) -> Loader:  # noqa: D102
+    def loader(self, index: CheckpointIndex, *, asked: str | None) -> Loader:
         from ckpt_tools.formats.torch_file import generations
 
         known = (
@@ -47,7 +47,7 @@ class RankFiles(TorchSave):
         note = f"The rank files are for torch {row}, {why}; --torch-version names another."
         return Loader(version, note)
 
-    def plan_files(  # noqa: D102
+    def plan_files(
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
     ) -> LazyPlans:
         from ckpt_tools.formats.rank_files import write

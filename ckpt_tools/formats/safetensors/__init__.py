@@ -20,12 +20,12 @@ class Safetensors(PackageFormat):
     writes = "whole"
     strings, guarded = True, False
 
-    def reader(self) -> Reader:  # noqa: D102 (all are described in Format)
+    def reader(self) -> Reader:
         from ckpt_tools.formats.safetensors import read
 
         return read
 
-    def plan_files(  # noqa: D102
+    def plan_files(
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
     ) -> LazyPlans:
         from ckpt_tools.formats.safetensors import write

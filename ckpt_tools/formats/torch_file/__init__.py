@@ -16,14 +16,12 @@ class TorchSave(PackageFormat):
 
     nested = True
 
-    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:  # noqa: D102 (all are described in Format)
+    def locate(self, index: CheckpointIndex, files: Files) -> CheckpointIndex:
         from ckpt_tools.formats.torch_file import locate
 
         return locate.locate(index, files)
 
-    def checksummed(  # noqa: D102
-        self, index: CheckpointIndex, files: Files
-    ) -> Iterable[ChecksumPart]:
+    def checksummed(self, index: CheckpointIndex, files: Files) -> Iterable[ChecksumPart]:
         from ckpt_tools.formats.zip import checksums
 
         return checksums.parts_of_files(index, files)
@@ -39,12 +37,12 @@ class TorchFile(TorchSave):
     files: ClassVar[tuple[str, ...]] = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
     writes: ClassVar[Writes | None] = "whole"
 
-    def reader(self) -> Reader:  # noqa: D102
+    def reader(self) -> Reader:
         from ckpt_tools.formats.torch_file import read
 
         return read
 
-    def plan_files(  # noqa: D102
+    def plan_files(
         self, targets: Sequence[Target], objects: Sequence[ObjectEntry], *, options: PlanOptions
     ) -> LazyPlans:
         from ckpt_tools.formats.torch_file import write
@@ -59,7 +57,7 @@ class TorchFolder(TorchFile):
     files = ()
     writes = None
 
-    def reader(self) -> Reader:  # noqa: D102
+    def reader(self) -> Reader:
         from ckpt_tools.formats.torch_file import folder
 
         return folder

@@ -363,8 +363,5 @@ def _keep(by_real_path: dict[str, str], path: str) -> None:
 
 def _candidates(parent: str) -> list[str]:
     """What in a folder could be a checkpoint or lead to one."""
-    try:
-        names = sorted(paths.listdir(parent))
-    except OSError:
-        return []
+    names = paths.names_in(parent)
     return [os.path.join(parent, name) for name in names if not frameworks.is_side(name)]

@@ -197,7 +197,7 @@ def refuse_foreign(path: str) -> None:
 
 def refuse_inside(folder: str) -> None:
     """Raise UnsupportedError for a folder without a checkpoint that has a file of another tool."""
-    for name in _names(folder):
+    for name in paths.names_in(folder)[:_MAX_LOOKED_AT]:
         tool = _of_name(name)
         if tool is not None:
             raise _refusal(folder, tool, f" (it holds {name})")
@@ -225,16 +225,9 @@ def _refusal(path: str, tool: _Tool, seen: str) -> CheckpointError:
     return UnsupportedError(f"{path} is {tool.what}{seen}; it is not read here.", hint=tool.way)
 
 
-def _names(folder: str) -> list[str]:
-    try:
-        return sorted(paths.listdir(folder))[:_MAX_LOOKED_AT]
-    except OSError:
-        return []
-
-
 def _of_folder(folder: str) -> tuple[_Tool, str] | None:
     """The tool that wrote a folder, and the name that says so."""
-    names = _names(folder)
+    names = paths.names_in(folder)[:_MAX_LOOKED_AT]
     for tool, name, sign, said in _JSON_FILES:
         if name in names and re.search(sign, paths.head(os.path.join(folder, name), 1024)):
             return tool, f"{said} in its {name}"

@@ -73,15 +73,11 @@ def _beside(index: CheckpointIndex) -> list[str]:
     folder = folder_of_save(index)
     if folder is None or paths.is_address(folder):
         return []
-    try:
-        names = set(paths.listdir(folder))
-    except OSError:
-        return []
-    unfinished = {name for name in names if name + SUFFIX in names}
+    names = set(paths.names_in(folder))
     return [
         os.path.join(folder, name)
-        for name in sorted(names - unfinished)
-        if not name.endswith((SUFFIX, ".replaced"))
+        for name in sorted(names)
+        if name + SUFFIX not in names and not name.endswith((SUFFIX, ".replaced"))
     ]
 
 
@@ -106,18 +102,9 @@ def _is_part(root: str) -> bool:
 
 def framework(index: CheckpointIndex) -> tuple[str | None, str | None]:
     """Which framework made a checkpoint, and what shows it; (None, None) when nothing does."""
-    root = paths.absolute(index.root)
-    folder, name = os.path.split(root)
-    parent = os.path.basename(folder)
-    for answer in (
-        _of_part(folder, name),
-        _by_files(root),
-        _by_folder_names(index, name, parent),
-        _by_entries(index),
-    ):
-        if answer is not None:
-            return answer
-    return None, None
+    folder, name = os.path.split(paths.absolute(index.root))
+    said = _of_part(folder, name) or _by_names(index, folder, name) or _by_entries(index)
+    return (None, None) if said is None else said
 
 
 def _of_part(folder: str, name: str) -> tuple[str, str] | None:
@@ -135,13 +122,10 @@ def _of_part(folder: str, name: str) -> tuple[str, str] | None:
     return None
 
 
-def _by_files(root: str) -> tuple[str, str] | None:
+def _by_names(index: CheckpointIndex, folder: str, name: str) -> tuple[str, str] | None:
+    root, parent = os.path.join(folder, name), os.path.basename(folder)
     if paths.is_dir(root) and paths.is_file(os.path.join(root, "fsdp_config.json")):
         return "verl", "fsdp_config.json beside the rank files"
-    return None
-
-
-def _by_folder_names(index: CheckpointIndex, name: str, parent: str) -> tuple[str, str] | None:
     if index.format == "ranks" and re.fullmatch(r"global_step_\d+", parent):
         return "verl", f"the folder {parent}/{name}"
     if re.match(r"(ep\d+-ba\d+|latest-rank\d+|latest-sharded)", name):
@@ -155,10 +139,9 @@ def _by_entries(index: CheckpointIndex) -> tuple[str, str] | None:
         return "lightning", "the entry pytorch-lightning_version"
     if {"train_state", "dataloader"} <= tops or {"train_state", "lr_scheduler"} <= tops:
         return "torchtitan", "the entries train_state, dataloader and lr_scheduler"
-    if any(top == "state" for top in tops) and index.tensor("state.model") is None:
-        beginnings = {entry.path[:2] for entry in index.objects}
-        if ("state", "timestamp") in beginnings:
-            return "composer", "the entry state.timestamp"
+    is_state = "state" in tops and index.tensor("state.model") is None
+    if is_state and any(entry.path[:2] == ("state", "timestamp") for entry in index.objects):
+        return "composer", "the entry state.timestamp"
     return None
 
 
@@ -188,10 +171,7 @@ def parts_of(folder: str) -> FolderParts | None:
     """The parts that a framework left in a folder, None for any other folder."""
     if not paths.is_dir(folder):
         return None
-    try:
-        held = set(paths.listdir(folder))
-    except OSError:
-        return None
+    held = paths.names_in(folder)
     return _accelerate(folder, held) or _olmo(folder, held) or _lightning(folder, held)
 
 
@@ -227,8 +207,8 @@ def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
 
 
 def _olmo(folder: str, held: Collection[str]) -> FolderParts | None:
-    inner, said = _at(folder, _OLMO), _of_part(folder, _OLMO)
-    if _OLMO not in held or said is None or not paths.is_dir(inner):
+    inner, said = _at(folder, _OLMO), _of_part(folder, _OLMO) if _OLMO in held else None
+    if said is None or not paths.is_dir(inner):
         return None
     train = _at(folder, "train")
     ranks = paths.listdir(train) if "train" in held and paths.is_dir(train) else []
@@ -241,7 +221,7 @@ def _olmo(folder: str, held: Collection[str]) -> FolderParts | None:
 
 
 def _lightning(folder: str, held: Collection[str]) -> FolderParts | None:
-    if not {".metadata", "meta.pt"} <= set(held):
+    if ".metadata" not in held or "meta.pt" not in held:
         return None
     meta = (_at(folder, "meta.pt"), None)
     return FolderParts(

@@ -37,10 +37,7 @@ def parts_at(path: str) -> list[str]:
     if not is_folder and not _PART.fullmatch(os.path.basename(path)):
         return []
     folder = path if is_folder else os.path.dirname(path)
-    try:
-        names = [name for name in paths.listdir(folder or ".") if _PART.fullmatch(name)]
-    except OSError:
-        return []
+    names = [name for name in paths.names_in(folder or ".") if _PART.fullmatch(name)]
     if len(names) == 1 and _number(names[0]) == 0:
         return []
     return [os.path.join(folder, name) for name in sorted(names, key=_number)]

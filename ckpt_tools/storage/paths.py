@@ -122,6 +122,14 @@ def listdir(path: str) -> list[str]:
     return os.listdir(path)
 
 
+def names_in(path: str) -> list[str]:
+    """The names in a folder, sorted; none where it cannot be listed."""
+    try:
+        return sorted(listdir(path))
+    except OSError:
+        return []
+
+
 def file_sizes(path: str) -> dict[str, int]:
     """The files right in a folder, and the bytes of each. Raises OSError."""
     if is_address(path):

@@ -58,7 +58,7 @@ def read_index(
             return reading.result({})
         reading = _Reading(path, files, options=options)
         names = names_in(path, SUFFIX) if paths.is_dir(path) else []
-        listed = index_among(path, names) if paths.is_dir(path) else path
+        listed = index_among(path, names) if paths.is_dir(path) else paths.normal(path)
         if listed is not None:
             index = parse_index(listed, files)
             reading.read_listed(index)

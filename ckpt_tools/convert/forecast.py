@@ -40,14 +40,11 @@ class Forecast(NamedTuple):
 
 def of(plan: ReshardPlan, sizes: Sizes) -> Forecast:
     """The forecast of a plan, in one pass over its files."""
-    files, sources = [], set()
-    for file in plan.files:
-        reads = [(read, item.source.itemsize) for item in file.items for read in item.reads]
-        read_from = {read.chunk.data.path for read, _ in reads}
-        sources |= read_from
-        nbytes = sum(read.box.numel * itemsize for read, itemsize in reads)
-        facts = (file.path, file.length, len(file.items), nbytes, len(read_from))
-        files.append(FileForecast(*facts))
+    files, sources = [], set[str]()
+    for file in plan.files.files:
+        boxes, nbytes, paths = file.reads()
+        sources |= paths
+        files.append(FileForecast(file.path, file.length, boxes, nbytes, len(paths)))
     boxes = sum(file.boxes for file in files)
     largest = max((file.boxes for file in files), default=0) * _PER_PLANNED_BOX
     group = max(sizes.plans, min(sizes.plan_files * largest, sizes.most_plans)) + largest

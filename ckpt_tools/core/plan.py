@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
@@ -85,16 +85,35 @@ class FilePlan(NamedTuple):
     items: tuple[WriteItem, ...]
 
 
+class FileReads(NamedTuple):
+    """What fills a file: a number of boxes, from so many bytes of the files at ``paths``."""
+
+    boxes: int
+    nbytes: int
+    paths: set[str]
+
+
 class PlannedFile(NamedTuple):
     """One file to write whose plan is made when it is its turn.
 
-    ``digest`` differs whenever ``make()`` gives another plan.
+    ``digest`` differs whenever ``make()`` gives another plan. ``read()`` tells what the plan reads
+    without making it, where there is a shorter way.
     """
 
     path: str
     length: int
     digest: bytes
     make: Callable[[], FilePlan]
+    read: Callable[[], FileReads] | None = None
+
+    def reads(self) -> FileReads:
+        """What fills the file."""
+        if self.read is not None:
+            return self.read()
+        items = self.make().items
+        reads = [(read, item.source.itemsize) for item in items for read in item.reads]
+        nbytes = sum(read.box.numel * itemsize for read, itemsize in reads)
+        return FileReads(len(items), nbytes, {read.chunk.data.path for read, _ in reads})
 
 
 class LazyPlans(Sequence[FilePlan]):
@@ -240,6 +259,19 @@ class Finder:
         self._require(sum(read.box.numel for read in reads), box)
         return reads
 
+    @property
+    def source(self) -> Hashable:
+        """The same for all tensors whose boxes, where they are equal, are in the same files."""
+        if len(self.entry.chunks) == 1:
+            return self.entry.chunks[0].data.path
+        return self if self.entry.grid is None else self.entry.grid
+
+    def paths(self, box: Box) -> set[str]:
+        """The files that a box with elements is read from."""
+        if len(self.entry.chunks) == 1:
+            return {self.entry.chunks[0].data.path}
+        return {read.chunk.data.path for read in self.reads(box)}
+
     def _require(self, covered: int, box: Box) -> None:
         if covered != box.numel:
             raise IncompleteError(
@@ -247,6 +279,19 @@ class Finder:
                 f"of {box}.",
                 hint="`ckpt-tools verify --quick` names what is missing.",
             )
+
+
+def reads_of(filled: Iterable[tuple[Finder, Box, int]]) -> FileReads:
+    """What fills so many boxes like each of these, by what finds its chunks; empty ones need
+    nothing.
+    """
+    boxes, nbytes, paths = 0, 0, set[str]()
+    for finder, box, count in filled:
+        if box.numel:
+            boxes += count
+            nbytes += count * box.numel * finder.entry.dtype.itemsize
+            paths |= finder.paths(box)
+    return FileReads(boxes, nbytes, paths)
 
 
 def placed_tree(

@@ -223,7 +223,9 @@ def cast(lab: Lab) -> Case:
 def metadata(lab: Lab) -> Case:
     """Looking at a directory of very many chunks."""
     tensors, ranks = lab.chunks
-    data.big_metadata(lab.source, tensors=tensors, ranks=ranks)
+    names = (f"model.layers.{n // 10}.mlp.w{n % 10}.weight" for n in range(tensors))
+    shapes = dict.fromkeys(names, (4 * ranks, 256))
+    data.big_metadata(lab.source, shapes, ranks=ranks)
     bare = (sys.executable, str(HERE / "bare.py"), str(lab.source / ".metadata"))
     return Case(
         [

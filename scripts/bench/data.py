@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import compileall
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ import numpy as np
 RANKS = 8
 _BLOCK = 4 << 20
 _SMALL = 256 << 20
+_AROUND = 1024  # bytes of an archive around a tensor, about
 OURS = (sys.executable, "-m", "ckpt_tools")
 # Every dimension divides by eight; norms have one dimension only, which tp cannot cut.
 _TP = ("--to-mesh", "dp=4,tp=2", "--placements", "S(0),S(1)", "--place", "*norm*=S(0),R")
@@ -50,6 +53,57 @@ def llama(nbytes: int, itemsize: int) -> Shapes:
 def tiny(count: int) -> Shapes:
     """So many tensors of a kilobyte."""
     return {f"layers.{n // 10}.expert{n % 10}.weight": (RANKS, 64) for n in range(count)}
+
+
+def deepseek_v3() -> Shapes:
+    """Names and shapes of DeepSeek-V3 in bfloat16: 45,395 tensors, most of them experts'."""
+    dim, rank, heads, experts = 7168, 512, 128, 256
+    attention = {"q_a_proj": (1536, dim), "q_b_proj": (192 * heads, 1536), "o_proj": (dim, 16384)}
+    attention |= {"kv_a_proj_with_mqa": (rank + 64, dim), "kv_b_proj": (256 * heads, rank)}
+    attention |= {"q_a_layernorm": (1536,), "kv_a_layernorm": (rank,)}
+    layer = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
+    layer |= {"input_layernorm.weight": (dim,), "post_attention_layernorm.weight": (dim,)}
+
+    def mlp(name: str, width: int) -> Shapes:
+        into = {f"{name}.{part}_proj.weight": (width, dim) for part in ("gate", "up")}
+        return into | {f"{name}.down_proj.weight": (dim, width)}
+
+    sparse = {"mlp.gate.weight": (experts, dim), "mlp.gate.e_score_correction_bias": (experts,)}
+    sparse |= mlp("mlp.shared_experts", 2048)
+    for expert in range(experts):
+        sparse |= mlp(f"mlp.experts.{expert}", 2048)
+    layers = [layer | (mlp("mlp", 18432) if number < 3 else sparse) for number in range(61)]
+    shapes: Shapes = {"model.embed_tokens.weight": (129_280, dim)}
+    for number, one in enumerate(layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in one.items()}
+    return shapes | {"model.norm.weight": (dim,), "lm_head.weight": (129_280, dim)}
+
+
+def with_optimizer(shapes: Shapes) -> Shapes:
+    """The same tensors as a model's, and for each of them Adam's two moments and its step."""
+    state: Shapes = {f"model.{fqn}": shape for fqn, shape in shapes.items()}
+    for fqn, shape in shapes.items():
+        state |= {f"optim.state.{fqn}.{name}": shape for name in ("exp_avg", "exp_avg_sq")}
+        state[f"optim.state.{fqn}.step"] = ()
+    return state
+
+
+def write_sparse(folder: Path, shapes: Shapes, *, shards: int) -> None:
+    """A Hugging Face folder of bfloat16 whose files have headers, lengths, and holes for values."""
+    folder.mkdir()
+    names, weight_map = list(shapes), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        first, last = (len(names) * n // shards for n in (shard, shard + 1))
+        header, at = {}, 0
+        for fqn in names[first:last]:
+            end = at + 2 * prod(shapes[fqn])
+            header[fqn] = {"dtype": "BF16", "shape": shapes[fqn], "data_offsets": [at, end]}
+            at, weight_map[fqn] = end, file
+        _write(folder / file, header, ())
+        os.truncate(folder / file, (folder / file).stat().st_size + at)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def write_full(path: Path, shapes: Shapes, dtype: str) -> None:
@@ -123,8 +177,9 @@ def torch_file(source: Path, out: Path) -> None:
     _run("export", source, "-o", out, "--format", "torch")
 
 
-def big_metadata(folder: Path, *, tensors: int, ranks: int) -> None:
-    """A DCP directory of tensors × ranks chunks, its data files empty but of the right length.
+def big_metadata(folder: Path, shapes: Shapes, *, ranks: int) -> None:
+    """A DCP directory of the shards of bfloat16 tensors on ``ranks`` ranks, split by rows; its data
+    files are of the right length, and holes.
 
     The pickle is torch's own, of torch's own classes.
     """
@@ -134,26 +189,29 @@ def big_metadata(folder: Path, *, tensors: int, ranks: int) -> None:
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    length = 4096
     entries, places, planned = {}, {}, {}
-    for number in range(tensors):
-        fqn = f"model.layers.{number // 10}.mlp.w{number % 10}.weight"
-        offsets = [torch.Size((4 * rank, 0)) for rank in range(ranks)]
-        size = torch.Size((4, 256))
-        chunks = [dcp.ChunkStorageMetadata(offsets=at, sizes=size) for at in offsets]
+    lengths = [0] * ranks
+    for fqn, shape in shapes.items():
+        step = -(-shape[0] // ranks) if shape else 1
+        starts = range(0, shape[0], step) if shape else [0]
         kind = dcp.TensorProperties(dtype=torch.bfloat16)
-        shape = torch.Size((4 * ranks, 256))
-        entries[fqn] = dcp.TensorStorageMetadata(properties=kind, size=shape, chunks=chunks)
-        planned[fqn] = ("model", fqn[6:])
-        for rank, at in enumerate(offsets):
-            info = _StorageInfo(f"__{rank}_0.distcp", number * length, length)
+        chunks = []
+        for rank, start in enumerate(starts):
+            sizes = torch.Size((min(step, shape[0] - start), *shape[1:]) if shape else ())
+            at = torch.Size((start, *[0 for _ in shape[1:]]) if shape else ())
+            chunks.append(dcp.ChunkStorageMetadata(offsets=at, sizes=sizes))
+            length = 2 * sizes.numel() + _AROUND
+            info = _StorageInfo(f"__{rank}_0.distcp", lengths[rank], length)
             places[dcp.MetadataIndex(fqn, at, rank)] = info
+            lengths[rank] += length
+        entries[fqn] = dcp.TensorStorageMetadata(kind, torch.Size(shape), chunks)
+        planned[fqn] = tuple(fqn.split(".", 1))
     folder.mkdir()
     all_of_it = dcp.Metadata(entries, planner_data=planned, storage_data=places)
     (folder / ".metadata").write_bytes(pickle.dumps(all_of_it))
-    for rank in range(ranks):
+    for rank, length in enumerate(lengths):
         with (folder / f"__{rank}_0.distcp").open("wb") as file:
-            file.truncate(tensors * length)
+            file.truncate(length)
 
 
 def files_of(path: Path) -> Sequence[str]:

@@ -12,9 +12,13 @@ from running import run
 from size_records import DEFAULT, use
 
 from ckpt_tools import formats
+from ckpt_tools.convert import forecast
 from ckpt_tools.convert.export import ExportOptions, plan_export
 from ckpt_tools.convert.reshard import ReshardOptions, plan_reshard
 from ckpt_tools.copying.tasks import ALL, Share, cut, groups_of
+from ckpt_tools.core.dtypes import BY_NAME
+from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.index import ByteRange, CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.plan import FilePlan, LazyPlans, PlannedFile
 from ckpt_tools.core.sizes import Sizes
@@ -37,10 +41,28 @@ def test_what_is_said_of_a_file_before_it_is_planned_holds(many: LazyPlans) -> N
     for file, plan in zip(many.files, many, strict=True):
         assert (plan.path, plan.length) == (file.path, file.length)
         assert plan == file.make()
+        assert file.reads() == file._replace(read=None).reads()
+
+
+def test_planning_very_many_boxes_keeps_none_of_them() -> None:
+    shape, dtype = (64, 2), BY_NAME["bfloat16"]
+    chunk = Chunk(Box.whole(shape), ByteRange("source", 0, 256))
+    names = [f"layers.{number}.weight" for number in range(1_000)]
+    tensors = [TensorEntry(fqn, (fqn,), "model", dtype, shape, (chunk,)) for fqn in sorted(names)]
+    index = CheckpointIndex("source", "safetensors", tuple(tensors))
+    options = ReshardOptions(mesh=parse_mesh("64"))
+    tracemalloc.start()
+    plan = plan_reshard(index, options)
+    found = forecast.of(plan, DEFAULT)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(file.boxes for file in found.files) == 64_000
+    assert peak < 64_000 * 100, "one box of .metadata has that many bytes"
 
 
 def test_plans_that_were_made_are_not_kept(many: LazyPlans) -> None:
     sizes = replace(DEFAULT, plans=100_000, plan_files=1)
+    many = many.without([".metadata"])  # one file, as large as it is
     one = sum(len(data) for _, data in many[0].literals)
     tracemalloc.start()
     for _ in groups_of(many, ALL, sizes):

@@ -14,9 +14,11 @@ This room plans; it opens no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.core import names
@@ -26,6 +28,7 @@ from ckpt_tools.core.index import NO_TREE, ObjectEntry
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plan import (
     FilePlan,
+    FileReads,
     Finder,
     LazyPlans,
     PlannedFile,
@@ -33,6 +36,7 @@ from ckpt_tools.core.plan import (
     WriteItem,
     object_entry_as_tensor,
     placed_tree,
+    reads_of,
     refuse_types_not_in_torch,
     require_mesh_size,
 )
@@ -40,20 +44,14 @@ from ckpt_tools.core.state_tree import Branch, Path
 from ckpt_tools.formats.dcp.flattening import items_of
 from ckpt_tools.formats.dcp.items import TORCH_SAVE
 from ckpt_tools.formats.dcp.metadata_write import (
-    StoredItem,
+    Metadata,
+    StoredFile,
+    StoredPart,
     TensorRecord,
-    encode_metadata,
 )
 from ckpt_tools.formats.pickle.dump import dumps, object_node, tensor_node
 from ckpt_tools.formats.torch_file.write import items_in, pack
 from ckpt_tools.formats.zip.layout import ArchiveLayout, Slot, lay_out
-
-
-class _Copies(NamedTuple):
-    """One box, and the ranks that hold it, in the order in which torch looks at them."""
-
-    box: Box
-    ranks: tuple[int, ...]
 
 
 class _Container(NamedTuple):
@@ -66,14 +64,6 @@ class _Container(NamedTuple):
 _Item: TypeAlias = Target | ObjectEntry | _Container
 
 
-class _Part(NamedTuple):
-    """What is one item of a file: a box of a tensor, of this number, or all of something else."""
-
-    entry: _Item
-    box: Box
-    number: int | None
-
-
 class _Packed(NamedTuple):
     """The archive that an item is, and the whole tensors that fill its slots.
 
@@ -83,6 +73,31 @@ class _Packed(NamedTuple):
     archive: ArchiveLayout
     digest: bytes
     targets: tuple[Target, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part(StoredPart):
+    """What a file has of each tensor of a kind: its box, as this archive."""
+
+    packed: _Packed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """Tensors that lie alike, or something else, which has no record: the part that each rank has.
+
+    ``sources`` are the finders of all that is read, together where they find the same files.
+    """
+
+    parts: Mapping[int, _Part]
+    record: TensorRecord | None
+    sources: dict[Hashable, list[Finder]]
+
+    def reads(self, box: Box) -> Iterator[tuple[Finder, Box, int]]:
+        """What is read for a part with this box: so many boxes as this one is."""
+        for finders in self.sources.values():
+            shape = finders[0].entry.shape
+            yield finders[0], Box.whole(shape) if self.record is None else box, len(finders)
 
 
 def plan_files(
@@ -109,89 +124,51 @@ def plan_files(
         paths[entry.fqn] = path
         entries.append(entry)
     require_mesh_size(targets, world_size)
-    planner = _Planner()
-    # In the order of the state dict, which torch rebuilds from it, whatever rank has which item.
-    records = {entry.fqn: _record(entry) for entry in entries}
-    stored: list[StoredItem] = []
-    files: list[PlannedFile] = []
-    for rank, places in enumerate(_share_out(entries, world_size=world_size)):
-        parts = [_part(entries[place], box, records) for place, box in places]
-        parts.sort(key=lambda part: part.number is not None)  # objects before tensors
-        file, items = planner.planned(f"__{rank}_0.distcp", parts)
-        files.append(file)
-        stored += items
-    metadata = encode_metadata(records, stored, planner_data=paths)
-    known = FilePlan(".metadata", len(metadata), ((0, metadata),), ())
-    return LazyPlans(files) + LazyPlans.of([known])
-
-
-def _share_out(entries: Sequence[_Item], *, world_size: int) -> list[list[tuple[int, Box]]]:
-    """For each rank the entries it writes, by their places, with the box of each.
-
-    Of equal boxes one is kept, on the rank with the fewest bytes so far. The rule and its order are
-    those of torch's `dedup_save_plans`, which counts the bytes of the whole tensor for each of its
-    boxes, and 1 for an object.
-    """
     held = list(_held(entries, world_size=world_size))
-    load = [0] * world_size
-    chosen: list[list[tuple[int, Box]]] = [[] for _ in range(world_size)]
-    for first in range(world_size):
-        for place, groups in enumerate(held):
-            group = groups.get(first)
-            if group is not None:
-                rank = min(group.ranks, key=load.__getitem__)
-                load[rank] += _weight(entries[place])
-                chosen[rank].append((place, group.box))
-    return [sorted(places) for places in chosen]
+    shares = _share_out(entries, held, world_size=world_size)
+    finders: dict[str, Finder] = {}
+    kinds = _kinds(entries, held, shares, finders)
+    files = [_RankFile(*one, entries, kinds, finders) for one in enumerate(shares)]
+    # In the order of the state dict, which torch rebuilds from it, whatever rank has which item.
+    records = {entry.fqn: kind.record for entry, kind in zip(entries, kinds, strict=True)}
+    metadata = Metadata(records, [file.stored for file in files], paths)
+    return LazyPlans([*(file.planned() for file in files), metadata.planned()])
 
 
-def _weight(entry: _Item) -> int:
-    if not isinstance(entry, Target):
-        return 1
-    return entry.entry.numel * entry.dtype.itemsize or 1
+class _Held(NamedTuple):
+    """The box of each rank, and the ranks that have one box, by the first of them.
 
-
-def _record(entry: _Item) -> TensorRecord | None:
-    """What `.metadata` says of a tensor, its chunks still to come; None for an object."""
-    if not isinstance(entry, Target):
-        return None
-    return TensorRecord(entry.dtype, entry.entry.shape, [])
-
-
-def _part(entry: _Item, box: Box, records: Mapping[str, TensorRecord | None]) -> _Part:
-    """A box of an entry; one of a tensor is added to its record and numbered by it."""
-    record = records[entry.fqn]
-    if record is None:
-        return _Part(entry, box, None)
-    record.chunks.append(box)
-    return _Part(entry, box, len(record.chunks) - 1)
-
-
-def _held(entries: Sequence[_Item], *, world_size: int) -> Iterator[dict[int, _Copies]]:
-    """The boxes of each entry, by the first rank that holds them.
-
-    Tensors of one shape and layout share the answer.
+    These are in the order in which torch looks at them.
     """
-    everyone = tuple(range(world_size))
-    known: dict[tuple[Layout, tuple[int, ...]], dict[int, _Copies]] = {}
+
+    boxes: Sequence[Box]
+    ranks: Mapping[int, tuple[int, ...]]
+
+
+def _held(entries: Sequence[_Item], *, world_size: int) -> Iterator[_Held]:
+    """What the ranks hold of each entry; tensors of one shape and layout share the answer."""
+    everyone = {0: tuple(range(world_size))}
+    known: dict[tuple[Layout | None, tuple[int, ...] | None], _Held] = {}
     for entry in entries:
-        if not isinstance(entry, Target):
-            yield {0: _Copies(Box((), ()), everyone)}
-        elif entry.layout is None:
-            yield {0: _Copies(Box.whole(entry.entry.shape), everyone)}
+        if isinstance(entry, Target):
+            layout, shape = entry.layout, entry.entry.shape
         else:
-            key = (entry.layout, entry.entry.shape)
-            if key not in known:
-                known[key] = _copies(*key)
-            yield known[key]
+            layout, shape = None, ()
+        if (layout, shape) not in known:
+            whole = (Box.whole(shape),) * world_size
+            known[layout, shape] = (
+                _Held(whole, everyone) if layout is None else _split(layout, shape)
+            )
+        yield known[layout, shape]
 
 
-def _copies(layout: Layout, shape: tuple[int, ...]) -> dict[int, _Copies]:
+def _split(layout: Layout, shape: tuple[int, ...]) -> _Held:
+    boxes = [_as_torch_places(box, shape) for box in layout.boxes(shape)]
     ranks: dict[Box, list[int]] = {}
-    for rank, box in enumerate(layout.boxes(shape)):
-        ranks.setdefault(_as_torch_places(box, shape), []).append(rank)
+    for rank, box in enumerate(boxes):
+        ranks.setdefault(box, []).append(rank)
     # A set's own order decides between equally loaded ranks in torch; here as there.
-    return {some[0]: _Copies(box, tuple(set(some))) for box, some in ranks.items()}
+    return _Held(boxes, {some[0]: tuple(set(some)) for some in ranks.values()})
 
 
 def _as_torch_places(box: Box, shape: tuple[int, ...]) -> Box:
@@ -205,57 +182,142 @@ def _as_torch_places(box: Box, shape: tuple[int, ...]) -> Box:
     return Box(tuple(a if size else n for a, size, n in places), box.sizes)
 
 
-class _Planner:
-    """Plans the items of files; tensors of one type and size have the same archive."""
+def _share_out(
+    entries: Sequence[_Item], held: Sequence[_Held], *, world_size: int
+) -> list[list[int]]:
+    """For each rank the places of the entries that it writes its box of, objects before tensors.
 
-    def __init__(self) -> None:
-        self._boxes: dict[tuple[DType, tuple[int, ...]], _Packed] = {}
-        self._others: dict[str, _Packed] = {}
-        self._finders: dict[str, Finder] = {}
+    Of equal boxes one is kept, on the rank with the fewest bytes so far. The rule and its order are
+    those of torch's `dedup_save_plans`, which counts the bytes of the whole tensor for each of its
+    boxes, and 1 for an object.
+    """
+    weights = list(map(_weight, entries))
+    load = [0] * world_size
+    chosen: list[list[int]] = [[] for _ in range(world_size)]
+    for first in range(world_size):
+        for place, (_, groups) in enumerate(held):
+            ranks = groups.get(first)
+            if ranks is not None:
+                rank = first if len(ranks) == 1 else min(ranks, key=load.__getitem__)
+                load[rank] += weights[place]
+                chosen[rank].append(place)
+    is_tensor = [isinstance(entry, Target) for entry in entries]
+    shares: list[list[int]] = []
+    for places in chosen:
+        places.sort()
+        places.sort(key=is_tensor.__getitem__)
+        shares.append(shares[-1] if shares and shares[-1] == places else places)
+    return shares
 
-    def planned(self, path: str, parts: Sequence[_Part]) -> tuple[PlannedFile, list[StoredItem]]:
-        """A file of items one behind the other, to be planned later, and where they are in it.
 
-        Now, and not when files are half written, it is seen that the chunks are all there.
-        """
-        start, digest = 0, blake2b()
-        stored: list[StoredItem] = []
-        for part in parts:
-            archive, known, targets = self._packed(part)
-            digest.update(known)
-            for target in (part.entry,) if isinstance(part.entry, Target) else targets:
-                if target.fqn not in self._finders:
-                    self._finders[target.fqn] = Finder(target.entry).require_whole()
-            stored.append(StoredItem(part.entry.fqn, part.number, path, start, archive.length))
-            start += archive.length
-        return PlannedFile(path, start, digest.digest(), partial(self._plan, path, parts)), stored
+def _weight(entry: _Item) -> int:
+    if not isinstance(entry, Target):
+        return 1
+    return entry.entry.numel * entry.dtype.itemsize or 1
 
-    def _packed(self, part: _Part) -> _Packed:
-        entry = part.entry
-        if not isinstance(entry, Target):
-            if entry.fqn not in self._others:
-                self._others[entry.fqn] = _packed(entry)
-            return self._others[entry.fqn]
-        key = entry.dtype, part.box.sizes
-        if key not in self._boxes:
-            pickle = dumps(tensor_node(entry.dtype, part.box.sizes, key=0))
-            self._boxes[key] = _laid_out(pickle, [part.box.numel * entry.dtype.itemsize])
-        return self._boxes[key]
 
-    def _plan(self, path: str, parts: Sequence[_Part]) -> FilePlan:
+def _kinds(
+    entries: Sequence[_Item],
+    held: Sequence[_Held],
+    shares: Sequence[Sequence[int]],
+    finders: dict[str, Finder],
+) -> list[_Kind]:
+    """The kind of each entry; ``finders`` get those of objects that are copied."""
+    ranks: list[list[int]] = [[] for _ in entries]
+    for rank, places in enumerate(shares):
+        for place in places:
+            ranks[place].append(rank)
+    box_archive = cache(_packed_box)  # tensors of one type and size have the same
+    known: dict[tuple[DType, DType, tuple[int, ...], int, tuple[int, ...]], _Kind] = {}
+    kinds = []
+    for entry, (boxes, _), at in zip(entries, held, ranks, strict=True):
+        targets: tuple[Target, ...]
+        if isinstance(entry, Target):
+            targets = (entry,)
+            dtype, shape = entry.dtype, entry.entry.shape
+            key = entry.entry.dtype, dtype, shape, id(boxes), tuple(at)
+            kind = known.get(key)
+            if kind is None:
+                parts = {
+                    rank: _part(boxes[rank], number, box_archive(dtype, boxes[rank].sizes))
+                    for number, rank in enumerate(at)
+                }
+                record = TensorRecord(dtype, shape, [boxes[rank] for rank in at])
+                kind = known[key] = _Kind(parts, record, {})
+        else:
+            packed = _packed(entry)
+            targets = packed.targets
+            kind = _Kind({at[0]: _part(boxes[0], None, packed)}, None, {})
+        for target in targets:
+            if target.fqn not in finders:
+                finders[target.fqn] = Finder(target.entry).require_whole()
+            finder = finders[target.fqn]
+            kind.sources.setdefault(finder.source, []).append(finder)
+        kinds.append(kind)
+    return kinds
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFile:
+    """The file of a rank: items one behind the other, of the entries at these places.
+
+    ``entries`` and their ``kinds`` are those of all files.
+    """
+
+    rank: int
+    places: Sequence[int]
+    entries: Sequence[_Item]
+    kinds: Sequence[_Kind]
+    finders: Mapping[str, Finder]
+
+    @property
+    def path(self) -> str:
+        """The name that torch gives it."""
+        return f"__{self.rank}_0.distcp"
+
+    @property
+    def parts(self) -> list[_Part]:
+        """What each item is."""
+        return [self.kinds[place].parts[self.rank] for place in self.places]
+
+    def stored(self) -> StoredFile:
+        """The file as `.metadata` knows it."""
+        return StoredFile(self.path, [self.entries[at].fqn for at in self.places], self.parts)
+
+    def planned(self) -> PlannedFile:
+        """The file, to be planned later."""
+        parts = self.parts
+        length = sum([part.length for part in parts])
+        digest = blake2b(b"".join([part.packed.digest for part in parts])).digest()
+        return PlannedFile(self.path, length, digest, self._plan, self._reads)
+
+    def _reads(self) -> FileReads:
+        kinds = dict.fromkeys(self.kinds[place] for place in self.places)
+        return reads_of(one for kind in kinds for one in kind.reads(kind.parts[self.rank].box))
+
+    def _plan(self) -> FilePlan:
         start = 0
         literals: list[tuple[int, bytes]] = []
         items: list[WriteItem] = []
-        for part in parts:
-            archive, _, targets = self._packed(part)
+        for place, part in zip(self.places, self.parts, strict=True):
+            archive, entry = part.packed.archive, self.entries[place]
             literals += archive.literals_at(start)
-            boxes = [(target, Box.whole(target.entry.shape)) for target in targets]
-            if isinstance(part.entry, Target):
-                boxes = [(part.entry, part.box)]
-            filled = ((target, box, self._finders[target.fqn]) for target, box in boxes)
-            items += items_in(archive.slots_at(start), path, filled)
+            boxes = [(target, Box.whole(target.entry.shape)) for target in part.packed.targets]
+            if isinstance(entry, Target):
+                boxes = [(entry, part.box)]
+            filled = ((target, box, self.finders[target.fqn]) for target, box in boxes)
+            items += items_in(archive.slots_at(start), self.path, filled)
             start += archive.length
-        return FilePlan(path, start, tuple(literals), tuple(items))
+        return FilePlan(self.path, start, tuple(literals), tuple(items))
+
+
+def _part(box: Box, chunk: int | None, packed: _Packed) -> _Part:
+    return _Part(box, chunk, packed.archive.length, packed)
+
+
+def _packed_box(dtype: DType, sizes: tuple[int, ...]) -> _Packed:
+    """The archive of a tensor."""
+    return _laid_out(dumps(tensor_node(dtype, sizes, key=0)), [prod(sizes) * dtype.itemsize])
 
 
 def _packed(entry: ObjectEntry | _Container) -> _Packed:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, repeat
 from math import prod
 from typing import NamedTuple
 
@@ -24,11 +24,13 @@ from ckpt_tools.core.index import NO_TREE, ObjectEntry
 from ckpt_tools.core.layout import Layout, Mesh
 from ckpt_tools.core.plan import (
     FilePlan,
+    FileReads,
     Finder,
     LazyPlans,
     PlannedFile,
     Target,
     placed_tree,
+    reads_of,
     refuse_types_not_in_torch,
     require_mesh_size,
 )
@@ -89,7 +91,7 @@ def plan_files(
     require_mesh_size(targets, mesh.size)
     files: list[PlannedFile] = []
     for family, part in _families(placed_tree(targets, objects, tree), naming=naming).items():
-        planner = _Planner(part, device_type=device_type, generation=generation)
+        planner = _Planner(part, ranks=mesh.size, device_type=device_type, generation=generation)
         if "{rank}" not in naming:
             raise UsageError(f"The naming {naming!r} of rank files has no {{rank}}.")
         path = naming.replace("{family}", family).replace("{world}", str(mesh.size))
@@ -136,6 +138,7 @@ class _Planner:
         self,
         tree: Branch[Target | ObjectEntry],
         *,
+        ranks: int,
         device_type: str,
         generation: Generation,
     ) -> None:
@@ -145,20 +148,29 @@ class _Planner:
         self._generation = generation
         # Now, and not when files are half written, it is seen that the chunks are all there.
         self._finders = [Finder(target.entry).require_whole() for target in self._targets]
-        self._boxes: dict[tuple[Layout, tuple[int, ...]], list[Box]] = {}
+        known: dict[tuple[Layout | None, tuple[int, ...]], Sequence[Box]] = {}
+        for layout, shape in {(one.layout, one.entry.shape) for one in self._targets}:
+            boxes = [Box.whole(shape)] * ranks if layout is None else layout.boxes(shape)
+            known[layout, shape] = boxes
+        self._boxes = [known[one.layout, one.entry.shape] for one in self._targets]
         self._contents: dict[tuple[tuple[int, ...], ...], _Contents] = {}
         self._lengths: dict[tuple[tuple[tuple[int, ...], ...], int, int], int] = {}
 
     def planned(self, path: str, *, rank: int) -> PlannedFile:
         """The file of one rank, to be planned later: its pickle and sizes say all of it."""
-        sizes = tuple(self._box(target, rank).sizes for target in self._targets)
+        sizes = tuple([boxes[rank].sizes for boxes in self._boxes])
         pickle, storages = self._filled(sizes, rank)
         name = archive_name(path)
         key = sizes, len(pickle), len(name)
         if key not in self._lengths:
             self._lengths[key] = lay_out(pickle, storages, archive=name).length
         digest = blake2b(repr((sizes, name)).encode() + pickle).digest()
-        return PlannedFile(path, self._lengths[key], digest, partial(self.plan, path, rank=rank))
+        make, read = partial(self.plan, path, rank=rank), partial(self._reads, rank)
+        return PlannedFile(path, self._lengths[key], digest, make, read)
+
+    def _reads(self, rank: int) -> FileReads:
+        boxes = (boxes[rank] for boxes in self._boxes)
+        return reads_of(zip(self._finders, boxes, repeat(1)))
 
     def _filled(
         self, sizes: tuple[tuple[int, ...], ...], rank: int
@@ -172,21 +184,12 @@ class _Planner:
 
     def plan(self, path: str, *, rank: int) -> FilePlan:
         """The file of one rank."""
-        boxes = [self._box(target, rank) for target in self._targets]
+        boxes = [boxes[rank] for boxes in self._boxes]
         pickle, storages = self._filled(tuple(box.sizes for box in boxes), rank)
         archive = lay_out(pickle, storages, archive=archive_name(path))
         filled = zip(self._targets, boxes, self._finders, strict=True)
         items = items_in(archive.slots, path, filled)
         return FilePlan(path, archive.length, archive.literals, tuple(items))
-
-    def _box(self, target: Target, rank: int) -> Box:
-        shape = target.entry.shape
-        if target.layout is None:
-            return Box.whole(shape)
-        key = (target.layout, shape)
-        if key not in self._boxes:
-            self._boxes[key] = target.layout.boxes(shape)
-        return self._boxes[key][rank]
 
     def _new(self, sizes: tuple[tuple[int, ...], ...]) -> _Contents:
         shards = _Shards(self._device_type, self._generation)

@@ -271,14 +271,29 @@ def first_difference(
 
     ``on_bytes`` gets the number of bytes that were read of each. Raises what `read_box` raises.
     """
-    done = 0
-    pieces = zip(read_box(one, box, files=files), read_box(other, box, files=files), strict=True)
-    for here, there in pieces:
-        on_bytes(len(here))
-        if bytearray(here) != there:  # two views would be compared element by element
+    here, there = (stream_box(entry, box, files=files) for entry in (one, other))
+    return first_unequal(here, there, on_bytes=on_bytes)
+
+
+def first_unequal(
+    these: Iterator[memoryview],
+    those: Iterator[memoryview],
+    *,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> int | None:
+    """How many bytes are equal before a piece that differs, or of which one side has too few.
+
+    The two may be cut in pieces of any sizes, each of which is there until the next is asked for.
+    """
+    done, end = 0, memoryview(b"")
+    here = there = end
+    while (here := here or next(these, end)) and (there := there or next(those, end)):
+        count = min(len(here), len(there))
+        if bytearray(here[:count]) != there[:count]:  # views would be compared one by one
             return done
-        done += len(here)
-    return None
+        here, there, done = here[count:], there[count:], done + count
+        on_bytes(count)
+    return done if here or there or next(those, end) else None
 
 
 def read_array(entry: TensorEntry, box: Box, *, files: Files) -> bytearray:

@@ -1,4 +1,4 @@
-"""Proof that an output holds what its source held: the source's digests, and the result's own.
+"""Proof that an output holds what its source held: the two are read and compared byte by byte.
 
 `same_tensors` and `same_objects` are what --check runs before an output is given its name.
 """
@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from hashlib import sha256
 
 from ckpt_tools import formats
 from ckpt_tools.copying.parallel import IMPORTING
-from ckpt_tools.copying.read import stream_box
+from ckpt_tools.copying.read import OnRun, first_unequal, stream_box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.geometry import Box
-from ckpt_tools.core.index import ByteRange, CheckpointIndex, ObjectEntry, TensorEntry
+from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.state_tree import Branch
@@ -23,7 +22,6 @@ from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import WriteError
 from ckpt_tools.proof.containers import compare_containers, lists_as_in
 from ckpt_tools.proof.damage import read_everything
-from ckpt_tools.proof.fingerprint import digest_of_box
 from ckpt_tools.proof.pairs import (
     EntryDiff,
     by_fqn,
@@ -52,7 +50,7 @@ def same_tensors(
     seen: KnownCrcs | None = None,
     on_bytes: Callable[[int], None] = ignore_bytes,
 ) -> str:
-    """Read back ``result`` and compare the SHA-256 of each tensor with the source's.
+    """Read back ``result`` and compare each tensor with the source, byte by byte.
 
     ``wanted`` are the source's tensors under the names that they have in the result, ``dtypes`` the
     types that they were to have there; where that is another one, the source is cast again, in
@@ -74,8 +72,12 @@ def same_tensors(
 
     def values(header: EntryDiff, one: TensorEntry, other: TensorEntry) -> EntryDiff:
         differs = any(
-            digest_of_box(other, box, files, on_bytes=tally.add, on_run=on_run)
-            != _digest_as(part, box, one.dtype, files, on_run)
+            first_unequal(
+                stream_box(other, box, files=files, on_run=on_run),
+                _as_type(part, box, one.dtype, files, on_run),
+                on_bytes=tally.add,
+            )
+            is not None
             for part, box in _parts(sources[one.fqn], own)
         )
         return header._replace(status="values") if differs else header
@@ -88,9 +90,8 @@ def same_tensors(
             f"source holds: {some(wrong)}.",
             hint=_AGAIN,
         )
-    return _statement(
-        here.tensors, cast, by="SHA-256" if own is None else "comparison on every rank"
-    )
+    where = "" if own is None else " on every rank"
+    return _statement(here.tensors, cast, by=f"comparison{where}")
 
 
 def require_intact(
@@ -187,30 +188,26 @@ def _parts(source: TensorEntry, own: Collection[str] | None) -> list[tuple[Tenso
     ]
 
 
-def _digest_as(
-    entry: TensorEntry,
-    box: Box,
-    dtype: DType,
-    files: Files,
-    on_run: Callable[[ByteRange, int], None] | None,
-) -> str:
-    """The SHA-256 that a box of the source has in the type that it was to have."""
+def _as_type(
+    entry: TensorEntry, box: Box, dtype: DType, files: Files, on_run: OnRun | None
+) -> Iterator[memoryview]:
+    """The bytes that a box of the source has in the type that it was to have, in pieces."""
+    pieces = stream_box(entry, box, files=files, on_run=on_run)
     if entry.dtype == dtype:
-        return digest_of_box(entry, box, files, on_run=on_run)
+        yield from pieces
+        return
     with IMPORTING:
         from ckpt_tools.copying.cast import Caster
 
     caster, most = Caster(entry.dtype, dtype), files.sizes.numbers
     buffer = memoryview(bytearray(most * dtype.itemsize))
     block = most * entry.dtype.itemsize
-    state = sha256()
-    for piece in stream_box(entry, box, files=files, on_run=on_run):
+    for piece in pieces:
         for start in range(0, len(piece), block):
             raw = piece[start : start + block]
             out = buffer[: len(raw) // entry.dtype.itemsize * dtype.itemsize]
             caster.cast(raw, out)
-            state.update(out)
-    return state.hexdigest()
+            yield out
 
 
 def _statement(source: Sequence[TensorEntry], cast: Sequence[TensorEntry], *, by: str) -> str:

@@ -33,7 +33,6 @@ from ckpt_tools.core import names
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import (
     SECTIONS,
-    ByteRange,
     CheckpointIndex,
     Path,
     Section,
@@ -147,20 +146,8 @@ def digest_of(
     entry: TensorEntry, files: Files, *, on_bytes: Callable[[int], None] = ignore_bytes
 ) -> str:
     """The SHA-256 of one tensor's elements, as hexadecimal digits; its chunks must be located."""
-    return digest_of_box(entry, Box.whole(entry.shape), files, on_bytes=on_bytes)
-
-
-def digest_of_box(
-    entry: TensorEntry,
-    box: Box,
-    files: Files,
-    *,
-    on_bytes: Callable[[int], None] = ignore_bytes,
-    on_run: Callable[[ByteRange, int], None] | None = None,
-) -> str:
-    """The same of one box of it; ``on_run`` is that of `stream_box`."""
     state = sha256()
-    for piece in stream_box(entry, box, files=files, on_run=on_run):
+    for piece in stream_box(entry, Box.whole(entry.shape), files=files):
         state.update(piece)
         on_bytes(len(piece))
     return state.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import DTYPES, Source, layouts, region
 
-from ckpt_tools.copying.read import ChunkReader, read_array, read_box, stream_box
+from ckpt_tools.copying.read import (
+    ChunkReader,
+    first_unequal,
+    read_array,
+    read_box,
+    stream_box,
+)
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import ByteRange, Chunk, TensorEntry
@@ -56,6 +63,27 @@ def test_a_stream_gives_the_bytes_of_the_box(data: st.DataObject) -> None:
         box = data.draw(layouts(len(shape)).flatmap(lambda one: st.sampled_from(one.boxes(shape))))
         pieces = stream_box(source.entry, box, files=files)
         assert b"".join(map(bytes, pieces)) == source.values[region(box)].tobytes()
+
+
+@given(one=st.binary(max_size=6), other=st.none() | st.binary(max_size=6), cuts=st.data())
+def test_bytes_in_pieces_of_any_sizes_are_compared(
+    one: bytes, other: bytes | None, cuts: st.DataObject
+) -> None:
+    ended: list[bytes] = []
+
+    def pieces(data: bytes) -> Iterator[memoryview]:
+        rest = memoryview(data)
+        while rest:
+            count = cuts.draw(st.integers(1, len(rest)))
+            yield rest[:count]
+            rest = rest[count:]
+        ended.append(data)
+
+    there = one if other is None else other
+    place = first_unequal(pieces(one), pieces(there))
+    assert (place is None) == (one == there)
+    assert one[:place] == there[:place]
+    assert place is not None or len(ended) == 2  # what a piece's end tells others is told
 
 
 def test_a_stream_of_a_file_cut_short_is_an_error(tmp_path: Path) -> None:

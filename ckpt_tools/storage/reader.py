@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 
@@ -197,6 +197,22 @@ class Files:
         """
         self.read_some(path, offset, buffer, least=len(buffer))
 
+    def views(
+        self, path: str, offset: int, length: int, buffer: memoryview
+    ) -> Iterator[memoryview]:
+        """These bytes of the file in pieces, each of which is in ``buffer`` until the next.
+
+        A piece takes few steps of the interpreter: for many threads that only look at bytes.
+        Raises UnreadableError when the file ends before them.
+        """
+        local = self.descriptor(path) if self.has_descriptor(path) else nullcontext(None)
+        with local as fd:
+            for done in range(0, length, len(buffer)):
+                view = buffer[: length - done]
+                if fd is None or os.preadv(fd, [view], offset + done) != len(view):
+                    self.read_into(path, offset + done, view)  # goes on, or says why not
+                yield view
+
     def read_some(self, path: str, offset: int, buffer: memoryview, *, least: int) -> int:
         """Fill a byte buffer as far as the file goes; gives the number of bytes.
 
@@ -318,14 +334,14 @@ class Window:
 
     def views(self, path: str, offset: int, length: int) -> Iterator[memoryview]:
         """These bytes of the file in pieces, each of which is there until the next call."""
-        end = offset + length
-        while offset < end:
-            if path != self._path or not self._start <= offset < self._end:
-                wanted = min(end - offset, self.nbytes)
-                self._fill(path, offset, wanted, wanted)
-            piece = self._view[offset - self._start : min(end, self._end) - self._start]
+        if path == self._path and self._start <= offset < self._end:
+            at = offset - self._start
+            piece = self._view[at : min(at + length, self._end - self._start)]
             yield piece
-            offset += len(piece)
+            offset, length = offset + len(piece), length - len(piece)
+        if length:
+            self._path = ""
+            yield from self._files.views(path, offset, length, self._view[: self.nbytes])
 
     def read(self, path: str, offset: int, length: int, *, until: int) -> bytes:
         """These bytes of the file, as `block` finds them."""

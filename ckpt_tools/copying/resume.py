@@ -31,6 +31,7 @@ Mark = Literal["complete", "replacing"]
 # After a sync the next one waits so many times as long as it took: small files are synced together.
 SYNC_PAUSE = 10.0
 _LOG = ".finished."
+_LOG_ROOM = 256 << 10  # bytes for thousands of files, which a disk that fills up does not take
 _PATIENCE = 5.0  # seconds: a process that was killed, or lost its job, needs a moment to be gone
 _PAUSE = 0.05
 _TRIES = 10
@@ -143,7 +144,11 @@ class FileLog:
         self._place, self._path = place, place.log(index)
         try:
             self._fd = _open_locked(self._path, what=place.partial)
-            os.write(self._fd, _line_of("[]"))  # a disk that fills up has room for the next lines
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)  # what comes last in it is room from now on
+            os.lseek(self._fd, 0, os.SEEK_END)
+            with suppress(OSError):
+                os.posix_fallocate(self._fd, 0, _LOG_ROOM)
+            os.write(self._fd, _line_of("[]"))
         except OSError as error:
             raise unwritable(self._path, error) from error
         self._lock = threading.Lock()
@@ -168,6 +173,7 @@ class FileLog:
             if self._unsynced:
                 self._sync(self._unsynced)
         finally:
+            os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_CUR))
             os.close(self._fd)
 
     def _sync(self, parts: Sequence[TaskRange]) -> None:

@@ -6,6 +6,7 @@ python -m ckpt_tools.distributed.worker FD     the connection is the open file o
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from multiprocessing.connection import Connection
 from threading import Thread
@@ -42,10 +43,12 @@ def _end_with(parent: Connection[Said, ShareOrder]) -> None:
 def main(fd: int) -> int:
     """Do one order and send the parent the result; returns the exit code."""
     parent: Connection[Said, ShareOrder] = Connection(fd)
+    # SIGTERM ends the work as Ctrl-C does in the parent: what is finished is noted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _work(parent)
-    except (BrokenPipeError, ConnectionResetError, EOFError):
-        return 1  # the parent is gone
+    except (BrokenPipeError, ConnectionResetError, EOFError, KeyboardInterrupt):
+        return 1  # the parent is gone, or wants no more
     except (CkptError, OSError, MemoryError) as error:
         parent.send(messages.encode(error))
         return 1

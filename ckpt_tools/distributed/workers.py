@@ -13,7 +13,8 @@ does. concurrent.futures' pool is not used: it hangs when a worker is killed as 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _MODULE = "ckpt_tools.distributed.worker"
+_PATIENCE = 30.0  # seconds for workers to sync what they have finished when one has failed
 Said = int | bytes | str  # of a worker
 
 
@@ -110,12 +112,27 @@ def write_with_workers(
                     del busy[connection]
                 else:
                     on_bytes(said)
+    except BaseException:
+        _ask_to_end(workers.values())
+        raise
     finally:
         for process in workers.values():  # none may write after this returns
             process.kill()
         for connection, process in workers.items():
             process.wait()
             connection.close()
+
+
+def _ask_to_end(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """Have workers end, and give them time to note which files they have finished."""
+    from subprocess import TimeoutExpired
+
+    for process in processes:
+        process.terminate()
+    end = time.monotonic() + _PATIENCE
+    for process in processes:
+        with suppress(TimeoutExpired):
+            process.wait(max(0, end - time.monotonic()))
 
 
 def _started() -> tuple[Connection[ShareOrder, Said], subprocess.Popen[bytes]]:

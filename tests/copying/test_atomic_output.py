@@ -287,6 +287,19 @@ def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> Non
     assert len(place.logs()) == 1
 
 
+def test_a_log_has_the_room_for_its_lines_from_the_beginning(tmp_path: Path) -> None:
+    place = resume.OutputPlace(str(tmp_path))
+    (tmp_path / "new").mkdir()
+    names = [f"shard-{number:04}" for number in range(1000)]
+    with resume.logged(place, 0) as log:
+        room = os.stat(place.log(0)).st_blocks
+        for name in names:
+            (tmp_path / "new" / name).touch()
+            log.written(resume.TaskRange(name, 0, 1, 1))
+        assert os.stat(place.log(0)).st_blocks == room
+    assert resume.noted_files(place) == set(names)
+
+
 def test_a_file_is_synced_before_it_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

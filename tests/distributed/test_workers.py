@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launching import BIN, ENVIRONMENT, contents
+from safetensors.numpy import save_file
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 DCP = DATA / "fsdp2_dcp_1d_4r" / "ckpt"
@@ -69,6 +71,7 @@ def test_a_worker_killed_for_memory_is_one_error_and_exit_code_4(
 ) -> None:
     process, workers = writing
     os.kill(workers[1], signal.SIGKILL)
+    os.kill(workers[0], signal.SIGCONT)
     _, said = process.communicate(timeout=20)
     assert process.returncode == 4
     errors = [line for line in said.splitlines() if line.startswith("Error")]
@@ -76,6 +79,25 @@ def test_a_worker_killed_for_memory_is_one_error_and_exit_code_4(
     assert "Out of memory? Use fewer workers (-j)." in said
     assert not any(map(is_alive, workers))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_worker_notes_what_it_has_finished_when_another_one_fails(tmp_path: Path) -> None:
+    tensors = {f"{n:04}": np.zeros(1000, np.float32) for n in range(4000)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    words = ["export", "a.safetensors", "-o", "out", "--max-shard-size", "4KB", "-j", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt_tools", *words, "--threads", "1"],
+        env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    partial = tmp_path / "out.partial"
+    mine = [f"model-{n:05}-of-04000.safetensors" for n in range(1, 2001)]
+    until(lambda: (partial / "new" / mine[100]).exists() and (partial / ".finished.1").exists())
+    os.kill(workers_of(process)[1], signal.SIGKILL)
+    _, said = process.communicate(timeout=30)
+    assert "with --resume continues" in said
+    made = sum((partial / "new" / name).exists() for name in mine)
+    noted = (partial / ".finished.0").read_text().count(".safetensors")
+    assert noted in {made - 1, made}
 
 
 def test_workers_end_when_their_parent_is_killed_and_write_nothing_more(

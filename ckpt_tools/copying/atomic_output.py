@@ -260,7 +260,7 @@ def open_output(spec: OutputSpec) -> Iterator[Started]:
                 raise standing.appeared(spec.out)
             started = _start(manifest, spec)
         with _kept_on_failure(manifest, spec):
-            _check_space(spec.out, spec.plans)
+            _check_space(spec.out, started.plans)
             with writing_from(spec.source):
                 yield started
             _publish(manifest, spec)

@@ -89,9 +89,12 @@ def finished_files(place: OutputPlace, plans: LazyPlans) -> set[str]:
 def keep_finished(place: OutputPlace, plans: LazyPlans) -> set[str]:
     """Merge all logs into one before the run resumes; returns the finished files.
 
-    Only for the process that holds the manifest. Raises OSError.
+    Others are removed: what is not written in a file must be zero. Only for the process that holds
+    the manifest. Raises OSError.
     """
     finished = finished_files(place, plans)
+    for path in {file.path for file in plans.files} - finished:
+        remove(os.path.join(place.folder, path))
     old, kept = place.logs(), place.log(-1)
     fresh = os.path.join(place.partial, ".kept")
     with open(fresh, "wb") as file:

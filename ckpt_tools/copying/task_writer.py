@@ -34,6 +34,7 @@ SLOT = struct.Struct("<I")
 # What is written past the page cache is whole blocks of this: a page that the cache holds, or a
 # block that it writes back, must never lie partly in them. No disk asks for more than 4096.
 BLOCK = max(4096, mmap.PAGESIZE)
+_ZEROS = bytes(2 << 20)  # as much as is written in one step
 _WIDEST = 16  # bytes of the largest element
 _CAST_SCRATCH = 16  # bytes of a slab for each element that is cast in one step
 
@@ -45,6 +46,8 @@ class Stopped(Exception):
 @dataclass(slots=True, eq=False)
 class Output:
     """One open output file; ``path`` names it in errors.
+
+    Blocks of zeros are not written: until something is, they are there, and take no room.
 
     ``direct`` is the same file, opened with O_DIRECT: what is to be on the disk in the end gets
     there sooner when it does not pass the page cache. Less than ``direct_least`` bytes do.
@@ -67,6 +70,8 @@ class Output:
         Only memory that lies to the block's size as ``offset`` does can go that way. Raises
         WriteError.
         """
+        if _is_zero(data):
+            return
         end = offset + len(data)
         first, last = -(-offset // BLOCK) * BLOCK, end // BLOCK * BLOCK
         if self.direct is None or last - first < max(BLOCK, self.direct_least):
@@ -83,6 +88,8 @@ class Output:
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Write all of these bytes at this place of the file. Raises WriteError."""
+        if _is_zero(data):
+            return
         try:
             done = os.pwrite(self.fd, data, offset)
             while done < len(data):
@@ -109,6 +116,19 @@ class Output:
         """
         with suppress(OSError, AttributeError):  # not every system takes this advice
             os.posix_fadvise(self.fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def _is_zero(data: bytes | memoryview) -> bool:
+    """Whether these are blocks of zeros; other bytes are told by the first or the last of them."""
+    return len(data) >= BLOCK and _ZEROS.startswith(data)
+
+
+def _is_in_hole(fd: int, offset: int) -> bool:
+    """Whether the system says so; it is not relied on, some file systems are wrong about it."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) > offset
+    except OSError as error:
+        return error.errno == errno.ENXIO  # nothing but a hole until the end
 
 
 @dataclass(slots=True)
@@ -285,13 +305,15 @@ class TaskWriter:
         return crc
 
     def _copy(self, fd: int, run: StridedCopy, output: Output, *, offset: int) -> None:
-        """Copy one run without looking at it."""
+        """Copy one run without looking at it, as far as it is no hole."""
         done = 0
         while done < run.unit:
             self._check_stop()
             length = min(self._sizes.kernel_copy, run.unit - done)
             source = run.source + done
-            count = output.copy_from(fd, source=source, offset=offset + done, length=length)
+            count = 0
+            if not _is_in_hole(fd, source):
+                count = output.copy_from(fd, source=source, offset=offset + done, length=length)
             if not count:
                 rest = run._replace(source=source, unit=run.unit - done)
                 for _ in self._through_buffer(fd, rest, output, offset=offset + done):

@@ -275,8 +275,9 @@ def test_a_single_file_begins_again(tmp_path: Path) -> None:
 def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> None:
     place = resume.OutputPlace(str(tmp_path))
     (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "file").write_bytes(b"data")
-    plans = LazyPlans.of([FilePlan("file", 4, (), ())])
+    for name in ("file", "half"):
+        (tmp_path / "new" / name).write_bytes(b"data")
+    plans = LazyPlans.of([FilePlan(name, 4, (), ()) for name in ("file", "half")])
     for index, (first, end) in enumerate([(0, 2), (3, 5), (1, 3)]):
         assert not resume.finished_files(place, plans)
         with resume.logged(place, index) as log:
@@ -285,6 +286,7 @@ def test_a_file_is_finished_when_all_that_wrote_it_say_so(tmp_path: Path) -> Non
     assert resume.keep_finished(place, plans) == {"file"}
     assert resume.finished_files(place, plans) == {"file"}
     assert len(place.logs()) == 1
+    assert os.listdir(tmp_path / "new") == ["file"]  # where zeros are to be, none are written
 
 
 def test_a_log_has_the_room_for_its_lines_from_the_beginning(tmp_path: Path) -> None:

@@ -333,6 +333,19 @@ def test_a_copy_that_the_system_refuses_or_cuts_is_finished(
     assert (tmp_path / "out").read_bytes() == (checked_bytes if checked else plain_bytes)(plan)
 
 
+@pytest.mark.parametrize("long_run", [4096, 1 << 30])
+@pytest.mark.parametrize("checked", [False, True])
+def test_zeros_take_no_room(tmp_path: Path, long_run: int, *, checked: bool) -> None:
+    plan = checked_plan(tmp_path, sizes=(1 << 20, 20_000))
+    os.truncate(tmp_path / "source-0", 0)
+    os.truncate(tmp_path / "source-0", 1 << 20)
+    plan = plan if checked else unchecked(plan)
+    with Files() as files:
+        write([plan], str(tmp_path), files, slab=64 << 10, threads=1, long_run=long_run)
+    assert (tmp_path / "out").read_bytes() == (checked_bytes if checked else plain_bytes)(plan)
+    assert (tmp_path / "out").stat().st_blocks * 512 < 200_000
+
+
 def unchecked(plan: FilePlan) -> FilePlan:
     return plan._replace(items=tuple(item._replace(crc_at=()) for item in plan.items))
 

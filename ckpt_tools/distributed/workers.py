@@ -7,7 +7,8 @@ uses this library.
 
 A worker sends over its connection: numbers of bytes written, an error as text, and in the end as
 bytes the CRC-32s of what it has read. It gets nothing after its order, and ends when its connection
-does. concurrent.futures' pool is not used: it hangs when a worker is killed as it sends its result.
+does, or on SIGTERM, when it first notes which files it has finished. concurrent.futures' pool is
+not used: it hangs when a worker is killed as it sends its result.
 """
 
 from __future__ import annotations

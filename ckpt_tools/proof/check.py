@@ -53,13 +53,12 @@ def same_tensors(
     """Read back ``result`` and compare each tensor with the source, byte by byte.
 
     ``wanted`` are the source's tensors under the names that they have in the result, ``dtypes`` the
-    types that they were to have there; where that is another one, the source is cast again, in
-    memory. With ``own``, the only files of the source that can be read here, the boxes that they
-    hold are compared. ``seen`` gets the CRC-32s of what is read of either side in its order,
-    ``on_bytes`` how many bytes of the result were read. Returns one line that says what was proven.
+    types that they were to have there, to which they are cast again. With ``own``, the only files
+    of the source that can be read here, the boxes that they hold are compared. ``seen`` gets the
+    CRC-32s of what is read of either side in its order, ``on_bytes`` how many bytes of the result
+    were read. Returns one line that says what was proven.
 
-    Raises WriteError when a tensor differs, is missing, or is there without a source, and what
-    keeps either side from being whole.
+    Raises WriteError when a tensor differs or only one side has it, and what makes one not whole.
     """
     here, there = (formats.locate(replace(one, objects=()), files) for one in (wanted, result))
     here.require_whole()
@@ -71,16 +70,15 @@ def same_tensors(
     on_run, tally = None if seen is None else seen.add, Tally(on_bytes)
 
     def values(header: EntryDiff, one: TensorEntry, other: TensorEntry) -> EntryDiff:
-        differs = any(
+        places = (
             first_unequal(
                 stream_box(other, box, files=files, on_run=on_run),
                 _as_type(part, box, one.dtype, files, on_run),
                 on_bytes=tally.add,
             )
-            is not None
             for part, box in _parts(sources[one.fqn], own)
         )
-        return header._replace(status="values") if differs else header
+        return header if set(places) <= {None} else header._replace(status="values")
 
     compared = compare_entries(*pair, values, files, threads=threads)
     wrong = [one.name for one in compared if one.status != "same"]
@@ -90,8 +88,7 @@ def same_tensors(
             f"source holds: {some(wrong)}.",
             hint=_AGAIN,
         )
-    where = "" if own is None else " on every rank"
-    return _statement(here.tensors, cast, by=f"comparison{where}")
+    return _statement(here.tensors, cast, where="" if own is None else " on every rank")
 
 
 def require_intact(
@@ -210,7 +207,7 @@ def _as_type(
             yield out
 
 
-def _statement(source: Sequence[TensorEntry], cast: Sequence[TensorEntry], *, by: str) -> str:
+def _statement(source: Sequence[TensorEntry], cast: Sequence[TensorEntry], *, where: str) -> str:
     casts = Counter(
         f"{one.dtype.name} to {other.dtype.name}"
         for one, other in zip(source, cast, strict=True)
@@ -221,6 +218,6 @@ def _statement(source: Sequence[TensorEntry], cast: Sequence[TensorEntry], *, by
     parts = [f"{kept:,} bit for bit"] if kept or not casts else []
     parts += [f"{many:,} cast from {types}" for types, many in sorted(casts.items())]
     return (
-        f"Proven by {by}: the {counted(count, 'tensor')} written ({nbytes:,} bytes), "
+        f"Proven by comparison{where}: the {counted(count, 'tensor')} written ({nbytes:,} bytes), "
         f"read back, {'equals' if count == 1 else 'equal'} the source: {', '.join(parts)}."
     )

@@ -21,7 +21,7 @@ import click
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import guesses
 from ckpt_tools.errors import CkptError, Terminated, UsageError, from_system, printable
-from ckpt_tools.storage import fsspec_store
+from ckpt_tools.storage.waiting import WAITING
 
 _QUIET, _VERBOSE, _TYPED = "ckpt_tools.quiet", "ckpt_tools.verbose", "ckpt_tools.typed"
 _WIDEST = 100
@@ -87,7 +87,7 @@ class CommandGroup(click.Group):
         if os.environ.get("NO_COLOR"):
             ctx.color = False
 
-        fsspec_store.WAITING.on_wait = saying()
+        WAITING.on_wait = saying()
         try:
             with _printable_errors():
                 answer: object = super().invoke(ctx)

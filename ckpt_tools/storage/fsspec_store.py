@@ -11,27 +11,25 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from errno import EACCES, EAGAIN, ENOENT
+from errno import EACCES, ENOENT
 from functools import cache, lru_cache
-from threading import Lock
 from typing import TYPE_CHECKING, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.storage import object_store
+from ckpt_tools.storage.waiting import WAITING
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
     from aiohttp import ClientSession, TraceRequestEndParams
 
+# What obstore reads, unless fsspec is configured for it.
+SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 AT_ONCE = 32  # requests of this process
 # A web client of its own waits five minutes, and tries nothing again; those of fsspec's stores do
 # better. Seconds without a byte after which a server has stalled, and before each further try.
 STALLED = 20.0
 PAUSES = (0.5, 2.0)
-# Seconds for which an object store that may answer a moment later is asked again.
-PATIENCE = 30.0
-_SAID_AFTER = 3.0
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})  # answers that may be others a moment later
 _BROKEN_OFF = frozenset({"ServerDisconnectedError", "ClientPayloadError", "ClientOSError"})
 # A web server lists no folder: it is asked for these, which name the other files.
@@ -81,10 +79,30 @@ class Facts(NamedTuple):
     version: str = ""
 
 
+def uses_obstore(address: str) -> bool:
+    """Whether obstore is here, and reads such an address, for which the user's own configuration of
+    fsspec says nothing.
+    """
+    scheme = address.partition("://")[0]
+    if scheme not in SCHEMES:
+        return False
+    from importlib.util import find_spec  # late, as all that addresses need
+
+    if find_spec("obstore") is None:
+        return False
+    with suppress(ImportError):
+        from fsspec.config import conf  # of files and of variables FSSPEC_…
+
+        return not conf.get(scheme)
+    return True
+
+
 @lru_cache(maxsize=1024)
 def _protocol(address: str) -> FileSystem:
     """The file system of an address. Raises UsageError when it cannot be had here."""
-    if object_store.is_for(address):
+    if uses_obstore(address):
+        from ckpt_tools.storage import object_store  # late, as all that addresses need
+
         return object_store.Bucket(address)
     try:
         from fsspec import core  # late: only who gives an address pays for it
@@ -167,7 +185,7 @@ def _asked(address: str, ask: Callable[[FileSystem], Result]) -> Result:
     system = _file_system(address)
     if is_web(address):
         return _asked_again(address, lambda: ask(system))
-    if isinstance(system, object_store.Bucket):
+    if uses_obstore(address):
         return WAITING.asked(lambda: ask(system))
     try:
         return ask(system)
@@ -192,57 +210,6 @@ def _asked_again(address: str, ask: Callable[[], Result]) -> Result:
                 raise _fault(cause, address) from error
         time.sleep(pause)
     raise AssertionError  # the last try has returned or raised
-
-
-class Waiting:
-    """Asks object stores again for a while: one that is gone is one wait for all threads together.
-
-    ``on_wait`` gets a line when it has waited for some seconds.
-    """
-
-    def __init__(self) -> None:
-        self.on_wait: Callable[[str], object] = lambda _: None
-        self._lock = Lock()
-        self._since: float | None = None  # no thread had an answer
-        self._has_said = False
-
-    def asked(self, ask: Callable[[], Result]) -> Result:
-        """The answer. Raises OSError when there has been none for `PATIENCE` seconds."""
-        from random import uniform  # late: few commands ask a store
-
-        pause, since = 0.2, 0.0
-        while True:
-            try:
-                answer = ask()
-            except OSError as error:
-                if error.errno != EAGAIN:
-                    raise
-                since = since or time.monotonic()
-                waited = self._waited(since, error)
-                if waited >= PATIENCE:
-                    why = f"{error.strerror}, for {waited:.0f} seconds"
-                    raise OSError(0, why, error.filename) from error
-            else:
-                self._since = None
-                self._has_said = False
-                return answer
-            time.sleep(pause * uniform(0.5, 1.0))  # noqa: S311 (so that not all ask at once)
-            pause = min(2 * pause, 5.0)
-
-    def _waited(self, since: float, error: OSError) -> float:
-        """For how long this thread, or all, have had no answer."""
-        with self._lock:
-            if self._since is None:
-                self._since = since
-            waited = time.monotonic() - min(since, self._since)
-            if waited >= _SAID_AFTER and not self._has_said:
-                self._has_said = True
-                wait = f"waiting up to {PATIENCE:.0f} seconds"
-                self.on_wait(f"{error.filename}: {error.strerror}; {wait}.")
-            return waited
-
-
-WAITING = Waiting()
 
 
 def _cause(error: Exception) -> Exception:
@@ -286,7 +253,7 @@ class _Answers(Generic[Result]):
         answer = self.fresh(address)
         if answer is None:
             answer = ask(address)
-            if is_web(address) or object_store.is_for(address):
+            if is_web(address) or uses_obstore(address):
                 self._kept[address] = time.monotonic(), answer
         return answer
 
@@ -329,7 +296,7 @@ def _ask_facts(address: str) -> Facts:
     try:
         return _facts(_asked(address, lambda system: system.info(address)))
     except FileNotFoundError:
-        if object_store.is_for(address) and listing(address):  # it knows files alone
+        if uses_obstore(address) and listing(address):  # it knows files alone
             return Facts(_tail(address), 0, is_dir=True)
         raise
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from obstore.auth.boto3 import Boto3CredentialProvider
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
-SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 STALLED = timedelta(seconds=10)  # without a byte
 _PART = 16 << 20  # bytes of what is sent, of one object at most so many parts
 _MOST_PARTS = 9_000
@@ -41,24 +40,6 @@ _CREDENTIALS = (
     "(AWS_PROFILE); a public bucket needs AWS_SKIP_SIGNATURE=true. Google has "
     "GOOGLE_APPLICATION_CREDENTIALS, Azure AZURE_STORAGE_ACCOUNT_NAME and _KEY."
 )
-
-
-def is_for(address: str) -> bool:
-    """Whether obstore is here, and reads such an address, for which the user's own configuration of
-    fsspec says nothing.
-    """
-    scheme = address.partition("://")[0]
-    if scheme not in SCHEMES:
-        return False
-    from importlib.util import find_spec  # late, as all that addresses need
-
-    if find_spec("obstore") is None:
-        return False
-    with suppress(ImportError):
-        from fsspec.config import conf  # of files and of variables FSSPEC_…
-
-        return not conf.get(scheme)
-    return True
 
 
 class Bucket:

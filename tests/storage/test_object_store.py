@@ -18,6 +18,7 @@ from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.storage import fsspec_store, object_store, paths
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.waiting import WAITING
 
 pytest.importorskip("obstore")
 DATA = bytes(range(256)) * 40
@@ -83,7 +84,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Store]]:
     ):
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setattr(object_store, "STALLED", timedelta(seconds=0.5))
-    monkeypatch.setattr(fsspec_store, "WAITING", fsspec_store.Waiting())
+    monkeypatch.setattr(WAITING, "_since", None)  # an outage of another test
+    monkeypatch.setattr(WAITING, "_has_said", False)
     fsspec_store._protocol.cache_clear()
     fsspec_store._FACTS.forget()
     Store.faults, Store.requests = [], []
@@ -152,10 +154,10 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(store: type[Stor
 def test_an_outage_is_one_wait_and_one_error(
     store: type[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fsspec_store, "PATIENCE", 1.0)
-    monkeypatch.setattr(fsspec_store, "_SAID_AFTER", 0.1)
     said: list[str] = []
-    fsspec_store.WAITING.on_wait = said.append
+    monkeypatch.setattr(WAITING, "on_wait", said.append)
+    monkeypatch.setattr(WAITING, "patience", 1.0)
+    monkeypatch.setattr(WAITING, "silence", 0.1)
     store.faults = ["503"] * 1000
     begun = time.monotonic()
     for _ in range(3):  # the second and third are not waited for
@@ -222,17 +224,17 @@ def test_a_profile_that_is_not_there_is_one_error(
 
 
 def test_fsspecs_own_configuration_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert object_store.is_for("s3://b/x")
-    assert not object_store.is_for("hf://org/model")
+    assert fsspec_store.uses_obstore("s3://b/x")
+    assert not fsspec_store.uses_obstore("hf://org/model")
     monkeypatch.setitem(pytest.importorskip("fsspec.config").conf, "s3", {"anon": True})
-    assert not object_store.is_for("s3://b/x")
+    assert not fsspec_store.uses_obstore("s3://b/x")
 
 
 def test_a_store_that_is_gone_is_said_by_a_command(
     store: type[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fsspec_store, "PATIENCE", 0.3)
-    monkeypatch.setattr(fsspec_store, "_SAID_AFTER", 0.1)
+    monkeypatch.setattr(WAITING, "patience", 0.3)
+    monkeypatch.setattr(WAITING, "silence", 0.1)
     store.faults = ["500"] * 1000
     done = run("inspect", "s3://b/run")
     assert done.exit_code == 3

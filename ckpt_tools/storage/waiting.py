@@ -1,0 +1,64 @@
+"""How long a store that does not answer is asked again. It knows nothing of stores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from errno import EAGAIN
+from threading import Lock
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+class Waiting:
+    """Asks stores again for ``patience`` seconds: one that is gone is one wait for all threads
+    together.
+
+    ``on_wait`` gets a line when it has waited for ``silence`` seconds.
+    """
+
+    def __init__(self) -> None:
+        self.patience, self.silence = 30.0, 3.0
+        self.on_wait: Callable[[str], object] = lambda _: None
+        self._lock = Lock()
+        self._since: float | None = None  # no thread had an answer
+        self._has_said = False
+
+    def asked(self, ask: Callable[[], Result]) -> Result:
+        """The answer. Raises OSError: a fault that may pass (EAGAIN) when it has not in time."""
+        from random import uniform  # late: few commands ask a store
+
+        pause, since = 0.2, 0.0
+        while True:
+            try:
+                answer = ask()
+            except OSError as error:
+                if error.errno != EAGAIN:
+                    raise
+                since = since or time.monotonic()
+                waited = self._waited(since, error)
+                if waited >= self.patience:
+                    why = f"{error.strerror}, for {waited:.0f} seconds"
+                    raise OSError(0, why, error.filename) from error
+            else:
+                self._since = None
+                self._has_said = False
+                return answer
+            time.sleep(pause * uniform(0.5, 1.0))  # noqa: S311 (so that not all ask at once)
+            pause = min(2 * pause, 5.0)
+
+    def _waited(self, since: float, error: OSError) -> float:
+        """For how long this thread, or all, have had no answer."""
+        with self._lock:
+            if self._since is None:
+                self._since = since
+            waited = time.monotonic() - min(since, self._since)
+            if waited >= self.silence and not self._has_said:
+                self._has_said = True
+                wait = f"waiting up to {self.patience:.0f} seconds"
+                self.on_wait(f"{error.filename}: {error.strerror}; {wait}.")
+            return waited
+
+
+WAITING = Waiting()

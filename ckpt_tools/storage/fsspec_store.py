@@ -1,40 +1,30 @@
-"""Object stores and web servers through fsspec: listings, sizes, and reads by ranges.
+"""Object stores and web servers, through obstore or fsspec: listings, sizes, reads by ranges.
 
-An address is a path like ``s3://bucket/run7``. fsspec and what it needs for a protocol are loaded
-when the first address is met. Faults come out as OSError, as those of local files do; only the
-answer of a web server that is not of the range that was asked for is an UnreadableError.
+An address is a path like ``s3://bucket/run7``. What it needs is loaded when the first address is
+met. Faults come out as OSError, as those of local files do; only an answer that is not of the range
+that was asked for, or of a file that was replaced meanwhile, is an UnreadableError.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from errno import EACCES, ENOENT
+from errno import ENOENT
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.storage.waiting import WAITING
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-    from aiohttp import ClientSession, TraceRequestEndParams
-
 # What obstore reads, unless fsspec is configured for it.
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 AT_ONCE = 32  # requests of this process
-# A web client of its own waits five minutes, and tries nothing again; those of fsspec's stores do
-# better. Seconds without a byte after which a server has stalled, and before each further try.
-STALLED = 20.0
-PAUSES = (0.5, 2.0)
-_BUSY = frozenset({408, 429, 500, 502, 503, 504})  # answers that may be others a moment later
-_BROKEN_OFF = frozenset({"ServerDisconnectedError", "ClientPayloadError", "ClientOSError"})
 # A web server lists no folder: it is asked for these, which name the other files.
 _INDEX_FILES = (".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-_FORBIDDEN = frozenset({401, 403})  # some answer so for what is not there, and for folders
 # A web server is asked for the same facts by every reader that looks at a folder: an answer holds
 # for so many seconds.
 _FRESH = 5.0
@@ -80,12 +70,12 @@ class Facts(NamedTuple):
 
 
 def uses_obstore(address: str) -> bool:
-    """Whether obstore is here, and reads such an address, for which the user's own configuration of
-    fsspec says nothing.
+    """Whether obstore reads such an address: all of the web, and stores for which the user's own
+    configuration of fsspec says nothing, if it is here.
     """
     scheme = address.partition("://")[0]
     if scheme not in SCHEMES:
-        return False
+        return is_web(address)
     from importlib.util import find_spec  # late, as all that addresses need
 
     if find_spec("obstore") is None:
@@ -100,91 +90,39 @@ def uses_obstore(address: str) -> bool:
 @lru_cache(maxsize=1024)
 def _protocol(address: str) -> FileSystem:
     """The file system of an address. Raises UsageError when it cannot be had here."""
-    if uses_obstore(address):
-        from ckpt_tools.storage import object_store  # late, as all that addresses need
-
-        return object_store.Bucket(address)
+    needed = "obstore" if is_web(address) else "fsspec"
     try:
-        from fsspec import core  # late: only who gives an address pays for it
+        if uses_obstore(address):
+            from ckpt_tools.storage import object_store  # late: only who gives an address pays
+
+            return object_store.Site(address) if is_web(address) else object_store.Bucket(address)
+        from fsspec import core
     except ImportError as error:
         raise UsageError(
-            f"{address} is an address, for which fsspec is not installed.",
+            f"{address} is an address, for which {needed} is not installed.",
             hint="pip install 'ckpt-tools[remote]', and s3fs, gcsfs or huggingface_hub.",
         ) from error
     try:
-        system: FileSystem = core.url_to_fs(address, **_client(address))[0]
+        system: FileSystem = core.url_to_fs(address)[0]
     except (ImportError, ValueError) as error:
         raise UsageError(
             f"{address} cannot be opened: {error}.",
-            hint="s3:// needs s3fs, gs:// gcsfs, hf:// huggingface_hub, http:// aiohttp.",
+            hint="s3:// needs s3fs, gs:// gcsfs, hf:// huggingface_hub.",
         ) from error
     return system
 
 
-def _client(address: str) -> dict[str, object]:
-    """Options of the client of an address, where the user's own configuration has none."""
-    if not is_web(address):
-        return {}
-    from aiohttp import ClientTimeout, TraceConfig
-    from fsspec.config import conf
-
-    own = conf.get(address.partition(":")[0], {}).get("client_kwargs", {})
-    timeout = ClientTimeout(total=None, sock_connect=STALLED, sock_read=STALLED)
-    answers = TraceConfig()
-    answers.on_request_end.append(_require_range)
-    traces = [*own.get("trace_configs", ()), answers]
-    return {"client_kwargs": {"timeout": timeout, **own, "trace_configs": traces}}
-
-
-_ASKED = re.compile(r"bytes=(\d+)-(\d+)")
-_SENT = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
-
-
-async def _require_range(_: ClientSession, __: object, done: TraceRequestEndParams) -> None:
-    """Raise UnreadableError for an answer that is not of the range that was asked for."""
-    answer, asked = done.response, _ASKED.fullmatch(done.headers.get("Range", ""))
-    if asked is None or answer.status not in (200, 206):
-        return
-    start, last = map(int, asked.groups())
-    other = _all_instead if answer.status == 200 else _other_range
-    sent = other(answer.headers, start=start, last=last)
-    if sent is not None:
-        answer.close()
-        address = (*answer.history, answer)[0].url
-        raise UnreadableError(
-            f"{address}: its server was asked for {asked[0]} and sent {sent}.",
-            hint="It does not support range requests, or a cache on the way answers them wrongly. "
-            "Download the file and read it from disk.",
-        )
-
-
-def _all_instead(headers: Mapping[str, str], *, start: int, last: int) -> str | None:
-    """What was sent in place of a range: all of the file. None where that is no more."""
-    length = headers.get("Content-Length", "")
-    is_more = start > 0 or (length.isdigit() and int(length) > last + 1)
-    return "all of the file" if is_more else None
-
-
-def _other_range(headers: Mapping[str, str], *, start: int, last: int) -> str | None:
-    """What was sent in place of a range, which may end where the file ends; None if it was sent."""
-    text = headers.get("Content-Range", "no Content-Range")
-    sent = _SENT.fullmatch(text)
-    if sent is None:
-        return text
-    end = last if sent[3] == "*" else min(last, int(sent[3]) - 1)
-    return None if (int(sent[1]), int(sent[2])) == (start, end) else text
-
-
 def _file_system(address: str) -> FileSystem:
     scheme, _, rest = address.partition("://")
+    if is_web(address):  # of a folder, whose files may have a query
+        path, mark, query = rest.partition("?")
+        return _protocol(f"{scheme}://{path.rpartition('/')[0] or path}{mark}{query}")
     return _protocol(f"{scheme}://{rest.partition('/')[0]}")
 
 
 def _asked(address: str, ask: Callable[[FileSystem], Result]) -> Result:
     """The answer of the store; whatever fault it has is an OSError."""
     system = _file_system(address)
-    if is_web(address):
-        return _asked_again(address, lambda: ask(system))
     if uses_obstore(address):
         return WAITING.asked(lambda: ask(system))
     try:
@@ -193,53 +131,6 @@ def _asked(address: str, ask: Callable[[FileSystem], Result]) -> Result:
         raise
     except Exception as error:  # each client has faults of its own, and new ones
         raise OSError(0, f"{type(error).__name__}: {error}", address) from error
-
-
-def _asked_again(address: str, ask: Callable[[], Result]) -> Result:
-    """The answer of a web server, which is asked again where its fault may pass."""
-    for pause in (*PAUSES, None):
-        try:
-            return ask()
-        except UnreadableError:
-            raise
-        except Exception as error:
-            cause = _cause(error)
-            is_busy = getattr(cause, "status", None) in _BUSY
-            may_pass = is_busy or _is_timeout(cause) or type(cause).__name__ in _BROKEN_OFF
-            if pause is None or not may_pass:
-                raise _fault(cause, address) from error
-        time.sleep(pause)
-    raise AssertionError  # the last try has returned or raised
-
-
-def _cause(error: Exception) -> Exception:
-    """What a client ran into: a web client says of every fault that the file does not exist."""
-    cause = error.__cause__
-    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
-        return error
-    return error if getattr(cause, "status", None) in (404, 410) else cause
-
-
-def _is_timeout(error: Exception) -> bool:
-    return isinstance(error, TimeoutError) or "Timeout" in type(error).__name__
-
-
-def _fault(error: Exception, address: str) -> OSError:
-    """The same as a sentence."""
-    status = getattr(error, "status", None)
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(ENOENT, "it does not exist", address)
-    if _is_timeout(error):
-        what = f"its server sent nothing for {STALLED:g} seconds, {len(PAUSES) + 1} times"
-    elif type(error).__name__ == "TooManyRedirects":
-        what = "its server redirects again and again"
-    elif isinstance(status, int):
-        what = f"its server answers {status} ({getattr(error, 'message', '')})"
-        if status in _FORBIDDEN:
-            return PermissionError(EACCES, what, address)
-    else:
-        what = f"{type(error).__name__}: {error}"
-    return OSError(0, what, address)
 
 
 class _Answers(Generic[Result]):
@@ -253,7 +144,7 @@ class _Answers(Generic[Result]):
         answer = self.fresh(address)
         if answer is None:
             answer = ask(address)
-            if is_web(address) or uses_obstore(address):
+            if uses_obstore(address):
                 self._kept[address] = time.monotonic(), answer
         return answer
 
@@ -277,7 +168,7 @@ def facts(address: str) -> Facts:
         return _facts_of(address)
     except PermissionError:
         if is_web(address) and listing(address):  # a folder that is not shown
-            return Facts(_tail(address), 0, is_dir=True)
+            return _FACTS.of(address, lambda _: Facts(_tail(address), 0, is_dir=True))
         raise
 
 
@@ -296,7 +187,7 @@ def _ask_facts(address: str) -> Facts:
     try:
         return _facts(_asked(address, lambda system: system.info(address)))
     except FileNotFoundError:
-        if uses_obstore(address) and listing(address):  # it knows files alone
+        if not is_web(address) and uses_obstore(address) and listing(address):  # it knows files
             return Facts(_tail(address), 0, is_dir=True)
         raise
 

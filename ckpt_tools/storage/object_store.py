@@ -1,4 +1,4 @@
-"""S3, Google Cloud Storage and Azure through obstore: what `fsspec_store` asks of a file system.
+"""S3, Google Cloud Storage, Azure and web servers through obstore, with the methods of `fsspec`.
 
 Every answer is held against the first one of its object: one that was replaced while it is read is
 never pieced together from two versions. Faults come out as OSError, those that may pass a moment
@@ -10,18 +10,20 @@ from __future__ import annotations
 import io
 import os
 import re
+from base64 import b64encode
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from errno import EACCES, EAGAIN, ENOENT
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
+from urllib.parse import unquote, urlsplit
 
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
-    from obstore import ObjectMeta
+    from obstore import GetResult, ObjectMeta
     from obstore.auth.boto3 import Boto3CredentialProvider
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
@@ -29,9 +31,14 @@ STALLED = timedelta(seconds=10)  # without a byte
 _PART = 16 << 20  # bytes of what is sent, of one object at most so many parts
 _MOST_PARTS = 9_000
 _BLOCK = 1 << 18  # of streams: pickles of an old file, read from front to back
+_ONCE: RetryConfig = {"max_retries": 0}  # `waiting` tries again, and says so
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
+_CAUSE = re.compile(r'(?:error|message): "([^"]+)"|InvalidCertificate\(\s*(\w+)|kind: (Timeout)')
+_NO_HEAD = ("400", "403", "405", "501")  # answers to who may only GET: a signature is of one verb
 # Where a client that knows no credentials asks the machine for them.
 _MACHINES = ("169.254.169.254", "metadata.google.internal")
+_OTHER_RANGE = ("UnexpectedRange", "RangeNotSupported", "ContentRange")
+_LASTING = ("InvalidCertificate", "following redirect")
 _BUSY = ("408", "429", "5")  # answers that may be others a moment later, by their first digits
 _AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
 _AWS_HOSTS = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
@@ -45,10 +52,10 @@ _CREDENTIALS = (
 class Bucket:
     """A bucket or container, with the methods of an fsspec file system; ``root`` is its address."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, store: ObjectStore | None = None) -> None:
         self._root = root
-        self._store = _opened(root)
-        self._versions: dict[str, tuple[object, int]] = {}
+        self._store = _opened(root) if store is None else store
+        self._seen: dict[str, ObjectMeta] = {}
 
     def info(self, path: str) -> Mapping[str, object]:
         """Facts of a file. Raises FileNotFoundError, also of a folder, or another OSError."""
@@ -60,7 +67,7 @@ class Bucket:
             meta = obstore.head(self._store, self._key(path))
         except Exception as error:
             raise _fault(error, path) from error
-        self._versions.setdefault(meta["path"], _version(meta))
+        self._seen.setdefault(self._key(path), meta)
         return _facts(meta)
 
     def ls(self, path: str, *, detail: bool) -> list[Mapping[str, object]]:  # noqa: ARG002 (fsspec's)
@@ -71,7 +78,7 @@ class Bucket:
             found = obstore.list_with_delimiter(self._store, self._key(path))
         except Exception as error:
             raise _fault(error, path) from error
-        self._versions |= {meta["path"]: _version(meta) for meta in found["objects"]}
+        self._seen |= {meta["path"]: meta for meta in found["objects"]}
         folders = [{"name": name, "type": "directory"} for name in found["common_prefixes"]]
         return [*map(_facts, found["objects"]), *folders]
 
@@ -80,18 +87,16 @@ class Bucket:
 
         Raises OSError, and UnreadableError when the file has been replaced since it was first seen.
         """
-        import obstore
-
         key = self._key(path)
         try:
-            answer = obstore.get(self._store, key, options={"range": (start, end)})
+            answer = self._answer(key, start, end)
             data = memoryview(answer.bytes())
         except Exception as error:
             if "416" in _status(error):
                 return memoryview(b"")
             raise _fault(error, path) from error
-        if self._versions.setdefault(key, _version(answer.meta)) != _version(answer.meta):
-            self._versions.clear()  # who reads again begins again
+        if _is_another(self._seen.setdefault(key, answer.meta), answer.meta):
+            self._seen.pop(key, None)  # who reads again begins again
             raise UnreadableError(
                 f"{path} has been replaced while it was read.",
                 hint="Run the command again when nothing writes to it.",
@@ -130,8 +135,59 @@ class Bucket:
     def invalidate_cache(self, path: str | None = None) -> None:
         """Nothing: no listings are kept here."""
 
+    def _answer(self, key: str, start: int, end: int) -> GetResult:
+        import obstore
+
+        return obstore.get(self._store, key, options={"range": (start, end)})
+
     def _key(self, address: str) -> str:
         return address.removeprefix(self._root).strip("/")
+
+
+class Site(Bucket):
+    """A folder of a web server, which lists nothing. The query of an address, such as a signature,
+    is sent with each request.
+    """
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root, _opened_site(root))
+
+    def info(self, path: str) -> Mapping[str, object]:
+        """Facts of a file; a page is in the place of a folder. Raises OSError."""
+        import obstore
+
+        key, named = self._key(path), {"name": path.partition("?")[0]}
+        try:
+            try:
+                answer = obstore.get(self._store, key, options={"head": True})
+            except Exception as error:
+                if not _status(error).startswith(_NO_HEAD):
+                    raise
+                answer = self._answer(key, 0, 1)  # its Content-Range has the length, too
+        except Exception as error:
+            if "MissingContentLength" in str(error):
+                return {**named, "type": "directory"}
+            raise _fault(error, path) from error
+        self._seen.setdefault(key, answer.meta)
+        is_page = str(answer.attributes.get("Content-Type")).startswith("text/html")
+        kind = {"type": "directory"} if is_page else {}
+        return {**_facts(answer.meta), **named, **kind}
+
+    def _answer(self, key: str, start: int, end: int) -> GetResult:
+        import obstore
+        from obstore.exceptions import NotSupportedError
+
+        try:
+            return super()._answer(key, start, end)
+        except NotSupportedError:  # all of the file was sent, which is right if it is no more
+            answer = obstore.get(self._store, key)
+            if start or answer.meta["size"] > end:
+                raise
+            return answer
+
+    def _key(self, address: str) -> str:
+        folder, file = (part.partition("?")[0] for part in (self._root, address))
+        return unquote(file.removeprefix(folder).strip("/"))
 
 
 class _Stream(io.RawIOBase):
@@ -160,13 +216,21 @@ class _Stream(io.RawIOBase):
         return len(data)
 
 
-def _version(meta: ObjectMeta) -> tuple[object, int]:
-    """What changes when an object is replaced."""
-    return meta["e_tag"] or meta["version"] or meta["last_modified"], meta["size"]
+def _versions(meta: ObjectMeta) -> tuple[object, ...]:
+    """What changes when an object is replaced; a web server may tell none of it."""
+    return meta["e_tag"], meta["version"], meta["last_modified"].timestamp()
+
+
+def _is_another(first: ObjectMeta, later: ObjectMeta) -> bool:
+    """Whether an object has been replaced, by the first thing that is told of it both times."""
+    for before, after in zip(_versions(first), _versions(later), strict=True):
+        if before and after:
+            return before != after or first["size"] != later["size"]
+    return first["size"] != later["size"]
 
 
 def _facts(meta: ObjectMeta) -> Mapping[str, object]:
-    tag = _version(meta)[0]
+    tag = next(filter(None, _versions(meta)), None)
     return {"name": meta["path"], "size": meta["size"], "type": "file", "ETag": tag}
 
 
@@ -174,28 +238,52 @@ def _opened(root: str) -> ObjectStore:
     """The store of a bucket, with the user's own settings. Raises UsageError."""
     from obstore.store import from_url
 
-    is_s3 = root.startswith(("s3://", "s3a://"))
-    client: ClientConfig = {
-        "connect_timeout": STALLED,
-        "read_timeout": STALLED,
-        "timeout": timedelta(minutes=10),  # of one answer, however large
-    }
-    retry: RetryConfig = {"max_retries": 0}  # `fsspec_store` tries again, and says so
     try:
+        is_s3 = root.startswith(("s3://", "s3a://"))
         config, provider = _settings_of_s3() if is_s3 else ({}, None)
         endpoint = config.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL", "")
-        client["allow_http"] = endpoint.startswith("http://")
         return from_url(
             root,
             config=config,
-            client_options=client,
-            retry_config=retry,
+            client_options=_client(endpoint),
+            retry_config=_ONCE,
             credential_provider=provider,
         )
     except UsageError:
         raise
     except Exception as error:  # of obstore, or of boto3
         raise UsageError(f"{root} cannot be opened: {_words(error)}.", hint=_CREDENTIALS) from error
+
+
+def _opened_site(root: str) -> ObjectStore:
+    """The store of a folder of a web server, with the user's own headers. Raises UsageError."""
+    from obstore.store import HTTPStore
+
+    client = _client(root)
+    headers = dict[str, str]()
+    with suppress(ImportError):
+        from fsspec.config import conf
+
+        headers |= conf.get(root.partition(":")[0], {}).get("client_kwargs", {}).get("headers", {})
+    parts = urlsplit(root)
+    if parts.username is not None:
+        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        headers["Authorization"] = f"Basic {b64encode(login.encode()).decode()}"
+    client["default_headers"] = headers
+    url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    try:
+        return HTTPStore(url, client_options=client, retry_config=_ONCE)
+    except Exception as error:
+        raise UsageError(f"{url} cannot be opened: {_words(error)}.") from error
+
+
+def _client(address: str) -> ClientConfig:
+    return {
+        "connect_timeout": STALLED,
+        "read_timeout": STALLED,
+        "timeout": timedelta(minutes=10),  # of one answer, however large
+        "allow_http": address.startswith("http://"),
+    }
 
 
 def _settings_of_s3() -> tuple[S3Config, Boto3CredentialProvider | None]:
@@ -233,21 +321,28 @@ def _status(error: Exception) -> str:
 
 
 def _words(error: Exception) -> str:
-    """What a client says, without its inner workings."""
-    return str(error).partition("\n")[0].rstrip(" :.")
+    """What a client says, without its inner workings, and why."""
+    first = str(error).partition("\n")[0].rpartition(" - ")[2].rstrip(" :.")
+    causes = [next(filter(None, found)) for found in _CAUSE.findall(str(error))]
+    return f"{first} ({causes[-1]})" if causes else first
 
 
 def _fault(error: Exception, address: str) -> OSError | CkptError:
     """The same as a sentence."""
-    if isinstance(error, FileNotFoundError):
+    status, words, text = _status(error), _words(error), str(error)
+    if isinstance(error, FileNotFoundError) or status.startswith("410"):
         return FileNotFoundError(ENOENT, "it does not exist", address)
-    status, words = _status(error), _words(error)
-    if any(machine in words for machine in _MACHINES):
+    if any(machine in text for machine in _MACHINES):
         return UsageError(f"{address}: no credentials for its store.", hint=_CREDENTIALS)
-    if "UnexpectedRange" in str(error):
-        return UnreadableError(f"{address}: its store sent other bytes than asked for: {words}.")
-    what = f"its store answers {status}" if status else words
+    if any(kind in text for kind in _OTHER_RANGE):
+        return UnreadableError(
+            f"{address}: its server sent other bytes than asked for: {words}.",
+            hint="It does not support range requests, or a cache on the way answers them wrongly. "
+            "Download the file and read it from disk.",
+        )
+    what = f"its server answers {status}" if status else words
     if isinstance(error, PermissionError) or status[:3] in ("401", "403"):
         return PermissionError(EACCES, what, address)
-    may_pass = status.startswith(_BUSY) or (not status and "HTTP error" in words)
+    is_lasting = any(kind in text for kind in _LASTING)
+    may_pass = status.startswith(_BUSY) or (not status and "HTTP error" in text and not is_lasting)
     return OSError(EAGAIN if may_pass else 0, what, address)

@@ -68,11 +68,14 @@ def _removed(out: str, sent: list[str]) -> list[str]:
 
 
 def refuse_existing(out: str, *, force: bool, resume: bool) -> None:
-    """Raise OutputExistsError when something is at the address, and UsageError with ``resume``.
+    """Raise OutputExistsError when something is at the address, and UsageError with ``resume``, or
+    for a web server.
 
     Nothing is replaced there, not even with ``force``: old shards between new ones would be taken
     for parts of the checkpoint.
     """
+    if fsspec_store.is_web(out):
+        raise UsageError(f"{out}: nothing is written to a web server.", hint="Write to a folder.")
     if resume:
         raise UsageError(
             f"--resume works only on a file system; {out} is an address.",

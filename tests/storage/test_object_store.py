@@ -161,10 +161,12 @@ def test_an_outage_is_one_wait_and_one_error(
     store.faults = ["503"] * 1000
     begun = time.monotonic()
     for _ in range(3):  # the second and third are not waited for
-        with pytest.raises(UnreadableError, match=r"its store answers 503.*for \d+ seconds"):
+        with pytest.raises(UnreadableError, match=r"its server answers 503.*for \d+ seconds"):
             Files().read("s3://b/x", 0, 5)
     assert time.monotonic() - begun < 4
-    assert said == ["s3://b/x: its store answers 503 Service Unavailable; waiting up to 1 seconds."]
+    assert said == [
+        "s3://b/x: its server answers 503 Service Unavailable; waiting up to 1 seconds."
+    ]
     store.faults = []
     assert Files().read("s3://b/x", 0, 5) == DATA[:5]
 
@@ -239,5 +241,7 @@ def test_a_store_that_is_gone_is_said_by_a_command(
     done = run("inspect", "s3://b/run")
     assert done.exit_code == 3
     wait, error = done.stderr.splitlines()
-    assert wait.startswith("s3://b/run: its store answers 500 Internal Server Error; waiting up to")
-    assert error.startswith("Error: s3://b/run: its store answers 500 Internal Server Error, for")
+    assert wait.startswith(
+        "s3://b/run: its server answers 500 Internal Server Error; waiting up to"
+    )
+    assert error.startswith("Error: s3://b/run: its server answers 500 Internal Server Error, for")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,8 +23,9 @@ from running import run
 
 from ckpt_tools.errors import IncompleteError, OutputExistsError, UnreadableError, UsageError
 from ckpt_tools.formats import read_index
-from ckpt_tools.storage import fsspec_store, paths, upload
+from ckpt_tools.storage import fsspec_store, object_store, paths, upload
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.waiting import WAITING
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -207,7 +209,7 @@ def test_local_paths_are_no_addresses(path: str) -> None:
 @pytest.fixture
 def site() -> Iterator[str]:
     """The address of a web server that shows folders as pages and knows no ranges."""
-    pytest.importorskip("aiohttp")
+    pytest.importorskip("obstore")
     handler = partial(SimpleHTTPRequestHandler, directory=str(REAL))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -235,7 +237,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 def test_a_web_server_that_shows_no_folder_is_asked_for_metadata_and_not_often() -> None:
-    pytest.importorskip("aiohttp")
+    pytest.importorskip("obstore")
     folder = "fsdp2_dcp_1d_4r/ckpt"
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(REAL))) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -266,7 +268,7 @@ class _Ranges(_Quiet):
 
 
 def test_a_hugging_face_folder_of_a_web_server_is_asked_for_its_index() -> None:
-    pytest.importorskip("aiohttp")
+    pytest.importorskip("obstore")
     folder = "hf_sharded_safetensors/ckpt"
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(REAL))) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -289,7 +291,7 @@ def test_another_folder_of_a_web_server_is_refused_with_what_can_be_read(
 
 
 def test_a_web_server_without_ranges_is_an_error_that_says_so(site: str) -> None:
-    with pytest.raises(UnreadableError, match="was asked for") as caught:
+    with pytest.raises(UnreadableError, match="other bytes than asked for") as caught:
         read_index(f"{site}/fsdp1_full_torchsave/ckpt/model.pt")
     assert "does not support range requests" in str(caught.value.hint)
 
@@ -334,9 +336,10 @@ class _Troubled(SimpleHTTPRequestHandler):
 @pytest.fixture
 def troubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of that server; clients have little patience with it."""
-    pytest.importorskip("aiohttp")
-    monkeypatch.setattr(fsspec_store, "STALLED", 0.2)
-    monkeypatch.setattr(fsspec_store, "PAUSES", (0.01, 0.01))
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(object_store, "STALLED", timedelta(seconds=0.2))
+    monkeypatch.setattr(WAITING, "patience", 0.5)
+    monkeypatch.setattr(WAITING, "_since", None)
     handler = partial(_Troubled, directory=str(REAL))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -347,9 +350,9 @@ def troubled(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("stalled.pt", "sent nothing for 0.2 seconds, 3 times"),
-        ("loop.pt", "redirects again and again"),
-        ("busy.pt", "its server answers 503 (Service Unavailable)"),
+        ("stalled.pt", "error sending request (Timeout), for "),
+        ("loop.pt", "error following redirect"),
+        ("busy.pt", "its server answers 503 Service Unavailable, for "),
         ("nowhere.pt", "does not exist"),
     ],
 )

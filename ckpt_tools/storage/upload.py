@@ -1,19 +1,25 @@
 """Outputs in a store: made whole on this machine first, then sent file by file.
 
 A store has no rename, so the files that tell that a checkpoint is there are sent last: until then
-its readers find nothing whole. What was sent by a run that is stopped is removed again; where the
-store fails, it stays there and here, and the error says where.
+its readers find nothing whole. What a failed run has made stays in its folder for temporary files,
+with a record of what was sent, and the next run of the same command goes on there.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 
-from ckpt_tools.core.text import are, counted, some
-from ckpt_tools.errors import OutputExistsError, UsageError, WriteError, unwritable
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import CkptError, OutputExistsError, UsageError, WriteError, unwritable
 from ckpt_tools.storage import fsspec_store, paths
+
+# Beside the output: a line for each object, before it is sent and, with its version, after that.
+_RECORD = "sent"
 
 
 @contextmanager
@@ -21,42 +27,73 @@ def staged(out: str, *, force: bool, resume: bool, last: tuple[str, ...] = ()) -
     """A path on this machine to write to; what is there when the block ends is sent to ``out``,
     files whose names end with one of ``last`` after all others.
 
-    It lies in the folder for temporary files, which needs room for all of it, and stays there when
-    the store refuses or has not kept every byte: then WriteError is raised. Raises what
-    `refuse_existing` raises, and UsageError with ``resume``.
+    It lies in the folder for temporary files, which needs room for all of it; after a failure what
+    is finished stays there, and the error says so. With ``resume`` it is that of the earlier run.
+    Raises what `refuse_existing` raises, and WriteError when the store refuses or has not kept
+    every byte.
     """
     from shutil import rmtree  # late, as all that only addresses need
     from tempfile import mkdtemp
 
     refuse_existing(out, force=force, resume=resume)
-    folder = mkdtemp(prefix="ckpt-tools-")
-    try:
-        here = os.path.join(folder, os.path.basename(paths.normal(out)))
-        yield here
-        _refuse_taken(out, force=force)  # it may have appeared meanwhile
-        sent: list[str] = []
+    folder = (_unfinished(out) if resume else None) or mkdtemp(prefix=_prefix(out))
+    here = os.path.join(folder, os.path.basename(paths.normal(out)))
+    with _held(folder, out):
         try:
-            _send(here, paths.normal(out), last, sent)
-        except WriteError as error:
-            folder = ""
-            raise WriteError(error.message, hint=_kept(here, out, sent)) from error
-        except KeyboardInterrupt as error:
-            raise type(error)(*error.args, *_removed(out, sent)) from None
+            yield here
+            with _kept_on_failure(here, out):
+                _refuse_taken(out, folder, force=force)  # it may have appeared meanwhile
+                _send(here, paths.normal(out), last)
+        except BaseException:
+            if not set(os.listdir(folder)) - {_RECORD}:
+                rmtree(folder, ignore_errors=True)
+            raise
+        rmtree(folder, ignore_errors=True)
+
+
+def _prefix(out: str) -> str:
+    return f"ckpt-tools-{sha256(paths.normal(out).encode()).hexdigest()[:12]}-"
+
+
+def _unfinished(out: str) -> str | None:
+    """The folder of the last run for this output that did not come to its end; None for none."""
+    from tempfile import gettempdir
+
+    with os.scandir(gettempdir()) as entries:
+        found = [one for one in entries if one.name.startswith(_prefix(out))]
+    own = [one for one in found if one.is_dir() and one.stat().st_uid == os.getuid()]
+    return max(own, key=lambda one: one.stat().st_mtime_ns).path if own else None
+
+
+@contextmanager
+def _held(folder: str, out: str) -> Iterator[None]:
+    """Keep other processes out of the folder. Raises OutputExistsError when one is in it."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise OutputExistsError(f"Another process is writing {out} now.") from error
     finally:
-        if folder:
-            rmtree(folder, ignore_errors=True)
+        os.close(fd)
 
 
-def _kept(here: str, out: str, sent: list[str]) -> str:
-    files = f"{counted(len(sent), 'file')} of it {are(len(sent))} at {out}; "
-    return (
-        f"{files if sent else ''}all of it is in {here}. Send it from there with the store's own "
-        "tool, or remove both and run the command again."
-    )
+@contextmanager
+def _kept_on_failure(here: str, out: str) -> Iterator[None]:
+    """Let what ends the sending say what is where. What Ctrl-C ends is removed from the store."""
+    go_on = f"All of it is in {here}: the same command with --resume sends what is missing."
+    try:
+        yield
+    except CkptError as error:
+        error.advice = " ".join(filter(None, [error.advice, go_on]))
+        raise
+    except KeyboardInterrupt as error:
+        raise type(error)(*error.args, *_removed(here, out), go_on) from None
 
 
-def _removed(out: str, sent: list[str]) -> list[str]:
+def _removed(here: str, out: str) -> list[str]:
     """Remove what was sent; a sentence about it, none when nothing was."""
+    sent = [address for address, version in _noted(os.path.dirname(here)).items() if version]
     left = list(sent)
     with suppress(OSError):
         while left:
@@ -68,49 +105,82 @@ def _removed(out: str, sent: list[str]) -> list[str]:
 
 
 def refuse_existing(out: str, *, force: bool, resume: bool) -> None:
-    """Raise OutputExistsError when something is at the address, and UsageError with ``resume``, or
-    for a web server.
+    """Raise OutputExistsError when something is at the address that the run to ``resume`` has not
+    sent, and UsageError for a web server.
 
     Nothing is replaced there, not even with ``force``: old shards between new ones would be taken
     for parts of the checkpoint.
     """
     if fsspec_store.is_web(out):
         raise UsageError(f"{out}: nothing is written to a web server.", hint="Write to a folder.")
-    if resume:
-        raise UsageError(
-            f"--resume works only on a file system; {out} is an address.",
-            hint="Write to a folder of this machine, and copy it with the store's own tool.",
-        )
-    _refuse_taken(out, force=force)
+    _refuse_taken(out, _unfinished(out) if resume else None, force=force)
 
 
-def _refuse_taken(out: str, *, force: bool) -> None:
+def _refuse_taken(out: str, folder: str | None, *, force: bool) -> None:
+    """Raise OutputExistsError for what is at ``out`` and not in the record of this folder."""
+    noted = {} if folder is None else _noted(folder)
+    own = {os.path.relpath(address, out).partition("/")[0] for address in noted}
     try:
         fsspec_store.forget(out)  # what the store said a moment ago may be true no more
-        is_taken = paths.exists(out)
+        if paths.is_dir(out):
+            others = sorted({*paths.listdir(out)} - own) if own else [out]
+        else:
+            others = [out] if "." not in own and paths.is_file(out) else []
     except OSError as error:
         raise unwritable(out, error, doing="looked at") from error
-    if is_taken:
+    if others:
         hint = "Choose another output, or remove it with the store's own tool."
+        what = f"{out} already exists" if others == [out] else f"{out} has {some(others)}, too"
         more = "; --force replaces nothing in a store" if force else ""
-        raise OutputExistsError(f"{out} already exists{more}.", hint=hint)
+        raise OutputExistsError(f"{what}{more}.", hint=hint)
 
 
-def _send(here: str, out: str, last: tuple[str, ...], sent: list[str]) -> None:
-    """Send a file, or all of a folder; ``sent`` gets the addresses. Raises WriteError."""
+def _noted(folder: str) -> dict[str, str]:
+    """The objects that were sent from here, and the version that the store then told of each; it is
+    empty where it was not sent to its end. A torn last line says nothing.
+    """
+    noted: dict[str, str] = {}
+    with suppress(FileNotFoundError, ValueError), open(os.path.join(folder, _RECORD), "rb") as file:
+        for line in file:
+            noted |= json.loads(line)
+    return noted
+
+
+def _send(here: str, out: str, last: tuple[str, ...]) -> None:
+    """Send a file, or all of a folder, but for what was sent before and is still there as it was.
+
+    Raises WriteError.
+    """
+    folder = os.path.dirname(here)
+    noted = _noted(folder)
     for path in sorted(_files(here), key=lambda path: (path.endswith(last), path)):
-        inside = os.path.relpath(path, here)
-        address = out if path == here else f"{out}/{inside}"
+        address = out if path == here else f"{out}/{os.path.relpath(path, here)}"
+        size = os.path.getsize(path)
         try:
+            if noted.get(address) and _is_at(address, size, noted[address]):
+                continue
+            _note(folder, address, "")
             fsspec_store.put(path, address)
-            sent.append(address)
-            kept = fsspec_store.facts(address).size
+            kept = fsspec_store.facts(address)
         except OSError as error:
             raise unwritable(address, error, doing="sent") from error
-        if kept != os.path.getsize(path):
-            raise WriteError(
-                f"{address} has {kept:,} bytes, and {os.path.getsize(path):,} were sent."
-            )
+        if kept.size != size:
+            raise WriteError(f"{address} has {kept.size:,} bytes, and {size:,} were sent.")
+        _note(folder, address, kept.version)
+
+
+def _is_at(address: str, size: int, version: str) -> bool:
+    """Whether the very object that was sent is there. Raises OSError."""
+    try:
+        there = fsspec_store.facts(address)
+    except FileNotFoundError:
+        return False
+    return (there.size, there.version) == (size, version)
+
+
+def _note(folder: str, address: str, version: str) -> None:
+    with open(os.path.join(folder, _RECORD), "a", encoding="utf-8") as file:
+        file.write(json.dumps({address: version}) + "\n")
 
 
 def _files(here: str) -> list[str]:

@@ -6,9 +6,9 @@ import importlib.util
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -39,6 +39,12 @@ KINDS = (
     "dcp_hf_sharded_4r/ckpt",
     "dcp_zstd_4r/ckpt",
 )
+
+
+@pytest.fixture(autouse=True)
+def _temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
 
 
 @pytest.fixture
@@ -167,9 +173,60 @@ def test_a_store_that_keeps_too_few_bytes_is_found_out(
     assert "were sent" in done.stderr
 
 
-def test_resume_into_a_store_is_refused() -> None:
-    done = run("export", str(REAL / KINDS[0]), "-o", "memory://bucket/out", "--resume")
+def test_a_run_that_was_ended_while_it_sent_goes_on(
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    source, out = put(REAL / KINDS[0], "run"), "memory://bucket/out"
+    command = ("reshard", source, "-o", out, "--to-mesh", "4")
+    sent, real = list[str](), fsspec_store.put
+
+    def killed(path: str, address: str) -> None:
+        if address.endswith("__2_0.distcp") and not sent[2:]:
+            sent.append("killed")
+            raise SystemExit(9)
+        sent.append(address.rpartition("/")[2])
+        real(path, address)
+
+    monkeypatch.setattr(fsspec_store, "put", killed)
+    assert run(*command).exit_code == 9
+    assert run(*command).exit_code == 2  # OUT is there
+    fsspec.filesystem("memory").pipe_file("/bucket/out/__1_0.distcp", b"of somebody else")
+    done = run(*command, "--resume")
+    assert done.exit_code == 0, done.stderr
+    first = ["__0_0.distcp", "__1_0.distcp", "killed"]
+    assert sent == [*first, "__1_0.distcp", "__2_0.distcp", "__3_0.distcp", ".metadata"]
+    prints = [run("fingerprint", at, "-q").stdout for at in (source, out)]
+    assert prints[0] == prints[1] != ""
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_nothing_of_others_is_mixed_with_what_was_sent(
+    put,  # noqa: ANN001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, system = "memory://bucket/out", fsspec.filesystem("memory")
+    command = ("reshard", put(REAL / KINDS[0], "run"), "-o", out, "--to-mesh", "2")
+    real = fsspec_store.put
+
+    def refused(path: str, address: str) -> None:
+        if address.endswith(".metadata"):
+            raise OSError(0, "its server answers 503", address)
+        real(path, address)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsspec_store, "put", refused)
+        done = run(*command)
+    assert done.exit_code == 4
+    assert "the same command with --resume sends what is missing" in done.stderr
+    system.pipe_file("/bucket/out/old.distcp", b"old")
+    done = run(*command, "--resume")
     assert done.exit_code == 2
+    assert f"{out} has old.distcp, too" in done.stderr
+    system.rm_file("/bucket/out/old.distcp")
+    assert run(*command, "--resume").exit_code == 0
+    assert run("verify", out).exit_code == 0
 
 
 def test_a_rehearsal_sends_nothing() -> None:
@@ -556,6 +613,9 @@ def test_what_a_stopped_run_has_sent_is_removed(
     assert done.exit_code == 130
     assert "What had been sent to s3://bucket/run7-stopped was removed." in done.stderr
     assert not paths.exists("s3://bucket/run7-stopped")
+    monkeypatch.setattr(fsspec_store, "put", put)
+    assert run(*words, "--resume").exit_code == 0
+    assert run("verify", "s3://bucket/run7-stopped").exit_code == 0
 
 
 @needs_s3
@@ -593,7 +653,13 @@ def test_what_cannot_be_sent_stays_here(s3: Server, monkeypatch: pytest.MonkeyPa
     done = run("reshard", "s3://bucket/run7", "-o", out, "--to-mesh", "4")
     assert done.exit_code == 4
     assert f"{out}/.metadata cannot be sent: its store answers 403 Forbidden" in done.stderr
-    (here,) = re.findall(rf"4 files of it are at {out}; all of it is in (\S+)\. Send", done.stderr)
+    (here,) = re.findall(r"All of it is in (\S+): the same command with --resume", done.stderr)
     assert run("verify", here).exit_code == 0
-    assert len(paths.listdir(out)) == 4
-    shutil.rmtree(os.path.dirname(here))
+    sent = paths.states(out)
+    assert len(sent) == 4
+    monkeypatch.setattr(fsspec_store, "put", put)
+    assert (
+        run("reshard", "s3://bucket/run7", "-o", out, "--to-mesh", "4", "--resume").exit_code == 0
+    )
+    assert paths.states(out).items() > sent.items()
+    assert not os.path.exists(here)

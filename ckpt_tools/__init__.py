@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from ckpt_tools.proof.stats import Statistics as Statistics
     from ckpt_tools.proof.stats import TensorStats as TensorStats
     from ckpt_tools.proof.verify import VerifyReport as VerifyReport
+    from ckpt_tools.storage.waiting import wait_for_stores as wait_for_stores
 
 # Which module has which of these names; it is imported for the first of them that is used.
 _HOMES = {
@@ -90,6 +91,7 @@ _HOMES = {
     "proof.diff_options": "DiffOptions",
     "proof.fingerprint": "Fingerprint",
     "proof.verify": "VerifyReport",
+    "storage.waiting": "wait_for_stores",
     "proof.stats": "Statistics TensorStats",
     "convert.reshard": "ReshardOptions ReshardPlan",
 }

@@ -35,6 +35,7 @@ from ckpt_tools.errors import AnswerNo, CkptError, Instead, UsageError, Way
 from ckpt_tools.formats import SMALL_OBJECT, ReadOptions, is_checkpoint, open_objects, read_index
 from ckpt_tools.formats.frameworks import whole_of
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.waiting import WAITING, wait_for_stores
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -121,7 +122,7 @@ def command(
         def run(**given: object) -> None:
             function(_made(takes, given))
 
-        return Command(name, callback=run, params=[*_placed(_params(takes)), *_talk()], help=help)
+        return Command(name, callback=run, params=[*_placed(_params(takes)), *_of_all()], help=help)
 
     return made
 
@@ -312,9 +313,20 @@ def _text(value: object) -> str:
     return value.name if isinstance(value, DType) else str(value)
 
 
-def _talk() -> list[click.Parameter]:
-    """--quiet and --verbose: how much goes to stderr, from the moment on when they are read."""
+def _of_all() -> list[click.Parameter]:
+    """The options of all commands: how long stores are waited for, and how much goes to stderr,
+    from the moment on when they are read.
+    """
     return [
+        click.Option(
+            ["--store-timeout"],
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="SECONDS",
+            expose_value=False,
+            callback=lambda _ctx, _param, value: wait_for_stores(value or WAITING.patience),
+            show_default=f"{WAITING.patience:g}",
+            help="How long to retry a store that does not answer.",
+        ),
         click.Option(
             ["-v", "--verbose"],
             count=True,

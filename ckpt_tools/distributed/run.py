@@ -35,6 +35,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.storage import upload
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
+from ckpt_tools.storage.waiting import WAITING
 from ckpt_tools.transforms.base import Materialize
 
 if TYPE_CHECKING:
@@ -309,7 +310,8 @@ class _Sharing:
 
 
 def _share_order(options: WriteOptions, plan: Plan, place: OutputPlace, share: Share) -> ShareOrder:
-    return ShareOrder(*files_of_share(plan.files, share), place, options, plan.source)
+    plans, share = files_of_share(plan.files, share)
+    return ShareOrder(plans, share, place, options, plan.source, WAITING.patience)
 
 
 def _do(works: Sequence[Materialize], files: Files, source: CheckpointIndex) -> None:

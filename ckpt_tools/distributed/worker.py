@@ -15,10 +15,12 @@ from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.distributed import messages
 from ckpt_tools.distributed.workers import Said, ShareOrder, write_share
 from ckpt_tools.errors import CkptError
+from ckpt_tools.storage.waiting import WAITING
 
 
 def _work(parent: Connection[Said, ShareOrder]) -> None:
     order = parent.recv()
+    WAITING.patience = order.patience
     Thread(target=_end_with, args=(parent,), daemon=True).start()
     seen, unsent = KnownCrcs(), 0
 

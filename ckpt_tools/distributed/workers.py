@@ -44,7 +44,8 @@ class ShareOrder(NamedTuple):
     """One share of a plan: what to write, where and how, and what may be used for it.
 
     ``plans`` are those of the files that the share is in, at least. Chunks of ``source`` that they
-    read are located before they are read; None when all of them are.
+    read are located before they are read; None when all of them are. A store is waited for
+    ``patience`` seconds.
     """
 
     plans: LazyPlans
@@ -52,6 +53,7 @@ class ShareOrder(NamedTuple):
     place: OutputPlace
     options: WriteOptions
     source: CheckpointIndex | None
+    patience: float = 30.0
 
 
 def write_share(order: ShareOrder, *, on_bytes: Callable[[int], None], seen: KnownCrcs) -> int:

@@ -62,3 +62,8 @@ class Waiting:
 
 
 WAITING = Waiting()
+
+
+def wait_for_stores(seconds: float) -> None:
+    """Ask stores that do not answer again for so long from now on; 30 seconds by default."""
+    WAITING.patience = seconds

@@ -235,10 +235,10 @@ def test_fsspecs_own_configuration_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_store_that_is_gone_is_said_by_a_command(
     store: type[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WAITING, "patience", 0.3)
     monkeypatch.setattr(WAITING, "silence", 0.1)
+    monkeypatch.setattr(WAITING, "patience", 60)
     store.faults = ["500"] * 1000
-    done = run("inspect", "s3://b/run")
+    done = run("inspect", "s3://b/run", "--store-timeout", "0.3")
     assert done.exit_code == 3
     wait, error = done.stderr.splitlines()
     assert wait.startswith(

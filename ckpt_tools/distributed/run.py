@@ -230,6 +230,11 @@ def _lead_or_follow(
 # -------------------------------------------------------------------------------------- executors
 
 
+def _locate_here(index: CheckpointIndex, files: Files) -> CheckpointIndex:
+    """All chunks located; those of a store later, when their elements are read with them."""
+    return (formats.locate_later if is_address(index.root) else formats.locate)(index, files)
+
+
 @dataclass(frozen=True, slots=True)
 class _Here:
     """The threads of this process, or several ``workers`` on this machine."""
@@ -243,7 +248,7 @@ class _Here:
     @property
     def locate(self) -> Locate:
         """One process locates all before it begins, workers each what they read."""
-        return formats.locate if self.workers == 1 else formats.locate_later
+        return _locate_here if self.workers == 1 else formats.locate_later
 
     def run(
         self,
@@ -260,7 +265,9 @@ class _Here:
         times = 2 if self.options.check else 1  # written, and read back
         self.listener.on_total(times * plan.files.length)
         if self.workers == 1:
-            order = _share_order(self.options, plan, place, ALL)._replace(source=None)
+            order = _share_order(self.options, plan, place, ALL)
+            if not is_address(plan.source.root):
+                order = order._replace(source=None)
             write_share(order, on_bytes=self.listener.on_bytes, seen=seen)
             return ()
         memory = max(MIN_MEMORY, self.options.max_memory // self.workers)

@@ -51,6 +51,7 @@ class Files:
         self._max_open = _most_open() if max_open is None else max_open
         self._lent: dict[str, memoryview] = {}
         self._own = threading.local()
+        self._between = _NOTHING  # the last blocks of which most had not been asked for
         self._spill_lock = threading.Lock()
         self._spilled: dict[tuple[tuple[str, int, int], Unpack], tuple[str, int, int]] = {}
 
@@ -138,7 +139,7 @@ class Files:
 
     def _fetch(self, address: str, offset: int, length: int) -> memoryview:
         """These bytes of an object in a store, fetched before or in one request."""
-        held = self._fetched().find(address, offset, length)
+        held = self._held(address, offset, length)
         if held is not None:
             return held
         data = _answer(address, offset, length)
@@ -170,8 +171,7 @@ class Files:
         this machine is left out, and so is the part of a range that lies behind the end of its
         file. Raises UnreadableError.
         """
-        held = self._fetched()
-        wanted = [one for one in ranges if paths.is_address(one[0]) and held.find(*one) is None]
+        wanted = [one for one in ranges if paths.is_address(one[0]) and self._held(*one) is None]
         if not wanted:
             return
         most = max(4 * self.sizes.slab if most is None else most, 2 * _nbytes(wanted))
@@ -185,10 +185,14 @@ class Files:
             joined, fsspec_store.pool().map(lambda one: _answer(*one), joined), strict=True
         ):
             held.add(path, offset, data)
+        if _nbytes(joined) > 2 * _nbytes(wanted):
+            self._between = held  # the ends of small items: the items are read next
 
-    def _fetched(self) -> _Fetched:
+    def _held(self, address: str, offset: int, length: int) -> memoryview | None:
+        """These bytes, if this thread has fetched them, or any thread with what lies around."""
         fetched: _Fetched = getattr(self._own, "fetched", _NOTHING)
-        return fetched
+        found = fetched.find(address, offset, length)
+        return self._between.find(address, offset, length) if found is None else found
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a byte buffer from this place of the file on.

@@ -257,7 +257,7 @@ def test_what_check_proves_are_the_bytes_that_were_copied(
 ) -> None:
     """Of a server that sends a wrong byte to who asks for no more than a part of the tensor."""
     save_file(
-        {"w": np.arange(1 << 16, dtype=np.float32).reshape(256, 256)}, tmp_path / "w.safetensors"
+        {"w": np.arange(1 << 20, dtype=np.float32).reshape(1024, -1)}, tmp_path / "w.safetensors"
     )
     command = ["reshard", str(tmp_path / "w.safetensors"), "-o", str(tmp_path / "in"), "-q"]
     done = run(*command, "--to-mesh", "2", "--placements", placement)

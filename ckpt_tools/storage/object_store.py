@@ -241,7 +241,8 @@ def _opened(root: str) -> ObjectStore:
     try:
         is_s3 = root.startswith(("s3://", "s3a://"))
         config, provider = _settings_of_s3() if is_s3 else ({}, None)
-        endpoint = config.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL", "")
+        named = "AWS_ENDPOINT_URL" if is_s3 else "AZURE_STORAGE_ENDPOINT"
+        endpoint = config.get("endpoint") or os.environ.get(named, "")
         return from_url(
             root,
             config=config,

@@ -181,12 +181,12 @@ class Files:
             gap //= 4
             joined = _joined(wanted, gap=gap)
         self._own.fetched = held = _Fetched()
+        if _nbytes(joined) > 2 * _nbytes(wanted):
+            self._between = held  # the ends of small items: the items are read next
         for (path, offset, _), data in zip(
             joined, fsspec_store.pool().map(lambda one: _answer(*one), joined), strict=True
         ):
             held.add(path, offset, data)
-        if _nbytes(joined) > 2 * _nbytes(wanted):
-            self._between = held  # the ends of small items: the items are read next
 
     def _held(self, address: str, offset: int, length: int) -> memoryview | None:
         """These bytes, if this thread has fetched them, or any thread with what lies around."""
@@ -251,8 +251,8 @@ class _Fetched:
 
     def add(self, path: str, offset: int, data: memoryview) -> None:
         """Keep a block that lies behind all others of its object."""
+        self._blocks.setdefault(path, []).append(data)  # first: other threads look by starts
         self._starts.setdefault(path, []).append(offset)
-        self._blocks.setdefault(path, []).append(data)
 
     def find(self, path: str, offset: int, length: int) -> memoryview | None:
         """These bytes; None where a block does not hold all of them."""

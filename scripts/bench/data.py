@@ -156,9 +156,9 @@ def _run(*args: str | Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - our own
 
 
-def dcp_rows(source: Path, out: Path) -> None:
-    """A DCP directory of eight ranks, each with a row block of every tensor."""
-    _run("reshard", source, "-o", out, "--to-mesh", str(RANKS))
+def dcp_rows(source: Path, out: Path, *, ranks: int = RANKS) -> None:
+    """A DCP directory of so many ranks, each with a row block of every tensor."""
+    _run("reshard", source, "-o", out, "--to-mesh", str(ranks))
 
 
 def dcp_grid(source: Path, out: Path) -> None:

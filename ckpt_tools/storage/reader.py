@@ -171,6 +171,7 @@ class Files:
         this machine is left out, and so is the part of a range that lies behind the end of its
         file. Raises UnreadableError.
         """
+        self._own.between = self._between  # for this thread they stay until then
         wanted = [one for one in ranges if paths.is_address(one[0]) and self._held(*one) is None]
         if not wanted:
             return
@@ -189,10 +190,11 @@ class Files:
             held.add(path, offset, data)
 
     def _held(self, address: str, offset: int, length: int) -> memoryview | None:
-        """These bytes, if this thread has fetched them, or any thread with what lies around."""
+        """These bytes, if they were fetched by this thread, or lay between what others fetched."""
         fetched: _Fetched = getattr(self._own, "fetched", _NOTHING)
+        between: _Fetched = getattr(self._own, "between", _NOTHING)
         found = fetched.find(address, offset, length)
-        return self._between.find(address, offset, length) if found is None else found
+        return between.find(address, offset, length) if found is None else found
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a byte buffer from this place of the file on.

@@ -245,3 +245,18 @@ def test_a_store_that_is_gone_is_said_by_a_command(
         "s3://b/run: its server answers 500 Internal Server Error; waiting up to"
     )
     assert error.startswith("Error: s3://b/run: its server answers 500 Internal Server Error, for")
+
+
+def test_what_lay_between_is_not_read_again(store: type[Store]) -> None:
+    files = Files(sizes=Sizes(fetched_gap=2_000))
+    files.fetch([("s3://b/x", start, 10) for start in range(0, 10_000, 1_000)], most=20_000)
+    store.requests.clear()
+
+    def read() -> None:
+        files.fetch([("s3://b/x", 500, 300)])
+        assert files.read("s3://b/x", 500, 300) == DATA[500:800]
+
+    other = Thread(target=read)
+    other.start()
+    other.join()
+    assert store.requests == []

@@ -87,7 +87,7 @@ class CommandGroup(click.Group):
         if os.environ.get("NO_COLOR"):
             ctx.color = False
 
-        WAITING.on_wait = saying()
+        WAITING.on_wait, WAITING.is_stopped = saying(), False
         try:
             with _printable_errors():
                 answer: object = super().invoke(ctx)
@@ -121,7 +121,7 @@ def interruptible() -> Iterator[None]:
     if not callable(outside) or outside is signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -130,7 +130,13 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _interrupt(*_: object) -> None:
+    WAITING.is_stopped = True  # else the process ends when the last thread has waited
+    raise KeyboardInterrupt
+
+
 def _terminate(*_: object) -> None:
+    WAITING.is_stopped = True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what is done then must be done
     raise Terminated
 

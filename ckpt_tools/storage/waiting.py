@@ -15,11 +15,13 @@ class Waiting:
     """Asks stores again for ``patience`` seconds: one that is gone is one wait for all threads
     together.
 
-    ``on_wait`` gets a line when it has waited for ``silence`` seconds.
+    ``on_wait`` gets a line when it has waited for ``silence`` seconds. Once ``is_stopped``, each
+    question is asked once.
     """
 
     def __init__(self) -> None:
         self.patience, self.silence = 30.0, 3.0
+        self.is_stopped = False
         self.on_wait: Callable[[str], object] = lambda _: None
         self._lock = Lock()
         self._since: float | None = None  # no thread had an answer
@@ -34,7 +36,7 @@ class Waiting:
             try:
                 answer = ask()
             except OSError as error:
-                if error.errno != EAGAIN:
+                if error.errno != EAGAIN or self.is_stopped:
                     raise
                 since = since or time.monotonic()
                 waited = self._waited(since, error)
@@ -45,7 +47,9 @@ class Waiting:
                 self._since = None
                 self._has_said = False
                 return answer
-            time.sleep(pause * uniform(0.5, 1.0))  # noqa: S311 (so that not all ask at once)
+            end = time.monotonic() + pause * uniform(0.5, 1.0)  # noqa: S311 (not all at once)
+            while time.monotonic() < end and not self.is_stopped:
+                time.sleep(0.1)
             pause = min(2 * pause, 5.0)
 
     def _waited(self, since: float, error: OSError) -> float:

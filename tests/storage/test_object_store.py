@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import ClassVar
 
 import pytest
@@ -86,6 +86,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Store]]:
     monkeypatch.setattr(object_store, "STALLED", timedelta(seconds=0.5))
     monkeypatch.setattr(WAITING, "_since", None)  # an outage of another test
     monkeypatch.setattr(WAITING, "_has_said", False)
+    monkeypatch.setattr(WAITING, "is_stopped", False)
     fsspec_store._protocol.cache_clear()
     fsspec_store._FACTS.forget()
     Store.faults, Store.requests = [], []
@@ -260,3 +261,15 @@ def test_what_lay_between_is_not_read_again(store: type[Store]) -> None:
     other.start()
     other.join()
     assert store.requests == []
+
+
+def test_who_waits_for_a_store_is_stopped_at_once(
+    store: type[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WAITING, "is_stopped", False)
+    store.faults = ["503"] * 1000
+    begun = time.monotonic()
+    Timer(1.0, setattr, (WAITING, "is_stopped", True)).start()  # as Ctrl-C does
+    with pytest.raises(UnreadableError, match="503"):
+        Files().read("s3://b/x", 0, 5)
+    assert time.monotonic() - begun < 5

@@ -147,9 +147,9 @@ def _noted(folder: str) -> dict[str, str]:
 
 
 def _send(here: str, out: str, last: tuple[str, ...]) -> None:
-    """Send a file, or all of a folder, but for what was sent before and is still there as it was.
+    """Send a file, or all of a folder, but for what was sent before and is still there.
 
-    Raises WriteError.
+    Raises WriteError, and OutputExistsError where another object is in the place of one.
     """
     folder = os.path.dirname(here)
     noted = _noted(folder)
@@ -170,12 +170,19 @@ def _send(here: str, out: str, last: tuple[str, ...]) -> None:
 
 
 def _is_at(address: str, size: int, version: str) -> bool:
-    """Whether the very object that was sent is there. Raises OSError."""
+    """Whether the object that was sent is there. Raises OSError, and OutputExistsError for another
+    one in its place.
+    """
     try:
         there = fsspec_store.facts(address)
     except FileNotFoundError:
         return False
-    return (there.size, there.version) == (size, version)
+    if (there.size, there.version) == (size, version):
+        return True
+    raise OutputExistsError(
+        f"{address} is not the object that was sent: it has been replaced since.",
+        hint="Remove it with the store's own tool to have it sent again.",
+    )
 
 
 def _note(folder: str, address: str, version: str) -> None:

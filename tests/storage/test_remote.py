@@ -192,7 +192,12 @@ def test_a_run_that_was_ended_while_it_sent_goes_on(
     monkeypatch.setattr(fsspec_store, "put", killed)
     assert run(*command).exit_code == 9
     assert run(*command).exit_code == 2  # OUT is there
-    fsspec.filesystem("memory").pipe_file("/bucket/out/__1_0.distcp", b"of somebody else")
+    system, other = fsspec.filesystem("memory"), "/bucket/out/__1_0.distcp"
+    system.pipe_file(other, b"of somebody else")
+    done = run(*command, "--resume")
+    assert done.exit_code == 2
+    assert f"memory:/{other} is not the object that was sent" in done.stderr
+    system.rm_file(other)
     done = run(*command, "--resume")
     assert done.exit_code == 0, done.stderr
     first = ["__0_0.distcp", "__1_0.distcp", "killed"]

@@ -3,7 +3,7 @@
     python scripts/bench/s3.py                  1, 10 and 50 ms, three rounds
     python scripts/bench/s3.py --ms 50 --rounds 1
 
-moto serves a DCP directory of 46 MB (168 tensors, 4 ranks) from this machine, behind a proxy that
+moto serves a DCP directory of 46 MB (164 tensors, 4 ranks) from this machine, behind a proxy that
 holds each request back and counts requests and bytes. Whole files are read by obstore's own get,
 the ranges of a part by its get_ranges, the checkpoint by torch's FsspecReader (through s3fs), all
 of it copied by s5cmd where that is installed. Each is a process: seconds have its start in them.

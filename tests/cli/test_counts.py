@@ -50,7 +50,7 @@ def _in_full(path: Path) -> Iterator[tuple[str, Said]]:
     yield "ls", Said(*(int(number.replace(",", "")) for number in summary.groups()))
     yield "layout", Said(len(json.loads(run("layout", path, "--json").stdout)["tensors"]))
     checkpoint = open_checkpoint(path)
-    assert len(checkpoint) == len(list(checkpoint)) == len(lines)
+    assert len(checkpoint) == len(list(checkpoint)) == len(sizes)
     yield "Python", Said(len(checkpoint.tensors), len(checkpoint.objects))
     for args in ((), ("--quick",)):
         told = json.loads(run("verify", path, "--json", *args).stdout)

@@ -293,7 +293,7 @@ def test_dtypes_devices_layouts_and_sizes_are_values_in_every_format(tmp_path: P
     for source in ("dcp", "ranks"):
         found = torch.load(to_torch(tmp_path / source, tmp_path / f"{source}.pt"))
         assert spelled(found) == spelled(state)
-    assert index.read_value("optim.param_groups.0.momentum_dtype") == "torch.bfloat16"
+    assert index.value("optim.param_groups.0.momentum_dtype") == "torch.bfloat16"
 
 
 CONTAINERS = {
@@ -662,8 +662,8 @@ def test_a_tensor_of_a_tuple_in_a_dcp_item_is_shown_and_fingerprinted(tmp_path: 
     assert api.fingerprint(a).digest == api.fingerprint(b).digest
     shown = run("show", tmp_path / "dcp", "pair.0", "--json")
     assert json.loads(shown.stdout)["shape"] == [6]
-    assert b.read_torch("pair.0").equal(T)
-    assert b.read_value("pair.1") == 2
+    assert b["pair.0"].torch().equal(T)
+    assert b.value("pair.1") == 2
 
 
 def rank_files(folder: Path, *states: object) -> Path:

@@ -36,7 +36,7 @@ def test_replicas_in_one_range_of_bytes_are_compared_by_their_own_strides(tmp_pa
 def test_an_empty_view_may_have_an_offset(tmp_path: Path) -> None:
     dcp.save({"w": torch.arange(4.0)[1:1], "v": torch.ones(2)}, checkpoint_id=tmp_path / "ckpt")
     assert verify(str(tmp_path / "ckpt")).whole
-    assert open_checkpoint(str(tmp_path / "ckpt")).read("w").shape == (0,)
+    assert open_checkpoint(str(tmp_path / "ckpt"))["w"].numpy().shape == (0,)
 
 
 def test_a_name_with_a_zero_byte_is_no_file() -> None:

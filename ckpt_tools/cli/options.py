@@ -18,6 +18,7 @@ import click
 from ckpt_tools import formats
 from ckpt_tools.cli import guesses
 from ckpt_tools.cli.group import interruptible, say, set_quiet, set_verbosity
+from ckpt_tools.cli.progress import clock
 from ckpt_tools.cli.render import cut_to
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex
@@ -384,7 +385,8 @@ class Reading:
 
 def read(ckpt: str, options: ReadOptions) -> CheckpointIndex:
     """The index of a checkpoint; its notes go to stderr."""
-    index = read_index(ckpt, options=options)
+    with clock("reading the index"):
+        index = read_index(ckpt, options=options)
     for note in index.notes:
         say(note)
     return index

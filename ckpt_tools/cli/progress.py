@@ -1,11 +1,15 @@
-"""A progress bar in bytes on stderr, only on a terminal."""
+"""What a command is doing, on stderr: a bar in bytes, or a line. Only on a terminal."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event, Thread
 from typing import TYPE_CHECKING
+
+import click
 
 from ckpt_tools.cli.group import is_quiet
 
@@ -13,6 +17,10 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from tqdm import tqdm
+
+
+_SILENT = 2.0  # seconds after which a person wonders
+_EVERY = 1.0
 
 
 class _Bar:
@@ -53,3 +61,28 @@ def byte_bar(total: int | None = None, *, label: str) -> Iterator[_Bar]:
         delay=0.5,  # what is refused or done at once draws nothing
     ) as bar:
         yield _Bar(bar)
+
+
+@contextmanager
+def clock(text: str) -> Iterator[None]:
+    """Say what is waited for, and for how long, once it takes more than two seconds."""
+    if is_quiet() or not sys.stderr.isatty():
+        yield
+        return
+    done, started = Event(), time.monotonic()
+
+    def tick() -> None:
+        wait, drawn = _SILENT, ""
+        while not done.wait(wait):
+            wait, drawn = _EVERY, f"{text}: {time.monotonic() - started:.0f} s"
+            click.echo(f"{drawn}\r", nl=False, err=True)
+        if drawn:
+            click.echo(f"{' ' * len(drawn)}\r", nl=False, err=True)
+
+    thread = Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -138,7 +138,8 @@ def _report(index: CheckpointIndex, asked: _Asked) -> VerifyReport:
     """Verify by headers alone, or by reading all."""
     with Files() as files:
         if asked.quick:
-            report = verify_quick(index, files)
+            with progress.clock("checking the index"):
+                report = verify_quick(index, files)
         else:
             with progress.byte_bar(bytes_to_read(index), label="verify") as on_bytes:
                 report = verify(index, files, threads=asked.threads, on_bytes=on_bytes)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tools.api import export as export
     from ckpt_tools.api import fingerprint as fingerprint
     from ckpt_tools.api import inspect as inspect
+    from ckpt_tools.api import latest as latest
     from ckpt_tools.api import load_file as load_file
     from ckpt_tools.api import open_checkpoint as open_checkpoint
     from ckpt_tools.api import reshard as reshard
@@ -83,8 +84,8 @@ _HOMES = {
     "core.plain_values": "PickledValue",
     "core.layout": "Layout Mesh Replicate Shard",
     "analysis.inspection": "Inspection",
-    "api": "Checkpoint diff diff_headers export fingerprint inspect load_file"
-    " open_checkpoint reshard stats verify verify_quick",
+    "api": "Checkpoint diff diff_headers export fingerprint inspect latest"
+    " load_file open_checkpoint reshard stats verify verify_quick",
     "lazy_tensor": "LazyTensor",
     "core.mesh_spec": "parse_mesh parse_placements",
     "proof.diff": "Diff",

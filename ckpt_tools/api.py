@@ -85,6 +85,21 @@ def inspect(source: Source | Checkpoint) -> Inspection:
 
 
 @_in_python()
+def latest(run: str | os.PathLike[str], *, complete: bool = False) -> str:
+    """The path of the last step in a folder of several checkpoints, whole or not.
+
+    With ``complete`` it is the last one that `verify_quick` calls whole; a lone checkpoint is
+    itself. Raises AnswerNo when there is none, UnreadableError when several are of that step.
+    """
+    path = os.fspath(run)
+    if not complete:
+        return formats.of_step(path, None)
+    from ckpt_tools.proof.latest import latest_complete  # late: few ask for it
+
+    return latest_complete(path).path
+
+
+@_in_python()
 def export(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
     source: Source | Checkpoint,
     out: str | os.PathLike[str],

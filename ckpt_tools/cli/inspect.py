@@ -21,7 +21,8 @@ inferred from the saved boxes. Several paths are reported one after another. An 
 checkpoint is reported, too, with exit code 3.
 
 A folder of several checkpoints is a run: they are listed by step, one per line, the newest last.
---latest and --step choose one of them, here and in every other command.
+--latest, --latest-complete and --step choose one of them, here and in every other command. With
+--path-only that is all that is printed: a job script resumes from the newest complete one.
 
 --html writes the report as a page for a colleague, with the layout of every tensor; it needs
 neither network nor scripts. A checkpoint that cannot be read gets a page, too, with the reason.
@@ -35,6 +36,7 @@ ckpt-tools/run/1.
     "ckpt-tools inspect run7/step-1000",
     "ckpt-tools inspect run7",
     "ckpt-tools inspect run7 --latest",
+    "resume=$(ckpt-tools inspect run7 --latest-complete --path-only)",
     "ckpt-tools inspect run7/step-1000 --shards",
     "ckpt-tools inspect run7/step-1000 --html report.html --stats --only model",
     "ckpt-tools inspect run7/step-1000 --json | jq .mesh",
@@ -48,6 +50,7 @@ class _Asked:
     ckpts: tuple[str, ...] = options.ckpts()
     every: bool = option(False, "--all", "Also list every tensor and object.")
     shards: bool = option(False, "--shards", "Also show what each file holds, and how evenly.")
+    path_only: bool = option(False, "--path-only", "Print only the path of the checkpoint.")
     html: str | None = option(None, "--html", "Write an HTML page; - is stdout.", metavar="FILE")
     stats: bool = option(False, "--stats", "Read every value, for histograms in the page.")
     force: bool = option(False, "--force", "Replace an existing FILE.")
@@ -55,16 +58,22 @@ class _Asked:
     filters: Filters
     reading: options.Reading
 
+    def __post_init__(self) -> None:
+        if self.html is None and (self.stats or self.force):
+            text = "--stats and --force belong to --html; `ckpt-tools stats` prints numbers."
+            raise UsageError(text)
+
 
 @options.command("inspect", _Asked, help=_HELP)
 def command(asked: _Asked) -> None:
     """Report each checkpoint; go on after one that cannot be read, and fail at the end."""
     ckpts = [*map(asked.reading.find, asked.ckpts)]
     every, shards, json = asked.every, asked.shards, asked.json
-    if asked.html is None and (asked.stats or asked.force):
-        raise UsageError("--stats and --force belong to --html; `ckpt-tools stats` prints numbers.")
     if asked.html is not None:
         _page(ckpts, asked.html, asked)
+        return
+    if asked.path_only:
+        _paths(ckpts, asked)
         return
     objects: list[render.Json] = []
     codes: list[int] = []
@@ -85,6 +94,7 @@ def command(asked: _Asked) -> None:
                 render.emit(report.lines(whole, index, every=every, shards=shards))
             whole.require_whole()
         except CkptError as error:
+            options.name_newest(error)
             say_error(error)
             codes.append(error.exit_code)
     if json:
@@ -100,12 +110,22 @@ def _emit_json(objects: list[render.Json], *, several: bool) -> None:
         render.emit_json(objects[0])
 
 
+def _paths(ckpts: list[str], asked: _Asked) -> None:
+    """Print where each checkpoint is. Raises what keeps one from being whole."""
+    if asked.json:
+        raise UsageError("--path-only and --json cannot be used together.")
+    for ckpt in ckpts:
+        index = read_index(ckpt, options=asked.reading.options)
+        render.emit([index.root])
+        index.require_whole()
+
+
 def _page(ckpts: list[str], html: str, asked: _Asked) -> None:
     """Write the report of one checkpoint as a page."""
     from ckpt_tools.cli.pictures import banner, files, pages  # late: most are for the terminal
 
-    if len(ckpts) > 1 or asked.json:
-        raise UsageError("--html reports one checkpoint, and not as --json.")
+    if len(ckpts) > 1 or asked.json or asked.path_only:
+        raise UsageError("--html reports one checkpoint, and not as --json or --path-only.")
     whole = banner.read(ckpts[0], html, asked.reading.options, force=asked.force)
     index = options.choose(whole, asked.filters)
     seen, failure = None, None

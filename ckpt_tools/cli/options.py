@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache, partial
 from types import NoneType
-from typing import TYPE_CHECKING, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, get_args, get_type_hints
 
 import click
 
@@ -32,7 +32,17 @@ from ckpt_tools.core.options import (
     repeated,
     required,
 )
-from ckpt_tools.errors import AnswerNo, CkptError, Instead, UsageError, Way
+from ckpt_tools.distributed import environment
+from ckpt_tools.errors import (
+    AnswerNo,
+    CheckpointError,
+    CkptError,
+    IncompleteError,
+    Instead,
+    UnreadableError,
+    UsageError,
+    Way,
+)
 from ckpt_tools.formats import SMALL_OBJECT, ReadOptions, is_checkpoint, open_objects, read_index
 from ckpt_tools.formats.frameworks import whole_of
 from ckpt_tools.storage.reader import Files
@@ -41,6 +51,7 @@ from ckpt_tools.storage.waiting import WAITING, wait_for_stores
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_CHOSEN = "ckpt_tools.chosen"
 _GROUPED_FROM = 16  # options; fewer are read at a glance
 # Suffixes that people may give to an output and that no command writes.
 _GLOB = "GLOB"  # what stands for a pattern of names in the help
@@ -77,7 +88,11 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> object:
         """Run the command, which Ctrl-C may leave tidily."""
         with interruptible():
-            answer: object = super().invoke(ctx)
+            try:
+                answer: object = super().invoke(ctx)
+            except CheckpointError as error:
+                name_newest(error)
+                raise
             return answer
 
     def headed(self, ctx: click.Context) -> dict[str, list[click.Option]]:
@@ -359,6 +374,13 @@ class Reading:
         heading="Which entries",
         own=True,
     )
+    latest_complete: bool = option(
+        False,
+        "--latest-complete",
+        "If CKPT is a folder of several: use the last step that `verify --quick` calls complete.",
+        heading="Which entries",
+        own=True,
+    )
     step: int | None = option(
         None,
         "--step",
@@ -371,12 +393,29 @@ class Reading:
     options: ReadOptions
 
     def __post_init__(self) -> None:
-        if self.latest and self.step is not None:
-            raise UsageError("--latest and --step cannot be used together.")
+        ways = {
+            "--latest": self.latest,
+            "--latest-complete": self.latest_complete,
+            "--step": self.step is not None,
+        }
+        given = [flag for flag, is_given in ways.items() if is_given]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} cannot be used together.")
 
     def find(self, ckpt: str) -> str:
-        """The path of the checkpoint that --latest or --step choose in the one that was given."""
-        return formats.of_step(ckpt, self.step) if self.latest or self.step is not None else ckpt
+        """The path of the checkpoint that these options choose in the one that was given.
+
+        Raises AnswerNo where --latest-complete finds none, and what `formats.of_step` raises.
+        """
+        if self.latest_complete:
+            from ckpt_tools.proof.latest import latest_complete  # late: most commands prove nothing
+
+            return latest_complete(ckpt, self.options, on_skip=say).path
+        if not self.latest and self.step is None:
+            return ckpt
+        found = formats.of_step(ckpt, self.step)
+        click.get_current_context().meta[_CHOSEN] = _Chosen(ckpt, found, self.options)
+        return found
 
     def read(self, ckpt: str) -> CheckpointIndex:
         """The index of that checkpoint; its notes go to stderr."""
@@ -390,6 +429,39 @@ def read(ckpt: str, options: ReadOptions) -> CheckpointIndex:
     for note in index.notes:
         say(note)
     return index
+
+
+class _Chosen(NamedTuple):
+    """The checkpoint ``path`` that --latest or --step have chosen in ``run``."""
+
+    run: str
+    path: str
+    options: ReadOptions
+
+
+def newest_complete() -> str | None:
+    """Which step is the newest complete one, where that of --latest or --step is not complete."""
+    chosen: _Chosen | None = click.get_current_context().meta.get(_CHOSEN)
+    if chosen is None or environment.is_follower():
+        return None
+    from ckpt_tools.proof.latest import latest_complete, problem_of  # late: only for what is wrong
+
+    try:
+        if problem_of(chosen.path, chosen.options) is None:
+            return None
+        saved = latest_complete(chosen.run, chosen.options)
+    except AnswerNo as error:
+        return error.message
+    except CheckpointError:  # several are of one step
+        return None
+    return None if saved.step is None else f"--step {saved.step} is the newest complete one."
+
+
+def name_newest(error: CkptError) -> None:
+    """Add the newest complete step to the hint of what is wrong with another one."""
+    newest = newest_complete() if isinstance(error, (IncompleteError, UnreadableError)) else None
+    if newest is not None:
+        error.advice = "\n".join(filter(None, (error.advice, newest)))
 
 
 def ckpt() -> str:

@@ -115,6 +115,8 @@ def command(asked: _Asked) -> None:
         render.emit_json(as_json(report, other))
     else:
         render.emit(lines(report, other))
+    if not report.whole and (newest := options.newest_complete()):
+        say(newest)
     if not report.whole or (other is not None and not other.same):
         click.get_current_context().exit(1)
 

@@ -23,6 +23,7 @@ from ckpt_tools.formats.find import (
     read_index,
     read_written,
     run_of,
+    steps_in,
 )
 from ckpt_tools.formats.options import ReadOptions
 from ckpt_tools.formats.protocol import ChecksumPart, Format, Index, PlanOptions, Writes
@@ -65,6 +66,7 @@ __all__ = [
     "read_index",
     "read_written",
     "run_of",
+    "steps_in",
     "targets",
     "to_locate_in",
 ]

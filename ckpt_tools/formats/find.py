@@ -284,6 +284,13 @@ def of_step(path: str, step: int | None) -> str:
     return runs.chosen(path, stepped, step)
 
 
+def steps_in(path: str) -> list[int]:
+    """The steps of a run's finished checkpoints, the newest last; none of a lone checkpoint."""
+    saves = checkpoints_in(path) if paths.is_dir(path) else []
+    finished = [one for one in saves if not unfinished.is_unfinished(one.path)]
+    return sorted({one.step for one in finished if one.step is not None})
+
+
 # -------------------------------------------------------------------------------------- in folders
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from running import run
 
+import ckpt_tools
+
 DATA = Path(__file__).parents[1] / "data"
 DCP = DATA / "checkpoints" / "fsdp2_dcp_toplevel_multifile_4r" / "ckpt"
 
@@ -60,6 +62,46 @@ def test_the_latest_is_that_of_the_last_step_whole_or_not(steps: Path) -> None:
     assert "step-100" in result.stderr
     shutil.rmtree(steps / "step-100")
     assert run("ls", steps, "--latest").stdout == run("ls", steps / "step-20").stdout
+
+
+def test_the_latest_complete_skips_what_a_job_could_not_resume_from(steps: Path) -> None:
+    shutil.copytree(DCP, steps / "step-30")
+    (steps / "step-30" / "__1_0.distcp").unlink()
+    result = run("inspect", steps, "--latest-complete", "--path-only")
+    assert (result.exit_code, result.stdout) == (0, f"{steps}/step-20\n")
+    skipped = [line.split(": ")[0] for line in result.stderr.splitlines()]
+    assert skipped == [f"Skipping {steps}/step-100", f"Skipping {steps}/step-30"]
+    assert run("ls", steps, "--latest-complete").stdout == run("ls", steps / "step-20").stdout
+    assert ckpt_tools.latest(steps, complete=True) == f"{steps}/step-20"
+    assert ckpt_tools.latest(steps) == f"{steps}/step-100"
+
+
+def test_a_run_without_a_complete_step_is_answered_with_1_and_no_path(steps: Path) -> None:
+    for step in (9, 20):
+        (steps / f"step-{step}" / "__1_0.distcp").unlink()
+    result = run("inspect", steps, "--latest-complete", "--path-only")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "has no complete checkpoint" in result.stderr
+    lone = run("inspect", steps / "step-20", "--latest-complete", "--path-only")
+    assert (lone.exit_code, lone.stdout) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "chosen", "code"),
+    [("ls", "--latest", 3), ("inspect", "--step=9", 3), ("verify", "--step=9", 1)],
+)
+def test_the_error_of_a_step_that_is_not_complete_names_one_that_is(
+    command: str, chosen: str, code: int, steps: Path
+) -> None:
+    (steps / "step-9" / "__1_0.distcp").unlink()
+    result = run(command, steps, chosen)
+    assert result.exit_code == code
+    assert "--step 20 is the newest complete one." in result.stderr
+
+
+def test_no_other_step_is_named_where_the_chosen_one_is_complete(steps: Path) -> None:
+    result = run("verify", steps, "--step", "9", "--against", "nothing")
+    assert (result.exit_code, "newest" in result.stderr) == (3, False)
 
 
 def test_the_latest_is_no_output_of_ours_that_is_being_written(steps: Path) -> None:

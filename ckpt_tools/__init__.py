@@ -17,6 +17,7 @@ TYPE_CHECKING = False  # a type checker takes it for true; typing takes 10 ms to
 if TYPE_CHECKING:
     from ckpt_tools.analysis.inspection import Inspection as Inspection
     from ckpt_tools.api import Checkpoint as Checkpoint
+    from ckpt_tools.api import average as average
     from ckpt_tools.api import diff as diff
     from ckpt_tools.api import diff_headers as diff_headers
     from ckpt_tools.api import export as export
@@ -84,7 +85,7 @@ _HOMES = {
     "core.plain_values": "PickledValue",
     "core.layout": "Layout Mesh Replicate Shard",
     "analysis.inspection": "Inspection",
-    "api": "Checkpoint diff diff_headers export fingerprint inspect latest"
+    "api": "Checkpoint average diff diff_headers export fingerprint inspect latest"
     " load_file open_checkpoint reshard stats verify verify_quick",
     "lazy_tensor": "LazyTensor",
     "core.mesh_spec": "parse_mesh parse_placements",

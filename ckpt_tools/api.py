@@ -18,12 +18,13 @@ from ckpt_tools.analysis import inspection, summary
 from ckpt_tools.analysis.infer_mesh import FoundMesh
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_of
+from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import EntryOptions, WriteOptions
 from ckpt_tools.copying.origin import reading
 from ckpt_tools.core.dtypes import DType, require_dtype
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, ObjectEntry, Section, TensorEntry
 from ckpt_tools.core.layout import Mesh
-from ckpt_tools.core.mesh_spec import parse_mesh
+from ckpt_tools.core.mesh_spec import FSDP2_NAMES, parse_mesh
 from ckpt_tools.core.names import no_such_entry, selector
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.progress import Listener, ignore_bytes
@@ -204,7 +205,37 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     return write_here(conversion, listener=Listener(on_bytes))
 
 
-def _mesh(given: str | int | Sequence[int] | Mesh, unnamed: tuple[str, ...]) -> Mesh:
+@_in_python()
+def average(  # noqa: PLR0913 (what people set by its name)
+    sources: Iterable[Source | Checkpoint],
+    out: str | os.PathLike[str],
+    to_mesh: str | int | Sequence[int] | Mesh | None = None,
+    *,
+    weights: Iterable[float] | None = None,
+    ema: float | None = None,
+    force: bool = False,
+    check: bool = False,
+    write: WriteOptions = _WRITE,
+    on_bytes: Callable[[int], None] = ignore_bytes,
+) -> Plan:
+    """Write the average of the weights of checkpoints of one model, the oldest first, to ``out``.
+
+    Sums are in float64, in this order. ``weights`` are divided by their sum; ``ema`` is the decay
+    of a moving average. ``out`` is as `export` writes it, with ``to_mesh`` as `reshard` does.
+    Raises what these raise, and UnsupportedError for checkpoints that are not of one model.
+    """
+    from ckpt_tools.convert.average import Weighting, average_of  # late: few also write
+    from ckpt_tools.distributed.run import write_here
+
+    mesh = None if to_mesh is None else _mesh(to_mesh)
+    weighting = Weighting(weights=None if weights is None else (*weights,), ema=ema)
+    write = replace(write, force=force or write.force, check=check or write.check)
+    indexes = [*map(_index, sources)]
+    conversion = average_of(indexes, os.fspath(out), write, weighting, mesh)
+    return write_here(conversion, listener=Listener(on_bytes))
+
+
+def _mesh(given: str | int | Sequence[int] | Mesh, unnamed: tuple[str, ...] = FSDP2_NAMES) -> Mesh:
     if isinstance(given, Mesh):
         return given
     if not isinstance(given, (str, int)):

@@ -31,6 +31,7 @@ GROUPS = {
     "Convert": {
         "export": "Full tensors, as safetensors or as one torch file.",
         "reshard": "Shards for training on another mesh.",
+        "average": "One model of the weights of several checkpoints.",
     },
     "Shell": {
         "completion": "Complete commands and tensor names in bash, zsh and fish.",

@@ -492,7 +492,7 @@ def output(verb: str) -> str:
 
 def _out(verb: str, value: str) -> str:
     """The output. Raises UsageError for the name of a file that this command does not write."""
-    is_export = verb == "export"
+    is_export = verb != "reshard"
     name = value.lower()
     single = tuple(suffix for form in formats.targets("whole") for suffix in form.suffixes)
     if not name.endswith(_FOREIGN) and (is_export or not name.endswith(single)):

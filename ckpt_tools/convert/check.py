@@ -65,6 +65,7 @@ def check(
     statement = same_tensors(
         *(wanted, result, files),
         dtypes={target.fqn: target.dtype for target in plan.targets},
+        means=plan.means,
         threads=threads,
         own=own,
         seen=seen,
@@ -77,6 +78,9 @@ def check(
     statement += require_equal_replicas(plan.chosen, files, threads=threads)
     # First the source: what is copied as it is would make the output look at fault.
     statement += require_undamaged(plan.chosen, files, seen=seen, threads=threads)
+    for other in plan.also:
+        require_equal_replicas(other, files, threads=threads)
+        require_undamaged(other, files, seen=seen, threads=threads)
     if formats.named(back.format).guarded:
         require_intact(back, files, seen=seen, threads=threads, on_bytes=on_bytes)
     return statement

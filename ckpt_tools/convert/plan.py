@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ckpt_tools.core.index import NO_TREE, CheckpointIndex, ObjectEntry
-from ckpt_tools.core.plan import LazyPlans, Target
+from ckpt_tools.core.plan import LazyPlans, Mean, Target
 from ckpt_tools.core.records import Shown
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, first_of, format_size
@@ -20,7 +21,8 @@ class Plan(Shown):
     ``chosen`` is the part of the source that they come from, as its reader gave it. ``tree`` has
     the containers of the names in the output. ``works`` must be done once before the files are
     written. ``single_file`` is the name of the one file that is all of the output. What is read of
-    chunks that are not located yet, workers locate in ``source``.
+    chunks that are not located yet, workers locate in ``source``. ``means`` are what is averaged,
+    by the names of targets, and ``also`` the parts of other checkpoints that are read for it.
     """
 
     files: LazyPlans
@@ -32,6 +34,8 @@ class Plan(Shown):
     tree: Branch[str] = NO_TREE
     works: tuple[Materialize, ...] = ()
     single_file: str | None = None
+    means: Mapping[str, Mean] = field(default_factory=dict)
+    also: tuple[CheckpointIndex, ...] = ()
 
     @property
     def tensors(self) -> int:

@@ -276,7 +276,9 @@ def _compared(
     from ckpt_tools.proof.damage import check_copied  # late: it is needed after the copy alone
 
     with Files(sizes=options.sizes) as files:
-        return check_copied(plan.chosen, files, seen=seen, threads=options.threads)
+        read = (plan.chosen, *plan.also)
+        every = [check_copied(one, files, seen=seen, threads=options.threads) for one in read]
+    return tuple(dict.fromkeys(note for notes in every for note in notes))
 
 
 def _is_there(out: str, plan: Plan, sizes: Sizes) -> bool:

@@ -21,9 +21,9 @@ from ckpt_tools.copying.read import ChunkReader, OnRun
 from ckpt_tools.copying.strided import Job, StridedCopy, add_jobs, copy_of, runs_of, span_of
 from ckpt_tools.copying.tasks import SLOT_BYTES, InlineBytes, Slab, Task, contents_of, nbytes_of
 from ckpt_tools.core.crc import combine, crc32
-from ckpt_tools.core.geometry import slabs
+from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import ByteRange
-from ckpt_tools.core.plan import WriteItem
+from ckpt_tools.core.plan import Reads, WriteItem
 from ckpt_tools.errors import unwritable
 from ckpt_tools.storage.reader import Files
 
@@ -37,6 +37,7 @@ BLOCK = max(4096, mmap.PAGESIZE)
 _ZEROS = bytes(2 << 20)  # as much as is written in one step
 _WIDEST = 16  # bytes of the largest element
 _CAST_SCRATCH = 16  # bytes of a slab for each element that is cast in one step
+_MEAN_SCRATCH = 32  # the same for one that is averaged: two float64, or two pairs of them
 
 
 class Stopped(Exception):
@@ -131,6 +132,11 @@ def _is_in_hole(fd: int, offset: int) -> bool:
         return error.errno == errno.ENXIO  # nothing but a hole until the end
 
 
+def _finders(item: WriteItem) -> list[Reads]:
+    """What finds the chunks of an item, or of each term of its mean."""
+    return [item.finder] if item.mean is None else [finder for _, finder in item.mean.terms]
+
+
 @dataclass(slots=True)
 class _Cast:
     """Small neighbouring pieces with the same cast: where they are buffered, where they go."""
@@ -156,8 +162,9 @@ class _Batch:
     checked: list[tuple[int, Slab]] = field(default_factory=list)
 
     def has_room(self, content: InlineBytes | Slab) -> bool:
-        """Whether this content comes next in the file, and fits."""
-        if content.offset != self.start + self.size:
+        """Whether this content comes next in the file, and fits; averages are made alone."""
+        is_mean = isinstance(content, Slab) and content.item.mean is not None
+        if content.offset != self.start + self.size or is_mean:
             return False
         raw = _raw_nbytes(content)
         return max(self.size + nbytes_of(content), self.raw_size + raw) <= self.limit
@@ -252,7 +259,8 @@ class TaskWriter:
         copies = [
             copy_of(read, part, within=piece.box, itemsize=piece.item.source.itemsize)
             for piece in task.pieces
-            for read in piece.item.finder.reads(piece.box)
+            for finder in _finders(piece.item)
+            for read in finder.reads(piece.box)
             if (part := read.box.intersect(piece.box)) is not None
         ]
         if sum(map(span_of, copies)) <= self._room:
@@ -261,28 +269,45 @@ class TaskWriter:
     def _write_piece(self, piece: Slab, output: Output) -> int:
         """Write a piece slab by slab, and give its CRC-32 when its item wants one."""
         item, itemsize = piece.item, piece.item.source.itemsize
-        is_cast = item.source != item.target
-        if not is_cast and output.direct is None:
+        is_copied = item.source == item.target and item.mean is None
+        if is_copied and output.direct is None:
             runs = runs_of(item.finder.reads(piece.box), piece.box, itemsize=itemsize)
             is_long = runs is not None and piece.nbytes >= len(runs) * self._sizes.long_run
             if runs and is_long and all(self._files.has_descriptor(run.path) for run in runs):
                 return self._write_runs(runs, piece, output)
         most = self._slab // max(itemsize, item.target.itemsize)
+        most = most if item.mean is None else self._slab // _MEAN_SCRATCH
         offset, crc = piece.offset, 0
         for slab in slabs(piece.box, max_numel=most):
             self._check_stop()
             self._align_to(offset)
-            into = self._raw if is_cast else self._out
-            self._reader.fill(item.finder.reads(slab), slab, itemsize=itemsize, out=into)
             view = self._out[: slab.numel * item.target.itemsize]
-            if is_cast:
-                self._caster(item).cast(into[: slab.numel * itemsize], view)
+            self._fill(item, slab, view)
             if item.crc_at:
                 crc = crc32(view, crc)
             output.put(offset, view)
             offset += len(view)
             self._moved(len(view))
         return crc
+
+    def _fill(self, item: WriteItem, slab: Box, view: memoryview) -> None:
+        """Fill a view with a slab of an item: read, or read and cast, or averaged."""
+        itemsize = item.source.itemsize
+        is_copied = item.source == item.target and item.mean is None
+        into = view if is_copied else self._raw[: slab.numel * itemsize]
+
+        def read(finder: Reads) -> memoryview:
+            self._reader.fill(finder.reads(slab), slab, itemsize=itemsize, out=into)
+            return into
+
+        if item.mean is not None:
+            with IMPORTING:  # late: numpy comes with it
+                from ckpt_tools.copying.mean import write_mean
+            write_mean(map(read, _finders(item)), item.mean, item.source, view)
+            return
+        read(item.finder)
+        if not is_copied:
+            self._caster(item).cast(into, view)
 
     def _write_runs(self, runs: Sequence[StridedCopy], piece: Slab, output: Output) -> int:
         """Write a piece that lies in long runs in files here, in few steps of this interpreter."""

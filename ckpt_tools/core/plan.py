@@ -53,12 +53,24 @@ class KnownReads:
         return [self._found[at] for at in self._boxes.near(box)]
 
 
+class Mean(NamedTuple):
+    """What several checkpoints hold of one tensor, as one: sums in float64, in this order.
+
+    Weights 1, 2, 1 of (x, y, z): (1·x + 2·y + 1·z) / ``divisor`` 4. A moving average of decay 0.9:
+    ``keep`` 0.9 of what there is and 0.1 of the next, 0.9·(0.9·x + 0.1·y) + 0.1·z, divided by 1.
+    """
+
+    terms: tuple[tuple[float, Finder], ...]
+    keep: float
+    divisor: float
+
+
 class WriteItem(NamedTuple):
     """One box to write, packed row-major, at byte ``offset`` of file ``path``.
 
-    ``finder`` knows what fills it. Elements are ``source`` in the chunks and ``target`` in the
-    file. When all of the box is written, its CRC-32 goes as four little-endian bytes to each offset
-    in ``crc_at``.
+    ``finder`` knows what fills it, ``mean`` what is averaged where it is not only that. Elements
+    are ``source`` in the chunks and ``target`` in the file. When all of the box is written, its
+    CRC-32 goes as four little-endian bytes to each offset in ``crc_at``.
     """
 
     fqn: str
@@ -69,6 +81,7 @@ class WriteItem(NamedTuple):
     target: DType
     finder: Reads
     crc_at: tuple[int, ...] = ()
+    mean: Mean | None = None
 
     @property
     def reads(self) -> Sequence[ReadItem]:
@@ -198,13 +211,17 @@ def _digest(plan: FilePlan) -> bytes:
 
 
 class Target(NamedTuple):
-    """One tensor to write: its name and place in the output, its source, its type, its layout."""
+    """One tensor to write: its name and place in the output, its source, its type, its layout.
+
+    ``boxes`` are what each rank writes of it where no layout says so.
+    """
 
     fqn: str
     path: Path
     entry: TensorEntry
     dtype: DType
     layout: Layout | None = None
+    boxes: tuple[tuple[int, Box], ...] = ()
 
 
 def refuse_types_not_in_torch(targets: Iterable[Target]) -> None:

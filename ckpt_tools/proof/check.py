@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ckpt_tools import formats
 from ckpt_tools.copying.parallel import IMPORTING
-from ckpt_tools.copying.read import OnRun, first_unequal, stream_box
+from ckpt_tools.copying.read import ChunkReader, OnRun, first_unequal, stream_box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.geometry import Box
+from ckpt_tools.core.geometry import Box, slabs
 from ckpt_tools.core.index import CheckpointIndex, ObjectEntry, TensorEntry
 from ckpt_tools.core.known_crcs import KnownCrcs
+from ckpt_tools.core.plan import Mean
 from ckpt_tools.core.progress import Tally, ignore_bytes
 from ckpt_tools.core.state_tree import Branch
 from ckpt_tools.core.text import counted, some
@@ -33,18 +37,22 @@ from ckpt_tools.proof.replicas import differing_replicas
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
+if TYPE_CHECKING:
+    from ckpt_tools.copying.cast import Numbers
+
 _AGAIN = (
     "OUT was not created. Write it again, without --resume; if this happens again, suspect the "
     "disk or the memory of this machine."
 )
 
 
-def same_tensors(
+def same_tensors(  # noqa: PLR0913 (what is compared, and how)
     wanted: CheckpointIndex,
     result: CheckpointIndex,
     files: Files,
     *,
     dtypes: Mapping[str, DType],
+    means: Mapping[str, Mean] = MappingProxyType({}),
     threads: int | None = None,
     own: Collection[str] | None = None,
     seen: KnownCrcs | None = None,
@@ -53,10 +61,10 @@ def same_tensors(
     """Read back ``result`` and compare each tensor with the source, byte by byte.
 
     ``wanted`` are the source's tensors under the names that they have in the result, ``dtypes`` the
-    types that they were to have there, to which they are cast again. With ``own``, the only files
-    of the source that can be read here, the boxes that they hold are compared. ``seen`` gets the
-    CRC-32s of what is read of either side in its order, ``on_bytes`` how many bytes of the result
-    were read. Returns one line that says what was proven.
+    types that they were to have there, to which they are cast again; ``means`` are computed again.
+    With ``own``, the only files of the source that can be read here, the boxes that they hold are
+    compared. ``seen`` gets the CRC-32s of what is read of either side in its order, ``on_bytes``
+    how many bytes of the result were read. Returns one line that says what was proven.
 
     Raises WriteError when a tensor differs or only one side has it, and what makes one not whole.
     """
@@ -73,7 +81,7 @@ def same_tensors(
         places = (
             first_unequal(
                 stream_box(other, box, files=files, on_run=on_run),
-                _as_type(part, box, one.dtype, files, on_run),
+                _as_type(part, box, one.dtype, files, on_run, means.get(one.fqn)),
                 on_bytes=tally.add,
             )
             for part, box in _parts(sources[one.fqn], own)
@@ -88,7 +96,8 @@ def same_tensors(
             f"source holds: {some(wrong)}.",
             hint=_AGAIN,
         )
-    return _statement(here.tensors, cast, where="" if own is None else " on every rank")
+    where = "" if own is None else " on every rank"
+    return _statement(here.tensors, cast, averaged=len(means), where=where)
 
 
 def require_intact(
@@ -186,9 +195,17 @@ def _parts(source: TensorEntry, own: Collection[str] | None) -> list[tuple[Tenso
 
 
 def _as_type(
-    entry: TensorEntry, box: Box, dtype: DType, files: Files, on_run: OnRun | None
+    entry: TensorEntry,
+    box: Box,
+    dtype: DType,
+    files: Files,
+    on_run: OnRun | None,
+    mean: Mean | None,
 ) -> Iterator[memoryview]:
     """The bytes that a box of the source has in the type that it was to have, in pieces."""
+    if mean is not None:
+        yield from _averaged(mean, box, dtype, files, on_run)
+        return
     pieces = stream_box(entry, box, files=files, on_run=on_run)
     if entry.dtype == dtype:
         yield from pieces
@@ -207,15 +224,39 @@ def _as_type(
             yield out
 
 
-def _statement(source: Sequence[TensorEntry], cast: Sequence[TensorEntry], *, where: str) -> str:
+def _averaged(
+    mean: Mean, box: Box, dtype: DType, files: Files, on_run: OnRun | None
+) -> Iterator[memoryview]:
+    """An average of a box, computed a second time, and not by what wrote it."""
+    with IMPORTING:
+        from ckpt_tools.copying.cast import numbers
+        from ckpt_tools.copying.mean import write_rounded
+
+    sizes = files.sizes
+    reader = ChunkReader(files, stage_bytes=sizes.numbers * dtype.itemsize, on_run=on_run)
+    for slab in slabs(box, max_numel=sizes.numbers):
+        raw = memoryview(bytearray(slab.numel * dtype.itemsize))
+        weighted: list[Numbers] = []
+        for weight, finder in mean.terms:
+            reader.fill(finder.reads(slab), slab, itemsize=dtype.itemsize, out=raw)
+            weighted.append(weight * numbers(raw, dtype))
+            weighted = [reduce(lambda total, part: mean.keep * total + part, weighted)]
+        write_rounded(weighted[0] / mean.divisor, dtype, raw)
+        yield raw
+
+
+def _statement(
+    source: Sequence[TensorEntry], cast: Sequence[TensorEntry], *, averaged: int, where: str
+) -> str:
     casts = Counter(
         f"{one.dtype.name} to {other.dtype.name}"
         for one, other in zip(source, cast, strict=True)
         if one.dtype != other.dtype
     )
     count, nbytes = len(cast), sum(entry.nbytes for entry in cast)
-    kept = count - sum(casts.values())
-    parts = [f"{kept:,} bit for bit"] if kept or not casts else []
+    kept = count - sum(casts.values()) - averaged
+    parts = [f"{averaged:,} averaged again, bit for bit"] if averaged else []
+    parts += [f"{kept:,} bit for bit"] if kept or not (casts or averaged) else []
     parts += [f"{many:,} cast from {types}" for types, many in sorted(casts.items())]
     return (
         f"Proven by comparison{where}: the {counted(count, 'tensor')} written ({nbytes:,} bytes), "

@@ -90,7 +90,7 @@ def test_the_output_of_a_report_is_stdout_and_the_error_says_so(command: str, na
     ("words", "answer"),
     [
         (["ls", "--dtype", "float16"], "an option of export, reshard."),
-        (["export", "--world-size", "8"], "--to-mesh here, an option of layout, reshard."),
+        (["export", "--world-size", "8"], "--to-mesh here, an option of layout, reshard, average."),
         (["verify", "--overwrite"], "--force here, an option of"),
         (["stats", "--max_shard_size", "5GB"], "--max-shard-size here, an option of export."),
     ],

@@ -183,7 +183,8 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     """Write a checkpoint as the shards of another mesh to the folder ``out``.
 
     The mesh is ``to_mesh``, such as ``"4x8"``, ``(4, 8)`` or ``32``, or that of the options;
-    ``layout`` the framework whose loader reads the output. One process writes a mesh of any size.
+    without one, a part or a cast of a checkpoint keeps the source's own boxes. ``layout`` is the
+    framework whose loader reads the output. One process writes a mesh of any size.
     Raises what `export` raises.
     """
     from ckpt_tools.convert.reshard import Reshard, ReshardOptions  # late: few also write
@@ -192,6 +193,8 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
 
     if to_mesh is not None and options is None:
         options = ReshardOptions(mesh=_mesh(to_mesh, row_of(layout).mesh_names))
+    elif options is None and layout is None and (dtype or only or include or exclude):
+        options = ReshardOptions()
     elif to_mesh is not None or options is None:
         raise UsageError("reshard takes a mesh, for example '4x8', or options with one.")
     if layout is not None:

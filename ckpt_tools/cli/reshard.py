@@ -27,7 +27,7 @@ from ckpt_tools.core.mesh_spec import (
     parse_placements,
     parse_rule,
 )
-from ckpt_tools.core.options import option, repeated, required
+from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment, run
@@ -48,6 +48,9 @@ anything else name the dimensions (dp_replicate=4,dp_shard=8) and use --placemen
 --like: how tensor parallelism shards a tensor is never guessed. The number of processes is
 independent of the mesh: one process can write 4x8, and the bytes are always the same.
 
+Without --to-mesh the boxes stay those of the source, uneven ones too: with --only, --exclude,
+--dtype or --rename that makes a smaller or renamed copy of an old step.
+
 Engines: copy copies byte ranges and needs no torch. dcp loads and saves with torch's own DCP, under
 torchrun with as many ranks as the target mesh. gather is for rank files on node-local disks, under
 torchrun with as many ranks as the source mesh. Only copy supports --resume.
@@ -57,6 +60,7 @@ torchrun with as many ranks as the source mesh. Only copy supports --resume.
     "ckpt-tools reshard run7/step-1000 -o run7-tp --to-mesh dp=4,tp=2 --place '*.wq.*=S(0),S(0)'",
     "ckpt-tools reshard run7/step-1000 -o run7-16 --to-mesh 16 --only model -j 8",
     "ckpt-tools reshard run7/step-1000 -o run7-16 --to-mesh 16 --dry-run",
+    "ckpt-tools reshard run7/step-1000 -o archive/step-1000 --only model --dtype bf16 --check",
     "ckpt-tools reshard Llama-3.1-8B -o seed --to-mesh 64 --map hf-to-torchtitan-llama3",
     "torchrun --nproc-per-node 8 -m ckpt_tools reshard run7/step-1000 -o run7-16 --to-mesh 16",
 )
@@ -69,7 +73,7 @@ class _Asked:
     ckpt: str = options.ckpt()
     out: str = options.output("reshard")
     wanted: ReshardOptions
-    to_mesh: str = required("--to-mesh", parse=str)  # as it was typed
+    to_mesh: str | None = option(None, "--to-mesh", parse=str)  # as it was typed
     placements: str | None = option(
         None,
         "--placements",
@@ -143,8 +147,7 @@ def command(asked: _Asked) -> None:
         )
     if dry_run and engine == "copy" and environment.is_follower():
         return  # rank 0 plans alone
-    words = f"{asked.to_mesh} = {described(asked.wanted.mesh, _placements(asked.wanted))}"
-    say(words)
+    words = _say_mesh(asked)
     others = [*asked.names.sources, *filter(None, (asked.like, asked.param_names))]
     write = asked.writing.beside(asked.ckpt, others)
     if engine != "copy":
@@ -168,6 +171,15 @@ def command(asked: _Asked) -> None:
         say(short)
 
 
+def _say_mesh(asked: _Asked) -> str:
+    """Say on stderr what the mesh means; gives what was said."""
+    if asked.to_mesh is None:
+        return ""
+    words = f"{asked.to_mesh} = {described(asked.wanted.mesh, _placements(asked.wanted))}"
+    say(words)
+    return words
+
+
 def _options(asked: _Asked) -> ReshardOptions:
     """All that is asked for; reads the checkpoints that --like and --param-names name.
 
@@ -175,6 +187,9 @@ def _options(asked: _Asked) -> ReshardOptions:
     """
     given, read = asked.wanted, asked.reading.options
     form = frameworks.shards_format(given.layout, given.format)
+    if asked.to_mesh is None:
+        _refuse_without_mesh(asked, form)
+        return replace(given, format=form, steps=_steps(asked))
     mesh = parse_mesh(asked.to_mesh, frameworks.row_of(given.layout).mesh_names)
     placements, like = asked.placements, asked.like
     return replace(
@@ -187,6 +202,30 @@ def _options(asked: _Asked) -> ReshardOptions:
         param_names=None if asked.param_names is None else _param_names(asked.param_names, read),
         steps=_steps(asked),
     )
+
+
+def _refuse_without_mesh(asked: _Asked, form: str) -> None:
+    """Raise UsageError for what only --to-mesh gives a meaning, and for nothing to change."""
+    wanted, needs = (
+        asked.wanted,
+        {
+            "--placements": asked.placements,
+            "--place": asked.rules,
+            "--like": asked.like,
+            "--layout": asked.wanted.layout,
+            "--param-names": asked.param_names,
+            f"--engine {asked.engine}": asked.engine != "copy",
+            f"--format {form}": form != formats.targets("shards")[0].name,
+        },
+    )
+    for flag in [flag for flag, given in needs.items() if given]:
+        raise UsageError(f"{flag} needs --to-mesh.")
+    if wanted.wants_all and not (wanted.dtype or wanted.dtypes or _steps(asked)):
+        raise UsageError(
+            "Missing option '--to-mesh'.",
+            hint="For example: ckpt-tools reshard run7/step-1000 -o run7-4x8 --to-mesh 4x8\n"
+            "Without it, --only, --exclude, --dtype and --rename keep the source's own boxes.",
+        )
 
 
 def _steps(asked: _Asked) -> tuple[Transform, ...]:
@@ -254,7 +293,8 @@ _MOST_FILES = 16
 
 
 def _what(asked: _Asked, plan: ReshardPlan) -> str:
-    return f"{shaping.what(plan, asked.out)} for mesh {plan.mesh}"
+    end = "in the source's own boxes" if asked.to_mesh is None else f"for mesh {plan.mesh}"
+    return f"{shaping.what(plan, asked.out)} {end}"
 
 
 def _forecast(asked: _Asked, plan: ReshardPlan) -> Iterator[str]:
@@ -262,7 +302,7 @@ def _forecast(asked: _Asked, plan: ReshardPlan) -> Iterator[str]:
     predicted = forecast.of(plan, asked.writing.options.sizes)
     files, sources = predicted.files, counted(predicted.sources, "file")
     free = atomic_output.free_space(run.made_at(asked.out))
-    ranks, placed = counted(plan.mesh.size, "rank"), _listed(asked.wanted)
+    ranks, placed = counted(plan.mesh.size, "rank"), _listed(asked)
     yield f"{_what(asked, plan)}; not written (--dry-run)"
     yield from render.facts(
         (
@@ -281,8 +321,10 @@ def _placements(wanted: ReshardOptions) -> Sequence[Placement]:
     return wanted.placements or default_placements(wanted.mesh)
 
 
-def _listed(wanted: ReshardOptions) -> str:
-    return ", ".join(map(str, _placements(wanted)))
+def _listed(asked: _Asked) -> str:
+    if asked.to_mesh is None:
+        return "the source's own boxes"
+    return ", ".join(map(str, _placements(asked.wanted)))
 
 
 def _processes(asked: _Asked, plan: ReshardPlan) -> str:
@@ -309,7 +351,7 @@ def _json(asked: _Asked, plan: ReshardPlan) -> render.Json:
         "written": not asked.writing.dry_run,
         "engine": asked.engine,
         "format": asked.wanted.format,
-        "mesh": records.record_json(plan.mesh) | {"placements": _listed(asked.wanted)},
+        "mesh": records.record_json(plan.mesh) | {"placements": _listed(asked)},
         "tensors": len(plan.targets),
         "nbytes": plan.nbytes,
         "peak_memory": _memory(asked, plan, predicted),

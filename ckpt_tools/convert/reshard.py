@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from ckpt_tools import formats
 from ckpt_tools.analysis import infer_mesh as inference
@@ -20,6 +21,8 @@ from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import Conversion, EntryOptions, Locate, WriteOptions
 from ckpt_tools.copying.origin import option_texts
 from ckpt_tools.core import names
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
 from ckpt_tools.core.layout import Layout, Mesh, Placement, Replicate, Shard, on_mesh
 from ckpt_tools.core.mesh_spec import (
@@ -30,7 +33,7 @@ from ckpt_tools.core.mesh_spec import (
     parse_mesh,
 )
 from ckpt_tools.core.names import select
-from ckpt_tools.core.options import option, required
+from ckpt_tools.core.options import option
 from ckpt_tools.core.plan import Target
 from ckpt_tools.core.records import Json, as_json, record_json
 from ckpt_tools.core.text import counted, some
@@ -44,24 +47,29 @@ from ckpt_tools.transforms.frameworks import FrameworkLayout, LaidOut, LayoutTar
 from ckpt_tools.transforms.optimizer import ParamNames
 from ckpt_tools.transforms.rank_states import EVERY_RANK, TargetRanks, without_old_ranks
 
+OWN_BOXES = Mesh(())
+
 
 @dataclass(frozen=True, slots=True)
 class ReshardOptions(EntryOptions):
     """The target: a mesh, the placements of tensors on it, the format, and which tensors to write.
 
-    ``placements`` None means FSDP2's own; ``rules`` overrule them by name, the last match wins;
-    ``like`` takes each tensor's layout from another checkpoint where that has one. ``layout`` is
-    the framework whose loader the output is for. ``param_names`` name a numbered optimizer's
-    parameters in its order; empty, they are those that its groups store. ``torch_version`` is the
-    torch of the job that will load rank files: None for that of rank files that are the source,
-    else the installed one, else the newest known.
+    A mesh of no dimension keeps the boxes that the source has, uneven ones too. ``placements`` None
+    means FSDP2's own; ``rules`` overrule them by name, the last match wins; ``like`` takes each
+    tensor's layout from another checkpoint where that has one. ``layout`` is the framework whose
+    loader the output is for. ``param_names`` name a numbered optimizer's parameters in its order;
+    empty, they are those that its groups store. ``torch_version`` is the torch of the job that will
+    load rank files: None for that of rank files that are the source, else the installed one, else
+    the newest known.
     """
 
-    mesh: Mesh = required(
+    mesh: Mesh = option(
+        OWN_BOXES,
         "--to-mesh",
         "The target mesh: 32, 4x8, or with names: dp_replicate=4,dp_shard=8.",
         metavar="MESH",
         heading="Output",
+        shown="the source's own boxes, for a copy with --only, -x, --dtype or --rename",
         parse=parse_mesh,
     )
     placements: tuple[Placement, ...] | None = None
@@ -169,6 +177,9 @@ def plan_reshard(
     Raises what keeps the chosen tensors from being whole, and UsageError or UnsupportedError for
     layouts that the tensors or torch's own loader cannot have.
     """
+    is_own = options.mesh == OWN_BOXES
+    if is_own:
+        options = replace(options, mesh=_ranks_of(index))
     options, of_torch = _for_torch(index, options)
     if options.param_names is not None:
         index = _with_names(index, options.param_names, options)
@@ -188,15 +199,13 @@ def plan_reshard(
     if options.steps:
         located, made, stepped = _stepped(index, located, options, types)
         sharded = frozenset(one.entry.fqn for one in made if not sharded.isdisjoint(one.origins))
-    layouts = _layouts(located.tensors, options, sharded=sharded)
     chosen_types, kept = types.types_of(made)
-    targets = tuple(
-        Target(e.fqn, e.path, e, chosen_types[e.fqn], layouts[e.fqn]) for e in located.tensors
-    )
+    if is_own:
+        targets, said = _in_own_boxes(located.tensors, chosen_types, options.mesh)
+    else:
+        targets, said = _on_mesh(located.tensors, chosen_types, options, sharded)
     laid = _laid_out(targets, located, options)
-    placements = options.placements or default_placements(options.mesh)
-    said = [*_notes(layouts, located.tensors, options), *of_torch]
-    notes = [*stepped, *kept, *said, *of_ranks, *left_out, *laid.notes]
+    notes = [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *laid.notes]
     notes += left_out_strings(index, NO_PLACE)
     return ReshardPlan(
         files=laid.files,
@@ -204,11 +213,58 @@ def plan_reshard(
         chosen=chosen,
         mesh=options.mesh,
         inside=len(opened.tensors) - len(chosen.tensors),
-        notes=(*index.notes, described(options.mesh, placements), *notes),
+        notes=(*index.notes, *notes),
         source=formats.to_locate_in(index),
         objects=laid.last.objects,
         tree=laid.last.nesting,
     )
+
+
+def _on_mesh(
+    tensors: Sequence[TensorEntry],
+    types: Mapping[str, DType],
+    options: ReshardOptions,
+    sharded: frozenset[str],
+) -> tuple[tuple[Target, ...], list[str]]:
+    """The tensors as they are placed on the target mesh, and notes on it."""
+    layouts = _layouts(tensors, options, sharded=sharded)
+    placed = described(options.mesh, options.placements or default_placements(options.mesh))
+    targets = (Target(e.fqn, e.path, e, types[e.fqn], layouts[e.fqn]) for e in tensors)
+    return (*targets,), [placed, *_notes(layouts, tensors, options)]
+
+
+def _in_own_boxes(
+    tensors: Sequence[TensorEntry], types: Mapping[str, DType], ranks: Mesh
+) -> tuple[tuple[Target, ...], list[str]]:
+    """The tensors in the boxes that the source has, each on the rank that saved it."""
+    targets = (
+        Target(entry.fqn, entry.path, entry, types[entry.fqn], boxes=_own_boxes(entry))
+        for entry in tensors
+    )
+    return (*targets,), [f"Keeps the source's own boxes, of {counted(ranks.size, 'rank')}."]
+
+
+def _own_boxes(entry: TensorEntry) -> tuple[tuple[int, Box], ...]:
+    """The distinct boxes of a tensor, each with a rank of its own: the one that saved it, or where
+    that has another box already, the first that has none.
+    """
+    held = {chunk.box: chunk.rank or 0 for chunk in reversed(entry.chunks)}
+    solid = {box: rank for box, rank in held.items() if box.numel} or held
+    placed: dict[int, Box] = {}
+    more = [box for box, rank in solid.items() if placed.setdefault(rank, box) != box]
+    free = (rank for rank in count() if rank not in placed)
+    return tuple(sorted((*placed.items(), *zip(free, more, strict=False))))
+
+
+def _ranks_of(index: CheckpointIndex) -> Mesh:
+    """The ranks that have saved a checkpoint. Raises UsageError for one that nothing is cut in."""
+    if not _sharded(index):
+        raise UsageError(
+            f"{index.root} has whole tensors, and no boxes to keep.",
+            hint="Give --to-mesh; or write whole tensors: ckpt-tools export CKPT -o OUT",
+        )
+    most = max(rank for entry in index.tensors for rank, _ in _own_boxes(entry))
+    return Mesh((max(index.world_size or 1, most + 1),))
 
 
 def _for_torch(

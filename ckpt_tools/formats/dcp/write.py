@@ -109,8 +109,9 @@ def plan_files(
 ) -> LazyPlans:
     """The files of a DCP directory for ``world_size`` ranks, `.metadata` last.
 
-    A target without a layout is a plain tensor, which each rank holds whole. ``tree`` has the names
-    where they stand in the state dict, in its order; those that it lacks come last, at their paths.
+    A target with neither layout nor boxes is a plain tensor, which each rank holds whole. ``tree``
+    has the names where they stand in the state dict, in its order; those that it lacks come last,
+    at their paths.
 
     Raises UsageError when a layout's mesh has another size, IncompleteError when the source's
     chunks do not cover a tensor, UnsupportedError for an object with neither bytes nor a value.
@@ -148,18 +149,26 @@ class _Held(NamedTuple):
 def _held(entries: Sequence[_Item], *, world_size: int) -> Iterator[_Held]:
     """What the ranks hold of each entry; tensors of one shape and layout share the answer."""
     everyone = {0: tuple(range(world_size))}
-    known: dict[tuple[Layout | None, tuple[int, ...] | None], _Held] = {}
+    known: dict[Hashable, _Held] = {}
     for entry in entries:
-        if isinstance(entry, Target):
-            layout, shape = entry.layout, entry.entry.shape
-        else:
-            layout, shape = None, ()
-        if (layout, shape) not in known:
-            whole = (Box.whole(shape),) * world_size
-            known[layout, shape] = (
-                _Held(whole, everyone) if layout is None else _split(layout, shape)
-            )
-        yield known[layout, shape]
+        target = entry if isinstance(entry, Target) else None
+        key = target and (target.boxes, target.layout, target.entry.shape)
+        if key not in known:
+            whole = [Box.whole(() if target is None else target.entry.shape)] * world_size
+            if target is not None and target.boxes:
+                known[key] = _given(target.boxes, whole)
+            elif target is not None and target.layout is not None:
+                known[key] = _split(target.layout, target.entry.shape)
+            else:
+                known[key] = _Held(whole, everyone)
+        yield known[key]
+
+
+def _given(own: Sequence[tuple[int, Box]], boxes: list[Box]) -> _Held:
+    """Boxes that were given with their ranks; the others have nothing of the tensor."""
+    for rank, box in own:
+        boxes[rank] = box
+    return _Held(boxes, {rank: (rank,) for rank, _ in own})
 
 
 def _split(layout: Layout, shape: tuple[int, ...]) -> _Held:

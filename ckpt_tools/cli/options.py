@@ -402,6 +402,11 @@ class Reading:
         if len(given) > 1:
             raise UsageError(f"{' and '.join(given)} cannot be used together.")
 
+    @property
+    def chooses(self) -> bool:
+        """Whether one of several is chosen."""
+        return self.latest or self.latest_complete or self.step is not None
+
     def find(self, ckpt: str) -> str:
         """The path of the checkpoint that these options choose in the one that was given.
 
@@ -411,7 +416,7 @@ class Reading:
             from ckpt_tools.proof.latest import latest_complete  # late: most commands prove nothing
 
             return latest_complete(ckpt, self.options, on_skip=say).path
-        if not self.latest and self.step is None:
+        if not self.chooses:
             return ckpt
         found = formats.of_step(ckpt, self.step)
         click.get_current_context().meta[_CHOSEN] = _Chosen(ckpt, found, self.options)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, render
 from ckpt_tools.cli.entries import short_shape, stats_cells
 from ckpt_tools.cli.group import say
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted, some
-from ckpt_tools.errors import AnswerNo, UsageError
-from ckpt_tools.proof.stats import Statistics, TensorStats, stats
+from ckpt_tools.errors import AnswerNo, CkptError, UsageError
+from ckpt_tools.proof.stats import GroupStats, Statistics, TensorStats, groups_of, stats
 from ckpt_tools.storage.reader import Files
 
 _HELP = """Mean, standard deviation, extremes, L2 norm, NaN, infinities and zeros of each tensor.
@@ -24,17 +26,23 @@ Below the table are regions that look like a missing rank: a chunk that is zero,
 while the rest of its tensor is not, a chunk that repeats another one, and, in unsharded weights,
 zero rows that are one rank's share of several tensors. They show where to look, and prove nothing.
 
+--steps --csv is for a plot of a run: a row for each step of CKPT and each group of tensors that
+have one name but for numbers, with their norm, largest magnitude, and how many are not finite. A
+step that cannot be read is a row with its error, and the exit code is 1.
+
 --json prints one object of schema ckpt-tools/stats/1.
 
 """ + options.examples(
     "ckpt-tools stats run7/step-1000 --only model",
     "ckpt-tools stats run7/step-1000 --fail-nonfinite --quiet > /dev/null && echo finite",
     "ckpt-tools stats run7/step-1000 --csv > stats.csv",
+    "ckpt-tools stats run7 --steps --csv --only model > run7.csv",
 )
 
 _HEADER = ("NAME", "DTYPE", "SHAPE", "MEAN", "STD", "MIN", "MAX", "L2", "NAN", "INF", "ZEROS")
 _CSV_HEADER = tuple(name.lower() for name in (_HEADER[0], "SECTION", *_HEADER[1:3], "NUMEL"))
 _CSV_HEADER += tuple(name.lower() for name in _HEADER[3:])
+_STEPS_HEADER = ("step", *GroupStats._fields, "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +54,7 @@ class _Asked:
         False, "--fail-nonfinite", "Exit with 1 if any value is NaN or infinite."
     )
     csv: bool = option(False, "--csv", "Print the table as CSV, with all digits.")
+    steps: bool = option(False, "--steps", "CKPT is a folder of several: print all, as --csv.")
     threads: int | None = options.threads()
     json: bool = options.as_json()
     filters: Filters
@@ -57,12 +66,10 @@ def command(asked: _Asked) -> None:
     """Look at every value of the chosen tensors, then print what was seen."""
     if asked.csv and asked.json:
         raise UsageError("--csv and --json cannot be used together.")
-    index = asked.reading.read(asked.ckpt)
-    chosen = options.choose(index, asked.filters)
-    with progress.byte_bar(chosen.count.nbytes, label="stats") as on_bytes, Files() as files:
-        statistics = stats(chosen, files, threads=asked.threads, on_bytes=on_bytes)
-    if not chosen.tensors:
-        raise AnswerNo(f"{index.root} has no tensors.")
+    if asked.steps:
+        _steps(asked)
+        return
+    statistics = _stats(asked, asked.reading.read(asked.ckpt))
     if asked.json:
         render.emit_json(statistics.to_dict())
     elif asked.csv:
@@ -73,11 +80,59 @@ def command(asked: _Asked) -> None:
         rows, width = [*map(_row, statistics.tensors)], render.terminal_width()
         render.emit(render.columns(_HEADER, rows, align="lllrrrrrrrr", width=width))
         render.emit(_anomaly_lines(statistics))
-    if asked.fail_nonfinite and statistics.nonfinite:
+    if asked.fail_nonfinite:
+        _refuse_nonfinite(statistics)
+
+
+def _stats(asked: _Asked, index: CheckpointIndex) -> Statistics:
+    """The statistics of the chosen tensors. Raises AnswerNo for none."""
+    chosen = options.choose(index, asked.filters)
+    with progress.byte_bar(chosen.count.nbytes, label="stats") as on_bytes, Files() as files:
+        statistics = stats(chosen, files, threads=asked.threads, on_bytes=on_bytes)
+    if not chosen.tensors:
+        raise AnswerNo(f"{index.root} has no tensors.")
+    return statistics
+
+
+def _refuse_nonfinite(statistics: Statistics) -> None:
+    """Raise AnswerNo for values that are not finite."""
+    if statistics.nonfinite:
         names = [tensor.fqn for tensor in statistics.tensors if tensor.nan or tensor.inf]
         verb = "is" if statistics.nonfinite == 1 else "are"
         values = counted(statistics.nonfinite, "value")
-        raise AnswerNo(f"{index.root}: {values} {verb} NaN or infinite, in {some(names)}.")
+        raise AnswerNo(f"{statistics.root}: {values} {verb} NaN or infinite, in {some(names)}.")
+
+
+def _steps(asked: _Asked) -> None:
+    """Print the groups of each step, as soon as it is read; exit with 1 for one that is not."""
+    if not asked.csv or asked.reading.chooses:
+        raise UsageError("--steps goes with --csv, and prints every step.")
+    steps = formats.steps_in(asked.ckpt)
+    if not steps:
+        raise AnswerNo(f"{asked.ckpt} has no checkpoint with a step in its name.")
+    failures: list[CkptError] = []
+
+    def rows() -> Iterator[Sequence[str | int | None]]:
+        for step in steps:
+            try:
+                path = formats.of_step(asked.ckpt, step)
+                statistics = _stats(asked, formats.read_index(path, asked.reading.options))
+                yield from ((step, *_cells(group), "") for group in groups_of(statistics))
+                if asked.fail_nonfinite:
+                    _refuse_nonfinite(statistics)
+            except CkptError as error:
+                failures.append(error)
+                empty = ("",) * len(GroupStats._fields)
+                yield (step, *empty, error.message.partition("\n")[0])
+
+    render.emit_csv(_STEPS_HEADER, rows())
+    if failures:
+        raise AnswerNo(f"{counted(len(failures), 'step')} of {len(steps)}: {failures[0].message}")
+
+
+def _cells(group: GroupStats) -> tuple[str | int, ...]:
+    numbers = ("" if value is None else repr(value) for value in (group.l2, group.abs_max))
+    return (*group[:4], *numbers, group.nonfinite)
 
 
 def _row(tensor: TensorStats) -> tuple[str, ...]:

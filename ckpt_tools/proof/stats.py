@@ -6,8 +6,10 @@ another one is found. `histograms` reads them a second time, once the extremes a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np  # noqa: TID253 - imported late, and only to read values
 
@@ -130,6 +132,40 @@ def _stats(scan: Scan) -> TensorStats:
         inf=total.inf,
         zeros=total.zeros,
     )
+
+
+class GroupStats(NamedTuple):
+    """What the tensors of one name are together, their numbers (layers, experts) left out."""
+
+    section: Section
+    group: str
+    tensors: int
+    numel: int
+    l2: float
+    abs_max: float | None
+    nonfinite: int
+
+
+def groups_of(statistics: Statistics) -> list[GroupStats]:
+    """The tensors by section and name, ``layers.0.fc.weight`` and others as ``layers.*.fc.weight``.
+
+    Norms and extremes are over the finite values, those of complex numbers of their magnitudes.
+    """
+    held: dict[tuple[Section, str], list[TensorStats]] = {}
+    for one in statistics.tensors:
+        name = ".".join("*" if part.isdigit() else part for part in one.fqn.split("."))
+        held.setdefault((one.section, name), []).append(one)
+    return [
+        GroupStats(
+            *(section, name, len(every), sum(one.numel for one in every)),
+            l2=math.hypot(*(one.l2 or 0.0 for one in every)),
+            abs_max=max(
+                (abs(x) for t in every for x in (t.min, t.max) if x is not None), default=None
+            ),
+            nonfinite=sum(one.nan + one.inf for one in every),
+        )
+        for (section, name), every in sorted(held.items())
+    ]
 
 
 BINS = 32

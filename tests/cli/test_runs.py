@@ -1,10 +1,13 @@
 """A run is a folder of several checkpoints: listed, chosen from, and verified as one."""
 
+import csv
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from running import run
 
 import ckpt_tools
@@ -62,6 +65,23 @@ def test_the_latest_is_that_of_the_last_step_whole_or_not(steps: Path) -> None:
     assert "step-100" in result.stderr
     shutil.rmtree(steps / "step-100")
     assert run("ls", steps, "--latest").stdout == run("ls", steps / "step-20").stdout
+
+
+def test_the_statistics_of_every_step_are_rows_of_groups(steps: Path) -> None:
+    result = run("stats", steps, "--steps", "--csv", "--only", "model")
+    assert result.exit_code == 1  # step 100 was interrupted
+    rows = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [*dict.fromkeys(row["step"] for row in rows)] == ["9", "20", "100"]
+    assert "interrupted" in rows[-1]["error"]
+    assert all(value == "" for value in [*rows[-1].values()][1:-1])
+    [group] = [r for r in rows if r["step"] == "20" and r["group"].endswith("*.fc1.weight")]
+    source = ckpt_tools.open_checkpoint(DCP)
+    held = [one.torch() for name, one in source.model.items() if name.endswith("fc1.weight")]
+    every = torch.cat([one.flatten() for one in held])
+    assert float(group["l2"]) == pytest.approx(float(every.double().norm()))
+    assert float(group["abs_max"]) == float(every.abs().max())
+    assert (int(group["numel"]), group["nonfinite"]) == (every.numel(), "0")
+    assert run("stats", steps, "--steps").exit_code == 2
 
 
 def test_the_latest_complete_skips_what_a_job_could_not_resume_from(steps: Path) -> None:

@@ -14,6 +14,7 @@ from ckpt_tools.analysis import summary
 from ckpt_tools.analysis.infer_mesh import FoundMesh
 from ckpt_tools.analysis.summary import (
     CUT_FREELY,
+    UNEVEN,
     OptimizerSummary,
     Step,
     Verdict,
@@ -69,7 +70,8 @@ class Inspection:
     @property
     def is_sharded(self) -> bool:
         """Whether any tensor is in pieces."""
-        return self.mesh is not None or any(text == CUT_FREELY for text, _ in self.placements)
+        freely = (CUT_FREELY, UNEVEN)
+        return self.mesh is not None or any(text.startswith(freely) for text, _ in self.placements)
 
     @property
     def whole(self) -> bool:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ckpt_tools.analysis.infer_mesh import FoundMesh, Status, infer
+from ckpt_tools.analysis.infer_mesh import FoundMesh, Status, cut_of, infer
 from ckpt_tools.core.index import (
     SECTIONS,
     CheckpointIndex,
@@ -26,7 +26,7 @@ from ckpt_tools.core.layout import Layout, Shard
 from ckpt_tools.core.names import is_in_param_groups
 from ckpt_tools.core.optimizer_states import kind_of
 from ckpt_tools.core.plain_values import TorchValue
-from ckpt_tools.core.text import some
+from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError
 
 # The likeliest first. Composer counts steps as ``batch`` of a Timestamp, whose ``iteration`` is
@@ -36,6 +36,7 @@ _STEP_NAMES = (
     *("batch", "iteration", "iteration_count"),
 )
 _MAX_NAMED = 5
+UNEVEN = "uneven over"  # of placements, and how many ranks
 CUT_FREELY = "cut in a way that no mesh explains"  # of placements: uneven shards of the user's own
 _NUMPY_INT = re.compile(r"numpy\.u?int\d+\((-?\d+)\)")
 
@@ -107,10 +108,18 @@ def placements_of(index: CheckpointIndex, known_mesh: FoundMesh | None) -> list[
             is_usual = known_mesh is None or layout.mesh == known_mesh.mesh
             counts[text if is_usual else f"{text} on {layout.mesh}"] += 1
         elif len(entry.chunks) > 1:
-            counts[CUT_FREELY] += 1
+            counts[_uneven(entry) or CUT_FREELY] += 1
         else:
             counts["in one piece"] += 1
     return counts.most_common()
+
+
+def _uneven(entry: TensorEntry) -> str | None:
+    """What a cut along one dimension is that no mesh makes, as Megatron-FSDP's; None for others."""
+    cut = cut_of(entry)
+    ranks = {chunk.rank for chunk in entry.chunks if chunk.box.numel} - {None}
+    is_one_each = cut is not None and len(cut.dims) == 1 and len(ranks) == len(cut.boxes)
+    return f"{UNEVEN} {counted(len(ranks), 'rank')}" if is_one_each else None
 
 
 def placement_names(layout: Layout) -> list[str]:

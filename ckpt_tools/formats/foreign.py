@@ -88,7 +88,7 @@ _JSON_FILES = (
     (
         _MEGATRON,
         "metadata.json",
-        rb'"sharded_backend"\s*:\s*"(torch_dist|zarr)"',
+        rb'"sharded_backend"\s*:\s*"(?!torch_dist")',  # which is DCP, and read
         "a sharded_backend",
     ),
     (_NANOTRON, "checkpoint_metadata.json", rb'"tp"\s*:\s*\d', "a count of tp ranks"),

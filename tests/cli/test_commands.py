@@ -149,7 +149,7 @@ def test_shards_that_no_mesh_gives_are_not_called_whole(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "nothing sharded" not in done.stdout
     assert "none stated, and none gives these shards" in done.stdout
-    assert "1 tensor: cut in a way that no mesh explains" in done.stdout
+    assert "1 tensor: uneven over 3 ranks" in done.stdout
 
 
 @pytest.fixture

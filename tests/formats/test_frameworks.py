@@ -148,7 +148,7 @@ def test_a_tensor_parallel_part_is_never_taken_for_the_whole(chosen: str, tmp_pa
 
 
 def test_a_megatron_directory_is_named_though_it_looks_like_dcp(tmp_path: Path) -> None:
-    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     shutil.copy(DCP / ".metadata", tmp_path)
     with pytest.raises(UnsupportedError, match="Megatron"):
         formats.read_index(str(tmp_path))

@@ -136,6 +136,7 @@ _TensorStorage = record_class("_TensorStorage")  # a TensorStorageMetadata
 _BytesStorage = record_class("_BytesStorage")
 _StorageMeta = record_class("_StorageMeta")
 _Metadata = record_class("_Metadata")
+_Plan = record_class("_Plan")  # a SavePlan, or what is in one
 
 
 class TensorMeta(NamedTuple):
@@ -158,7 +159,8 @@ class Metadata(NamedTuple):
     ``objects`` are the names of what is no tensor. ``storage`` places every item by its name, then
     by the offsets of its box; those of an object are None. ``planner_data`` is the place of each
     name in the nested state dict, None when it was not flattened. ``checkpoint_id`` is where it was
-    saved to.
+    saved to. ``reshaped`` are tensors that Megatron-core has stored in another shape, None where it
+    is not Megatron-core's.
     """
 
     tensors: dict[str, TensorMeta]
@@ -167,6 +169,7 @@ class Metadata(NamedTuple):
     planner_data: dict[str, tuple[str | int, ...]] | None
     version: str | None
     checkpoint_id: str | None
+    reshaped: frozenset[str] | None
 
 
 def _first(args: tuple[object, ...]) -> object:
@@ -180,13 +183,10 @@ _SIZE = ().__add__
 _FIELDS = frozenset(
     {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 )
+_OF_MEGATRON = frozenset({"all_local_plans", "mcore_data"})
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 # Plans of the save, which Megatron-core's dist_checkpointing (torch_dist) keeps in `.metadata`.
-_PLANNER = "torch.distributed.checkpoint.planner."
-_MEGATRON = (
-    "Megatron-core (torch_dist) keeps such plans in it: use Megatron-LM's or Megatron-Bridge's own "
-    "converter."
-)
+_PLANNER = "torch.distributed.checkpoint.planner"
 _OTHER_LIBRARY = (
     "Another library wrote the directory. Load it with that, and save it again with "
     "torch.distributed.checkpoint."
@@ -208,6 +208,11 @@ METADATA_GLOBALS: dict[str, object] = {
     f"{_CHECKPOINT}.ChunkStorageMetadata": _ChunkStorage,
     f"{_CHECKPOINT}.MetadataIndex": _MetadataIndex,
     f"{_CHECKPOINT}.StorageMeta": _StorageMeta,
+    **{
+        f"{_PLANNER}.{name}": _Plan
+        for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+    },
+    f"{_PLANNER}.WriteItemType": Function(_first),
     f"{_CHECKPOINT}._MEM_FORMAT_ENCODING": Function(_first),
     f"{_CHECKPOINT}.MEM_FORMAT_ENCODING": Function(_first),
     # torch 2.2 and before took these two from its sharded tensors, whatever was saved.
@@ -248,7 +253,7 @@ def _resolved(name: str) -> object:
         raise UnsafePickleError(
             f"asks for {name}, which DCP metadata of torch 2.1 to 2.15 does not have; "
             "it was not run.",
-            hint=_MEGATRON if name.startswith(_PLANNER) else _OTHER_LIBRARY,
+            hint=_OTHER_LIBRARY,
         )
     return stub
 
@@ -288,7 +293,15 @@ def _metadata(value: object, length: int) -> Metadata:
         checkpoint_id=_text(meta.state.get("checkpoint_id"))
         if isinstance(meta, _StorageMeta)
         else None,
+        reshaped=_reshaped(value) if strangers & _OF_MEGATRON else None,
     )
+
+
+def _reshaped(value: StateRecord) -> frozenset[str]:
+    """The tensors of which only pieces of ranks are stored, as if those were another dimension."""
+    noted = value.state.get("mcore_data")
+    kept = noted.items() if type(noted) is dict else ()
+    return frozenset(as_name(fqn) for fqn, one in kept if type(one) is dict and one)
 
 
 def _tensor(fqn: str, entry: StateRecord, cuts: _Cuts) -> TensorMeta:

@@ -44,6 +44,7 @@ from ckpt_tools.formats.pickle.unpickler import collector_paused
 from ckpt_tools.storage import paths
 from ckpt_tools.storage.reader import Files, refuse_special
 
+_MEGATRON_OPTIM = "optimizer."
 _FLAT_PARAM = ("_flat_param", "flat_param")
 # What browsers and other downloads make of the name .metadata.
 _RENAMED = re.compile(r"[._-]?metadata(\.txt|\.bin)?( ?\(\d+\))?")
@@ -97,7 +98,7 @@ def _read_index(path: str) -> CheckpointIndex:
         world_size=max(ranks) + 1 if ranks else None,
         torch_version=None,
         notes=tuple(_notes(sizes, strays, objects)),
-        problems=(*union.problems, *_misplaced(metadata, path)),
+        problems=(*union.problems, *_misplaced(metadata, path), *_reshaped(metadata)),
         tree=of_paths((path, fqn) for fqn, path in path_of.items()),
     )
     index = per_rank.with_replicas(index, union.written_twice) if union.written_twice else index
@@ -214,12 +215,19 @@ def _refuse_flat_parameters(path: str, fqns: Iterable[str]) -> None:
 
 
 def _paths(metadata: Metadata) -> dict[str, Path]:
-    """The path of every entry: planner_data's, in its order, or the name alone without one."""
+    """The path of every entry: planner_data's, in its order, or the name alone without one.
+
+    Megatron-core writes none, and its names say what is of the optimizer.
+    """
     planner = metadata.planner_data or {}
     entries = metadata.tensors.keys() | metadata.objects
     known = {fqn: tuple(path) for fqn, path in planner.items() if fqn in entries}
     rest = (fqn for fqn in (*metadata.tensors, *sorted(metadata.objects)) if fqn not in known)
-    return known | {fqn: (fqn,) for fqn in rest}
+    paths: dict[str, Path] = {fqn: (fqn,) for fqn in rest}
+    if metadata.reshaped is not None:
+        optim = (fqn for fqn in paths if fqn.startswith(_MEGATRON_OPTIM))
+        paths |= {fqn: (*fqn.split(".", 1),) for fqn in optim}
+    return known | paths
 
 
 def _misplaced(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
@@ -240,6 +248,19 @@ def _misplaced(metadata: Metadata, where: str) -> Iterator[CheckpointError]:
             hint="Take .metadata from another copy; which of the two is right cannot be known.",
             about=wrong & entries,
         )
+
+
+def _reshaped(metadata: Metadata) -> Iterator[CheckpointError]:
+    """The tensors that Megatron's distributed optimizer has flattened, which are not read."""
+    for fqn in sorted(metadata.reshaped or ()):
+        if fqn in metadata.tensors:
+            yield UnsupportedError(
+                f"{fqn} is flattened by Megatron's distributed optimizer: pieces of ranks are "
+                f"stored, in the shape {list(metadata.tensors[fqn].shape)} that no tensor has.",
+                hint="Megatron keeps its shape with --dist-ckpt-optim-fully-reshardable; --only "
+                "model leaves it out.",
+                about=[fqn],
+            )
 
 
 def _strays(sizes: Mapping[str, int], needed: Collection[str]) -> set[str]:

@@ -7,6 +7,7 @@ What is in a file is not known here.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
@@ -95,7 +96,12 @@ def read_written(path: str, *, options: ReadOptions = ReadOptions()) -> Checkpoi
 
 def is_checkpoint(path: str) -> bool:
     """Whether exactly this is a checkpoint: of one format, or a framework's folder of parts."""
-    return frameworks.parts_of(path) is not None or detect(path) is not None
+    return frameworks.parts_of(path, _format_of) is not None or detect(path) is not None
+
+
+def _format_of(path: str) -> str | None:
+    form = detect(path)
+    return None if form is None else form.name
 
 
 def _is_listed(path: str) -> bool:
@@ -105,7 +111,7 @@ def _is_listed(path: str) -> bool:
 
 def _read_place(place: str, options: ReadOptions) -> tuple[CheckpointIndex, str | None]:
     """The index of what is a checkpoint, with its framework, and what shows the framework."""
-    folder_parts = frameworks.parts_of(place)
+    folder_parts = frameworks.parts_of(place, _format_of)
     # A file that changes while headers are read has changed, too.
     before = _states(place) | _states_beside(place)
     if folder_parts is not None:
@@ -262,6 +268,7 @@ def run_of(path: str) -> list[Saved]:
 
     Rank files in folders of their own are parts of one: reading the folder gives their glob.
     """
+    path = _followed(path)
     if not paths.is_dir(path) or is_checkpoint(path) or foreign.is_foreign(path):
         return []
     saves = checkpoints_in(path)
@@ -304,11 +311,14 @@ def member(path: str) -> str:
 
 
 def _followed(path: str) -> str:
-    """Where a link leads that git or an archive turned into a text file; else the path itself.
+    """Where a link leads that git or an archive turned into a text file, or a model's folder in the
+    cache of Hugging Face; else the path itself.
 
     Such a file holds nothing but the path of something that is there (``latest-rank0.pt`` of
     Composer is a link by birth). Links of the file system need no help.
     """
+    if not paths.is_address(path) and os.path.isdir(path):
+        return _snapshot_of(path) or path
     if paths.is_address(path) or not os.path.isfile(path) or os.path.getsize(path) > _MAX_LINK:
         return path
     with open(paths.open_file(path), "rb") as file:
@@ -319,6 +329,19 @@ def _followed(path: str) -> str:
         return path
     is_path = text.strip() == text and text and b"\n" not in text and b"\0" not in text
     return target if is_path and os.path.exists(target) else path
+
+
+def _snapshot_of(folder: str) -> str | None:
+    """What ``refs/main`` names in ``models--org--name`` of Hugging Face's cache; None elsewhere."""
+    named = os.path.join(folder, "refs", "main")
+    is_model = os.path.basename(paths.absolute(folder)).startswith("models--")
+    if not is_model or not os.path.isfile(named):
+        return None
+    with open(paths.open_file(named), "rb") as file:
+        revision = file.read(_MAX_LINK).decode("ascii", "replace").strip()
+    snapshot = os.path.join(folder, "snapshots", revision)
+    is_one = re.fullmatch(r"\w+", revision) and os.path.isdir(snapshot)
+    return snapshot if is_one else None
 
 
 def _inside(folder: str, is_checkpoint: Callable[[str], bool]) -> list[str]:

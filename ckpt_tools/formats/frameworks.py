@@ -8,6 +8,8 @@ side files around it, or in parts; this room knows those names.
                                             scheduler, trainer_state.json, states of random numbers
     step100/          OLMo                  model_and_optim/, train/rank0.pt …
     state.ckpt/       Lightning             .metadata with .distcp files, and all else in meta.pt
+    epoch_0_step_2/   Automodel             model/ of safetensors, optim/ of DCP; and so any folder
+                                            of one model and one optimizer in two formats
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from glob import escape
 
@@ -36,6 +38,8 @@ _MODEL = (
 )
 _OPTIM = ("optimizer_0", "optimizer.bin", "optimizer_0_rank*.bin")
 _RANK_OF_OLMO = re.compile(r"rank(\d+)\.pt")
+_OF_AUTOMODEL = re.compile(r"epoch_\d+_step_\d+")
+_STEPS_OF_AUTOMODEL = "step_scheduler.pt"
 # Files that torch.save wrote, and that hold no weights.
 _SIDE_FILE = re.compile(
     rf"({RANDOM_STATES.pattern}|rng_state.*\.pth|{_SCHEDULERS.pattern}"
@@ -155,8 +159,8 @@ class FolderParts:
     """
 
     root: str
-    framework: str
-    shown_by: str
+    framework: str | None
+    shown_by: str | None
     main: tuple[tuple[str, str | None], ...]
     flat: tuple[tuple[str, str | None], ...] = ()
     closed: tuple[tuple[str, Path], ...] = ()
@@ -167,12 +171,16 @@ class FolderParts:
         return [path for path, _ in (*self.main, *self.flat, *self.closed)]
 
 
-def parts_of(folder: str) -> FolderParts | None:
-    """The parts that a framework left in a folder, None for any other folder."""
+def parts_of(folder: str, format_of: Callable[[str], str | None]) -> FolderParts | None:
+    """The parts that a framework left in a folder, None for any other folder.
+
+    ``format_of`` gives the name of the format of a checkpoint, None for anything else.
+    """
     if not paths.is_dir(folder):
         return None
     held = paths.names_in(folder)
-    return _accelerate(folder, held) or _olmo(folder, held) or _lightning(folder, held)
+    ways = (_accelerate(folder, held), _olmo(folder, held), _lightning(folder, held))
+    return next(filter(None, ways), None) or _two_formats(folder, held, format_of)
 
 
 def _accelerate(folder: str, held: Collection[str]) -> FolderParts | None:
@@ -227,6 +235,24 @@ def _lightning(folder: str, held: Collection[str]) -> FolderParts | None:
     return FolderParts(
         folder, "lightning", "meta.pt beside .metadata", ((folder, None),), flat=(meta,)
     )
+
+
+def _two_formats(
+    folder: str, held: Collection[str], format_of: Callable[[str], str | None]
+) -> FolderParts | None:
+    """A model and an optimizer in two folders, each in a format of its own."""
+    optim = sorted({"optim", "optimizer"} & set(held))
+    if "model" not in held or len(optim) != 1:
+        return None
+    main = tuple((_at(folder, name), name) for name in ("model", *optim))
+    found = [format_of(path) for path, _ in main if paths.is_dir(path)]
+    if len(found) != 2 or None in found or found[0] == found[1]:
+        return None
+    name = os.path.basename(paths.absolute(folder))
+    is_automodels = _OF_AUTOMODEL.fullmatch(name) is not None
+    shown_by = f"the folder name {name}" if is_automodels else None
+    flat = [(_at(folder, one), None) for one in {_STEPS_OF_AUTOMODEL} & set(held)]
+    return FolderParts(folder, "automodel" if is_automodels else None, shown_by, main, (*flat,))
 
 
 def _at(folder: str, name: str) -> str:

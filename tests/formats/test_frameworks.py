@@ -8,7 +8,9 @@ import pytest
 import torch
 from reader_contract import DATA
 from running import run
+from safetensors.torch import load_file
 
+import ckpt_tools
 from ckpt_tools import formats
 from ckpt_tools.errors import (
     CheckpointError,
@@ -286,3 +288,43 @@ def test_programs_are_named_with_the_call_that_makes_a_state_dict(name: str, wha
     with pytest.raises(UnsupportedError, match=what) as caught:
         formats.read_index(str(DATA / "cases" / "D09_program_archive" / name))
     assert "load(path).state_dict" in str(caught.value.hint)
+
+
+AUTOMODEL = REAL / "nemo-automodel-0.7.0_2r"
+
+
+def test_a_model_and_an_optimizer_in_two_formats_are_one_checkpoint(tmp_path: Path) -> None:
+    index = formats.read_index(str(AUTOMODEL / "epoch_0_step_2"))
+    index.require_whole()
+    assert index.framework == "automodel"
+    truth = {f"model.{n}": one for n, one in load_file(AUTOMODEL / "truth.safetensors").items()}
+    truth |= load_file(AUTOMODEL / "truth_optim.safetensors")
+    read = {name: one.torch() for name, one in ckpt_tools.Checkpoint(index).items()}
+    assert read.keys() == truth.keys()
+    assert all(torch.equal(read[name], value) for name, value in truth.items())
+    other = shutil.copytree(AUTOMODEL / "epoch_0_step_2", tmp_path / "run" / "step-7")
+    (other / "optim").rename(other / "optimizer")
+    plain = formats.read_index(str(tmp_path / "run"))
+    plain.require_whole()
+    assert plain.framework is None
+    assert {entry.section for entry in plain.tensors} == {"model", "optim"}
+
+
+def test_a_model_and_an_optimizer_in_one_format_stay_two(tmp_path: Path) -> None:
+    for name in ("model", "optim"):
+        shutil.copytree(DCP, tmp_path / "step-7" / name)
+    assert len(formats.run_of(str(tmp_path / "step-7"))) == 2
+
+
+def test_a_model_in_the_cache_of_hugging_face_is_what_main_means(tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "models--org--name"
+    for revision in ("0a1b", "2c3d"):
+        shutil.copytree(HF, folder / "snapshots" / revision)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("2c3d")
+    for given in (folder, tmp_path / "hub"):
+        index = formats.read_index(str(given))
+        assert index.root == str(folder / "snapshots" / "2c3d")
+        assert formats.run_of(str(given)) == []
+    (folder / "refs" / "main").write_text("../..")
+    assert len(formats.run_of(str(folder))) == 2

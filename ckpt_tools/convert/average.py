@@ -153,7 +153,9 @@ class Average(Conversion[Plan]):
         if kept:
             other = f"; they differ in {some(differing)}" if differing else ""
             held = counted(len(kept), "tensor")
-            notes.append(f"Takes {held} of integers from the last one, {self.index.root}{other}.")
+            notes.append(
+                f"Takes {held} of integers or bools from the last one, {self.index.root}{other}."
+            )
         return replace(
             plan,
             files=LazyPlans(

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from running import run
@@ -94,6 +95,13 @@ def test_the_latest_complete_skips_what_a_job_could_not_resume_from(steps: Path)
     assert run("ls", steps, "--latest-complete").stdout == run("ls", steps / "step-20").stdout
     assert ckpt_tools.latest(steps, complete=True) == f"{steps}/step-20"
     assert ckpt_tools.latest(steps) == f"{steps}/step-100"
+
+
+def test_a_run_in_a_store_has_a_latest_complete_step(steps: Path) -> None:
+    store = fsspec.filesystem("memory")
+    store.put(str(steps), "/of-latest", recursive=True)
+    result = run("inspect", "memory://of-latest", "--latest-complete", "--path-only")
+    assert (result.exit_code, result.stdout) == (0, "memory://of-latest/step-20\n")
 
 
 def test_a_run_without_a_complete_step_is_answered_with_1_and_no_path(steps: Path) -> None:

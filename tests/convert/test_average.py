@@ -92,7 +92,7 @@ def test_each_type_is_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_integers_come_from_the_last_and_a_note_names_those_that_differ(tmp_path: Path) -> None:
     held = [{"w": torch.ones(2), "ids": torch.arange(3), "n": torch.tensor(n)} for n in (1, 2)]
     result = ran("average", *_saved(tmp_path, *held), "-o", tmp_path / "out")
-    assert "Takes 2 tensors of integers from the last one" in result.stderr
+    assert "Takes 2 tensors of integers or bools from the last one" in result.stderr
     assert "they differ in n." in result.stderr
     assert int(_written(tmp_path / "out")["n"]) == 2
 

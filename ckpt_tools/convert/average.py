@@ -74,14 +74,11 @@ class Weighting:
             raise UsageError(f"--weights are numbers of 0 or more, and not all 0: {listed}.")
 
     def mean_of(self, finders: Sequence[Finder]) -> Mean:
-        """The average of one tensor of each checkpoint. Raises UsageError for other weights."""
+        """The average of one tensor of each checkpoint."""
         if self.ema is not None:
             shares = [1.0, *[1 - self.ema] * (len(finders) - 1)]
             return Mean((*zip(shares, finders, strict=True),), keep=self.ema, divisor=1.0)
         weights = self.weights or (1.0,) * len(finders)
-        if len(weights) != len(finders):
-            count = counted(len(finders), "checkpoint")
-            raise UsageError(f"{counted(len(weights), 'weight')} for {count}: give one for each.")
         return Mean((*zip(weights, finders, strict=True),), keep=1.0, divisor=math.fsum(weights))
 
     def __str__(self) -> str:
@@ -101,11 +98,14 @@ def average_of(
 ) -> Average:
     """The average of these, the oldest first, as shards of a mesh, or whole as ``out`` is named.
 
-    Raises UsageError for fewer than two, and for a file of shards.
+    Raises UsageError for fewer than two, for weights of others, and for a file of shards.
     """
-    form = format_of(out)
-    if len(indexes) < 2:
+    form, count = format_of(out), len(indexes)
+    if count < 2:
         raise UsageError("An average is of two checkpoints or more.")
+    if weighting.weights is not None and len(weighting.weights) != count:
+        given = counted(len(weighting.weights), "weight")
+        raise UsageError(f"{given} for {count} checkpoints: give one for each.")
     if mesh is not None and form is not None:
         raise UsageError(f"--to-mesh writes a folder, and {out} is the name of a file.")
     *before, last = indexes
@@ -139,12 +139,11 @@ class Average(Conversion[Plan]):
             models = [_model_of(index, files) for index in every]
             for index, model in zip(self.before, models, strict=False):
                 _require_alike(index.root, model, self.index.root, models[-1])
-            last = {fqn: name for fqn, name in names.items() if name in models[-1]}
-            kept = {name for name in last.values() if models[-1][name].dtype.kind not in _AVERAGED}
+            kept = {name for name in names.values() if models[-1][name].dtype.kind not in _AVERAGED}
             differing = [name for name in sorted(kept) if _differs(name, models, files)]
         means = {
             fqn: self.weighting.mean_of([Finder(model[name]) for model in models])
-            for fqn, name in last.items()
+            for fqn, name in names.items()
             if name not in kept
         }
         files_of = partial(_averaged, means)
@@ -189,9 +188,9 @@ class Average(Conversion[Plan]):
 
     def settings(self, plan: Plan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
         """The options, the weights, and the state of each other checkpoint."""
-        texts = option_texts(self.target) | {"the average": str(self.weighting)}
+        texts = option_texts(self.target) | option_texts(self.weighting)
         for number, index in enumerate(self.before, 1):
-            states = [(file.path, str(file.state)) for file in sorted(with_states(index.files))]
+            states = [str(file.state) for file in sorted(with_states(index.files))]
             texts[f"checkpoint {number}"] = sha256(repr(states).encode()).hexdigest()[:32]
         return texts
 

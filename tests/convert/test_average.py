@@ -157,7 +157,7 @@ def test_resume_goes_on_with_finished_files_and_refuses_other_weights(
     monkeypatch.setattr(mean, "write_mean", stop_later)
     assert run(*words, "-o", tmp_path / "out").exit_code == 130
     other = run(*words, "-o", tmp_path / "out", "--resume", "--ema", "0.5")
-    assert "the average was all alike and is a moving average" in other.stderr
+    assert "ema was not given and is 0.5" in other.stderr
     result = ran(*words, "-o", tmp_path / "out", "--resume")
     assert "were already finished" in result.stderr
     for file in (tmp_path / "whole").iterdir():

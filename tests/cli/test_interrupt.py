@@ -43,7 +43,7 @@ def _command(where: str, then: str, *args: str) -> list[str]:
         "ckpt_tools.distributed.environment",
         "ckpt_tools.cli.inspect",
         "ckpt_tools.formats.dcp.read",
-        "ckpt_tools.formats.pickle.guard",
+        "ckpt_tools.formats.pickle.machine",
     ],
 )
 def test_it_ends_whatever_is_being_imported(where: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import DTYPES, is_torch_dtype
 from ckpt_tools.formats.pickle.containers import as_name
+from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
+from ckpt_tools.formats.pickle.replay import Columns, Repeated, Repetition
 from ckpt_tools.formats.pickle.text_bound import TextBound, is_word
 from ckpt_tools.formats.pickle.torch_stubs import (
     Function,
@@ -28,7 +31,6 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     record_class,
     shown,
 )
-from ckpt_tools.formats.pickle.unpickler import collector_paused, placed, unpickle
 from ckpt_tools.storage.paths import inside
 
 Offsets = tuple[int, ...]
@@ -39,11 +41,13 @@ _MAX_ALIKE = 16
 _LEAST_OF_CHUNK = 16
 # What a part of a path counts for beside its text, as much as an object of Python takes.
 _BYTES_OF_PART = 32
+# To compile a shape takes as long as interpreting some hundred entries.
+_REPLAY_FROM = 256 << 10
 # torch allows so many; a longer tuple, shared by all items of a file, would take hours to hash.
 _MAX_NDIM = 64
 
 
-class _ChunkStorage(StandIn):
+class _ChunkStorage(Repeated):
     """One stored box of a tensor."""
 
     __slots__ = ("offsets", "sizes")
@@ -52,13 +56,18 @@ class _ChunkStorage(StandIn):
     sizes: Offsets
 
     def __setstate__(self, state: object) -> None:
-        """Take the box. The dict is emptied: the unpickler keeps a million of them to its end."""
+        """Take the box. The dict is emptied: the memo keeps a million of them to its end."""
         if type(state) is dict:
             self.offsets, self.sizes = state["offsets"], state["sizes"]
             state.clear()
 
+    @classmethod
+    def columns(cls, fields: Columns) -> Columns | None:
+        """Take many boxes."""
+        return fields if fields.keys() == {"offsets", "sizes"} else None
 
-class _MetadataIndex(StandIn):
+
+class _MetadataIndex(Repeated):
     """The key of an item, compared by identity while the pickle is read: that costs nothing."""
 
     __slots__ = ("fqn", "offset")
@@ -78,8 +87,18 @@ class _MetadataIndex(StandIn):
         self.offset = offset
         state.clear()
 
+    @classmethod
+    def columns(cls, fields: Columns) -> Columns | None:
+        """Take many keys; the number of a chunk is not used."""
+        if not {"fqn", "offset"} <= fields.keys() <= {"fqn", "offset", "index"}:
+            return None
+        good = set(map(type, fields["fqn"])) == {str} and all(
+            at is None or (type(at) is tuple and len(at) <= _MAX_NDIM) for at in fields["offset"]
+        )
+        return {"fqn": fields["fqn"], "offset": fields["offset"]} if good else None
 
-class StorageInfo(StandIn):
+
+class StorageInfo(Repeated):
     """Where an item lies: ``length`` bytes at ``offset`` of the file ``relative_path``.
 
     ``transforms`` name what was done to the bytes, such as ``stream.zstd/1``; empty for nothing.
@@ -101,12 +120,29 @@ class StorageInfo(StandIn):
             raise TypeError("a storage info without path, offset or length")
         if offset < 0 or length < 0:
             raise ValueError("a storage info with a negative offset or length")
-        self.relative_path = inside(path)
+        self.relative_path = _inside(path)
         self.offset = offset
         self.length = length
         transforms = state.get("transform_descriptors") if len(state) > 3 else None
         self.transforms = _transforms(transforms) if transforms else ()
         state.clear()
+
+    @classmethod
+    def columns(cls, fields: Columns) -> Columns | None:
+        """Take many places; one with transforms is taken alone."""
+        if fields.keys() != {"relative_path", "offset", "length"}:
+            return None
+        numbers = [*fields["offset"], *fields["length"]]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            return None
+        paths = [path for path in fields["relative_path"] if type(path) is str]
+        if len(paths) < len(fields["relative_path"]):
+            return None
+        checked = list(map(_inside, paths))
+        return {**fields, "relative_path": checked, "transforms": [()] * len(paths)}
+
+
+_inside = lru_cache(maxsize=4096)(inside)  # one file has thousands of items
 
 
 def _transforms(value: object) -> tuple[str, ...]:
@@ -176,9 +212,14 @@ def _first(args: tuple[object, ...]) -> object:
     return args[0] if args else None
 
 
-# Gives its argument back when that is a tuple and raises TypeError when not, without a Python call:
-# a file can have two million sizes. `tuple` itself would turn a long string into a longer tuple.
-_SIZE = ().__add__
+def _size(args: tuple[object, ...]) -> object:
+    """A tuple as it is: `tuple` would turn a long string into a longer tuple."""
+    if len(args) != 1 or type(args[0]) is not tuple:
+        raise TypeError("a torch.Size that is not made of a tuple")
+    return args[0]
+
+
+_SIZE = Function(_size)
 
 _FIELDS = frozenset(
     {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
@@ -231,14 +272,16 @@ METADATA_GLOBALS: dict[str, object] = {
 }
 
 
-def load_metadata(data: bytes, *, where: str) -> Metadata:
+def load_metadata(data: bytes, *, where: str, replay_from: int = _REPLAY_FROM) -> Metadata:
     """What the ``.metadata`` file of a DCP directory says; ``where`` names it in errors.
 
+    Entries that repeat are made many at a time where there are ``replay_from`` bytes or more.
     Raises UnsafePickleError for a class that is not torch's, naming it, and UnreadableError for
     bytes that are damaged.
     """
     with placed(where), collector_paused():
-        value = unpickle(data, resolve=_resolved, storage=_no_storage)
+        replay = Repetition(_SIZE) if len(data) >= replay_from else None
+        value, _ = interpret(data, resolve=_resolved, storage=_no_storage, replay=replay)
         try:
             return _metadata(value, len(data))
         except AttributeError as error:

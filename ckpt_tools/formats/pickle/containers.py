@@ -7,7 +7,7 @@ Here it becomes nested plain dicts, lists and tuples that are safe to walk throu
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeGuard
 
 from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
@@ -79,6 +79,11 @@ class Containers:
             "torch.serialization._get_layout": Function(_layout, "torch.layout"),
             VersionObject.qualname: VersionObject,
         }
+
+    @property
+    def names(self) -> Collection[str]:
+        """The globals that are known."""
+        return self._table.keys()
 
     def get(self, name: str) -> Function | type[OpaqueObject] | None:
         """The stand-in for a global, or None."""

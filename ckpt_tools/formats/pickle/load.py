@@ -1,4 +1,4 @@
-"""A restricted unpickler: it reads the pickles of checkpoints and runs nothing foreign.
+"""Reads the pickles of checkpoints, and runs nothing foreign.
 
 A pickle is a program that names classes and functions. Here each name gives a stub of ours, an
 opaque value, or an error with the name. Nothing is imported, and torch is not needed.
@@ -22,6 +22,8 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     runner_error,
 )
 from ckpt_tools.formats.pickle.containers import Containers, plain_value, settled
+from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
+from ckpt_tools.formats.pickle.machine import CutPickleError
 from ckpt_tools.formats.pickle.rebuild import (
     REBUILD_FROM_TYPE_NAMES,
     REBUILD_NAMED,
@@ -36,14 +38,10 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     TorchDType,
     opaque_class,
 )
-from ckpt_tools.formats.pickle.unpickler import (
-    collector_paused,
-    pickle_at,
-    placed,
-    unpickle,
-)
 
 _MAX_OPAQUE_CLASSES = 1000
+_FIRST_READ = 64 * 1024
+_MAX_PICKLE = 1 << 30
 
 
 def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> object:
@@ -57,7 +55,7 @@ def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> obj
     UnreadableError for damaged bytes, and the flaw when nothing but one such value was saved.
     """
     with placed(where), collector_paused():
-        return _tensors(data, allow, {})
+        return _tensors(data, allow, {})[0]
 
 
 def load_stream(
@@ -70,13 +68,28 @@ def load_stream(
     """As `load_tensors`, from a seekable binary file, which is left right after the pickle.
 
     ``storages`` is filled with every storage that the pickle names, also where no tensor is kept.
+    A pickle of more than 1 GiB is refused.
     """
+    start, wanted = file.tell(), _FIRST_READ
     with placed(where), collector_paused():
-        return _tensors(pickle_at(file), allow, {} if storages is None else storages)
+        while True:
+            file.seek(start)
+            data = file.read(wanted)
+            try:
+                made, end = _tensors(data, allow, {} if storages is None else storages)
+            except CutPickleError:
+                if len(data) < wanted or wanted >= _MAX_PICKLE:
+                    raise
+                wanted *= 8
+                continue
+            file.seek(start + end)
+            return made
 
 
-def _tensors(data: bytes, allow: Collection[str], storages: dict[str, StoredStorage]) -> object:
-    """The state dict of a pickle; ``storages`` is filled with all that it names."""
+def _tensors(
+    data: bytes, allow: Collection[str], storages: dict[str, StoredStorage]
+) -> tuple[object, int]:
+    """The state dict of a pickle, and its length; ``storages`` is filled with all that it names."""
 
     def storage(pid: object) -> StoredStorage | type[OpaqueObject]:
         kind = module_class(pid)
@@ -88,15 +101,15 @@ def _tensors(data: bytes, allow: Collection[str], storages: dict[str, StoredStor
 
     vocabulary = _Tensors(allow, len(data))
     try:
-        value = unpickle(data, resolve=vocabulary, storage=storage)
+        value, end = interpret(data, resolve=vocabulary, storage=storage)
     except UnsafePickleError as error:
         _refuse_sharded_tensor(data)
         error.advice = _whole_model(data) or error.advice
         raise
-    made = settled(value, length=len(data), is_allowed=vocabulary.is_allowed)
+    made = settled(value, length=end, is_allowed=vocabulary.is_allowed)
     if isinstance(made, Opaque) and made.flaw is not None:
         raise made.flaw
-    return made
+    return made, end
 
 
 def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
@@ -110,7 +123,7 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
     vocabulary = _Names(len(data))
     with placed(where), collector_paused():
         try:
-            value = unpickle(data, resolve=vocabulary, storage=vocabulary.storage)
+            value, _ = interpret(data, resolve=vocabulary, storage=vocabulary.storage)
         except UnsafePickleError:
             _refuse_sharded_tensor(data)
             raise

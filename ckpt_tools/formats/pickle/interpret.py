@@ -1,0 +1,81 @@
+"""The value of a pickle, as what a table of names has for the classes that it asks for."""
+
+from __future__ import annotations
+
+import _compat_pickle
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ckpt_tools.errors import CheckpointError, UnsafePickleError, printable
+from ckpt_tools.formats.pickle.machine import MAX_SHOWN, Machine, Replay
+from ckpt_tools.formats.pickle.text_bound import is_word
+from ckpt_tools.formats.pickle.torch_stubs import OpaqueObject
+
+
+def interpret(
+    data: bytes,
+    *,
+    resolve: Callable[[str], object],
+    storage: Callable[[object], object],
+    replay: Replay | None = None,
+) -> tuple[object, int]:
+    """The value of the pickle at the start of the data, and where it ends.
+
+    ``resolve`` gives what stands for a global, ``storage`` what stands for a persistent id.
+    Raises UnreadableError for any damage (`CutPickleError` where the data ends too early), and what
+    the two raise.
+    """
+
+    def named(module_name: str, global_name: str) -> object:
+        """Protocol 2 has the names of Python 2, also when Python 3 writes it:
+        ``__builtin__.xrange`` is ``builtins.range``. Python itself reads with these tables.
+        """
+        if not is_word(module_name) or not is_word(global_name):
+            raise UnsafePickleError("asks for a class with a name of more than 255 characters.")
+        names = (module_name, global_name)
+        module, last = _compat_pickle.NAME_MAPPING.get(names, names)
+        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+        name = printable(f"{module}.{last}")
+        found = resolve(name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}…")
+        if "." in last and isinstance(found, type) and issubclass(found, OpaqueObject):
+            found.is_nested = True
+        return found
+
+    return Machine(data, named, storage, replay).run()
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Begin the message of every error with the name of the file."""
+    try:
+        yield
+    except CheckpointError as error:
+        link = " " if error.message.startswith(_VERBS) else ": "
+        raise error.at(where, link) from error
+
+
+_VERBS: tuple[str, ...] = (
+    "asks ",
+    "describes ",
+    "does ",
+    "gives ",
+    "has ",
+    "holds ",
+    "is ",
+    "lists ",
+    "places ",
+    "unfolds ",
+)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the collector from looking through millions of new objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,628 @@
+r"""Interprets a pickle: bytes in, a value out. This file is why no pickle can run code.
+
+A pickle is a program for a machine with a stack and a memo. Here each of its opcodes is one short
+function in `_STEPS`. They make numbers, texts, lists, dicts and tuples, and look names up in a
+table of ours. What is called is `_called`, and nothing else: the functions and classes of that
+table. A name that is not in it is never imported, and gives an error or an opaque value.
+
+The pickle of ``{"a": Size((1, 2))}``, what each opcode does, and the stack after it:
+
+    80 02                   PROTO 2
+    7d                      EMPTY_DICT   [{}]
+    58 01 00 00 00 61       BINUNICODE   [{}, "a"]
+    63 torch \n Size \n       GLOBAL       [{}, "a", f]       f is what the table has for torch.Size
+    4b 01 4b 02 86          TUPLE2       [{}, "a", f, (1, 2)]
+    85                      TUPLE1       [{}, "a", f, ((1, 2),)]
+    52                      REDUCE       [{}, "a", (1, 2)]    what f((1, 2)) gives
+    73                      SETITEM      [{"a": (1, 2)}]
+    2e                      STOP         the value
+
+A few bytes could take gigabytes (a memo of 2**32, a million empty lists) or never end (a key of
+tuples that hold one another, hashed again and again). All such limits are here: on the memo, on
+objects, and on keys, before they are hashed. No text, and no number, is longer than its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from codecs import escape_decode
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from ckpt_tools.errors import UnreadableError, UnsafePickleError, printable
+from ckpt_tools.formats.pickle.memo import Memo
+from ckpt_tools.formats.pickle.torch_stubs import Function, OpaqueObject, PickledDict, StandIn
+
+# How much work it is to hash a key: 0 costs nothing, `_HEAVY` too much.
+_HEAVY = 250
+_MADE = 8
+_MAX_LONG_KEY_BITS = 512
+_MAX_HEAVY_KEYS = 5000
+# Empty containers cost one byte each, and 60 to 220 in memory.
+_FREE_OBJECTS = 200_000
+_BYTES_PER_OBJECT = 4
+_NEWEST_PROTOCOL = 5
+MAX_SHOWN = 160
+# What Python raises for texts, numbers and keys that are none, and our functions for odd arguments.
+_DAMAGE = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+)
+
+
+class CutPickleError(UnreadableError):
+    """The bytes end before the pickle does."""
+
+    def __init__(self) -> None:
+        super().__init__("is truncated: it ends inside of its pickle.")
+
+
+class Replay(Protocol):
+    """Takes the entries that follow one which was interpreted, as far as they are like it."""
+
+    def entries_after(self, machine: Machine, at: int) -> int:
+        """Push what the next entries make, and give where the first one begins that is unlike."""
+
+
+class Machine:
+    """Stack and memo of one pickle. Of the stack, ``items`` is what lies above the last mark.
+
+    ``entry`` is for a replay, which keeps it: what follows a mark, or another entry. How many items
+    lie before it, where it begins in ``data``, and how long the memo was then.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        named: Callable[[str, str], object],
+        stored: Callable[[object], object],
+        replay: Replay | None,
+    ) -> None:
+        self.data = data
+        self.items: list[object] = []
+        self.memo = Memo()
+        self.entry = (0, 0, 0)
+        self.named = named
+        self.stored = stored
+        self.replay = replay
+        self._below: list[tuple[list[object], tuple[int, int, int]]] = []
+        self._objects = 0
+        self._most_objects = _FREE_OBJECTS + len(data) // _BYTES_PER_OBJECT
+        self._heavy_keys = 0
+
+    def run(self) -> tuple[object, int]:
+        """The value of the pickle, and where it ends.
+
+        Raises CutPickleError when the data ends first, UnreadableError for a pickle that is damaged
+        or hostile, and UnsafePickleError for opcodes that call a class by its name.
+        """
+        at, data, steps = 0, self.data, _STEPS
+        try:
+            while data[at] != _STOP:
+                at = steps[data[at]](self, at + 1)
+            return self.items.pop(), at + 1
+        except IndexError as error:
+            if at >= len(data) or at + _WIDTHS.get(chr(data[at]), 0) >= len(data):
+                raise CutPickleError from error
+            raise UnreadableError(f"is damaged: it holds no pickle, at byte {at:,}.") from error
+        except _DAMAGE as error:
+            raise _damage(error) from error
+
+    def begin(self, at: int) -> None:
+        """Put a mark on the stack."""
+        self._below.append((self.items, self.entry))
+        self.items = []
+        self.entry = (0, at, len(self.memo))
+
+    def above_mark(self) -> list[object]:
+        """The items above the last mark, which are taken off the stack with it."""
+        items = self.items
+        self.items, self.entry = self._below.pop()
+        return items
+
+    def pop(self) -> None:
+        """Take an item, or the last mark."""
+        if self.items or not self._below:
+            self.items.pop()
+        else:
+            self.above_mark()
+
+    def push_object(self, made: object) -> None:
+        """Push a container or an object, and count it."""
+        self.items.append(made)
+        self._objects += 1
+        if self._objects > self._most_objects:
+            raise UnreadableError(
+                f"is hostile: {self._objects:,} objects in {len(self.data):,} bytes."
+            )
+
+    def check_keys(self, keys: Sequence[object]) -> None:
+        """Check that these values may be hashed."""
+        if all(kind in _LIGHT or issubclass(kind, StandIn) for kind in set(map(type, keys))):
+            return
+        weights = list(filter(None, map(_weight, keys)))
+        self._heavy_keys += len(weights)
+        if max(weights, default=0) >= _HEAVY or self._heavy_keys > _MAX_HEAVY_KEYS:
+            raise UnreadableError("is hostile: its dicts have keys that take too long to compare.")
+
+    def set_items(self, target: object, items: Sequence[object]) -> None:
+        """Give a dict or an opaque object these keys and values, which alternate."""
+        keys = items[::2]
+        self.check_keys(keys)
+        if len(items) % 2:
+            raise ValueError("odd number of items for SETITEMS")
+        if isinstance(target, dict):
+            target.update(zip(keys, items[1::2], strict=True))
+        elif isinstance(target, OpaqueObject):
+            target.pairs.extend(zip(keys, items[1::2], strict=True))
+        else:
+            raise TypeError(f"'{type(target).__name__}' object does not support item assignment")
+
+
+_LIGHT = frozenset({str, bytes, float, bool, type(None)})
+
+
+def _weight(key: object) -> int:
+    """How much work it is to hash a value: a tuple weighs 1, and 1 and more for each item."""
+    weight, left = 0, [key]
+    while left and weight < _HEAVY:
+        value = left.pop()
+        if isinstance(value, tuple):
+            weight += 1 + len(value)
+            left.extend(value[:_HEAVY])
+        elif type(value) is int:
+            long = value.bit_length()
+            weight += 0 if long <= 64 else _MADE if long <= _MAX_LONG_KEY_BITS else _HEAVY
+        elif type(value) not in _LIGHT and not isinstance(value, StandIn):
+            weight += _MADE
+    return weight
+
+
+def _damage(error: Exception) -> UnreadableError:
+    reason = printable(str(error))[:MAX_SHOWN] or type(error).__name__
+    return UnreadableError(f"is damaged: its pickle cannot be read ({reason}).")
+
+
+def _called(function: object, args: object) -> object:
+    """What a function or a class of the table makes of arguments: all that is ever called."""
+    if type(args) is not tuple:
+        raise TypeError("argument list must be a tuple")
+    try:
+        if isinstance(function, Function):
+            return function(*args)
+        if isinstance(function, type) and issubclass(function, StandIn):
+            return function(*args)
+    except LookupError as error:
+        raise _damage(error) from error
+    raise TypeError(f"'{type(function).__name__}' object is not callable")
+
+
+def _made(kind: object, args: object, kwargs: object = None) -> object:
+    """A new object of a class of the table, without a call of its ``__init__``."""
+    if not isinstance(kind, type) or not issubclass(kind, StandIn):
+        raise TypeError(f"NEWOBJ class argument must be a type, not {type(kind).__name__}")
+    if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
+        raise TypeError("argument list must be a tuple")
+    return kind.__new__(kind, *args, **(kwargs or {}))
+
+
+def _filled(target: object, state: object) -> None:
+    """Give an object of ours its state; it takes what it knows of it."""
+    if isinstance(target, StandIn):
+        try:
+            target.__setstate__(state)
+        except LookupError as error:
+            raise _damage(error) from error
+    elif state is not None and not isinstance(target, PickledDict):
+        raise TypeError(f"'{type(target).__name__}' object takes no state")
+
+
+# What an opcode does: its argument begins at the place that it is given; it gives where it ends.
+_Step = Callable[[Machine, int], int]
+
+
+def _constant(value: object, /) -> _Step:
+    def step(machine: Machine, at: int) -> int:
+        machine.items.append(value)
+        return at
+
+    return step
+
+
+def _byte(machine: Machine, at: int) -> int:
+    machine.items.append(machine.data[at])
+    return at + 1
+
+
+def _number(width: int, *, signed: bool) -> _Step:
+    def step(machine: Machine, at: int) -> int:
+        end = at + width
+        machine.items.append(int.from_bytes(machine.data[at:end], "little", signed=signed))
+        return end
+
+    return step
+
+
+def _counted(width: int, value_of: Callable[[bytes], object]) -> _Step:
+    """A value whose length comes first, in ``width`` bytes."""
+
+    def step(machine: Machine, at: int) -> int:
+        start = at + width
+        end = start + int.from_bytes(machine.data[at:start], "little")
+        if end > len(machine.data):
+            raise CutPickleError
+        machine.items.append(value_of(machine.data[start:end]))
+        return end
+
+    return step
+
+
+def _line(machine: Machine, at: int) -> tuple[bytes, int]:
+    end = machine.data.find(b"\n", at) + 1
+    if end == 0:
+        raise CutPickleError
+    return machine.data[at : end - 1], end
+
+
+def _lined(value_of: Callable[[bytes], object]) -> _Step:
+    """A value in a line of text."""
+
+    def step(machine: Machine, at: int) -> int:
+        line, end = _line(machine, at)
+        machine.items.append(value_of(line))
+        return end
+
+    return step
+
+
+def _text(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
+
+
+def _old_text(data: bytes) -> str:
+    """A byte string of Python 2, as torch.load decodes it; only names and plain texts are used."""
+    return str(data, "utf-8", "backslashreplace")
+
+
+def _quoted(line: bytes) -> str:
+    line = line.strip()
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in {b"'", b'"'}:
+        raise ValueError("the STRING opcode argument must be quoted")
+    return _old_text(escape_decode(line[1:-1])[0])
+
+
+def _int(line: bytes) -> int:
+    return line == b"01" if line in {b"00", b"01"} else int(line, 0)
+
+
+def _long_line(line: bytes) -> int:
+    return int(line.removesuffix(b"L"), 0)
+
+
+def _long(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _float(machine: Machine, at: int) -> int:
+    if at + 8 > len(machine.data):
+        raise CutPickleError
+    machine.items.append(struct.unpack_from(">d", machine.data, at)[0])
+    return at + 8
+
+
+def _protocol(machine: Machine, at: int) -> int:
+    if machine.data[at] > _NEWEST_PROTOCOL:
+        raise ValueError(f"unsupported pickle protocol: {machine.data[at]}")
+    return at + 1
+
+
+def _frame(machine: Machine, at: int) -> int:
+    if at + 8 + int.from_bytes(machine.data[at : at + 8], "little") > len(machine.data):
+        raise CutPickleError
+    return at + 8
+
+
+def _new(make: Callable[[], object]) -> _Step:
+    def step(machine: Machine, at: int) -> int:
+        machine.push_object(make())
+        return at
+
+    return step
+
+
+def _new_list(machine: Machine, at: int) -> int:
+    machine.push_object(machine.above_mark())
+    return at
+
+
+def _new_dict(machine: Machine, at: int) -> int:
+    items = machine.above_mark()
+    made: dict[object, object] = {}
+    machine.set_items(made, items)
+    machine.push_object(made)
+    return at
+
+
+def _new_frozenset(machine: Machine, at: int) -> int:
+    items = machine.above_mark()
+    machine.check_keys(items)
+    machine.push_object(frozenset(items))
+    return at
+
+
+def _tuple(machine: Machine, at: int) -> int:
+    items = tuple(machine.above_mark())
+    machine.items.append(items)
+    return at
+
+
+def _tuple1(machine: Machine, at: int) -> int:
+    machine.items[-1] = (machine.items[-1],)
+    return at
+
+
+def _tuple2(machine: Machine, at: int) -> int:
+    last = machine.items.pop()
+    machine.items[-1] = (machine.items[-1], last)
+    return at
+
+
+def _tuple3(machine: Machine, at: int) -> int:
+    last = machine.items.pop()
+    middle = machine.items.pop()
+    machine.items[-1] = (machine.items[-1], middle, last)
+    return at
+
+
+def _mark(machine: Machine, at: int) -> int:
+    machine.begin(at)
+    return at
+
+
+def _pop(machine: Machine, at: int) -> int:
+    machine.pop()
+    return at
+
+
+def _pop_mark(machine: Machine, at: int) -> int:
+    machine.above_mark()
+    return at
+
+
+def _dup(machine: Machine, at: int) -> int:
+    machine.items.append(machine.items[-1])
+    return at
+
+
+def _add_items(target: object, items: Iterable[object]) -> None:
+    if not isinstance(target, list | OpaqueObject):
+        raise TypeError(f"'{type(target).__name__}' object has no attribute 'append'")
+    target.extend(items)
+
+
+def _append(machine: Machine, at: int) -> int:
+    last = machine.items.pop()
+    _add_items(machine.items[-1], (last,))
+    return at
+
+
+def _appends(machine: Machine, at: int) -> int:
+    items = machine.above_mark()
+    _add_items(machine.items[-1], items)
+    return at
+
+
+def _add_to_set(machine: Machine, at: int) -> int:
+    items = machine.above_mark()
+    machine.check_keys(items)
+    target = machine.items[-1]
+    if isinstance(target, set):
+        target.update(items)
+    else:
+        _add_items(target, items)
+    return at
+
+
+def _setitem(machine: Machine, at: int) -> int:
+    value = machine.items.pop()
+    key = machine.items.pop()
+    target = machine.items[-1]
+    if type(key) is str and type(target) is dict:
+        target[key] = value
+    else:
+        machine.set_items(target, (key, value))
+    return at
+
+
+def _setitems(machine: Machine, at: int) -> int:
+    items = machine.above_mark()
+    machine.set_items(machine.items[-1], items)
+    return at
+
+
+def _global(machine: Machine, at: int) -> int:
+    module, middle = _line(machine, at)
+    name, end = _line(machine, middle)
+    machine.items.append(machine.named(module.decode(), name.decode()))
+    return end
+
+
+def _stack_global(machine: Machine, at: int) -> int:
+    name = machine.items.pop()
+    module = machine.items.pop()
+    if type(module) is not str or type(name) is not str:
+        raise TypeError("STACK_GLOBAL requires str")
+    machine.items.append(machine.named(module, name))
+    return at
+
+
+def _reduce(machine: Machine, at: int) -> int:
+    args = machine.items.pop()
+    machine.push_object(_called(machine.items.pop(), args))
+    return at
+
+
+def _newobj(machine: Machine, at: int) -> int:
+    args = machine.items.pop()
+    machine.push_object(_made(machine.items.pop(), args))
+    return at
+
+
+def _newobj_ex(machine: Machine, at: int) -> int:
+    kwargs = machine.items.pop()
+    args = machine.items.pop()
+    machine.push_object(_made(machine.items.pop(), args, kwargs))
+    return at
+
+
+def _build(machine: Machine, at: int) -> int:
+    state = machine.items.pop()
+    _filled(machine.items[-1], state)
+    return at if machine.replay is None else machine.replay.entries_after(machine, at)
+
+
+def _storage(machine: Machine, at: int) -> int:
+    machine.items[-1] = machine.stored(machine.items[-1])
+    return at
+
+
+def _instance(machine: Machine, at: int) -> int:
+    module, middle = _line(machine, at)
+    name = b"%b.%b" % (module, _line(machine, middle)[0])
+    raise UnsafePickleError(
+        f"asks to call {_old_text(name)[:160]!a} in a way that torch never does; it was not run."
+    )
+
+
+def _memoize(machine: Machine, at: int) -> int:
+    machine.memo.append(machine.items[-1])
+    return at
+
+
+def _put(width: int) -> _Step:
+    def step(machine: Machine, at: int) -> int:
+        end = at + width
+        machine.memo.put(int.from_bytes(machine.data[at:end], "little"), machine.items[-1])
+        return end
+
+    return step
+
+
+def _get(machine: Machine, at: int) -> int:
+    number = machine.data[at]
+    machine.items.append(machine.memo.get(number))
+    return at + 1
+
+
+def _long_get(machine: Machine, at: int) -> int:
+    number = int.from_bytes(machine.data[at : at + 4], "little")
+    machine.items.append(machine.memo.get(number))
+    return at + 4
+
+
+def _put_line(machine: Machine, at: int) -> int:
+    number, end = _line_number(machine, at)
+    machine.memo.put(number, machine.items[-1])
+    return end
+
+
+def _get_line(machine: Machine, at: int) -> int:
+    number, end = _line_number(machine, at)
+    machine.items.append(machine.memo.get(number))
+    return end
+
+
+def _line_number(machine: Machine, at: int) -> tuple[int, int]:
+    digits, end = _line(machine, at)
+    if not digits.isdigit() or len(digits) > 10:
+        raise UnreadableError(
+            f"is damaged: a memo number in its pickle is not a number, at byte {at:,}."
+        )
+    return int(digits), end
+
+
+def _refused(_machine: Machine, at: int) -> int:
+    raise UnreadableError(f"has an opcode at byte {at - 1:,} that torch never writes.")
+
+
+def _unknown(_machine: Machine, at: int) -> int:
+    raise UnreadableError(f"is damaged: its pickle has no opcode at byte {at - 1:,}.")
+
+
+_STOP = ord(".")
+_WIDTHS = {
+    "\x80": 1,
+    "K": 1,
+    "h": 1,
+    "j": 4,
+    "q": 1,
+    "r": 4,
+}  # bytes of arguments that are looked up
+_OF_OPCODE: dict[str, _Step] = {
+    **dict.fromkeys("Po\x82\x83\x84\x97\x98", _refused),
+    "(": _mark,
+    ")": _constant(()),
+    "0": _pop,
+    "1": _pop_mark,
+    "2": _dup,
+    "B": _counted(4, bytes),
+    "C": _counted(1, bytes),
+    "F": _lined(float),
+    "G": _float,
+    "I": _lined(_int),
+    "J": _number(4, signed=True),
+    "K": _byte,
+    "L": _lined(_long_line),
+    "M": _number(2, signed=False),
+    "N": _constant(None),
+    "Q": _storage,
+    "R": _reduce,
+    "S": _lined(_quoted),
+    "T": _counted(4, _old_text),
+    "U": _counted(1, _old_text),
+    "V": _lined(lambda line: line.decode("raw-unicode-escape")),
+    "X": _counted(4, _text),
+    "]": _new(list),
+    "a": _append,
+    "b": _build,
+    "c": _global,
+    "d": _new_dict,
+    "e": _appends,
+    "g": _get_line,
+    "h": _get,
+    "i": _instance,
+    "j": _long_get,
+    "l": _new_list,
+    "p": _put_line,
+    "q": _put(1),
+    "r": _put(4),
+    "s": _setitem,
+    "t": _tuple,
+    "u": _setitems,
+    "}": _new(dict),
+    "\x80": _protocol,
+    "\x81": _newobj,
+    "\x85": _tuple1,
+    "\x86": _tuple2,
+    "\x87": _tuple3,
+    **{code: _constant(code == "\x88") for code in "\x88\x89"},
+    "\x8a": _counted(1, _long),
+    "\x8b": _counted(4, _long),
+    "\x8c": _counted(1, _text),
+    "\x8d": _counted(8, _text),
+    "\x8e": _counted(8, bytes),
+    "\x8f": _new(set),
+    "\x90": _add_to_set,
+    "\x91": _new_frozenset,
+    "\x92": _newobj_ex,
+    "\x93": _stack_global,
+    "\x94": _memoize,
+    "\x95": _frame,
+    "\x96": _counted(8, bytearray),
+}
+_STEPS: list[_Step] = [_OF_OPCODE.get(chr(code), _unknown) for code in range(256)]

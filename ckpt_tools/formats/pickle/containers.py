@@ -10,8 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import TypeGuard
 
-from ckpt_tools.core.plain_values import PickledValue, PlainValue, Size, TorchValue
-from ckpt_tools.core.state_tree import MAX_DEPTH, Key
+from ckpt_tools.core.plain_values import PickledValue, Size, TorchValue
 from ckpt_tools.core.text import MAX_NAME, is_text
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
@@ -33,7 +32,6 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     TorchDType,
     VersionObject,
     as_counts,
-    is_key,
     of_bytearray,
     opaque_class,
     shown,
@@ -45,7 +43,6 @@ _MAX_COPIED = 64 * 1024 * 1024
 _BYTES_OF_ITEM = 32
 _NODES_OF_PIECE = 16
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-_PLAIN = (bool, int, float, complex, str, bytes, Size, PickledValue)
 _SCALAR = opaque_class("numpy._core.multiarray.scalar", "numpy.generic")
 _SET, _FROZENSET = opaque_class("builtins.set"), opaque_class("builtins.frozenset")
 _STORED = frozenset({StoredTensor, StoredDTensor, StoredPieces, Opaque})
@@ -351,43 +348,3 @@ def as_name(value: object) -> str:
     if not is_text(value):
         raise UnreadableError(f"has a name that is not text: {value[:80]!a}.")
     return value
-
-
-def plain_value(value: object, *, length: int) -> PlainValue | Opaque:
-    """The value when it is plain, else Opaque with the name of what is not; see `settled`."""
-    try:
-        return _plain(settled(value, length=length, is_allowed=lambda _: False))
-    except _NotPlainError as error:
-        return Opaque(error.qualname)
-
-
-class _NotPlainError(Exception):
-    """Something in a value is not plain."""
-
-    def __init__(self, qualname: str) -> None:
-        super().__init__(qualname)
-        self.qualname = qualname
-
-
-def _plain(value: object, depth: int = 0) -> PlainValue:
-    if value is None or isinstance(value, _PLAIN):
-        return value
-    if depth < MAX_DEPTH:
-        if isinstance(value, list):
-            return [_plain(item, depth + 1) for item in value]
-        if isinstance(value, tuple):
-            return tuple(_plain(item, depth + 1) for item in value)
-        if isinstance(value, set | frozenset):
-            return value
-        if isinstance(value, dict):
-            kind = OrderedDict if isinstance(value, OrderedDict) else dict
-            return kind((_plain_key(key), _plain(i, depth + 1)) for key, i in value.items())
-    raise _NotPlainError(
-        value.qualname if isinstance(value, Opaque) else f"builtins.{type(value).__name__}"
-    )
-
-
-def _plain_key(key: object) -> Key:
-    if not is_key(key):
-        raise _NotPlainError("builtins.dict")
-    return key

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import BinaryIO
 
 from ckpt_tools.core.plain_values import PlainValue
+from ckpt_tools.core.state_tree import MAX_DEPTH
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedError
 from ckpt_tools.formats.pickle.allowed_globals import (
     SHARDED_TENSOR_MODULES,
@@ -21,7 +22,8 @@ from ckpt_tools.formats.pickle.allowed_globals import (
     made_by,
     runner_error,
 )
-from ckpt_tools.formats.pickle.containers import Containers, plain_value, settled
+from ckpt_tools.formats.pickle.containers import Containers, settled
+from ckpt_tools.formats.pickle.facts import FactFinder, type_name
 from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
 from ckpt_tools.formats.pickle.machine import CutPickleError
 from ckpt_tools.formats.pickle.rebuild import (
@@ -127,7 +129,12 @@ def load_plain(data: bytes, *, where: str) -> PlainValue | Opaque:
         except UnsafePickleError:
             _refuse_sharded_tensor(data)
             raise
-        return plain_value(value, length=len(data))
+        made = settled(value, length=len(data), is_allowed=lambda _: False)
+    found = FactFinder().facts(made)
+    if found.odd is None and found.height <= MAX_DEPTH:
+        return made  # type: ignore[return-value]  # looked through
+    odd = found.odd or type_name(made)
+    return Opaque(odd if "." in odd else f"builtins.{odd}")
 
 
 class _Tensors:

@@ -17,24 +17,19 @@ from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, ObjectEntry, Section
-from ckpt_tools.core.plain_values import PickledValue, PlainValue, TorchValue
+from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
 from ckpt_tools.core.text import MAX_NAME, is_text
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, is_key
+from ckpt_tools.formats.pickle.facts import MAX_PLAIN, FactFinder, Facts, type_name
+from ckpt_tools.formats.pickle.torch_stubs import Stored, is_key
 
 # What a key is repeated in: the names of all that is in its dict, which may be 256 bytes long on
 # average, and 64 MB more in all.
 _USUAL_NAME, _FREE_NAMES = 256, 64_000_000
 # A pickle of a few KB can say one list so often that its items are more than memory holds.
 _MAX_REPEATED = 200_000
-# Python's and numpy's generators have 625 numbers, a sampler's state may list an epoch's samples.
-_MAX_PLAIN = 2_000_000
 _MAX_PLAIN_IN_ALL = 10_000_000
-# Python refuses to print numbers of thousands of digits.
-_MAX_INT = 1 << 512
-_SCALARS = frozenset({bool, float, complex, bytes, TorchValue, PickledValue})
-_PLAIN_CONTAINERS = (dict, list, tuple, set, frozenset)
 _FLAT = frozenset({"_flat_param", "flat_param"})
 
 
@@ -124,9 +119,8 @@ class _Flattening:
         self._where = where
         self._walked: set[int] = set()
         self._repeated = 0
-        self._known: dict[tuple[int, bool], bool] = {}
-        self._opened: dict[int, tuple[PlainValue, str | None]] = {}
-        self._flaws: dict[int, CheckpointError | None] = {}
+        self._finder = FactFinder()
+        self._opened: dict[int, tuple[PlainValue, str | None, CheckpointError | None]] = {}
         self._left = _MAX_PLAIN_IN_ALL
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._name_text = _FREE_NAMES
@@ -152,8 +146,7 @@ class _Flattening:
                 for place, item in enumerate(value)
             )
             return Branch("tuple" if isinstance(value, tuple) else "list", None, items)
-        plain, type_name = self.plain(value, len(path))
-        self.objects.append(ObjectLeaf(fqn, path, plain, type_name, self._flaws[id(value)]))
+        self.objects.append(ObjectLeaf(fqn, path, *self._leaf(value, len(path))))
         return fqn
 
     def _dict(self, value: dict[Key, object], fqn: str, path: Path) -> Branch[str]:
@@ -191,48 +184,39 @@ class _Flattening:
         unusable = next((key for key in value if type(key) is not str and not is_key(key)), None)
         if unusable is None:
             return True
-        if any(self._holds(item, 0, tensors_only=True) for item in value.values()):
+        if self._facts(value).tensors:
             raise UnsupportedError(
-                f"{self._where}: a dict of tensors has a key of type {_type_name(unusable)}.",
+                f"{self._where}: a dict of tensors has a key of type {type_name(unusable)}.",
                 hint="Save it again with names for keys.",
             )
         return False
 
-    def plain(self, value: object, depth: int) -> tuple[PlainValue, str | None]:
-        """The value and None when it is plain, else None and the name of what is not."""
+    def _leaf(
+        self, value: object, depth: int
+    ) -> tuple[PlainValue, str | None, CheckpointError | None]:
+        """The value when it is plain, else None, the class of what is not, and its flaw."""
         if id(value) not in self._opened:
-            check = _PlainCheck(min(self._left, _MAX_PLAIN))
-            name = check.first_not_plain(value, depth)
-            self._left -= min(self._left, _MAX_PLAIN) - check.left
-            self._flaws[id(value)] = check.flaw
-            self._opened[id(value)] = (value if name is None else None), name  # type: ignore[assignment]  # looked through
+            found, most = self._finder.facts(value), min(self._left, MAX_PLAIN)
+            odd = found.odd
+            if odd is None and (found.parts > most or depth + found.height > MAX_DEPTH):
+                odd = type_name(value)
+            self._left -= min(found.parts, most)
+            plain = value if odd is None else None
+            self._opened[id(value)] = plain, odd, found.flaw  # type: ignore[assignment]  # looked through
         return self._opened[id(value)]
 
     def holds(self, value: list[object] | tuple[object, ...]) -> bool:
         """Whether a list has a tensor or a dict somewhere inside; whether a tuple has a tensor."""
-        return self._holds(value, 0, tensors_only=isinstance(value, tuple))
+        found = self._facts(value)
+        return found.tensors or (found.dicts and isinstance(value, list))
 
-    def _holds(self, value: object, depth: int, *, tensors_only: bool) -> bool:
-        if isinstance(value, Stored):
-            return True
-        if isinstance(value, Opaque):
-            return value.is_tensor
-        if isinstance(value, dict):
-            if not tensors_only:
-                return True
-            items: Iterable[object] = value.values()
-        elif type(value) in {list, tuple} and isinstance(value, list | tuple):
-            items = value
-        else:
-            return False
-        key = (id(value), tensors_only)
-        if key not in self._known:
-            self._check_depth(depth)
-            self._known[key] = any(
-                self._holds(item, depth + 1, tensors_only=tensors_only or type(value) is tuple)
-                for item in items
-            )
-        return self._known[key]
+    def _facts(self, value: object) -> Facts:
+        try:
+            found = self._finder.facts(value)
+        except RecursionError:
+            found = Facts(height=MAX_DEPTH + 1)
+        self._check_depth(found.height)
+        return found
 
     def _enter(self, value: Sized, depth: int) -> None:
         """Take note that a container is walked, and refuse one that is walked too often."""
@@ -246,46 +230,6 @@ class _Flattening:
             raise UnreadableError(
                 f"{self._where}: its values are nested without end; no state dict looks like this."
             )
-
-
-class _PlainCheck:
-    """Looks through a value for what is not plain; ``left`` parts may still be looked at."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self.flaw: CheckpointError | None = None
-
-    def first_not_plain(self, value: object, depth: int) -> str | None:
-        """The name of the first type that is not plain, or of a container that is too large."""
-        self.left -= 1
-        if self.left < 0 or depth > MAX_DEPTH:
-            return _type_name(value)
-        if _is_plain_scalar(value):
-            return None
-        if isinstance(value, Opaque):
-            self.flaw = value.flaw
-        if not isinstance(value, _PLAIN_CONTAINERS) or len(value) > self.left:
-            return _type_name(value)
-        if not isinstance(value, dict):
-            return self._first_unusable(value, depth)
-        if not all(map(is_key, value)):
-            return _type_name(value)
-        return self._first_unusable(value.values(), depth)
-
-    def _first_unusable(self, values: Iterable[object], depth: int) -> str | None:
-        return next(filter(None, (self.first_not_plain(item, depth + 1) for item in values)), None)
-
-
-def _is_plain_scalar(value: object) -> bool:
-    if type(value) is int:
-        return abs(value) < _MAX_INT
-    if type(value) is str:
-        return is_text(value)
-    return value is None or type(value) in _SCALARS
-
-
-def _type_name(value: object) -> str:
-    return str(getattr(value, "qualname", type(value).__name__))
 
 
 def _refuse_flat_parameters(paths: Sequence[Path], where: str) -> None:

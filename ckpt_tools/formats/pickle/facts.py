@@ -1,0 +1,87 @@
+"""What is inside of a value, found in one walk: tensors, dicts, and whether all of it is plain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ckpt_tools.core.plain_values import PickledValue, TorchValue
+from ckpt_tools.core.text import is_text
+from ckpt_tools.errors import CheckpointError
+from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, is_key
+
+# Python's and numpy's generators have 625 numbers, a sampler's state may list an epoch's samples.
+MAX_PLAIN = 2_000_000
+# Python refuses to print numbers of thousands of digits.
+_MAX_INT = 1 << 1024
+_SCALARS = frozenset({bool, float, complex, bytes, type(None), TorchValue, PickledValue})
+
+
+class Facts(NamedTuple):
+    """What is inside of a value.
+
+    ``tensors``: one, or what stands for one that is not read. ``dicts``: a dict in a list, or in
+    lists in it. ``odd`` is the class of the first thing that is not plain, or of a container of too
+    many, and None when all is plain; ``flaw`` says why that cannot be used. ``parts`` counts each
+    as often as it is met, ``height`` the containers in one another.
+    """
+
+    tensors: bool = False
+    dicts: bool = False
+    odd: str | None = None
+    flaw: CheckpointError | None = None
+    parts: int = 1
+    height: int = 0
+
+
+class FactFinder:
+    """Finds the facts of values of one graph, those of each container once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Facts] = {}
+
+    def facts(self, value: object) -> Facts:
+        """The facts of a value, which lives as long as this does.
+
+        Raises RecursionError for a value that contains itself.
+        """
+        if type(value) is int:
+            return _PLAIN if -_MAX_INT < value < _MAX_INT else Facts(odd="int")
+        if type(value) is str:
+            return _PLAIN if is_text(value) else Facts(odd="str")
+        if type(value) in _SCALARS:
+            return _PLAIN
+        if isinstance(value, Opaque):
+            return Facts(tensors=value.is_tensor, odd=value.qualname, flaw=value.flaw)
+        if not isinstance(value, dict | list | tuple | set | frozenset) or isinstance(
+            value, Stored
+        ):
+            return Facts(tensors=isinstance(value, Stored), odd=type_name(value))
+        if id(value) not in self._known:
+            odd = len(value) > MAX_PLAIN or (
+                isinstance(value, dict) and not all(map(is_key, value))
+            )
+            items = value.values() if isinstance(value, dict) else value
+            self._known[id(value)] = self._inside(items, type_name(value) if odd else None)
+        return self._known[id(value)]
+
+    def _inside(self, items: Iterable[object], odd: str | None) -> Facts:
+        tensors = dicts = False
+        parts, height, flaw = 1, 0, None
+        for item in items:
+            found = self.facts(item)
+            tensors = tensors or found.tensors
+            dicts = dicts or isinstance(item, dict) or (found.dicts and isinstance(item, list))
+            parts += found.parts
+            height = max(height, found.height + 1)
+            if odd is None:
+                odd, flaw = found.odd, found.flaw
+        return Facts(tensors, dicts, odd, flaw, parts, height)
+
+
+_PLAIN = Facts()
+
+
+def type_name(value: object) -> str:
+    """The class of a value; of what is not opened, the class that it names."""
+    return str(getattr(value, "qualname", type(value).__name__))

@@ -19,8 +19,8 @@ from ckpt_tools.errors import UnreadableError, UnsafePickleError, UnsupportedErr
 from ckpt_tools.formats.pickle.allowed_globals import DTYPES, is_torch_dtype
 from ckpt_tools.formats.pickle.containers import as_name
 from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
+from ckpt_tools.formats.pickle.limits import MAX_NDIM, TextBound, is_word
 from ckpt_tools.formats.pickle.replay import Columns, Repeated, Repetition
-from ckpt_tools.formats.pickle.text_bound import TextBound, is_word
 from ckpt_tools.formats.pickle.torch_stubs import (
     Function,
     StandIn,
@@ -43,8 +43,6 @@ _LEAST_OF_CHUNK = 16
 _BYTES_OF_PART = 32
 # To compile a shape takes as long as interpreting some hundred entries.
 _REPLAY_FROM = 256 << 10
-# torch allows so many; a longer tuple, shared by all items of a file, would take hours to hash.
-_MAX_NDIM = 64
 
 
 class _ChunkStorage(Repeated):
@@ -81,7 +79,7 @@ class _MetadataIndex(Repeated):
         fqn, offset = state["fqn"], state.get("offset")
         if type(fqn) is not str:
             raise TypeError("a metadata index without a name")
-        if offset is not None and (type(offset) is not tuple or len(offset) > _MAX_NDIM):
+        if offset is not None and (type(offset) is not tuple or len(offset) > MAX_NDIM):
             raise TypeError("a metadata index whose offset is not a size")
         self.fqn = fqn
         self.offset = offset
@@ -93,7 +91,7 @@ class _MetadataIndex(Repeated):
         if not {"fqn", "offset"} <= fields.keys() <= {"fqn", "offset", "index"}:
             return None
         good = set(map(type, fields["fqn"])) == {str} and all(
-            at is None or (type(at) is tuple and len(at) <= _MAX_NDIM) for at in fields["offset"]
+            at is None or (type(at) is tuple and len(at) <= MAX_NDIM) for at in fields["offset"]
         )
         return {"fqn": fields["fqn"], "offset": fields["offset"]} if good else None
 
@@ -366,12 +364,19 @@ class _Cuts:
     def __init__(self, length: int) -> None:
         self._left = length // _LEAST_OF_CHUNK
         self._known: dict[Offsets, list[tuple[list[Offsets], list[Offsets], tuple[Box, ...]]]] = {}
+        self._same: dict[tuple[int, Offsets], tuple[Box, ...]] = {}
 
     def boxes(self, fqn: str, shape: Offsets, chunks: Sequence[object]) -> tuple[Box, ...]:
         """The boxes of the chunks of a tensor; of chunks with one box there is one."""
         self._left -= len(chunks)
         if self._left < 0:
             raise UnreadableError("is hostile: its tensors share lists of very many chunks.")
+        same = id(chunks), shape  # replayed tensors share it
+        if same not in self._same:
+            self._same[same] = self._boxes(fqn, shape, chunks)
+        return self._same[same]
+
+    def _boxes(self, fqn: str, shape: Offsets, chunks: Sequence[object]) -> tuple[Box, ...]:
         if not set(map(type, chunks)) <= {_ChunkStorage}:
             raise UnreadableError(f"describes {fqn} with chunks that are not chunks.")
         offsets = list(map(_offsets, chunks))
@@ -423,14 +428,17 @@ def _storage(value: object) -> Storage:
 def _planner_data(value: object, text: TextBound) -> dict[str, tuple[str | int, ...]] | None:
     if type(value) is not dict:
         return None
-    return {as_name(fqn): _flat_path(path, text) for fqn, path in value.items()}
-
-
-def _flat_path(value: object, text: TextBound) -> tuple[str | int, ...]:
-    if type(value) is not tuple or not 0 < len(value) <= 1000:
-        raise UnreadableError(f"has {shown(value)} where a path should be.")
-    text.take(_BYTES_OF_PART * len(value) + sum(len(p) for p in value if type(p) is str))
-    return tuple(part if type(part) is int else as_name(part) for part in value)
+    known: set[str] = set()
+    paths = {}
+    for fqn, path in value.items():
+        paths[as_name(fqn)] = path
+        if type(path) is not tuple or not 0 < len(path) <= 1000:
+            raise UnreadableError(f"has {shown(path)} where a path should be.")
+        text.take(_BYTES_OF_PART * len(path) + sum(len(p) for p in path if type(p) is str))
+        for part in path:
+            if type(part) is not int and (type(part) is not str or part not in known):
+                known.add(as_name(part))
+    return paths
 
 
 def _text(value: object) -> str | None:

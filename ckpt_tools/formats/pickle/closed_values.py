@@ -15,7 +15,10 @@ from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.formats.pickle.configs import CONFIG_CLASSES, Configs, is_config
 from ckpt_tools.formats.pickle.dump import Global, Instance, Node, dumps
-from ckpt_tools.formats.pickle.text_bound import TextBound
+from ckpt_tools.formats.pickle.limits import (
+    MAX_CLOSED_DEPTH,
+    TextBound,
+)
 from ckpt_tools.formats.pickle.torch_stubs import (
     Opaque,
     OpaqueObject,
@@ -25,8 +28,6 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     of_bytearray,
     opaque_class,
 )
-
-_MAX_DEPTH = 100
 
 _SCALARS = "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 _PATHS = "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"
@@ -130,7 +131,7 @@ class _Walk:
     def node(self, value: object, depth: int) -> Node:
         """What is written for a value. Raises NotPicklableError."""
         self.count += 1
-        if depth > _MAX_DEPTH:
+        if depth > MAX_CLOSED_DEPTH:
             raise NotPicklableError
         if id(value) not in self._nodes:
             return self._new(value, depth + 1)

@@ -6,12 +6,13 @@ They stay closed values: what is copied is the pickle.
 from __future__ import annotations
 
 from ckpt_tools.core.plain_values import PlainValue
-from ckpt_tools.formats.pickle.text_bound import TextBound
+from ckpt_tools.formats.pickle.limits import (
+    MAX_CONFIG_DEPTH,
+    MAX_CONFIG_VALUES,
+    MAX_KEY_BITS,
+    TextBound,
+)
 from ckpt_tools.formats.pickle.torch_stubs import OpaqueObject, shown
-
-_MAX_DEPTH = 50
-_MAX_VALUES = 100_000  # of all configs of one pickle
-_MAX_INT_BITS = 512
 
 CONFIG_CLASSES = frozenset(
     {
@@ -35,7 +36,7 @@ class Configs:
     """Opens the configs of one pickle, up to a number of values in all."""
 
     def __init__(self, text: TextBound) -> None:
-        self._left = _MAX_VALUES
+        self._left = MAX_CONFIG_VALUES
         self._text = text
 
     def fields(self, config: OpaqueObject) -> PlainValue:
@@ -47,7 +48,7 @@ class Configs:
 
     def _plain(self, value: object, depth: int) -> PlainValue:
         self._left -= 1
-        if self._left < 0 or depth > _MAX_DEPTH:
+        if self._left < 0 or depth > MAX_CONFIG_DEPTH:
             raise _EndlessError
         if isinstance(value, OpaqueObject) and is_config(value.name):
             return self._plain(self._inside(value), depth + 1)
@@ -82,7 +83,7 @@ def _leaf(value: object) -> PlainValue:
     """A value as it is, or what stands there in angle brackets."""
     if type(value) is str:
         return value.encode("utf-8", "backslashreplace").decode()
-    if type(value) is int and value.bit_length() <= _MAX_INT_BITS:
+    if type(value) is int and value.bit_length() <= MAX_KEY_BITS:
         return value
     if value is None or isinstance(value, bool | float):
         return value

@@ -16,7 +16,17 @@ from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.pickle import numpy_scalars
 from ckpt_tools.formats.pickle.allowed_globals import module_error, runner_error, unknown_error
 from ckpt_tools.formats.pickle.closed_values import ClosedValues, NotPicklableError
-from ckpt_tools.formats.pickle.text_bound import TextBound, is_word
+from ckpt_tools.formats.pickle.limits import (
+    BYTES_OF_ITEM,
+    FREE_VALUES,
+    MAX_COPIED,
+    MAX_INT_BITS,
+    MAX_NESTED,
+    VALUES_OF_PIECE,
+    VALUES_PER_BYTE,
+    TextBound,
+    is_word,
+)
 from ckpt_tools.formats.pickle.torch_stubs import (
     LAYOUTS,
     Function,
@@ -37,11 +47,6 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     shown,
 )
 
-_MAX_DEPTH = 200
-_MAX_INT_BITS = 1024
-_MAX_COPIED = 64 * 1024 * 1024
-_BYTES_OF_ITEM = 32
-_NODES_OF_PIECE = 16
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SCALAR = opaque_class("numpy._core.multiarray.scalar", "numpy.generic")
 _SET, _FROZENSET = opaque_class("builtins.set"), opaque_class("builtins.frozenset")
@@ -55,7 +60,7 @@ class Containers:
     """
 
     def __init__(self, length: int) -> None:
-        self._left = _MAX_COPIED + length
+        self._left = MAX_COPIED + length
         self._table: dict[str, Function | type[OpaqueObject]] = {
             "_codecs.encode": Function(self._encode),
             "builtins.bytes": Function(self._bytes, "builtins.bytes"),
@@ -112,7 +117,7 @@ class Containers:
         items = args[0] if args else ()
         if not isinstance(items, list | tuple):
             return Opaque("builtins.set")
-        self._copy(_BYTES_OF_ITEM * len(items))
+        self._copy(BYTES_OF_ITEM * len(items))
         return set(items) if all(type(item) in _ATOMS for item in items) else _SET(*args)
 
     def _type(self, args: tuple[object, ...]) -> object:
@@ -145,7 +150,7 @@ class Containers:
         pairs = args[0] if args else ()
         if not isinstance(pairs, list | tuple):
             raise UnreadableError(f"has an OrderedDict made of {shown(pairs)}.")
-        self._copy(_BYTES_OF_ITEM * len(pairs))
+        self._copy(BYTES_OF_ITEM * len(pairs))
         for pair in pairs:
             if not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in _ATOMS:
                 raise UnreadableError("has an OrderedDict that is not a list of pairs.")
@@ -212,9 +217,9 @@ class _Settler:
         # id → the settled container, its nodes and its text; None while it is being walked through.
         self._done: dict[int, tuple[object, int, int] | None] = {}
         self._nodes = 0
-        self._max_nodes = 10_000 + 16 * length  # one per byte, were none shared
+        self._max_nodes = FREE_VALUES + VALUES_PER_BYTE * length  # one per byte, were none shared
         self._text = TextBound(length)
-        self._values = ClosedValues(_leaf, is_allowed, self._text, _MAX_COPIED + 2 * length)
+        self._values = ClosedValues(_leaf, is_allowed, self._text, MAX_COPIED + 2 * length)
         self._closed: dict[int, Opaque | TorchValue | PickledValue] = {}
 
     def settle(self, value: object, depth: int) -> object:
@@ -228,11 +233,11 @@ class _Settler:
                 self._closed[id(value)] = self._of_closed(value)
             return self._closed[id(value)]
         if isinstance(value, StoredPieces):
-            self._count(_NODES_OF_PIECE * len(value.sizes))
+            self._count(VALUES_OF_PIECE * len(value.sizes))
         if type(value) not in _CONTAINERS:
             return _leaf(value)
-        if depth > _MAX_DEPTH:
-            raise UnreadableError(f"is nested more than {_MAX_DEPTH} deep.")
+        if depth > MAX_NESTED:
+            raise UnreadableError(f"is nested more than {MAX_NESTED} deep.")
         if id(value) in self._done:
             done = self._done[id(value)]
             if done is None:
@@ -309,7 +314,7 @@ def _leaf(value: object) -> object:
         return value
     if isinstance(value, TorchDType):
         return TorchValue(value.qualname)
-    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
         return Opaque("builtins.int")
     if kind is str and not is_text(str(value)):
         return Opaque("builtins.str")

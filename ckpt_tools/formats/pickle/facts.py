@@ -8,12 +8,12 @@ from typing import NamedTuple
 from ckpt_tools.core.plain_values import PickledValue, TorchValue
 from ckpt_tools.core.text import is_text
 from ckpt_tools.errors import CheckpointError
+from ckpt_tools.formats.pickle.limits import (
+    MAX_INT_BITS,
+    MAX_PLAIN,
+)
 from ckpt_tools.formats.pickle.torch_stubs import Opaque, Stored, is_key
 
-# Python's and numpy's generators have 625 numbers, a sampler's state may list an epoch's samples.
-MAX_PLAIN = 2_000_000
-# Python refuses to print numbers of thousands of digits.
-_MAX_INT = 1 << 1024
 _SCALARS = frozenset({bool, float, complex, bytes, type(None), TorchValue, PickledValue})
 
 
@@ -46,7 +46,7 @@ class FactFinder:
         Raises RecursionError for a value that contains itself.
         """
         if type(value) is int:
-            return _PLAIN if -_MAX_INT < value < _MAX_INT else Facts(odd="int")
+            return _PLAIN if value.bit_length() <= MAX_INT_BITS else Facts(odd="int")
         if type(value) is str:
             return _PLAIN if is_text(value) else Facts(odd="str")
         if type(value) in _SCALARS:

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckpt_tools.errors import CheckpointError, UnsafePickleError, printable
-from ckpt_tools.formats.pickle.machine import MAX_SHOWN, Machine, Replay
-from ckpt_tools.formats.pickle.text_bound import is_word
+from ckpt_tools.formats.pickle.limits import (
+    MAX_SHOWN,
+    is_word,
+)
+from ckpt_tools.formats.pickle.machine import Machine, Replay
 from ckpt_tools.formats.pickle.torch_stubs import OpaqueObject
 
 

@@ -25,6 +25,10 @@ from ckpt_tools.formats.pickle.allowed_globals import (
 from ckpt_tools.formats.pickle.containers import Containers, settled
 from ckpt_tools.formats.pickle.facts import FactFinder, type_name
 from ckpt_tools.formats.pickle.interpret import collector_paused, interpret, placed
+from ckpt_tools.formats.pickle.limits import (
+    MAX_OPAQUE_CLASSES,
+    MAX_PICKLE,
+)
 from ckpt_tools.formats.pickle.machine import CutPickleError
 from ckpt_tools.formats.pickle.rebuild import (
     REBUILD_FROM_TYPE_NAMES,
@@ -41,9 +45,7 @@ from ckpt_tools.formats.pickle.torch_stubs import (
     opaque_class,
 )
 
-_MAX_OPAQUE_CLASSES = 1000
 _FIRST_READ = 64 * 1024
-_MAX_PICKLE = 1 << 30
 
 
 def load_tensors(data: bytes, *, where: str, allow: Collection[str] = ()) -> object:
@@ -80,7 +82,7 @@ def load_stream(
             try:
                 made, end = _tensors(data, allow, {} if storages is None else storages)
             except CutPickleError:
-                if len(data) < wanted or wanted >= _MAX_PICKLE:
+                if len(data) < wanted or wanted >= MAX_PICKLE:
                     raise
                 wanted *= 8
                 continue
@@ -205,8 +207,8 @@ def _opaque(
 ) -> type[OpaqueObject]:
     """The class for an opaque global; a pickle cannot make more than a thousand of them."""
     if name not in made:
-        if len(made) >= _MAX_OPAQUE_CLASSES:
-            raise UnreadableError(f"asks for more than {_MAX_OPAQUE_CLASSES:,} classes.")
+        if len(made) >= MAX_OPAQUE_CLASSES:
+            raise UnreadableError(f"asks for more than {MAX_OPAQUE_CLASSES:,} classes.")
         made[name] = opaque_class(name, made_by(name), unknown)
     return made[name]
 

@@ -18,8 +18,8 @@ The pickle of ``{"a": Size((1, 2))}``, what each opcode does, and the stack afte
     2e                      STOP         the value
 
 A few bytes could take gigabytes (a memo of 2**32, a million empty lists) or never end (a key of
-tuples that hold one another, hashed again and again). All such limits are here: on the memo, on
-objects, and on keys, before they are hashed. No text, and no number, is longer than its bytes.
+tuples that hold one another, hashed again and again): `limits` says what is too much. No text, and
+no number, is longer than its bytes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from ckpt_tools.errors import UnreadableError, UnsafePickleError, printable
+from ckpt_tools.formats.pickle.limits import (
+    BYTES_PER_OBJECT,
+    FREE_OBJECTS,
+    HEAVY_KEY,
+    MADE_KEY,
+    MAX_HEAVY_KEYS,
+    MAX_LONG_KEY_BITS,
+    MAX_SHOWN,
+)
 from ckpt_tools.formats.pickle.memo import Memo
 from ckpt_tools.formats.pickle.torch_stubs import Function, OpaqueObject, PickledDict, StandIn
 
-# How much work it is to hash a key: 0 costs nothing, `_HEAVY` too much.
-_HEAVY = 250
-_MADE = 8
-_MAX_LONG_KEY_BITS = 512
-_MAX_HEAVY_KEYS = 5000
-# Empty containers cost one byte each, and 60 to 220 in memory.
-_FREE_OBJECTS = 200_000
-_BYTES_PER_OBJECT = 4
 _NEWEST_PROTOCOL = 5
-MAX_SHOWN = 160
 # What Python raises for texts, numbers and keys that are none, and our functions for odd arguments.
 _DAMAGE = (
     TypeError,
@@ -92,7 +92,7 @@ class Machine:
         self.replay = replay
         self._below: list[tuple[list[object], tuple[int, int, int]]] = []
         self._objects = 0
-        self._most_objects = _FREE_OBJECTS + len(data) // _BYTES_PER_OBJECT
+        self._most_objects = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
         self._heavy_keys = 0
 
     def run(self) -> tuple[object, int]:
@@ -147,7 +147,7 @@ class Machine:
             return
         weights = list(filter(None, map(_weight, keys)))
         self._heavy_keys += len(weights)
-        if max(weights, default=0) >= _HEAVY or self._heavy_keys > _MAX_HEAVY_KEYS:
+        if max(weights, default=0) >= HEAVY_KEY or self._heavy_keys > MAX_HEAVY_KEYS:
             raise UnreadableError("is hostile: its dicts have keys that take too long to compare.")
 
     def set_items(self, target: object, items: Sequence[object]) -> None:
@@ -170,16 +170,16 @@ _LIGHT = frozenset({str, bytes, float, bool, type(None)})
 def _weight(key: object) -> int:
     """How much work it is to hash a value: a tuple weighs 1, and 1 and more for each item."""
     weight, left = 0, [key]
-    while left and weight < _HEAVY:
+    while left and weight < HEAVY_KEY:
         value = left.pop()
         if isinstance(value, tuple):
             weight += 1 + len(value)
-            left.extend(value[:_HEAVY])
+            left.extend(value[:HEAVY_KEY])
         elif type(value) is int:
             long = value.bit_length()
-            weight += 0 if long <= 64 else _MADE if long <= _MAX_LONG_KEY_BITS else _HEAVY
+            weight += 0 if long <= 64 else MADE_KEY if long <= MAX_LONG_KEY_BITS else HEAVY_KEY
         elif type(value) not in _LIGHT and not isinstance(value, StandIn):
-            weight += _MADE
+            weight += MADE_KEY
     return weight
 
 

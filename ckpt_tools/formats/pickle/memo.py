@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ckpt_tools.errors import UnreadableError
-
-# torch numbers the memo without gaps; pickletools.optimize and old writers leave small ones.
-_MAX_GAP = 1 << 16
+from ckpt_tools.formats.pickle.limits import (
+    MAX_MEMO_GAP,
+)
 
 
 class Passed(Protocol):
@@ -60,7 +60,7 @@ class Memo:
                 return
             self.is_dense, self._known = False, len(self)
             self.append, self.get = self._append, self._get
-        if number > self._known + _MAX_GAP:
+        if number > self._known + MAX_MEMO_GAP:
             raise UnreadableError(f"is hostile: a memo of {number:,} for {self._known:,} values.")
         place = number - self._first
         if place < 0:

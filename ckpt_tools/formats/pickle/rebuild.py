@@ -13,7 +13,9 @@ from math import prod
 
 from ckpt_tools.core.dtypes import BY_NAME
 from ckpt_tools.errors import NotReadError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.text_bound import is_word
+from ckpt_tools.formats.pickle.limits import (
+    is_word,
+)
 from ckpt_tools.formats.pickle.torch_stubs import (
     DeviceMeshRecord,
     Function,

@@ -21,15 +21,16 @@ from ckpt_tools.core.plain_values import PlainValue
 from ckpt_tools.core.state_tree import MAX_DEPTH, Branch, Key, Kind, Path, Tree
 from ckpt_tools.core.text import MAX_NAME, is_text
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.facts import MAX_PLAIN, FactFinder, Facts, type_name
+from ckpt_tools.formats.pickle.facts import FactFinder, Facts, type_name
+from ckpt_tools.formats.pickle.limits import (
+    FREE_NAMES,
+    MAX_PLAIN,
+    MAX_PLAIN_IN_ALL,
+    MAX_REPEATED,
+    USUAL_NAME,
+)
 from ckpt_tools.formats.pickle.torch_stubs import Stored, is_key
 
-# What a key is repeated in: the names of all that is in its dict, which may be 256 bytes long on
-# average, and 64 MB more in all.
-_USUAL_NAME, _FREE_NAMES = 256, 64_000_000
-# A pickle of a few KB can say one list so often that its items are more than memory holds.
-_MAX_REPEATED = 200_000
-_MAX_PLAIN_IN_ALL = 10_000_000
 _FLAT = frozenset({"_flat_param", "flat_param"})
 
 
@@ -121,16 +122,16 @@ class _Flattening:
         self._repeated = 0
         self._finder = FactFinder()
         self._opened: dict[int, tuple[PlainValue, str | None, CheckpointError | None]] = {}
-        self._left = _MAX_PLAIN_IN_ALL
+        self._left = MAX_PLAIN_IN_ALL
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._name_text = _FREE_NAMES
+        self._name_text = FREE_NAMES
 
     def tree(self, value: object, fqn: str, path: Path) -> Tree[str]:
         """The tree of a value, whose leaves go to ``tensors`` and ``objects``.
 
         It calls itself, once for each container inside of another: `MAX_DEPTH` times at most.
         """
-        self._name_text += _USUAL_NAME - len(fqn)
+        self._name_text += USUAL_NAME - len(fqn)
         if self._name_text < 0 or len(fqn) > MAX_NAME:
             raise UnreadableError(f"{self._where} has names of {len(fqn):,} bytes in containers.")
         if isinstance(value, Stored):
@@ -223,7 +224,7 @@ class _Flattening:
         if id(value) in self._walked:
             self._repeated += len(value)
         self._walked.add(id(value))
-        self._check_depth(depth if self._repeated <= _MAX_REPEATED else MAX_DEPTH + 1)
+        self._check_depth(depth if self._repeated <= MAX_REPEATED else MAX_DEPTH + 1)
 
     def _check_depth(self, depth: int) -> None:
         if depth > MAX_DEPTH:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeGuard
 
 from ckpt_tools.core.state_tree import Key
 from ckpt_tools.errors import CheckpointError, UnreadableError, UnsupportedError
-from ckpt_tools.formats.pickle.text_bound import is_word
+from ckpt_tools.formats.pickle.limits import (
+    MAX_KEY_BITS,
+    MAX_NDIM,
+    is_word,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-# torch itself allows 64 dimensions. Checked first, so that a long tuple used a million times
-# is looked through only once.
-_MAX_NDIM = 64
 
 
 Run = Callable[[tuple[object, ...]], object]
@@ -40,7 +40,6 @@ class StandIn:
 
 
 _KEYS = frozenset({str, float, bool, type(None)})
-_MAX_KEY_BITS = 512
 # The layouts of torch's tensors, which are no classes.
 LAYOUTS = frozenset(
     {"torch.strided", "torch.jagged", "torch.sparse_coo", "torch.sparse_csr", "torch.sparse_csc"}
@@ -98,7 +97,7 @@ def is_key(key: object) -> TypeGuard[Key]:
     if type(key) is tuple:
         return all(map(is_key, key))
     if type(key) is int:
-        return key.bit_length() <= _MAX_KEY_BITS  # Python refuses to print thousands of digits
+        return key.bit_length() <= MAX_KEY_BITS  # Python refuses to print thousands of digits
     return type(key) in _KEYS
 
 
@@ -458,7 +457,7 @@ def as_counts(value: object, what: str) -> tuple[int, ...]:
     """A tuple of up to 64 counts, from a tuple, a list or one integer, else UnreadableError."""
     if type(value) is int:
         value = (value,)
-    if not isinstance(value, tuple | list) or len(value) > _MAX_NDIM:
+    if not isinstance(value, tuple | list) or len(value) > MAX_NDIM:
         raise UnreadableError(f"{what} is not a list of counts: {shown(value)}.")
     for item in value:
         if type(item) is not int or not 0 <= item < 1 << 63:  # inline: shapes are most of the work

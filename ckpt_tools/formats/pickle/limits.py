@@ -1,0 +1,87 @@
+"""Every limit on what a pickle may cost, and on what may come out of it.
+
+A few bytes of a pickle can ask for gigabytes or for hours. So the machine looks at the memo, at
+objects and at keys before they are made or hashed, a function of the tables at what it copies, and
+a walk at the depth and at what it meets. What torch writes is far below.
+
+A walk counts each text as often as it meets it, as a reference of two bytes repeats a megabyte. All
+of them may be four times as long as the pickle, and 64 MB more: a large config passes, and a walk
+ends within a second. A name is at most 64 KB long (`core.text.is_name`); what is a name nowhere, as
+that of a class, a few characters.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from ckpt_tools.errors import UnreadableError
+
+# A pickle in a stream, in bytes; of one that is a file, or a record of an archive, all is read.
+MAX_PICKLE = 1 << 30
+
+# The machine. Empty containers cost one byte each, and 60 to 220 in memory.
+FREE_OBJECTS = 200_000
+BYTES_PER_OBJECT = 4
+# torch numbers the memo without gaps; pickletools.optimize and old writers leave small ones.
+MAX_MEMO_GAP = 1 << 16
+# How much work it is to hash a key: 0 costs nothing, this too much. What a call made, and a long
+# number, weighs a little.
+HEAVY_KEY = 250
+MADE_KEY = 8
+MAX_LONG_KEY_BITS = 512
+MAX_HEAVY_KEYS = 5000
+
+# Names and small values.
+MAX_WORD = 255
+MAX_SHOWN = 160
+MAX_INT_BITS = 1024  # Python refuses to print numbers of thousands of digits
+MAX_KEY_BITS = 512
+MAX_NDIM = 64  # as many as torch allows
+MAX_OPAQUE_CLASSES = 1000
+# A call costs three bytes and can copy a long list: what functions copy, beside the length.
+MAX_COPIED = 64 << 20
+BYTES_OF_ITEM = 32
+
+# Values. They are counted as often as they are met: one per byte, were none shared.
+MAX_NESTED = 200
+FREE_VALUES = 10_000
+VALUES_PER_BYTE = 16
+VALUES_OF_PIECE = 16
+MAX_CLOSED_DEPTH = 100
+MAX_CONFIG_DEPTH = 50
+MAX_CONFIG_VALUES = 100_000  # of all configs of one pickle
+
+# State dicts. What a key is repeated in: the names of all that is in its dict, which may be 256
+# bytes long on average, and 64 MB more in all.
+USUAL_NAME, FREE_NAMES = 256, 64_000_000
+# A pickle of a few KB can say one list so often that its items are more than memory holds.
+MAX_REPEATED = 200_000
+# Python's and numpy's generators have 625 numbers, a sampler's state may list an epoch's samples.
+MAX_PLAIN = 2_000_000
+MAX_PLAIN_IN_ALL = 10_000_000
+
+_FREE_TEXT = 64_000_000
+_TEXT_PER_BYTE = 4
+
+
+class TextBound:
+    """The text, in characters or bytes, that may still be met in a pickle of ``length`` bytes."""
+
+    def __init__(self, length: int) -> None:
+        self._most = self.left = _FREE_TEXT + _TEXT_PER_BYTE * length
+
+    def meet(self, value: object) -> None:
+        """Count what is met, when it is a text. Raises UnreadableError when it is too much."""
+        if isinstance(value, str | bytes | bytearray):
+            self.take(len(value))
+
+    def take(self, size: int) -> None:
+        """Count so much text at once. Raises UnreadableError when it is too much."""
+        self.left -= size
+        if self.left < 0:
+            raise UnreadableError(f"unfolds to more than {self._most:,} bytes of text.")
+
+
+def is_word(value: object) -> TypeGuard[str]:
+    """Whether this is a text as short as the names of classes, devices and records are."""
+    return type(value) is str and len(value) <= MAX_WORD

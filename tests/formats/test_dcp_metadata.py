@@ -31,6 +31,7 @@ MIXED: Shapes = {
     **{f"layers.{n}.weight": (8, 4 + n) for n in range(30)},
     **{f"layers.{n}.norm": (8,) for n in range(30)},
     **{f"layers.{n}.scale": () for n in range(30)},
+    **{f"Ŕh\u0094h.{n}.Ŕ": (8, 2) for n in range(20)},
     **{f"ébène.{n}.{'x' * 300}": (8, 2, 3) for n in range(20)},
 }
 

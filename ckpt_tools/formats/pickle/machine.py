@@ -400,7 +400,9 @@ def _dup(machine: Machine, at: int) -> int:
 
 
 def _add_items(target: object, items: Iterable[object]) -> None:
-    if not isinstance(target, list | OpaqueObject):
+    if isinstance(target, OpaqueObject):
+        target = target.items
+    if not isinstance(target, list):
         raise TypeError(f"'{type(target).__name__}' object has no attribute 'append'")
     target.extend(items)
 

@@ -155,7 +155,10 @@ class Repetition:
         """Push the entries that have the shape of this one, a thousand at a time."""
         if self._fields is None:
             self._fields = _Fields(machine.memo, self._size)
-        shape = self._shape_of(machine.memo, entry)
+        try:
+            shape = self._shape_of(machine.memo, entry)
+        except IndexError:  # a text whose length is another one: it was no row of objects
+            shape = None
         if shape is None:
             return at
         while True:

@@ -10,7 +10,7 @@ reach refuse to be changed (`__setstate__`), and everything is checked when a te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeGuard
 
@@ -78,12 +78,11 @@ class Function(StandIn):
 
 
 class PickledDict(dict[object, object]):
-    """A defaultdict or a Counter: a dict that takes no attributes."""
+    """A defaultdict or a Counter; its attributes are dropped, such as the ``_metadata`` of a
+    module's state dict.
+    """
 
     __slots__ = ()
-
-    def __setstate__(self, state: object) -> None:
-        """Drop attributes, such as the ``_metadata`` of a module's state dict."""
 
 
 class PickledOrderedDict(PickledDict):
@@ -189,22 +188,6 @@ class OpaqueObject(StandIn):
     def __setstate__(self, state: object) -> None:
         """Keep the state."""
         self.state = state
-
-    def __setitem__(self, key: object, value: object) -> None:
-        """Keep the item and its key."""
-        self.pairs.append((key, value))
-
-    def append(self, item: object) -> None:
-        """Keep the item."""
-        self.items.append(item)
-
-    def extend(self, items: Iterable[object]) -> None:
-        """Keep the items."""
-        self.items.extend(items)
-
-    def add(self, item: object) -> None:
-        """Keep the item."""
-        self.items.append(item)
 
     @property
     def is_module(self) -> bool:

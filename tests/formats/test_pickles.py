@@ -465,7 +465,9 @@ class Foreign:
 
 @pytest.mark.parametrize("opcodes", CALLS.values(), ids=CALLS.keys())
 @pytest.mark.parametrize(
-    "foreign", [os.system, print, dict, type, Foreign, Foreign(), sys], ids=str
+    "foreign",
+    [os.system, print, dict, type, Foreign, Foreign(), sys],
+    ids=["os.system", "print", "dict", "type", "a class", "an object", "a module"],
 )
 def test_nothing_is_called_that_is_not_of_ours(foreign: object, opcodes: bytes) -> None:
     """Whatever a table of names gave by mistake."""

@@ -41,7 +41,7 @@ def compare_model_and_optimizer(
         return [], [_BY_NUMBER]
     tied = {fqn for group in index.ties for fqn in group}
     unknown = state.keys() - set().union(*model.values())
-    bare = {fqn for fqn in model.keys() - tied if model[fqn].isdisjoint(state)}
+    bare = {fqn for fqn in model.keys() - tied if state.keys().isdisjoint(model[fqn])}
     split = _split_in_model(index, {fqn: model[fqn] for fqn in bare}, unknown, state)
     unknown -= split.keys()
     bare = bare.difference(*split.values())

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
@@ -58,10 +58,8 @@ class IntervalMap:
         end = data.offset + data.length
         places: list[int] = []
         first = max(0, bisect_right(self._starts[data.path], data.offset) - 1)
-        for cluster in clusters[first:]:
-            if cluster.start >= end:
-                break
-            for place in cluster.places:
+        for at in range(first, bisect_left(self._starts[data.path], end)):
+            for place in clusters[at].places:
                 _, start, length = self._ranges[place]
                 if start < end and data.offset < start + length:
                     places.append(place)

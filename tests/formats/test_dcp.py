@@ -1,12 +1,16 @@
 import os
 import pickle
 import shutil
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from reader_contract import DATA, ReaderContract, RealCheckpoint, truth_of, whole
+from running import run
+from safetensors.torch import save_file
 
 from ckpt_tools import formats
 from ckpt_tools.core.geometry import Box
@@ -428,3 +432,24 @@ def test_what_is_said_of_all_tensors_of_a_file_is_said_once(save: Path) -> None:
     problems = located(index, refuse).problems
     assert len(problems) == len({problem.message for problem in problems}) <= 4
     assert set().union(*(problem.about for problem in problems)) == {e.fqn for e in index.tensors}
+
+
+def test_items_that_were_never_written_are_told_without_keeping_what_was_read(
+    tmp_path: Path,
+) -> None:
+    tensors = {f"w{number}": torch.zeros(20_000) for number in range(200)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    done = run("reshard", tmp_path / "model.safetensors", "-o", tmp_path / "out", "--to-mesh", "1")
+    assert done.exit_code == 0, done.output
+    data = tmp_path / "out" / "__0_0.distcp"
+    length = data.stat().st_size
+    data.write_bytes(b"")
+    os.truncate(data, length)
+    index = formats.read_index(str(tmp_path / "out"))
+    tracemalloc.start()
+    with Files() as files:
+        problems = formats.locate(index, files).problems
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(problems) == len(tensors)
+    assert peak < 3_000_000, "of each, 64 KiB are read"

@@ -62,7 +62,8 @@ def located(
             chunks = [_with_replicas(chunk, one, is_there) for chunk in entry.chunks]
             tensors.append(replace(entry, chunks=chunks))
         except CheckpointError as error:
-            found.setdefault(error.message, (error, []))[1].append(entry.fqn)
+            # Of the error without its traceback, whose frames hold what was read: 64 KiB each.
+            found.setdefault(error.message, (error.concerning(()), []))[1].append(entry.fqn)
             tensors.append(entry)
     problems += [error.concerning(fqns) for error, fqns in found.values()]
     problems += flaws(index.objects)

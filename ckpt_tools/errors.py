@@ -150,15 +150,23 @@ class CkptError(Exception):
         return other
 
 
-# Options that are True or False; another one takes a value.
-_SWITCHES = ("--force", "--latest", "--check", "--resume", "--keep-names", "--allow-mismatch")
+# Options that the library has as arguments, under the same names but for these two; and those of
+# them that are True or False.
+_ARGUMENTS = (
+    *("--include", "--exclude", "--only", "--dtype", "--layout", "--to-mesh", "--hf-assets"),
+    *("--step", "--threads", "--max-shard-size", "--weights", "--ema"),
+)
+_SWITCHES = ("--force", "--latest", "--latest-complete", "--check", "--resume", "--keep-names")
+_SHORT = {"-x": "exclude", "-i": "include"}
 
 
 def _in_python(hint: str) -> str:
     """A hint with arguments in place of options."""
 
     def argument(option: re.Match[str]) -> str:
-        name = {"-x": "exclude", "-i": "include"}.get(option[0], option[0].strip("-"))
+        if option[0] not in (*_ARGUMENTS, *_SWITCHES, *_SHORT):
+            return option[0]
+        name = _SHORT.get(option[0], option[0].strip("-"))
         return name.replace("-", "_") + ("=True" if option[0] in _SWITCHES else "")
 
     hint = hint.replace("`ckpt-tools ls`", "`list(checkpoint)`")

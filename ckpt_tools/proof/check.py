@@ -60,13 +60,12 @@ def same_tensors(  # noqa: PLR0913 (what is compared, and how)
 ) -> str:
     """Read back ``result`` and compare each tensor with the source, byte by byte.
 
-    ``wanted`` are the source's tensors under the names that they have in the result, ``dtypes`` the
-    types that they were to have there, to which they are cast again; ``means`` are computed again.
-    With ``own``, the only files of the source that can be read here, the boxes that they hold are
-    compared. ``seen`` gets the CRC-32s of what is read of either side in its order, ``on_bytes``
-    how many bytes of the result were read. Returns one line that says what was proven.
+    ``wanted`` are the source's tensors under their names in the result, ``dtypes`` their types
+    there, to which they are cast again; ``means`` are computed again. With ``own``, the only files
+    of the source that can be read here, the boxes in them are compared. ``seen`` gets the CRC-32s
+    of what is read in its order, ``on_bytes`` the bytes of the result. Returns what was proven.
 
-    Raises WriteError when a tensor differs or only one side has it, and what makes one not whole.
+    Raises WriteError when a tensor differs or one side lacks it, and what makes one not whole.
     """
     here, there = (formats.locate(replace(one, objects=()), files) for one in (wanted, result))
     here.require_whole()
@@ -89,8 +88,7 @@ def same_tensors(  # noqa: PLR0913 (what is compared, and how)
         return header if set(places) <= {None} else header._replace(status="values")
 
     compared = compare_entries(*pair, values, files, threads=threads)
-    wrong = [one.name for one in compared if one.status != "same"]
-    if wrong:
+    if wrong := [one.name for one in compared if one.status != "same"]:
         raise WriteError(
             f"{result.root}: {len(wrong)} of {len(compared)} tensors, read back, are not what the "
             f"source holds: {some(wrong)}.",

@@ -134,14 +134,14 @@ def test_a_tree_joins_lonely_parts_and_sorts_numbers_as_numbers() -> None:
         tensor("layers.2.w", (2,), path=("model", "layers.2.w")),
         value("extra.note", 1),
     )
-    shown = list(tree_lines(entries.sorted_entries(whole), mesh_of(whole)))
+    shown = list(tree_lines(entries.in_order(whole), mesh_of(whole)))
     assert [line.split("  ")[0] for line in shown[:2]] == ["├─ extra.note", "└─ model.layers"]
     assert shown[1].endswith("2 tensors of 16 B")
     assert [line.split()[1] for line in shown[2:]] == ["2.w", "10.w"]
 
 
 def _csv(*listed: Entry) -> str:
-    rows = [entries.csv_row(entry, None) for entry in entries.sorted_entries(index(*listed))]
+    rows = [entries.csv_row(entry, None) for entry in entries.in_order(index(*listed))]
     with CliRunner().isolation() as streams:
         render.emit_csv(entries.CSV_HEADER, rows)
         sys.stdout.flush()

@@ -232,7 +232,7 @@ def test_a_full_disk_keeps_what_is_finished_and_says_how_to_go_on(tmp_path: Path
     error = failing(tmp_path, FULL, after=SOME)
     assert error.exit_code == 4
     assert "No space left" in error.message
-    assert "--resume continues" in (error.hint or "")
+    assert "resume=True continues" in (error.hint or "")
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     told: list[int] = []
     export(tmp_path / "out", resume=True, told=told)

@@ -38,7 +38,7 @@ def test_what_all_ranks_hold_alike_is_taken_once(saved: Path) -> None:
     index.require_whole()
     assert index["model.w"].numpy().tolist() == torch.arange(30.0).view(10, 3).tolist()
     assert index["model.buffer"].numpy().tolist() == [0, 1, 2, 3, 4]
-    assert len(index.tensor("model.large").chunks[0].replicas) == 2
+    assert len(index["model.large"].entry.chunks[0].replicas) == 2
     assert index.value("step") == 7
     assert ckpt_tools.verify(index).whole
 

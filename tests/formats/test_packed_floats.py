@@ -162,8 +162,7 @@ def test_six_bits_stay_as_they_are_in_safetensors(tmp_path: Path, dtype: str) ->
 def test_a_part_of_a_packed_tensor_is_read_in_whole_packs(tmp_path: Path) -> None:
     source = write(tmp_path / "in.safetensors", "F6_E2M3", [4, 16], 48)
     run("ls", source)
-    checkpoint = open_checkpoint(str(source))
-    data = checkpoint._bytes(checkpoint.tensors[0], Box((1, 1), (3, 1)))
+    data = open_checkpoint(str(source)).tensors[0]._bytes(Box((1, 1), (3, 1)))
     assert data == bytes([15, 16, 17, 27, 28, 29, 39, 40, 41])
     told = json.loads(run("show", source, "w", "--slice", "0,0:2", "--json").stdout)
     assert told["slice"]["values"] == [[0x020100, 0x050403]]

@@ -276,7 +276,7 @@ def test_a_number_of_a_trainer_state_that_is_too_large_is_not_written_as_none(
     tmp_path: Path,
 ) -> None:
     folder = shutil.copytree(TRAINER, tmp_path / "checkpoint-3")
-    state = json.loads((folder / "trainer_state.json").read_text()) | {"seen": 1 << 600}
+    state = json.loads((folder / "trainer_state.json").read_text()) | {"seen": 1 << 1200}
     (folder / "trainer_state.json").write_text(json.dumps(state))
     index = formats.read_index(str(folder))
     seen = index.object("trainer_state.seen")

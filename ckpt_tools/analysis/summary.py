@@ -24,7 +24,7 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.layout import Layout, Shard
 from ckpt_tools.core.names import is_in_param_groups
-from ckpt_tools.core.optimizer_states import kind_of
+from ckpt_tools.core.optimizer_states import kind_of, megatron_state
 from ckpt_tools.core.plain_values import TorchValue
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import CheckpointError
@@ -149,13 +149,19 @@ def sections_of(index: CheckpointIndex) -> dict[Section, Count]:
 def optimizer_of(index: CheckpointIndex) -> OptimizerSummary | None:
     """The optimizer, by the names of its state; None when there is no state."""
     entries: list[Entry] = [*index.tensors, *index.unread]
-    names = {str(e.path[-1]).rpartition(".")[2] for e in entries if e.section == "optim"}
+    names = {_kept(entry) for entry in entries if entry.section == "optim"}
     if not names:
         return None
     kind = kind_of(names)
     if kind is None:
         return OptimizerSummary("unknown", tuple(sorted(names)[:_MAX_NAMED]))
     return OptimizerSummary(kind.name, tuple(sorted(kind.states | (names & {"step"}))))
+
+
+def _kept(entry: Entry) -> str:
+    """What an optimizer calls this state of a parameter: ``exp_avg``."""
+    found = megatron_state(entry.fqn)
+    return str(entry.path[-1]).rpartition(".")[2] if found is None else found[1]
 
 
 def step_entries(index: CheckpointIndex) -> list[Entry]:
@@ -221,7 +227,8 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     if bad:
         shown = some([entry.fqn for entry in bad])
         return _no(f"{shown} cannot be read: {bad[0].flaw}".partition("\n")[0])
-    if not groups:
+    of_megatron = any(megatron_state(e.fqn) for e in index.tensors if e.section == "optim")
+    if not groups and not of_megatron:
         return _no(
             "the optimizer's param_groups are missing, and an optimizer cannot load without them"
         )
@@ -232,6 +239,8 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     reason = "model and optimizer state are complete"
     if "optim" not in held:
         reason = "the model is complete, and the optimizer keeps no tensors"
+    if of_megatron and not groups:
+        reason += "; Megatron-core keeps the optimizer's param_groups in common.pt, not read here"
     if unread:  # by this program; the job has the library that they are of
         reason += f"; {some([entry.fqn for entry in unread])} not read here: {unread[0].flaw}"
     return Verdict(yes=True, reason=reason.partition("\n")[0])

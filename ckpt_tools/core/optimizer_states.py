@@ -6,6 +6,7 @@ keep the same keys: only the code that built the optimizer knows which it was.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -44,6 +45,19 @@ _KINDS = (
 LIKE_PARAMETER = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "sum"}
 )
+
+
+_OF_MEGATRON = re.compile(r"(?:optimizer\.)?state\.(exp_avg|exp_avg_sq|fp32_param)\.(.+)")
+
+
+def megatron_state(name: str) -> tuple[str, str] | None:
+    """The parameter, and what is kept for it, of a state as Megatron-core's torch_dist calls it.
+
+    ``optimizer.state.exp_avg.decoder.weight`` gives ``("decoder.weight", "exp_avg")``; others have
+    the parameter first.
+    """
+    match = _OF_MEGATRON.fullmatch(name)
+    return None if match is None else (match[2], match[1])
 
 
 def kind_of(keys: Collection[str]) -> OptimizerKind | None:

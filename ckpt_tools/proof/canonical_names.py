@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ckpt_tools.core import names
 from ckpt_tools.core.index import CheckpointIndex, Section
+from ckpt_tools.core.optimizer_states import megatron_state
 from ckpt_tools.errors import UnsupportedError
 
 # What an optimizer's state dict puts above the parameters' names; Composer puts its class above,
@@ -67,10 +68,15 @@ def clean_name(name: str, section: Section) -> str:
 
 
 def owner_of(place: Inside) -> tuple[str, str] | None:
-    """Which parameter a tensor of the optimizer is for, and what it is (``exp_avg``)."""
+    """Which parameter a tensor of the optimizer is for, and what it is (``exp_avg``).
+
+    ``state.w.exp_avg``; Megatron-core says ``state.exp_avg.w``.
+    """
     state = _STATE.fullmatch(place.name) if place.section == "optim" else None
-    owner, _, kind = state[2].rpartition(".") if state is not None else ("", "", "")
-    return (owner, kind) if owner else None
+    if state is None:
+        return None
+    owner, _, kind = state[2].rpartition(".")
+    return megatron_state(place.name) or ((owner, kind) if owner else None)
 
 
 def _refuse_twins(inside: Mapping[str, Inside], root: str) -> None:

@@ -12,7 +12,7 @@ from reader_contract import DATA, ReaderContract, RealCheckpoint, truth_of, whol
 from running import run
 from safetensors.torch import save_file
 
-from ckpt_tools import formats
+from ckpt_tools import formats, inspect, verify
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import (
@@ -285,6 +285,9 @@ def test_megatron_is_read_under_its_own_names_in_their_sections() -> None:
     assert opened.object(extra).value == (None,) or opened.object(extra).value == [None]
     [common] = opened.object("common_state/shard_0_1").value
     assert common["iteration"] == 3
+    assert verify(index).whole  # state.exp_avg.w is of w
+    found = inspect(index)
+    assert (found.optimizer.kind, found.resume.yes) == ("Adam or AdamW", True)
 
 
 def test_a_range_that_megatron_has_flattened_is_refused_by_its_name(save: Path) -> None:

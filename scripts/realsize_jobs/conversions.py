@@ -79,7 +79,8 @@ class Conversion(NamedTuple):
         verb, *words = self.text.split()
         words += ["--device-type", "cpu"] if verb == "reshard" else []
         words += ["-x", f"*{model.HUGE}"] if not self.huge and model.HUGE in source.tensors else []
-        words = [verb, str(source.path), "-o", self.out, *words, *more]
+        sources = [str(source.path)] * (2 if verb == "average" else 1)  # of itself: itself
+        words = [verb, *sources, "-o", self.out, *words, *more]
         return running.command(*running.OURS, *words, ranks=self.ranks)
 
 
@@ -226,6 +227,7 @@ def _exports() -> list[Conversion]:
         Conversion("export --map map.toml", _made(model.mapped)),
         Conversion(f"export {lora}", _made(model.merged)),
         Conversion("export --layout accelerate", _whole_accelerate),
+        Conversion("average --weights 1,3 -j 2 --check", bare_model, huge=True),
     ]
 
 
@@ -242,6 +244,7 @@ def _reshards() -> list[Conversion]:
         Conversion(f"{reshard} 2 --only model --dtype bf16", in_bf16),
         Conversion(f"{reshard} 2 --only model --map map.toml", _made(model.mapped)),
         Conversion(f"{reshard} 2 --only model --untie", _made(model.tied)),
+        Conversion("reshard --only model --dtype bf16 --check", in_bf16, form="dcp"),
     ]
 
 

@@ -130,6 +130,10 @@ class CkptError(Exception):
         """The message; KeyError and OSError have other ways to show theirs."""
         return self.message
 
+    def to_dict(self) -> dict[str, str | list[str] | None]:
+        """The error as --json prints it."""
+        return {"kind": type(self).__name__, "message": self.message, "hint": self.hint}
+
     def speak_python(self) -> None:
         """Make the hint one for programs: ``force=True``, ``exclude``; instead of a path, paths."""
         ways = self.instead.ways[:_MOST_COMMANDS] if self.instead else ()
@@ -226,13 +230,8 @@ class CheckpointError(CkptError):
         self.about = frozenset(about)
 
     def to_dict(self) -> dict[str, str | list[str] | None]:
-        """A problem as `inspect --json` and `verify --json` print it."""
-        return {
-            "kind": type(self).__name__,
-            "message": self.message,
-            "hint": self.hint,
-            "about": sorted(self.about),
-        }
+        """The same, and what it is about, as the problems of a checkpoint are printed."""
+        return {**super().to_dict(), "about": sorted(self.about)}
 
     def concerning(self, fqns: Iterable[str]) -> Self:
         """The same error, about these entries."""

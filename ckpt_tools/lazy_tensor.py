@@ -16,8 +16,9 @@ from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.indexing import indexed_box, require_inside
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.text import format_size
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.proof.damage import require_undamaged
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 # What numpy has no type for. Its complex32 is missing, too, and 4-bit floats come in pairs.
 _NUMPY_KINDS = frozenset({"int", "uint", "bool"})
 _NUMPY_OTHERS = frozenset({"float16", "float32", "float64", "complex64", "complex128"})
+_MOST_CHUNKS = 64  # of a tensor whose values its repr looks at
 _ON_CPU = (1, 0)  # kind and number of the device, as DLPack counts them
 
 
@@ -182,9 +184,34 @@ class LazyTensor:
         return _ON_CPU
 
     def __repr__(self) -> str:
-        """Name, type, shape, size and placements; no value is read."""
+        """Name, type, shape, size, placements, and the first and last values where a look at them
+        is cheap; no value where they cannot be read.
+        """
         lies = "" if self.placements is None else f", {', '.join(self.placements)}"
-        return f"{self.name}: {self.dtype} {list(self.shape)}, {format_size(self.nbytes)}{lies}"
+        facts = f"{self.name}: {self.dtype} {list(self.shape)}, {format_size(self.nbytes)}{lies}"
+        # A store is asked over a network, a compressed item is inflated as one, and each chunk may
+        # be a file to open.
+        chunks = self.entry.chunks
+        is_dear = len(chunks) > _MOST_CHUNKS or any(chunk.codec == "zstd" for chunk in chunks)
+        if is_dear or not self.size or is_address(self._index.root):
+            return facts
+        try:
+            return f"{facts}; {self._sample()}"
+        except (CkptError, OSError):
+            return facts
+
+    def _sample(self) -> str:
+        """``values 0.1 0.2 0.3 … 0.9``: the first three values and the last. Raises what is wrong."""
+        from ckpt_tools.copying.cast import decode  # late: numpy comes with it
+
+        starts, ones = (0,) * self.ndim, (1,) * self.ndim
+        few = (*ones[:-1], min(self.shape[-1], 3)) if self.shape else ()
+        ends = tuple(size - 1 for size in self.shape)
+        boxes = [Box(starts, few), Box(ends, ones)][: 1 if self.size == math.prod(few) else 2]
+        values = [decode(bytes(self._bytes(box)), self.entry.dtype) for box in boxes]
+        texts = [" ".join(f"{value:.4g}" for value in part) for part in values]
+        between = " " if self.size == math.prod(few) + 1 else " … "
+        return f"values {between.join(texts)}"
 
     def _bytes(self, box: Box) -> bytearray:
         """The packed elements of a box. Raises what is wrong with the tensor.

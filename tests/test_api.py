@@ -399,11 +399,24 @@ def test_a_tensor_is_not_read_before_it_is_indexed(
     lazy = checkpoint[entry.fqn]
     assert (lazy.name, lazy.shape, lazy.dtype) == (entry.fqn, entry.shape, "float32")
     assert len(lazy) == entry.shape[0]
-    assert repr(lazy).startswith(f"{entry.fqn}: float32 {list(entry.shape)}, ")
     assert lazy.placements == ("Shard(0)",)
     assert (lazy.ndim, lazy.size, lazy.numel()) == (2, entry.numel, entry.numel)
     assert (lazy.itemsize, lazy.nbytes) == (4, 4 * entry.numel)
     assert lazy.chunks == ((3, 3, 3, entry.shape[0] - 9), (entry.shape[1],))
+
+
+def test_a_tensor_shows_its_first_values_and_its_last(tmp_path: Path) -> None:
+    source = shutil.copytree(DCP, tmp_path / "step-2")
+    checkpoint = open_checkpoint(source)
+    lazy = checkpoint[_matrix(checkpoint).fqn]
+    first, last = lazy.numpy()[0, :3], lazy.numpy()[-1, -1]
+    facts, _, values = repr(lazy).partition("; values ")
+    assert facts.startswith(f"{lazy.name}: float32 {list(lazy.shape)}, ")
+    assert values == " ".join(f"{value:.4g}" for value in first) + f" … {last:.4g}"
+    assert "; values " in repr(next(one for one in checkpoint.values() if not one.shape))
+    for file in source.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert repr(lazy) == facts
 
 
 def test_a_tensor_becomes_an_array_where_one_is_wanted(checkpoint: Checkpoint) -> None:

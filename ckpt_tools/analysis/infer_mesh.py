@@ -108,9 +108,10 @@ class FoundMesh:
         return fitting[0] if fitting else None
 
 
-def mesh_json(mesh: Mesh, status: Status | None) -> dict[str, Json]:
-    """A mesh with how it is known, as JSON."""
-    return record_json(mesh) | {"status": status}
+def mesh_json(mesh: Mesh | None, status: Status | None) -> dict[str, Json]:
+    """A mesh with how it is known, as JSON; all null for none, so that a table has its columns."""
+    known = {"shape": None, "dim_names": None} if mesh is None else record_json(mesh)
+    return {**known, "status": status}
 
 
 def infer(tensors: Sequence[TensorEntry], *, world_size: int | None) -> FoundMesh | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckpt_tools.analysis import summary
-from ckpt_tools.analysis.infer_mesh import FoundMesh
+from ckpt_tools.analysis.infer_mesh import FoundMesh, mesh_json
 from ckpt_tools.analysis.summary import (
     CUT_FREELY,
     UNEVEN,
@@ -109,7 +109,7 @@ class Inspection:
             "framework": self.framework,
             "torch": self.torch_version,
             "world_size": self.world_size,
-            "mesh": as_json(self.mesh),
+            "mesh": as_json(self.mesh) or mesh_json(None, None),
             "placements": [
                 {"tensors": count, "placements": text} for text, count in self.placements
             ],

@@ -112,7 +112,9 @@ def entry_json(entry: Entry, mesh: FoundMesh | None) -> dict[str, Json]:
         "path": list(entry.path),
         "kind": "object" if isinstance(entry, ObjectEntry) else "tensor",
         "section": entry.section,
-        **dict.fromkeys(("dtype", "shape", "nbytes", "placements", "mesh", "chunks", "value")),
+        **dict.fromkeys(("dtype", "shape", "nbytes", "placements")),
+        "mesh": mesh_json(None, None),
+        **dict.fromkeys(("chunks", "value")),
     }
     if isinstance(entry, ObjectEntry):
         return facts | {"nbytes": entry.nbytes, "value": plain_json(entry.value)}
@@ -122,7 +124,7 @@ def entry_json(entry: Entry, mesh: FoundMesh | None) -> dict[str, Json]:
         "shape": list(entry.shape),
         "nbytes": entry.nbytes,
         "placements": None if known is None else list(placement_names(known[0])),
-        "mesh": None if known is None else mesh_json(known[0].mesh, known[1]),
+        "mesh": mesh_json(known and known[0].mesh, known and known[1]),
         "chunks": len(entry.chunks),
     }
 

@@ -84,9 +84,7 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; what it raises on purpose becomes one error and its exit code."""
-        if os.environ.get("NO_COLOR"):
-            ctx.color = False
-
+        ctx.color = _color()
         WAITING.on_wait, WAITING.is_stopped = saying(), False
         try:
             with _printable_errors():
@@ -108,6 +106,20 @@ class CommandGroup(click.Group):
             click.echo(" ".join([how, *map(str, error.args)]), err=True)
             ctx.exit(_TERMINATED if is_terminated else _INTERRUPTED)
         return answer
+
+
+def is_dumb() -> bool:
+    """Whether the terminal says that it knows neither colours nor how to move the cursor."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def _color() -> bool | None:
+    """Whether colours are printed: no-color.org and force-color.org; None where isatty says it."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR", "0") not in {"", "0"}:
+        return True
+    return False if is_dumb() else None
 
 
 @contextmanager
@@ -177,6 +189,11 @@ def say_error(error: CkptError) -> None:
     click.echo(first.replace("Error:", click.style("Error:", fg="red", bold=True), 1), err=True)
     more = [*map(str.strip, more), *hint.split("\n"), *_causes(error)]
     _echo([*rest, *(line for text in more if text for line in _wrapped(f"  {text}", indent="  "))])
+
+
+def error_json(error: CkptError) -> dict[str, str | list[str] | None]:
+    """An error as --json has it, what to try next in the words that were typed."""
+    return {**error.to_dict(), "hint": _hint(error)}
 
 
 def _echo(lines: Iterable[str]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import click
 
 from ckpt_tools.cli import options, render, report, run_list
-from ckpt_tools.cli.group import say_error
+from ckpt_tools.cli.group import error_json, say_error
 from ckpt_tools.core.names import Filters
 from ckpt_tools.core.options import option
 from ckpt_tools.errors import CheckpointError, CkptError, UsageError
@@ -75,9 +76,10 @@ def command(asked: _Asked) -> None:
     if asked.path_only:
         _paths(ckpts, asked)
         return
-    objects: list[render.Json] = []
+    objects: list[Mapping[str, render.Json]] = []
     codes: list[int] = []
     for ckpt in ckpts:
+        said: Mapping[str, render.Json] = {"schema": render.ERROR, "path": ckpt}
         try:
             if run := run_of(ckpt):
                 saves = [run_list.line_of(saved, asked.reading.options) for saved in run]
@@ -89,7 +91,7 @@ def command(asked: _Asked) -> None:
             whole = read_index(ckpt, options=asked.reading.options)
             index = options.choose(whole, asked.filters)
             if json:
-                objects.append(report.as_json(whole, index, every=every, shards=shards))
+                said = report.as_json(whole, index, every=every, shards=shards)
             else:
                 render.emit(report.lines(whole, index, every=every, shards=shards))
             whole.require_whole()
@@ -97,16 +99,18 @@ def command(asked: _Asked) -> None:
             options.name_newest(error)
             say_error(error)
             codes.append(error.exit_code)
+            said = {**said, "error": error_json(error)}
+        objects.append(said)
     if json:
         _emit_json(objects, several=len(ckpts) > 1)
     if codes:
         click.get_current_context().exit(max(codes))
 
 
-def _emit_json(objects: list[render.Json], *, several: bool) -> None:
+def _emit_json(objects: Sequence[Mapping[str, render.Json]], *, several: bool) -> None:
     if several:
         render.emit_json({"schema": "ckpt-tools/inspect-list/1", "checkpoints": objects})
-    elif objects:
+    else:
         render.emit_json(objects[0])
 
 

@@ -136,8 +136,8 @@ def _after(chosen: CheckpointIndex, before: Holdings, mesh: Mesh, asked: _Asked)
 
 
 def _paint() -> text.Paint:
-    context = click.get_current_context()
-    is_coloured = context.color is not False and render.terminal_width() is not None
+    color = click.get_current_context().color
+    is_coloured = render.terminal_width() is not None if color is None else color
     return colors.painted if is_coloured else text.plain
 
 
@@ -182,7 +182,7 @@ def _one_lines(held: HeldTensor, before: Holdings, after: Moved | None) -> Itera
         yield from text.piece_lines(target.tensors[0], target)
 
 
-def _json(root: str, before: Holdings, after: Moved | None) -> render.Json:
+def _json(root: str, before: Holdings, after: Moved | None) -> dict[str, render.Json]:
     return {
         "schema": "ckpt-tools/layout/1",
         "path": root,
@@ -196,7 +196,7 @@ def _holdings_json(holdings: Holdings) -> dict[str, render.Json]:
     mesh, totals = holdings.mesh, ownership.bytes_held(holdings)
     return {
         "unit": holdings.unit,
-        "mesh": None if mesh is None else mesh_json(mesh, holdings.status),
+        "mesh": mesh_json(mesh, holdings.status),
         "files": list(holdings.files),
         "bytes_held": totals,
         "skew": ownership.skew_of(totals),

@@ -19,7 +19,7 @@ from ckpt_tools import formats
 from ckpt_tools.cli import guesses
 from ckpt_tools.cli.group import interruptible, say, set_quiet, set_verbosity
 from ckpt_tools.cli.progress import clock
-from ckpt_tools.cli.render import cut_to
+from ckpt_tools.cli.render import cut_to, one_object
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters, did_you_mean, near_names, no_such_entry, select
@@ -87,7 +87,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command, which Ctrl-C may leave tidily."""
-        with interruptible():
+        with interruptible(), one_object(ctx):
             try:
                 answer: object = super().invoke(ctx)
             except CheckpointError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_tools.cli.group import is_quiet
+from ckpt_tools.cli.group import is_dumb, is_quiet
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -42,12 +42,17 @@ class _Bar:
             self._drawn.total = total
 
 
+def _is_drawn() -> bool:
+    """Whether anything is: a bar goes back to the start of its line."""
+    return sys.stderr.isatty() and not is_quiet() and not is_dumb()
+
+
 @contextmanager
 def byte_bar(total: int | None = None, *, label: str) -> Iterator[_Bar]:
     """Yield a bar of ``total`` bytes. Nothing is drawn with --quiet, or when stderr is no
     terminal.
     """
-    if is_quiet() or not sys.stderr.isatty():
+    if not _is_drawn():
         yield _Bar()
         return
     from tqdm import tqdm  # late: looking commands draw no bar
@@ -66,7 +71,7 @@ def byte_bar(total: int | None = None, *, label: str) -> Iterator[_Bar]:
 @contextmanager
 def clock(text: str) -> Iterator[None]:
     """Say what is waited for, and for how long, once it takes more than two seconds."""
-    if is_quiet() or not sys.stderr.isatty():
+    if not _is_drawn():
         yield
         return
     done, started = Event(), time.monotonic()

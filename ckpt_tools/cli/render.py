@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 import click
 
+from ckpt_tools.cli.group import error_json
 from ckpt_tools.core.records import Json as Json  # noqa: PLC0414 (what is emitted)
-from ckpt_tools.errors import printable
+from ckpt_tools.errors import CkptError, from_system, printable
 
+_ANSWER = "ckpt_tools.answer"
+ERROR = "ckpt-tools/error/1"  # the schema of what has an error and nothing else
 _LINES_AT_ONCE = 2_000
 _GAP = "  "
 # What is left to the first and the last column of a long table on a narrow terminal.
@@ -40,7 +44,30 @@ def emit(lines: Iterable[str]) -> None:
         click.echo("\n".join(shown))
 
 
-def emit_json(value: Json) -> None:
+def emit_json(value: Mapping[str, Json]) -> None:
+    """Have this object printed at the end of the command, with its error if it has one."""
+    click.get_current_context().meta[_ANSWER] = value
+
+
+@contextmanager
+def one_object(ctx: click.Context) -> Iterator[None]:
+    """Print what `emit_json` was given when the block ends. Under --json an error is in it, as
+    ``error``, and alone where nothing was given.
+    """
+    try:
+        yield
+    except (CkptError, OSError) as error:
+        if ctx.params.get("json"):
+            failed = error if isinstance(error, CkptError) else from_system(error)
+            given = ctx.meta.get(_ANSWER, {"schema": ERROR})
+            ctx.meta[_ANSWER] = {**given, "error": error_json(failed)}
+        raise
+    finally:
+        if _ANSWER in ctx.meta:
+            print_json(ctx.meta.pop(_ANSWER))
+
+
+def print_json(value: Json) -> None:
     """Print one JSON value on one line when piped, indented on a terminal."""
     click.echo(_json(value, indent=2 if sys.stdout.isatty() else None))
 

@@ -23,7 +23,7 @@ SECTION_HEADER = ("SECTION", "TENSORS", "OBJECTS", "ELEMENTS", "BYTES", "DTYPES"
 
 def as_json(
     whole: CheckpointIndex, index: CheckpointIndex, *, every: bool, shards: bool
-) -> render.Json:
+) -> dict[str, render.Json]:
     """The object of schema ckpt-tools/inspect/1: all that `lines` says."""
     facts = look(whole, index)
     said = facts.to_dict()

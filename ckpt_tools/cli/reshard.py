@@ -343,7 +343,7 @@ def _memory(asked: _Asked, plan: ReshardPlan, predicted: forecast.Forecast) -> i
     return forecast.peak_memory(plan, predicted.held, engine=asked.engine, buffers=buffers)
 
 
-def _json(asked: _Asked, plan: ReshardPlan) -> render.Json:
+def _json(asked: _Asked, plan: ReshardPlan) -> dict[str, render.Json]:
     predicted = forecast.of(plan, asked.writing.options.sizes)
     return {
         "schema": "ckpt-tools/reshard/1",

@@ -90,7 +90,7 @@ def _age(seconds: float) -> str:
     return f"{max(int(seconds), 0)} s"
 
 
-def as_json(path: str, run: Sequence[_Line]) -> render.Json:
+def as_json(path: str, run: Sequence[_Line]) -> dict[str, render.Json]:
     """The object of schema ckpt-tools/run/1."""
     checkpoints = [
         record_json(line) | {"modified": None if line.modified is None else utc(line.modified)}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import click
 
 from ckpt_tools.cli import options, progress, render
-from ckpt_tools.cli.group import say
+from ckpt_tools.cli.group import error_json, say
 from ckpt_tools.core import records
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.names import Filters
@@ -158,7 +158,7 @@ def _each(ckpts: Sequence[str], asked: _Asked) -> None:
             report = _report(read_index(ckpt, options=asked.reading.options), asked)
         except CkptError as error:
             worst = max(worst, error.exit_code)
-            objects.append({"path": ckpt, "readable": False, "problem": error.message})
+            objects.append(_unreadable(ckpt, error))
             problem = error.message.partition("\n")[0]
             lines = [f"{ckpt}: UNREADABLE: {problem}"]
         else:
@@ -171,6 +171,15 @@ def _each(ckpts: Sequence[str], asked: _Asked) -> None:
         render.emit_json({"schema": "ckpt-tools/verify-list/1", "checkpoints": objects})
     if worst:
         click.get_current_context().exit(worst)
+
+
+def _unreadable(ckpt: str, error: CkptError) -> render.Json:
+    return {
+        "path": ckpt,
+        "readable": False,
+        "problem": error.message,
+        "error": error_json(error),
+    }
 
 
 def _compare(index: CheckpointIndex, against: str, asked: _Asked) -> _Against:
@@ -324,12 +333,12 @@ def _difference(one: Difference) -> str:
     return f"{name} is {one.found}, not {one.expected}"
 
 
-def as_json(report: VerifyReport, other: _Against | None) -> render.Json:
+def as_json(report: VerifyReport, other: _Against | None) -> dict[str, render.Json]:
     """The object of schema ckpt-tools/verify/1, with what --against found."""
     return report.to_dict() | {"against": None if other is None else _comparison_json(other)}
 
 
-def _comparison_json(other: _Against) -> render.Json:
+def _comparison_json(other: _Against) -> dict[str, render.Json]:
     compared = other.compared
     if compared is None:
         return {"path": other.path, "compared": [], "same": False, "differences": []}

@@ -11,12 +11,11 @@ import click
 import pytest
 from click.testing import Result
 from running import run
+from terminals import shown_by
 
 from ckpt_tools.cli import cli, inspect
-from ckpt_tools.cli.group import say_error
 from ckpt_tools.errors import (
     AnswerNo,
-    CkptError,
     UnreadableError,
     UsageError,
     WriteError,
@@ -86,16 +85,28 @@ def test_several_checkpoints_are_told_on_after_one_fails() -> None:
     assert "/nowhere" in result.stderr
 
 
-def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    @click.command
-    def failing() -> None:
-        say_error(CkptError("x"))
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [
+        ({}, False),
+        ({"FORCE_COLOR": "1"}, True),
+        ({"FORCE_COLOR": "0"}, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, True),
+    ],
+)
+def test_colours_in_a_pipe(variables: dict[str, str], *, coloured: bool) -> None:
+    plain = dict.fromkeys(("NO_COLOR", "FORCE_COLOR", "TERM"))
+    done = run("layout", CKPT, env={**plain, **variables})
+    assert ("\x1b" in done.stdout) == coloured
+    assert ("\x1b" in run("ls", "/nowhere", env={**plain, **variables}).stderr) == coloured
 
-    monkeypatch.setitem(cli.commands, "failing", failing)
-    monkeypatch.setattr(type(cli), "get_command", lambda *_: failing)
-    assert "\x1b" in run("failing", color=True).stderr
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in run("failing", color=True).stderr
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_colours_on_a_terminal(variables: dict[str, str]) -> None:
+    shown = shown_by("-m", "ckpt_tools", "layout", CKPT, FORCE_COLOR="", **variables)
+    assert "\x1b" not in shown
+    assert "\x1b" in shown_by("-m", "ckpt_tools", "layout", CKPT, FORCE_COLOR="", NO_COLOR="")
 
 
 def test_what_click_quotes_is_printable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Pictures: one self-contained file each, true at any size, and a browser opens them."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def test_replicas_share_their_rectangle() -> None:
     held = _holdings(1).tensors[0]
     found = [rect for rect in shapes.rects(held.pieces, held.shape) if rect.x == 0]
     assert [(rect.y, rect.height, rect.holder) for rect in found] == [(0, 0.5, 0), (0.5, 0.5, 4)]
+
+
+@pytest.mark.parametrize(
+    ("holders", "label"), [(range(8), "0-7"), (range(0, 32, 4), "0+7"), ((3,), "3")]
+)
+def test_many_holders_have_one_label(holders: Sequence[int], label: str) -> None:
+    found = shapes.rects([HeldBox(Box((0,), (4,)), tuple(holders))], (4,))
+    assert [rect.label for rect in found] == [label]
 
 
 def test_a_bar_has_exactly_its_width_and_every_holder() -> None:

@@ -9,10 +9,14 @@ import pytest
 from ckpt_tools.cli import progress
 
 
-@pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("terminal", "quiet", "dumb"),
+    [(True, False, ""), (True, True, ""), (False, False, ""), (True, False, "dumb")],
+)
 def test_a_long_wait_is_said_on_a_terminal_and_erased(
-    monkeypatch: pytest.MonkeyPatch, *, terminal: bool, quiet: bool
+    monkeypatch: pytest.MonkeyPatch, *, terminal: bool, quiet: bool, dumb: str
 ) -> None:
+    monkeypatch.setenv("TERM", dumb)
     stderr = io.StringIO()
     monkeypatch.setattr(stderr, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", stderr)
@@ -21,8 +25,9 @@ def test_a_long_wait_is_said_on_a_terminal_and_erased(
         pass
     assert stderr.getvalue() == ""
     monkeypatch.setattr(progress, "_SILENT", 0.001)
+    drawn = terminal and not quiet and not dumb
     with progress.clock("reading"):
         until = time.monotonic() + 10
-        while terminal and not quiet and not stderr.getvalue() and time.monotonic() < until:
+        while drawn and not stderr.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
-    assert stderr.getvalue() == (f"reading: 0 s\r{' ' * 12}\r" if terminal and not quiet else "")
+    assert stderr.getvalue() == (f"reading: 0 s\r{' ' * 12}\r" if drawn else "")

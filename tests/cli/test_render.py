@@ -172,7 +172,7 @@ def test_csv_is_printable_on_a_terminal(monkeypatch: pytest.MonkeyPatch, name: s
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_json_is_exact_and_has_no_control_character(name: str) -> None:
     with CliRunner().isolation() as streams:
-        render.emit_json(name)
+        render.print_json(name)
         text = streams[0].getvalue().decode()
     assert json.loads(text) == name
     assert text.rstrip("\n").isprintable()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_tools.analysis.ownership import HeldBox
+from ckpt_tools.core.text import rank_spans
 
 MAX_BANDS = 4
 
@@ -49,11 +50,13 @@ def rects(pieces: Sequence[HeldBox], shape: Sequence[int]) -> list[_Rect]:
 
 
 def _bands(holders: Sequence[int]) -> list[tuple[int | None, str]]:
-    """Who is drawn, and as what: ``3``, or ``0+63`` for the first and 63 more."""
+    """Who is drawn, and as what: ``3``; of many ``0-63``, or ``0+15`` for 0, 4, 8 and so on."""
     if not holders:
         return [(None, "?")]
     if len(holders) > MAX_BANDS:
-        return [(holders[0], f"{holders[0]}+{len(holders) - 1}")]
+        first, more = holders[0], len(holders) - 1
+        is_range = holders[-1] == first + more
+        return [(first, rank_spans(holders) if is_range else f"{first}+{more}")]
     return [(holder, str(holder)) for holder in holders]
 
 

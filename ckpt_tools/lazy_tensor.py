@@ -201,7 +201,7 @@ class LazyTensor:
             return facts
 
     def _sample(self) -> str:
-        """``values 0.1 0.2 0.3 … 0.9``: the first three values and the last. Raises what is wrong."""
+        """``values 0.1 0.2 0.3 … 0.9``: the first three and the last. Raises what is wrong."""
         from ckpt_tools.copying.cast import decode  # late: numpy comes with it
 
         starts, ones = (0,) * self.ndim, (1,) * self.ndim

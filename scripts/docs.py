@@ -47,16 +47,22 @@ def _page(command: Command, name: str, summary: str, parent: click.Context) -> I
     text, _, examples = (command.help or "").partition("\b\nExamples:\n")
     yield f"# ckpt-tools {name}\n\n{summary}\n"
     yield f"## Synopsis\n\n    ckpt-tools {name} {pieces}\n"
-    yield f"## Description\n\n{text.strip()}\n"
+    yield f"## Description\n\n{_prose(text.strip())}\n"
     yield "## Options\n"
     for heading, options in command.headed(context).items():
         if heading != "Options":
             yield f"\n### {heading}\n"
         for record in filter(None, (option.get_help_record(context) for option in options)):
-            yield f"- `{record[0]}`: {' '.join(record[1].split())}"
+            yield f"- `{record[0]}`: {_prose(' '.join(record[1].split()))}"
     yield "\n## Examples\n"
     yield from (f"    {line.strip()}" for line in examples.rstrip().splitlines())
     yield f"\n## Exit codes\n\n{_EXIT_CODES}.\n"
+
+
+def _prose(text: str) -> str:
+    """Help as Markdown that shows it as it is: no ``*`` of a glob makes letters slanted."""
+    odd = r"`[^`]*`|[*<]|\b_\B|\B_\b"
+    return re.sub(odd, lambda found: found[0] if found[0][0] == "`" else f"\\{found[0]}", text)
 
 
 def write_pages() -> None:

@@ -57,7 +57,7 @@ def test_each_help_ends_in_examples(name: str) -> None:
 def test_the_site_has_every_page_of_docs() -> None:
     listed = (ROOT / "scripts" / "mkdocs.yml").read_text()
     pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
-    assert sorted(pages) == sorted(re.findall(r": (\S+\.md)$", listed, re.MULTILINE))
+    assert sorted(pages) == sorted(re.findall(r"- (\S+\.md)$", listed, re.MULTILINE))
 
 
 @pytest.mark.parametrize("command", OF_FRAMEWORKS)

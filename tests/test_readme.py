@@ -17,7 +17,9 @@ REAL = ROOT / "tests" / "data" / "checkpoints"
 
 
 class Example(NamedTuple):
-    """A command of a page and the lines that it shows below it; … is what differs each time."""
+    """A command of a page and the lines that it shows below it; … is what differs each time, and
+    as a line of its own what is left out.
+    """
 
     command: str
     output: tuple[str, ...]
@@ -51,6 +53,15 @@ def folder(tmp_path: Path) -> Path:
     for file in step.iterdir():
         os.utime(file, (three_hours_ago, three_hours_ago))
     shutil.copytree(REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt", tmp_path / "run7" / "ranks")
+    shutil.copytree(step, tmp_path / "run9" / "step-1000")
+    for number, damaged in ((2, "step-2000"), (3, "step-3000")):
+        file = shutil.copytree(step, tmp_path / "run9" / damaged) / f"__{number}_0.distcp"
+        file.unlink() if number == 2 else os.truncate(file, 300)
+    shutil.copy(tmp_path / "run7" / "ranks" / "model_rank0.pt", tmp_path / "rank0.pt")
+    shutil.copytree(REAL / "fsdp1_sharded_nomesh_torchsave" / "ckpt", tmp_path / "fsdp1")
+    lfs = tmp_path / "Llama-3.1-8B-lfs" / "model.safetensors"
+    lfs.parent.mkdir()
+    lfs.write_text("version https://git-lfs.github.com/spec/v1\n")
     rotten = shutil.copytree(step, tmp_path / "run8" / "step-2000") / "__2_0.distcp"
     data = bytearray(rotten.read_bytes())
     data[5000] = 0xFF
@@ -73,10 +84,25 @@ def test_the_examples_run_as_written(block: list[Example], folder: Path) -> None
         code = int(expected[1]) if expected else 0
         assert done.returncode == code, f"{example.command}: {done.stderr}"
         if example.output:
-            shown = [line.rstrip() for line in done.stdout.rstrip().splitlines()]
-            assert len(shown) == len(example.output)
-            for line, wanted in zip(shown, example.output, strict=True):
-                assert re.fullmatch(re.escape(wanted.rstrip()).replace("…", ".*"), line)
+            error = re.search(r"^Error: .*", done.stderr, re.MULTILINE | re.DOTALL)
+            lines = [*done.stdout.rstrip().splitlines(), *(error[0].splitlines() if error else ())]
+            shown = "".join(f"{line.rstrip()}\n" for line in lines)
+            assert re.fullmatch("".join(map(_pattern, example.output)), shown), shown
+
+
+def _pattern(line: str) -> str:
+    if line == "…":
+        return "(.*\n)*?"
+    return re.escape(line.rstrip()).replace("…", ".*") + "\n"
+
+
+def test_each_error_that_is_quoted_without_a_command_is_in_the_code() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    code = "".join(path.read_text() for path in (ROOT / "ckpt_tools").rglob("*.py"))
+    code = re.sub(r'" *\n *f?"', "", code)
+    quoted = [part for text in re.findall(r"\*\*`(.+?)`", page) for part in text.split(" … ")]
+    assert len(quoted) > 5
+    assert [text for text in quoted if text not in code] == []
 
 
 def test_every_command_is_in_readme_or_docs() -> None:

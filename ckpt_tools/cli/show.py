@@ -228,7 +228,7 @@ def read_corner(entry: TensorEntry, part: str | None) -> Corner:
     if box.numel > _MAX_VALUES:
         raise UsageError(
             f"--slice chooses {box.numel:,} values; at most {_MAX_VALUES:,} are printed.",
-            hint="`ckpt-tools export --format torch` writes whole tensors.",
+            hint="`ckpt-tools export --format torch` writes full tensors.",
         )
     with Files() as files:
         data = read_array(entry, box, files=files)

@@ -260,8 +260,8 @@ def _ranks_of(index: CheckpointIndex) -> Mesh:
     """The ranks that have saved a checkpoint. Raises UsageError for one that nothing is cut in."""
     if not _sharded(index):
         raise UsageError(
-            f"{index.root} has whole tensors, and no boxes to keep.",
-            hint="Give --to-mesh; or write whole tensors: ckpt-tools export CKPT -o OUT",
+            f"{index.root} has full tensors, and no boxes to keep.",
+            hint="Give --to-mesh; or write full tensors: ckpt-tools export CKPT -o OUT",
         )
     most = max(rank for entry in index.tensors for rank, _ in _own_boxes(entry))
     return Mesh((max(index.world_size or 1, most + 1),))

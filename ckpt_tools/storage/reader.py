@@ -159,7 +159,7 @@ class Files:
             while len(data) < length:
                 more = os.pread(fd, length - len(data), offset + len(data))
                 if not more:
-                    raise _too_short(path, length=offset + len(data), needed=offset + length)
+                    raise _too_short(path, length=self.size(path), needed=offset + length)
                 data += more
         return data
 
@@ -238,7 +238,7 @@ class Files:
                     break
                 done += count
         if done < least:
-            raise _too_short(path, length=offset + done, needed=offset + least)
+            raise _too_short(path, length=self.size(path), needed=offset + least)
         return done
 
 

@@ -277,3 +277,12 @@ def test_what_check_proves_are_the_bytes_that_were_copied(
     assert done.exit_code == 3, done.stderr
     assert "what was read of it is damaged: w " in done.stderr
     assert not out.exists()
+
+
+def test_a_file_that_ends_before_what_is_read_is_named_with_its_length(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(bytes(300))
+    with Files() as files:
+        for read in (files.read, lambda *asked: files.read_into(*asked[:2], bytearray(asked[2]))):
+            with pytest.raises(UnreadableError, match="is truncated: 300 bytes, the index needs"):
+                read(str(path), 1000, 10)

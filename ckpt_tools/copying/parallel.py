@@ -1,6 +1,6 @@
 """How many threads do a piece of work, how much memory they share, and work in a thread of its own.
 
-Beyond 16 threads of one Python process the interpreter's lock is what they wait for. Below that,
+Beyond ten threads of one Python process the interpreter's lock is what they wait for. Below that,
 the cores that this process may use count: its affinity, and the CPU quota of its control groups.
 """
 
@@ -21,11 +21,13 @@ Result = TypeVar("Result")
 # ends of it, Python gives one a module that is half done (seen once in 60 runs with 16 threads).
 IMPORTING = threading.RLock()
 
-MOST_THREADS = 16
+# On 16 cores ten verify 8 GB in 0.7 of the time of 16, and copy as fast.
+_MOST_THREADS = 10
+_MOST_REQUESTS = 16  # threads that wait for a store
 # Two overlap reading with writing even on one core.
 _LEAST_THREADS = 2
-_MEMORY_PER_THREAD = 8 << 20
-_LEAST_MEMORY = 64 << 20
+_MEMORY_PER_CORE = 8 << 20
+_LEAST_MEMORY, _MOST_MEMORY = 64 << 20, 128 << 20
 _CGROUPS = "/sys/fs/cgroup"
 
 
@@ -40,16 +42,16 @@ def choose_threads(
     files to write, tensors or ranges to read. A lane keeps two threads busy: one writes its file
     while the other reads. ``processes`` share the cores.
     """
-    cores = max(_LEAST_THREADS, min(MOST_THREADS, usable_cores() // processes))
+    cores = max(_LEAST_THREADS, min(_MOST_THREADS, usable_cores() // processes))
     if far:
-        cores, lanes = MOST_THREADS, MOST_THREADS
+        cores, lanes = _MOST_REQUESTS, _MOST_REQUESTS
     useful = min(2 * lanes, -(-nbytes // sizes.thread_work))
     return max(1, min(cores, useful))
 
 
 def default_memory() -> int:
     """Bytes of all buffers together: 64 MiB up to 8 cores, 128 MiB from 16 on."""
-    return max(_LEAST_MEMORY, min(MOST_THREADS, usable_cores()) * _MEMORY_PER_THREAD)
+    return max(_LEAST_MEMORY, min(_MOST_MEMORY, usable_cores() * _MEMORY_PER_CORE))
 
 
 def memory_text() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 
 from ckpt_tools.copying.parallel import IMPORTING
@@ -285,15 +286,29 @@ def first_unequal(
 
     The two may be cut in pieces of any sizes, each of which is there until the next is asked for.
     """
-    done, end = 0, memoryview(b"")
+    done, end, equals = 0, memoryview(b""), _equals()
     here = there = end
     while (here := here or next(these, end)) and (there := there or next(those, end)):
         count = min(len(here), len(there))
-        if bytearray(here[:count]) != there[:count]:  # views would be compared one by one
+        if not equals(here[:count], there[:count]):
             return done
         here, there, done = here[count:], there[count:], done + count
         on_bytes(count)
     return done if here or there or next(those, end) else None
+
+
+@cache
+def _equals() -> Callable[[memoryview, memoryview], bool]:
+    """Whether two writable views of as many bytes hold the same, by the C library's memcmp.
+
+    It lets go of the interpreter's lock. Python's own comparison does not: 16 threads took five
+    times as long.
+    """
+    import ctypes  # late: few compare, and it loads a library
+
+    memcmp = ctypes.CDLL(None).memcmp
+    place, first = ctypes.byref, ctypes.c_char.from_buffer
+    return lambda one, other: memcmp(place(first(one)), place(first(other)), len(one)) == 0
 
 
 def read_array(entry: TensorEntry, box: Box, *, files: Files) -> bytearray:

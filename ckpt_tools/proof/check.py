@@ -63,7 +63,8 @@ def same_tensors(  # noqa: PLR0913 (what is compared, and how)
     ``wanted`` are the source's tensors under their names in the result, ``dtypes`` their types
     there, to which they are cast again; ``means`` are computed again. With ``own``, the only files
     of the source that can be read here, the boxes in them are compared. ``seen`` gets the CRC-32s
-    of what is read in its order, ``on_bytes`` the bytes of the result. Returns what was proven.
+    of what is read in its order (of a result that keeps some, too), ``on_bytes`` the bytes of the
+    result. Returns what was proven.
 
     Raises WriteError when a tensor differs or one side lacks it, and what makes one not whole.
     """
@@ -75,11 +76,12 @@ def same_tensors(  # noqa: PLR0913 (what is compared, and how)
     _require_same(result, compare_headers(*pair))
     sources = {entry.fqn: entry for entry in here.tensors}
     on_run, tally = None if seen is None else seen.add, Tally(on_bytes)
+    on_own = on_run if formats.named(result.format).guarded else None  # others keep no CRC-32
 
     def values(header: EntryDiff, one: TensorEntry, other: TensorEntry) -> EntryDiff:
         places = (
             first_unequal(
-                stream_box(other, box, files=files, on_run=on_run),
+                stream_box(other, box, files=files, on_run=on_own),
                 _as_type(part, box, one.dtype, files, on_run, means.get(one.fqn)),
                 on_bytes=tally.add,
             )

@@ -26,6 +26,7 @@ from ckpt_tools.proof.consistency import compare_model_and_optimizer
 from ckpt_tools.proof.damage import Damage, ReadResult, read_everything
 from ckpt_tools.proof.damage_map import DamagedTensor, DamageMap, IntervalMap, Rescue
 from ckpt_tools.proof.replicas import differing_replicas
+from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
 
 
@@ -132,6 +133,8 @@ def verify(
     sum.
     """
     locating = Background(lambda: formats.locate(index, files))
+    if is_address(index.root):
+        locating.wait()  # small items come with what it fetches
     reading = read_everything(index, files, seen=KnownCrcs(), threads=threads, on_bytes=on_bytes)
     located = locating.result()
     condition = DamageMap(located, [damage.data for damage in reading.damages])

@@ -22,7 +22,7 @@ def cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     [
         (2, TIB, 100, 1, 2),
         (8, TIB, 100, 1, 8),
-        (64, TIB, 100, 1, 16),
+        (64, TIB, 100, 1, 10),
         (16, TIB, 1, 1, 2),
         (16, 1000, 100, 1, 1),
         (16, 0, 0, 1, 1),

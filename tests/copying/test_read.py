@@ -72,7 +72,7 @@ def test_bytes_in_pieces_of_any_sizes_are_compared(
     ended: list[bytes] = []
 
     def pieces(data: bytes) -> Iterator[memoryview]:
-        rest = memoryview(data)
+        rest = memoryview(bytearray(data))
         while rest:
             count = cuts.draw(st.integers(1, len(rest)))
             yield rest[:count]

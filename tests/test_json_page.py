@@ -1,6 +1,7 @@
 """docs/json.md has the fields that commands print, with their types: no more and no fewer."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from running import run
 
 from ckpt_tools.cli import cli
@@ -35,6 +37,7 @@ COMMANDS = (
     "ls cut",
     "show run7/step-1000 model.emb.weight",
     "show run7/step-1000 step",
+    "show odd.pt w",
     "layout run7/step-1000 --to-mesh 2x2",
     "verify run7/step-1000 --quick",
     "verify cut --against run7/step-1000",
@@ -80,6 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, saved in names.items():
         shutil.copytree(REAL / saved / "ckpt", here / name)
+    torch.save({"w": torch.tensor([math.nan, -math.inf])}, here / "odd.pt")
     (here / "cut" / "__2_0.distcp").unlink()
     run("reshard", here / TITAN, "-o", here / "two-ranks", "--to-mesh", 2)
     shown = json.loads(run("show", here / "zeros", "model.emb.weight", "--json").stdout)
@@ -143,7 +147,7 @@ def test_the_page_has_the_fields_that_are_printed(
     seen: set[tuple[str, str]] = set()
     for command in COMMANDS:
         done = run(*command.split(), "--json")
-        told = json.loads(done.stdout)
+        told = json.loads(done.stdout, parse_constant=pytest.fail)  # NaN is no JSON
         assert ('"error"' in done.stdout) == (done.exit_code >= 3 or told["schema"] == ERROR), (
             command
         )

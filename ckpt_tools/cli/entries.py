@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from ckpt_tools.analysis.infer_mesh import FoundMesh, Status, mesh_json
 from ckpt_tools.analysis.summary import layout_of, placement_names
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import Json, columns, cut_to, terminal_width
+from ckpt_tools.cli.render import Json, columns, cut_to, finite, terminal_width
 from ckpt_tools.core.index import CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
@@ -131,7 +131,7 @@ def entry_json(entry: Entry, mesh: FoundMesh | None) -> dict[str, Json]:
 
 def plain_json(value: PlainValue) -> Json:
     """A plain value as JSON has it: keys are strings, and what JSON lacks stays a string."""
-    return _finite(_spelled(value))
+    return finite(_spelled(value))
 
 
 def _spelled(value: PlainValue) -> Json:
@@ -145,16 +145,6 @@ def _spelled(value: PlainValue) -> Json:
     if isinstance(value, (set, frozenset)):
         return [_spelled(inner) for inner in sorted(value, key=repr)]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _finite(value: Json) -> Json:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):  # noqa: PLR0124 (NaN)
-        return str(value)
-    return value
 
 
 def stats_cells(tensor: TensorStats) -> tuple[str, ...]:

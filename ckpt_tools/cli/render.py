@@ -7,6 +7,7 @@ each line, and what measures texts (tables, headings) to each text before.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,20 @@ def emit_json_lines(values: Iterable[Json]) -> None:
 
 def _json(value: Json, *, indent: int | None = None) -> str:
     """The text of a value: it has escapes for all but ASCII, and here for DEL, too."""
-    return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
+    try:
+        text = json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        text = json.dumps(finite(value), indent=indent)
+    return text.replace("\x7f", "\\u007f")
+
+
+def finite(value: Json) -> Json:
+    """The same with a string for each number that JSON lacks: ``nan``, ``inf``, ``-inf``."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def emit_csv(header: Sequence[str], rows: Iterable[Sequence[str | int | None]]) -> None:

@@ -116,7 +116,7 @@ def _served(folder: Path, *, port: int, milliseconds: float) -> Iterator[None]:
     words = (sys.executable, __file__, "--serve", str(port), str(milliseconds), str(folder))
     process = subprocess.Popen(words)  # noqa: S603 - our own words, here and below
     try:
-        while True:
+        while process.poll() is None:
             with suppress(OSError):
                 _counts(port)
                 break
@@ -195,7 +195,8 @@ def main() -> None:
     asked = parser.parse_args()
     endpoint = {"ENDPOINT_URL": f"http://127.0.0.1:{asked.port}"}
     os.environ |= {f"AWS_{name}": value for name, value in {**_KEYS, **endpoint}.items()}
-    os.environ["PYTHONPATH"] = data.compiled(Path(__file__).parents[2])
+    ours = data.compiled(Path(__file__).parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.getenv("PYTHONPATH")]))
     rows: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as name:
         full, folder, ranges = (Path(name) / part for part in ("m.safetensors", "dcp", "ranges"))

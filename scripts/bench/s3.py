@@ -175,7 +175,8 @@ def _ways(ranges: Path, out: Path) -> dict[str, tuple[str, ...]]:
         "export of a third": (*ours, "export", _RUN, "-i", _PART, *to),
     }
     if shutil.which("s5cmd"):
-        ways["s5cmd cp, all files"] = ("s5cmd", "cp", f"{_RUN}/*", f"{out}/")
+        at = ("--endpoint-url", os.environ["AWS_ENDPOINT_URL"])
+        ways["s5cmd cp, all files"] = ("s5cmd", *at, "cp", f"{_RUN}/*", f"{out}/")
     return ways
 
 
@@ -192,6 +193,7 @@ def main() -> None:
     parser.add_argument("--ms", type=float, nargs="*", default=[1, 10, 50])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=9740)
+    parser.add_argument("--only", default="", help="rows or their beginnings, commas between")
     asked = parser.parse_args()
     endpoint = {"ENDPOINT_URL": f"http://127.0.0.1:{asked.port}"}
     os.environ |= {f"AWS_{name}": value for name, value in {**_KEYS, **endpoint}.items()}
@@ -207,6 +209,8 @@ def main() -> None:
         for milliseconds in asked.ms:
             with _served(folder, port=asked.port, milliseconds=milliseconds):
                 for way, words in _ways(ranges, Path(name) / "out").items():
+                    if not way.startswith(tuple(asked.only.split(","))):
+                        continue
                     costs = [measure(words) for _ in range(asked.rounds)]
                     if not rows.get(way):
                         rows[way] = [f"{costs[-1].requests:,}", f"{costs[-1].nbytes / 1e6:.1f}"]

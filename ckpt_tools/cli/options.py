@@ -87,7 +87,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command, which Ctrl-C may leave tidily."""
-        with interruptible(), one_object(ctx):
+        with interruptible(), one_object(ctx, with_error=bool(ctx.params.get("json"))):
             try:
                 answer: object = super().invoke(ctx)
             except CheckpointError as error:

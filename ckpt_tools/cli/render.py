@@ -51,14 +51,14 @@ def emit_json(value: Mapping[str, Json]) -> None:
 
 
 @contextmanager
-def one_object(ctx: click.Context) -> Iterator[None]:
-    """Print what `emit_json` was given when the block ends. Under --json an error is in it, as
-    ``error``, and alone where nothing was given.
+def one_object(ctx: click.Context, *, with_error: bool) -> Iterator[None]:
+    """Print what `emit_json` was given when the block ends, ``with_error`` if that ended it: as its
+    field ``error``, and alone where nothing was given.
     """
     try:
         yield
     except (CkptError, OSError) as error:
-        if ctx.params.get("json"):
+        if with_error:
             failed = error if isinstance(error, CkptError) else from_system(error)
             given = ctx.meta.get(_ANSWER, {"schema": ERROR})
             ctx.meta[_ANSWER] = {**given, "error": error_json(failed)}

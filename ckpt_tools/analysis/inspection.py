@@ -36,7 +36,8 @@ class VerdictPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a checkpoint is: ``nbytes`` of all files, ``saved`` in seconds since 1970.
+    """What a checkpoint is: ``nbytes`` of all files. ``saved`` is the date of the newest, in
+    seconds since 1970: no format states when it was saved.
 
     ``problems`` are what headers tell; only `verify` reads every byte. ``placements`` are texts
     with how many tensors lie so, ``files`` how many files there should be, ``ties`` groups of names
@@ -98,7 +99,7 @@ class Inspection:
         """The short answer: whole or not, resumable or not, step, age."""
         if self.saved is None:
             return self.state
-        return (*self.state, VerdictPart(f"saved {ago(time.time() - self.saved)}"))
+        return (*self.state, VerdictPart(f"files of {ago(time.time() - self.saved)}"))
 
     def to_dict(self) -> dict[str, Json]:
         """The object of schema ckpt-tools/inspect/1, which `inspect --json` prints."""

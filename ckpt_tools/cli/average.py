@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, render, shaping
-from ckpt_tools.cli.group import answer, say, saying
+from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert.average import Average, Weighting, average_of
 from ckpt_tools.convert.write import Read
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import parse_mesh
 from ckpt_tools.core.options import option
-from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.records import as_json
 from ckpt_tools.core.text import counted
 from ckpt_tools.distributed import environment, run
@@ -78,8 +77,7 @@ def command(asked: _Asked) -> None:
     if dry_run:
         plan = run.dry_run(make, out, write)
     else:
-        with progress.byte_bar(label="average") as bar:
-            heard = Listener(bar, bar.expect, saying())
+        with progress.writing() as heard:
             plan = run.run(make, out, write, workers=asked.writing.jobs, listener=heard)
     for note in plan.notes:
         say(note)

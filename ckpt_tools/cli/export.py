@@ -19,7 +19,6 @@ from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import Read, WriteOptions
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
 from ckpt_tools.core.options import option
-from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.text import counted
 from ckpt_tools.distributed import environment, run
 from ckpt_tools.errors import UsageError
@@ -207,8 +206,7 @@ def command(asked: _Asked) -> None:
     if dry_run:
         plan = run.dry_run(make, out, write)
     else:
-        with progress.byte_bar(label="export") as bar:
-            listener = Listener(bar, bar.expect, saying())
+        with progress.writing() as listener:
             jobs, texts = asked.writing.jobs, options.texts(asked)
             plan = run.run(make, out, write, workers=jobs, listener=listener, texts=texts)
     for note in plan.notes:
@@ -266,7 +264,9 @@ def _steps(index: CheckpointIndex, asked: _Asked, *, is_folder: bool) -> tuple[T
     if folder.vocab_size is not None:
         steps.append(maps.VocabularyTransform(folder.vocab_size))
     if path is not None and config is not None:
-        steps.append(hf_folder.AssetsTransform(path, config, index, folder.allow_mismatch))
+        steps.append(
+            hf_folder.AssetsTransform(path, config, index, folder.allow_mismatch, saying())
+        )
     return tuple(steps)
 
 

@@ -6,12 +6,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_tools.cli.group import is_dumb, is_quiet
+from ckpt_tools.cli.group import is_dumb, is_quiet, saying
+from ckpt_tools.core.progress import Listener
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 _SILENT = 2.0  # seconds after which a person wonders
 _EVERY = 1.0
+_DELAY = 0.5  # what is refused or done at once draws nothing
 
 
 class _Bar:
@@ -33,8 +36,16 @@ class _Bar:
         self._drawn = drawn
 
     def __call__(self, nbytes: int) -> None:
+        if self._drawn is None:
+            return
+        if not self._drawn.n:  # what was done before the first bytes does not count for the speed
+            self._drawn.start_t = self._drawn.last_print_t = time.time()
+        self._drawn.update(nbytes)
+
+    def name(self, phase: str) -> None:
+        """Say what is done from now on."""
         if self._drawn is not None:
-            self._drawn.update(nbytes)
+            self._drawn.set_description(phase, refresh=False)
 
     def expect(self, total: int) -> None:
         """Set the total number of bytes."""
@@ -63,9 +74,16 @@ def byte_bar(total: int | None = None, *, label: str) -> Iterator[_Bar]:
         unit="B",
         unit_scale=True,
         leave=False,
-        delay=0.5,  # what is refused or done at once draws nothing
+        delay=_DELAY,
     ) as bar:
         yield _Bar(bar)
+
+
+@contextmanager
+def writing() -> Iterator[Listener]:
+    """Yield who hears of a conversion: a bar that names its phases, and notes on stderr."""
+    with byte_bar(label="write") as bar:
+        yield Listener(bar, bar.expect, saying(), partial(bar.name, "check"))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from functools import partial
 
 from ckpt_tools import formats
 from ckpt_tools.cli import options, progress, render, shaping
-from ckpt_tools.cli.group import answer, say, saying
+from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, refuse_check
 from ckpt_tools.convert.write import Read, WriteOptions
@@ -28,7 +28,6 @@ from ckpt_tools.core.mesh_spec import (
     parse_rule,
 )
 from ckpt_tools.core.options import option, repeated
-from ckpt_tools.core.progress import Listener
 from ckpt_tools.core.text import counted, format_size
 from ckpt_tools.distributed import environment, run
 from ckpt_tools.errors import UsageError, reason_of
@@ -254,8 +253,7 @@ def _run(
     make, out, jobs = partial(_conversion, asked, write), asked.out, asked.writing.jobs
     if asked.writing.dry_run:
         return run.dry_run(make, out, write, engine=engine, workers=jobs, texts=texts)
-    with progress.byte_bar(label="reshard") as bar:
-        heard = Listener(bar, bar.expect, saying())
+    with progress.writing() as heard:
         plan = run.run(make, out, write, engine=engine, workers=jobs, listener=heard, texts=texts)
     if asked.writing.options.resume and not write.resume:
         note = "records no finished files: --resume started from the beginning."

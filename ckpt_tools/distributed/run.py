@@ -220,8 +220,12 @@ def _lead_or_follow(
             note = f"Attempt {attempt} of this job had already finished {out}."
             return replace(plan, notes=(*plan.notes, note))
     if group.rank == 0:
-        noting = replace(listener, on_written=partial(group.note_written, out, index.root))
-        return write_by(conversion, executor, noting)
+
+        def written() -> None:
+            group.note_written(out, index.root)
+            listener.on_written()
+
+        return write_by(conversion, executor, replace(listener, on_written=written))
     plan = conversion.plan(executor.locate)
     notes = executor.run(index, plan, atomic_output.place_of(out), KnownCrcs())
     return replace(plan, notes=(*plan.notes, *notes))

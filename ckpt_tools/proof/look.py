@@ -1,5 +1,5 @@
-"""What `inspect` says of a checkpoint, with what it reads beyond headers: the step, and the time of
-the save.
+"""What `inspect` says of a checkpoint, with what it reads beyond headers: the step, and the date of
+its files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Which tensors a model needs: asked of transformers, or read from a safetensors folder's headers.
+"""Which tensors a model needs: by its config, by transformers, or by its weights' headers.
 
-transformers builds the model on the meta device, so that nothing is allocated and nothing is
+The config's numbers alone say it for Llama and its like. Importing transformers may take half a
+minute; it builds the model on the meta device, so that nothing is allocated and nothing is
 downloaded. No code of the asset folder is run.
 """
 
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools import formats
+from ckpt_tools.core.progress import ignore_note
 from ckpt_tools.errors import CheckpointError
 from ckpt_tools.storage.paths import open_file
 
@@ -24,8 +26,35 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _USUAL_TIES = {"lm_head.weight": "model.embed_tokens.weight"}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 Shapes = Mapping[str, tuple[int, ...] | None]
 _Build = Callable[[object], object]
+
+
+class _Decoder(NamedTuple):
+    """What differs between dense decoders: biases of q, k and v, of o, of the MLP, and norms of q
+    and k. A text is the config's key of a bias.
+    """
+
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    has_qk_norm: bool = False
+
+
+_DECODERS = {
+    "LlamaForCausalLM": _Decoder("attention_bias", "attention_bias", "mlp_bias"),
+    "MistralForCausalLM": _Decoder(),
+    "Qwen2ForCausalLM": _Decoder(qkv_bias=True),
+    "Qwen3ForCausalLM": _Decoder("attention_bias", "attention_bias", has_qk_norm=True),
+}
 
 
 class Needed(NamedTuple):
@@ -40,9 +69,68 @@ class Needed(NamedTuple):
     according_to: str
 
 
-def needed_by(folder: str, config: Mapping[str, object]) -> Needed | None:
-    """What the model of this config needs, or None when nothing here can say it."""
-    return _by_transformers(folder, config) or _by_headers(folder, config)
+def needed_by(
+    folder: str, config: Mapping[str, object], *, on_note: Callable[[str], None] = ignore_note
+) -> Needed | None:
+    """What the model of this config needs, or None when nothing here can say it.
+
+    ``on_note`` is called before what takes long.
+    """
+    known = by_numbers(config)
+    if known is None and find_spec("transformers") is not None and find_spec("torch") is not None:
+        on_note("Asking transformers what the model needs; importing it may take half a minute ...")
+        known = by_transformers(folder, config)
+    return known or _by_headers(folder, config)
+
+
+def by_numbers(config: Mapping[str, object]) -> Needed | None:
+    """What the numbers of a config say; None for an unknown architecture, or if one is left out."""
+    name = _architecture(config)
+    decoder = _DECODERS.get(name or "")
+    sizes = [config.get(key) for key in _SIZES]
+    vocabulary, hidden, inner, layers, heads, kv_heads = (
+        size if isinstance(size, int) else 0 for size in sizes
+    )
+    if decoder is None or "auto_map" in config or 0 in (vocabulary, hidden, inner, heads, kv_heads):
+        return None
+    head = config.get("head_dim")
+    if not isinstance(head, int):
+        if decoder.has_qk_norm:  # whose heads are of 128 then, whatever else the config says
+            return None
+        head = hidden // heads
+    linear = {
+        "self_attn.q_proj": (heads * head, hidden, decoder.qkv_bias),
+        "self_attn.k_proj": (kv_heads * head, hidden, decoder.qkv_bias),
+        "self_attn.v_proj": (kv_heads * head, hidden, decoder.qkv_bias),
+        "self_attn.o_proj": (hidden, heads * head, decoder.o_bias),
+        "mlp.gate_proj": (inner, hidden, decoder.mlp_bias),
+        "mlp.up_proj": (inner, hidden, decoder.mlp_bias),
+        "mlp.down_proj": (hidden, inner, decoder.mlp_bias),
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    for key, (rows, columns, bias) in linear.items():
+        layer[f"{key}.weight"] = (rows, columns)
+        if bias is True or (bias and config.get(bias) is True):
+            layer[f"{key}.bias"] = (rows,)
+    if decoder.has_qk_norm:
+        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    shapes = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        **{f"model.layers.{n}.{key}": shape for n in range(layers) for key, shape in layer.items()},
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    return Needed((shapes,), usual_ties(config), f"the config of a {name}")
+
+
+def _architecture(config: Mapping[str, object]) -> str | None:
+    """The class that a config names first."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return first if isinstance(first, str) else None
 
 
 def usual_ties(config: Mapping[str, object]) -> dict[str, str]:
@@ -50,9 +138,8 @@ def usual_ties(config: Mapping[str, object]) -> dict[str, str]:
     return dict(_USUAL_TIES) if config.get("tie_word_embeddings") is True else {}
 
 
-def _by_transformers(folder: str, config: Mapping[str, object]) -> Needed | None:
-    if find_spec("transformers") is None or find_spec("torch") is None:
-        return None
+def by_transformers(folder: str, config: Mapping[str, object]) -> Needed | None:
+    """What transformers says, or None where it cannot build the model."""
     # What it raises depends on its version: for a model type that it does not know, a config that
     # lacks something, or an environment in which it does not work. Then the headers are asked.
     try:
@@ -93,11 +180,10 @@ def _model_on_meta(
 
 def _class_of(transformers: ModuleType, config: Mapping[str, object]) -> _Build:
     """What builds the model from its config: the architecture that it names, or a causal model."""
-    named = config.get("architectures")
-    first = named[0] if isinstance(named, list) and named else None
+    name = _architecture(config)
     build: _Build = transformers.AutoModelForCausalLM.from_config
-    if isinstance(first, str) and hasattr(transformers, first):
-        build = getattr(transformers, first)
+    if name is not None and hasattr(transformers, name):
+        build = getattr(transformers, name)
     return build
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
@@ -17,6 +17,7 @@ from ckpt_tools import formats
 from ckpt_tools.copying.read import first_difference
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, TensorEntry
+from ckpt_tools.core.progress import ignore_note
 from ckpt_tools.core.text import counted, some
 from ckpt_tools.errors import AnswerNo, UsageError, reason_of
 from ckpt_tools.formats.frameworks import HUB_FOLDER
@@ -168,6 +169,7 @@ class AssetsTransform:
     config: Mapping[str, object] = field(repr=False)
     source: CheckpointIndex = field(repr=False)
     allow_mismatch: bool = False
+    on_note: Callable[[str], None] = field(default=ignore_note, repr=False)
 
     def __call__(
         self, made: tuple[TransformedTensor, ...], files: Files, types: DtypePolicy
@@ -177,7 +179,7 @@ class AssetsTransform:
         Raises AnswerNo, with lists, when anything is missing, unexpected or misshapen, or quantized
         where the config is not.
         """
-        needed = hf_architecture.needed_by(self.folder, self.config)
+        needed = hf_architecture.needed_by(self.folder, self.config, on_note=self.on_note)
         if needed is None and not self.allow_mismatch:
             raise UsageError(
                 f"Nothing says which tensors the model of {self.folder} needs.",

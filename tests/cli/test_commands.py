@@ -90,7 +90,7 @@ def test_what_inspect_adds_to_its_text_it_adds_to_its_json() -> None:
 
 def test_the_verdict_comes_first() -> None:
     lines = run("inspect", DCP).stdout.splitlines()
-    assert lines[1].startswith("  complete by its headers, training can resume, step 2, saved ")
+    assert lines[1].startswith("  complete by its headers, training can resume, step 2, files of ")
 
 
 def test_the_verdict_on_a_hurt_checkpoint_is_no(hurt: Path) -> None:

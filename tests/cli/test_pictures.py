@@ -131,7 +131,7 @@ def test_a_page_needs_no_network() -> None:
 def test_the_banner_says_the_verdict_the_format_and_the_date() -> None:
     banner = _page(_holdings(2)).split("</header>")[0]
     assert "complete by its headers" in banner
-    assert "DCP directory (torch.distributed.checkpoint) · saved 1970-01-01 00:00 UTC" in banner
+    assert "DCP directory (torch.distributed.checkpoint) · files of 1970-01-01 00:00 UTC" in banner
     assert f"read by ckpt-tools {__version__}" in banner
 
 

@@ -31,3 +31,29 @@ def test_a_long_wait_is_said_on_a_terminal_and_erased(
         while drawn and not stderr.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
     assert stderr.getvalue() == (f"reading: 0 s\r{' ' * 12}\r" if drawn else "")
+
+
+def test_a_bar_names_its_phase_and_starts_with_the_first_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(progress, "is_quiet", lambda: False)
+    monkeypatch.setattr(progress, "saying", lambda: print)
+    monkeypatch.setattr(progress, "_DELAY", 0.01)
+    with progress.writing() as heard:
+        heard.on_total(4000)
+        time.sleep(0.3)  # planning
+        began = time.monotonic()
+        heard.on_bytes(1000)
+        time.sleep(0.15)
+        heard.on_bytes(1000)
+        took = time.monotonic() - began
+        heard.on_written()
+        time.sleep(0.15)
+        heard.on_bytes(2000)
+    first, *_, last = (line for line in stderr.getvalue().split("\r") if "|" in line)
+    assert first.startswith("write:  50%")
+    assert last.startswith("check: 100%")
+    assert float(first.rpartition(", ")[2].partition("kB/s")[0]) > 2 / (took + 0.2)

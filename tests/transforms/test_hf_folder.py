@@ -265,24 +265,52 @@ def test_sizes_follow_from_the_config_as_the_models_take_them() -> None:
     assert values_of({"text_config": config})["head_dim"] == 16
 
 
-def test_transformers_tells_names_shapes_and_ties_without_allocating(tmp_path: Path) -> None:
+DECODER: dict[str, object] = {
+    "vocab_size": 1 << 17,
+    "hidden_size": 1 << 14,
+    "intermediate_size": 1 << 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+}
+BIASED: dict[str, object] = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, BIASED, {"head_dim": 64}], ids=["plain", "biased", "heads"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_the_numbers_of_a_config_say_what_transformers_says(
+    tmp_path: Path, family: str, more: dict[str, object]
+) -> None:
     pytest.importorskip("transformers")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 1 << 14,
-        "intermediate_size": 1 << 16,
-        "num_attention_heads": 128,
-        "num_hidden_layers": 1,
-        "vocab_size": 1 << 17,
-        "tie_word_embeddings": True,
-    }
+    head = {"head_dim": 128} if family == "Qwen3" else {}
+    named = {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
+    config = DECODER | head | more | named
     (tmp_path / "config.json").write_text(json.dumps(config))
-    needed = hf_architecture.needed_by(str(tmp_path), config)
+    found = hf_architecture.by_numbers(config)
+    truth = hf_architecture.by_transformers(str(tmp_path), config)
+    assert found is not None
+    assert truth is not None
+    assert truth.choices == found.choices
+    assert truth.ties == found.ties
+    assert truth.according_to.startswith(f"{family}ForCausalLM of transformers")
+
+
+def test_a_known_architecture_is_read_without_transformers(tmp_path: Path) -> None:
+    llama = DECODER | {"architectures": ["LlamaForCausalLM"]}
+    notes: list[str] = []
+    needed = hf_architecture.needed_by(str(tmp_path), llama, on_note=notes.append)
     assert needed is not None
-    assert needed.choices[0]["model.embed_tokens.weight"] == (1 << 17, 1 << 14)
-    assert needed.ties == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert needed.according_to.startswith("LlamaForCausalLM of transformers")
+    assert needed.according_to == "the config of a LlamaForCausalLM"
+    assert not notes
+
+
+@pytest.mark.parametrize("more", [{"auto_map": {}}, {"num_key_value_heads": None}])
+def test_numbers_are_not_guessed(more: dict[str, object]) -> None:
+    llama = DECODER | {"architectures": ["LlamaForCausalLM"]}
+    assert hf_architecture.by_numbers(llama | more) is None
+    assert hf_architecture.by_numbers(DECODER | {"architectures": ["Qwen3ForCausalLM"]}) is None
+    assert hf_architecture.by_numbers(DECODER) is None
 
 
 def test_a_mixture_of_experts_may_come_in_one_tensor_or_one_by_one(tmp_path: Path) -> None:
@@ -297,8 +325,10 @@ def test_a_mixture_of_experts_may_come_in_one_tensor_or_one_by_one(tmp_path: Pat
         "vocab_size": 32,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    needed = hf_architecture.needed_by(str(tmp_path), config)
+    notes: list[str] = []
+    needed = hf_architecture.needed_by(str(tmp_path), config, on_note=notes.append)
     assert needed is not None
+    assert "import" in notes[0]
     fused, single = needed.choices
     assert "model.layers.0.mlp.experts.gate_up_proj" in fused
     assert "model.layers.0.mlp.experts.3.gate_proj.weight" in single

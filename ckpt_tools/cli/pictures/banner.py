@@ -28,7 +28,7 @@ _MAX_PROBLEMS, _MAX_FILES = 50, 500
 
 def banner(inspection: Inspection, problems: Sequence[CheckpointError]) -> Iterator[str]:
     """The verdict, the version and the date of the source, and what is wrong with it."""
-    facts = [report.written_as(inspection), _saved(inspection.saved)]
+    facts = [report.written_as(inspection), _date(inspection.saved)]
     reasons = first_of(list(map(_why, problems)), _MAX_PROBLEMS)
     yield from _banner(inspection.root, inspection.state, facts, reasons)
 
@@ -52,10 +52,10 @@ def _banner(
     yield "</header>"
 
 
-def _saved(seconds: float | None) -> str:
+def _date(seconds: float | None) -> str:
     if seconds is None:
-        return "date of the save not known"
-    return f"saved {strftime('%Y-%m-%d %H:%M UTC', gmtime(seconds))}"
+        return "date of the files not known"
+    return f"files of {strftime('%Y-%m-%d %H:%M UTC', gmtime(seconds))}"
 
 
 def _why(error: CheckpointError) -> str:
@@ -92,7 +92,7 @@ def failure_page(ckpt: str, error: CheckpointError) -> str:
     with suppress(OSError):
         states = paths.states(ckpt)
     verdict = [VerdictPart("CANNOT BE READ", "bad")]
-    parts = list(_banner(ckpt, verdict, [_saved(last_written(states))], [_why(error)]))
+    parts = list(_banner(ckpt, verdict, [_date(last_written(states))], [_why(error)]))
     shown = sorted(states.items())[:_MAX_FILES]
     rows = ((os.path.basename(path), f"{state.size:,}") for path, state in shown)
     parts += table(("FILE", "BYTES"), rows, numbers=[1])

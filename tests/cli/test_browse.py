@@ -26,7 +26,7 @@ def test_without_textual_the_error_names_the_command_that_installs_it(
     monkeypatch.setattr(browse, "find_spec", lambda _: None)
     done = run("browse", DCP)
     assert done.exit_code == 2
-    assert "pip install 'ckpt-tools[browse]'" in done.stderr
+    assert "pip install textual" in done.stderr
 
 
 pytest.importorskip("textual")
@@ -127,6 +127,27 @@ def test_the_keys_stand_in_the_last_line() -> None:
             assert word in keys
 
     look(DCP, act=act)
+
+
+def test_a_question_mark_shows_the_keys() -> None:
+    async def act(screen: Screen) -> None:
+        await screen.press("question_mark")
+        assert "search: part of a name" in str(screen.app.screen.query_one(Static).render())
+        await screen.press("escape")
+        await screen.press("down")
+        assert "33 tensors, 13 objects" in screen.text()
+
+    look(DCP, act=act)
+
+
+def test_on_a_small_screen_the_tree_has_most_of_the_height_and_texts_wrap_in_their_column() -> None:
+    async def act(screen: Screen) -> None:
+        assert screen.app.tree_widget.size.height >= 13
+        lines = [line.rstrip() for line in screen.text().splitlines()]
+        assert "  mesh        2x4, inferred from the boxes that" in lines
+        assert "              each rank saved" in lines
+
+    look(DCP, act=act, size=(52, 24))
 
 
 def test_a_slice_has_the_values_that_show_has() -> None:

@@ -13,10 +13,10 @@ _HELP = """Browse a checkpoint on the screen: sizes, shards, values.
 
 The largest part is first, with a bar that compares it with its siblings. Enter opens a part; /
 searches by name; s, n and f group the tree by section, by name or by the files that ranks saved;
-`:` selects a slice of a tensor's values, such as 0:4,:8. The last line shows the keys.
+`:` selects a slice of a tensor's values, such as 0:4,:8. ? shows the keys.
 
-Only headers and the values on the screen are read. It needs textual: pip install
-'ckpt-tools[browse]'. The exit code is 3 if the checkpoint is not complete.
+Only headers and the values on the screen are read. It needs textual: pip install textual. The exit
+code is 3 if the checkpoint is not complete.
 
 """ + options.examples("ckpt-tools browse run7/step-1000")
 
@@ -35,7 +35,7 @@ def command(asked: _Asked) -> None:
     if find_spec("textual") is None:
         raise UsageError(
             "browse needs textual, which is not installed.",
-            hint="pip install 'ckpt-tools[browse]'",
+            hint="pip install textual",
         )
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from time import sleep
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -11,6 +12,7 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Header, Input, Static, Tree
 from textual.worker import get_current_worker
 
@@ -31,6 +33,19 @@ _PAUSE = 0.05  # seconds that the cursor rests before files are read
 _MOST_CHUNKS = 500  # in a table on the screen
 _LABEL = 45  # columns of what stands before and behind a name
 _OPENED_AT_ONCE = 200  # leaves that a search may find and still show all of
+_INDENT = 2  # columns of a level
+_NARROWEST = 12  # columns in which text is wrapped
+_KEYS = (
+    ("up, down, k, j", "move"),
+    ("Enter", "open or close a part"),
+    ("right, left", "open a part; go up to the part around it"),
+    ("Tab", "to the values and chunks, and back"),
+    ("/", "search: part of a name, a glob, or re:…; Escape ends it"),
+    (":", "values of a slice of the tensor: 0:4,:8"),
+    ("s, n, f", "group by section, by name, or by the files of ranks"),
+    ("?", "these keys"),
+    ("q", "quit"),
+)
 
 
 class _Shown(NamedTuple):
@@ -52,10 +67,13 @@ class Entries(Tree[_Shown]):
         Binding("enter", "select_cursor", "Open"),
         Binding("right,l", "open", "Open", show=False),
         Binding("left,h", "cursor_parent", "Up", show=False),
+        Binding("j", "cursor_down", "Down", show=False),
+        Binding("k", "cursor_up", "Up", show=False),
     ]
 
     def __init__(self, label: str, content: Content) -> None:
         super().__init__(Text(label))
+        self.guide_depth = _INDENT
         self._content = content
         self._behind: dict[int, Text] = {}  # what stands behind names, by their nodes
 
@@ -136,6 +154,7 @@ class _Details(VerticalScroll):
     def __init__(self, content: Content) -> None:
         super().__init__(id="details")
         self._content = content
+        self._said = ""
 
     def compose(self) -> ComposeResult:
         """The widgets, from top to bottom."""
@@ -146,10 +165,30 @@ class _Details(VerticalScroll):
 
     def say(self, text: str) -> None:
         """Show only a text; it may have the colours of a terminal."""
-        self.query_one(".facts", Static).update(Text.from_ansi(text))
+        self._said = text
+        self._wrap()
+        self.scroll_home(animate=False)
         self.query_one(".text", Static).update("")
         for table in self.query(DataTable):
             table.clear(columns=True).display = False
+
+    def on_resize(self) -> None:
+        """Wrap the text anew."""
+        self._wrap()
+
+    def _wrap(self) -> None:
+        width = self.size.width - 3  # of the padding, and of the bar that scrolls
+        lines = Text.from_ansi(self._said).split("\n", allow_blank=True)
+        wrapped = [part for line in lines for part in self._hanging(line, width)]
+        self.query_one(".facts", Static).update(Text("\n").join(wrapped))
+
+    def _hanging(self, line: Text, width: int) -> list[Text]:
+        """A line wrapped below its last column, where there is room for that."""
+        columns = [match.end() for match in re.finditer(r"(?<=\S)  +|^ +", line.plain)]
+        start = max((at for at in columns if at + _NARROWEST <= width), default=0)
+        parts = line[start:].wrap(self.app.console, max(width - start, _NARROWEST))
+        before = [line[:start], *[Text(" " * start)] * len(parts)]
+        return [first + part for first, part in zip(before, parts, strict=False)]
 
     def show(self, entry: Entry) -> None:
         """Show what headers say of an entry."""
@@ -185,16 +224,35 @@ def _row_name(values: Corner, number: int) -> str:
     return ",".join(place)
 
 
+class _Help(ModalScreen[None]):
+    """The keys."""
+
+    CSS = """
+    _Help { align: center middle; }
+    _Help Static { width: auto; height: auto; border: round $primary; padding: 0 2; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,enter,question_mark,q", "dismiss", "Close")
+    ]
+
+    def compose(self) -> ComposeResult:
+        """A line for each key."""
+        width = max(len(key) for key, _ in _KEYS)
+        lines = [Text.assemble((f"{key:<{width}}", "bold"), f"  {what}") for key, what in _KEYS]
+        yield Static(Text("\n").join(lines))
+
+
 class Browser(App[None]):
     """The application: `content` is what it walks through."""
 
     TITLE = "ckpt-tools browse"
     CSS = """
     * { scrollbar-size: 1 1; }
-    Entries { width: 1fr; min-width: 40; }
+    Entries { width: 1fr; min-width: 40; scrollbar-size-horizontal: 0; }
     #details { width: 1fr; border-left: solid $primary; }
     .-narrow #main { layout: vertical; }
-    .-narrow Entries, .-narrow #details { width: 100%; height: 1fr; border-left: none; }
+    .-narrow Entries { width: 100%; height: 2fr; }
+    .-narrow #details { width: 100%; height: 1fr; min-height: 7; border-left: none; }
     .facts, .text { height: auto; padding: 0 1; }
     DataTable { height: auto; max-height: 24; margin: 1 0 0 1; }
     #asked Input { display: none; }
@@ -202,7 +260,7 @@ class Browser(App[None]):
     """
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012 (textual's own annotation)
         (0, "-narrow"),
-        (110, "-wide"),
+        (130, "-wide"),
     ]
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -212,6 +270,7 @@ class Browser(App[None]):
         Binding("n", "arrange('name')", "Names"),
         Binding("f", "arrange('file')", "Ranks"),
         Binding("escape", "leave", "Back", show=False),
+        Binding("question_mark", "help", "Help", key_display="?"),
         Binding("q", "quit", "Quit"),
     ]
 
@@ -234,7 +293,8 @@ class Browser(App[None]):
 
     def on_mount(self) -> None:
         """Begin at the root."""
-        self.sub_title = printable(self.content.index.root)
+        parts = printable(self.content.index.root).rstrip("/").split("/")
+        self.sub_title = "/".join(parts[-3:])  # the whole path stands in the details
         self.tree_widget.focus()
         self.arrange()
 
@@ -317,6 +377,10 @@ class Browser(App[None]):
         """Arrange the tree by section, name or file."""
         self._arrangement = arrangement
         self.arrange()
+
+    def action_help(self) -> None:
+        """Show the keys."""
+        self.push_screen(_Help())
 
     def action_ask(self, what: str) -> None:
         """Show the line in which a search or a slice is written."""

@@ -10,6 +10,8 @@ Each public name is imported when it is first used: importing the package costs 
 
 from __future__ import annotations
 
+import sys
+
 from ckpt_tools._version import __version__ as __version__
 
 TYPE_CHECKING = False  # a type checker takes it for true; typing takes 10 ms to import
@@ -24,9 +26,12 @@ if TYPE_CHECKING:
     from ckpt_tools.api import fingerprint as fingerprint
     from ckpt_tools.api import inspect as inspect
     from ckpt_tools.api import latest as latest
+    from ckpt_tools.api import load as load
     from ckpt_tools.api import load_file as load_file
+    from ckpt_tools.api import open as open  # noqa: A004 (as gzip and zarr have it)
     from ckpt_tools.api import open_checkpoint as open_checkpoint
     from ckpt_tools.api import reshard as reshard
+    from ckpt_tools.api import safe_open as safe_open
     from ckpt_tools.api import stats as stats
     from ckpt_tools.api import verify as verify
     from ckpt_tools.api import verify_quick as verify_quick
@@ -86,7 +91,7 @@ _HOMES = {
     "core.layout": "Layout Mesh Replicate Shard",
     "analysis.inspection": "Inspection",
     "api": "Checkpoint average diff diff_headers export fingerprint inspect latest"
-    " load_file open_checkpoint reshard stats verify verify_quick",
+    " load load_file open open_checkpoint reshard safe_open stats verify verify_quick",
     "lazy_tensor": "LazyTensor",
     "core.mesh_spec": "parse_mesh parse_placements",
     "proof.diff": "Diff",
@@ -100,13 +105,15 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 _NAMES = sorted([*_HOME, "__version__"])
 if not TYPE_CHECKING:  # a type checker takes what `as` says, and knows no list that is computed
-    __all__ = [*_NAMES]  # noqa: PLE0604 (they are strings)
+    # `import *` leaves Python's own `open` as it is.
+    __all__ = [name for name in _NAMES if name != "open"]
 
 
 def __getattr__(name: str) -> object:
     """A public name, its module imported now."""
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        text = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     from importlib import import_module
 
     value: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -22,13 +22,21 @@ from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import EntryOptions, WriteOptions
 from ckpt_tools.copying.origin import reading
 from ckpt_tools.core.dtypes import DType, require_dtype
-from ckpt_tools.core.index import SECTIONS, CheckpointIndex, ObjectEntry, Section, TensorEntry
+from ckpt_tools.core.index import (
+    SECTIONS,
+    CheckpointIndex,
+    Entry,
+    ObjectEntry,
+    Section,
+    TensorEntry,
+)
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import FSDP2_NAMES, parse_mesh
 from ckpt_tools.core.names import no_such_entry, selector
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.core.records import Json
+from ckpt_tools.core.state_tree import nested
 from ckpt_tools.errors import CheckpointError, CkptError, NoSuchEntry, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.lazy_tensor import LazyTensor
@@ -384,6 +392,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """How many ranks saved it, where that is known."""
         return self.index.world_size
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that saved something of its tensors, where that is known."""
+        chunks = (chunk for entry in self.index.tensors for chunk in entry.chunks)
+        return tuple(sorted({chunk.rank for chunk in chunks if chunk.rank is not None}))
+
     @cached_property
     def mesh(self) -> FoundMesh | None:
         """The mesh and how it is known: its ``status`` is ``confirmed`` or ``inferred``."""
@@ -477,8 +491,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """A tensor to be indexed: the name that safetensors' ``safe_open`` has for it."""
         return self[name]
 
+    def metadata(self) -> dict[str, str]:
+        """What headers say beside tensors: safetensors' ``__metadata__``; else it is empty."""
+        return {} if self.index.strings is None else dict(self.index.strings.same)
+
     # The functions above, with this checkpoint as their first argument.
     inspect = inspect
+    info = inspect  # as pandas, xarray and zarr call it
     verify = verify
     verify_quick = verify_quick
     fingerprint = fingerprint
@@ -543,6 +562,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def _unknown(self, fqn: str, noun: str) -> NoSuchEntry:
         """The error for a name that does not exist. Raises what is wrong when the name is lost."""
         self.index.select({fqn}).require_whole()
+        if noun == "tensor" and fqn in self.sections:
+            hint = f"It is a section: checkpoint.{fqn} has its tensors, under their full names."
+            return NoSuchEntry(f"{self.path} has no tensor {fqn!r}.", hint=hint)
         if noun == "tensor" and self.index.object(fqn) is not None:
             hint = f"It is an object: checkpoint.value({fqn!r}) gives its value."
             return NoSuchEntry(f"{self.path} has no tensor {fqn!r}.", hint=hint)
@@ -569,6 +591,48 @@ def open_checkpoint(
     if latest or step is not None:
         place = formats.of_step(place, step)
     return Checkpoint(place, options=options)
+
+
+open = open_checkpoint  # noqa: A001 (as gzip, zarr and PIL.Image call it)
+
+
+@_in_python()
+def safe_open(
+    filename: str | os.PathLike[str], framework: str = "pt", device: str = "cpu"
+) -> Checkpoint:
+    """A checkpoint of any format for code that uses safetensors' function of this name.
+
+    Raises UsageError for another framework than torch and another device than the CPU.
+    """
+    if framework not in ("pt", "torch", "pytorch") or device != "cpu":
+        raise UsageError(
+            f"safe_open gives tensors of torch on the CPU, not of {framework!r} on {device!r}.",
+            hint="`open_checkpoint(path)[name].numpy()` gives an array.",
+        )
+    return open_checkpoint(filename)
+
+
+@_in_python()
+def load(path: str | os.PathLike[str]) -> dict[object, object]:
+    """The state dict as it was saved: nested, every tensor read whole, objects as `value` has them.
+
+    As ``torch.load`` of one file, for a checkpoint of any format; no pickle is run. The memory for
+    all of it is needed at once. Raises what `value` raises, and what keeps it from being whole.
+    """
+    checkpoint = open_checkpoint(path)
+    checkpoint.require_whole()
+
+    def read(entry: Entry) -> object:
+        return (
+            checkpoint.value(entry.fqn)
+            if isinstance(entry, ObjectEntry)
+            else checkpoint[entry.fqn].torch()
+        )
+
+    state: object = nested(checkpoint.index.entry_tree(), read)
+    if not isinstance(state, dict):
+        raise UnsupportedError(f"{checkpoint.path} holds a {type(state).__name__}, not a dict.")
+    return state
 
 
 def load_file(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Section, TensorEntry
 from ckpt_tools.core.indexing import indexed_box, require_inside
 from ckpt_tools.core.known_crcs import KnownCrcs
+from ckpt_tools.core.layout import on_mesh
 from ckpt_tools.core.text import format_size
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.proof.damage import require_undamaged
@@ -98,6 +99,11 @@ class LazyTensor:
         return self.entry.nbytes
 
     @property
+    def device(self) -> str:
+        """``cpu``: where what is read of it lies, as NumPy has it."""
+        return "cpu"
+
+    @property
     def chunks(self) -> tuple[tuple[int, ...], ...] | None:
         """The sizes of its parts along each dimension, as dask has them: ``((3, 3, 2), (16,))``.
 
@@ -122,6 +128,41 @@ class LazyTensor:
         """Its placements on the checkpoint's mesh, e.g. ``("Shard(0)",)``; None if unknown."""
         known = summary.layout_of(self.entry, self._mesh())
         return None if known is None else tuple(summary.placement_names(known[0]))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold elements of it, or where no layout is known those that saved some."""
+        boxes = self._boxes()
+        if boxes is None:
+            return tuple(sorted({c.rank for c in self.entry.chunks if c.rank is not None}))
+        return tuple(rank for rank, box in enumerate(boxes) if box.numel)
+
+    def shard(self, rank: int) -> torch.Tensor:
+        """The part that a rank holds: what ``DTensor.to_local()`` gives there.
+
+        Raises UnsupportedError where no layout is known, IndexError for a rank outside of the mesh,
+        and what `torch` raises.
+        """
+        boxes = self._boxes()
+        if boxes is None:
+            raise UnsupportedError(
+                f"{self.name}: no layout is known, so none of the part of a rank.",
+                hint="`entry.chunks` are the boxes that are stored, and the ranks that saved them.",
+            )
+        if not 0 <= rank < len(boxes):
+            raise IndexError(f"{self.name} lies on {len(boxes)} ranks; there is no rank {rank}.")
+        return self.torch(boxes[rank])
+
+    def _boxes(self) -> list[Box] | None:
+        """The box of each rank of the checkpoint's mesh, None where no layout is known."""
+        found = self._mesh()
+        known = summary.layout_of(self.entry, found)
+        if known is None:
+            return None
+        layout = known[0]
+        if found is not None and layout.mesh.size != found.mesh.size:
+            layout = on_mesh(layout, found.mesh) or layout
+        return layout.boxes(self.shape)
 
     def __len__(self) -> int:
         """The size of the first dimension."""
@@ -166,6 +207,10 @@ class LazyTensor:
         wanted = require_inside(self.entry, box)
         little = np.dtype(self.dtype).newbyteorder("<")
         return np.frombuffer(self._bytes(wanted), little).reshape(wanted.sizes)
+
+    # As polars, pandas and xarray call them.
+    to_torch = torch
+    to_numpy = numpy
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> Array:  # noqa: FBT001 (numpy's signature)
         """What `numpy.asarray` gives."""

@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import newcomer
 import numpy as np
 import pytest
 import torch
 from running import run
+from safetensors import safe_open
 
 import ckpt_tools
 from ckpt_tools import Box, ReshardOptions, open_checkpoint, parse_mesh
@@ -60,7 +62,9 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_public_names_are_those_of_their_modules() -> None:
     """A type checker and a program find the same names in the same modules."""
     source = Path(ckpt_tools.__file__).read_text(encoding="utf-8")
-    seen = re.findall(r"^    from ckpt_tools[.](\S+) import (\w+) as \2$", source, re.MULTILINE)
+    seen = re.findall(
+        r"^    from ckpt_tools[.](\S+) import (\w+) as \2(?:  #.*)?$", source, re.MULTILINE
+    )
     assert {name: module for module, name in seen} == ckpt_tools._HOME
     for module, name in seen:
         home = importlib.import_module(f"ckpt_tools.{module}")
@@ -230,6 +234,52 @@ def test_reshard_from_python_gives_the_same_tensors(checkpoint: Checkpoint, tmp_
 
 
 # ------------------------------------------------------------------- the library as people guess it
+
+
+def test_a_newcomer_s_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newcomer.main(DCP, str(tmp_path / "model.safetensors"))
+    assert "app.model.emb.weight (11, 7) float32 (0, 1, 2, 3)" in capsys.readouterr().out
+
+
+def test_a_rank_s_part_is_its_shard(checkpoint: Checkpoint) -> None:
+    weight = checkpoint[_matrix(checkpoint).fqn]
+    parts = [weight.shard(rank) for rank in weight.ranks]
+    assert torch.equal(torch.cat(parts), weight.torch())
+    assert checkpoint.ranks == weight.ranks == (0, 1, 2, 3)
+    with pytest.raises(IndexError, match="no rank 4"):
+        weight.shard(4)
+    two_by_four = open_checkpoint(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt")["model.emb.weight"]
+    assert two_by_four.ranks == (*range(8),)
+    assert torch.equal(two_by_four.shard(1), two_by_four.shard(5))
+    whole = open_checkpoint(REAL / "hf_sharded_safetensors")
+    with pytest.raises(UnsupportedError, match="no layout is known"):
+        whole.tensors[0].shard(0)
+
+
+def test_load_gives_the_state_dict_that_was_saved(tmp_path: Path) -> None:
+    saved = {"model": {"w": torch.arange(6.0)}, "steps": [1, 2], 3: (None, "x")}
+    torch.save(saved, tmp_path / "state.pt")
+    loaded = ckpt_tools.load(tmp_path / "state.pt")
+    assert torch.equal(loaded["model"].pop("w"), saved["model"].pop("w"))  # type: ignore[attr-defined,index]
+    assert loaded == saved
+
+
+def test_what_was_written_for_safetensors_works() -> None:
+    path = REAL / "hf_sharded_safetensors"
+    file = next(path.rglob("*.safetensors"))
+    theirs = safe_open(file, framework="pt")
+    with ckpt_tools.safe_open(file, framework="pt", device="cpu") as ours:
+        assert sorted(theirs.keys()) == list(ours.keys())
+        assert ours.metadata() == (theirs.metadata() or {})
+        assert all(torch.equal(ours.get_tensor(key), theirs.get_tensor(key)) for key in ours)
+    with pytest.raises(UsageError, match="torch on the CPU, not of 'np'"):
+        ckpt_tools.safe_open(file, framework="np")
+
+
+def test_a_section_asked_for_as_a_tensor_is_named(checkpoint: Checkpoint) -> None:
+    with pytest.raises(KeyError) as caught:
+        checkpoint["model"]
+    assert "checkpoint.model has its tensors" in str(getattr(caught.value, "hint", ""))
 
 
 def test_a_checkpoint_is_a_mapping_of_tensors(
@@ -470,7 +520,7 @@ def test_inspect_gives_what_the_command_says(checkpoint: Checkpoint) -> None:
     assert found.step == (2, "step")
     assert found.optimizer is not None
     assert found.saved is not None
-    assert "step 2, saved " in repr(found)
+    assert "step 2, files of " in repr(found)
 
 
 @pytest.mark.parametrize("kind", [str, Path, open_checkpoint])
@@ -539,7 +589,7 @@ def _cells() -> list[Cell]:
     return [Cell(code, shown or None) for code, shown in found]
 
 
-def test_the_pages_pass_a_strict_type_checker(tmp_path: Path) -> None:
+def test_pages_and_a_newcomer_s_code_pass_a_strict_type_checker(tmp_path: Path) -> None:
     cells = [cell.code for cell in _cells()]
     readme = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
@@ -549,7 +599,7 @@ def test_the_pages_pass_a_strict_type_checker(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir"]
     cache = str(ROOT / ".mypy_cache")
     done = subprocess.run(
-        [*command, cache, "library.py", "readme.py"],
+        [*command, cache, "library.py", "readme.py", str(ROOT / "tests" / "newcomer.py")],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -106,8 +106,8 @@ def command(asked: _Asked) -> None:
     for index in (a, b):
         index.require_whole()  # only headers have come this far with anything lost
     if not compared.equal:
-        if not compared.tensors + compared.objects and not wanted.clean:
-            say("No name is on both sides; --clean-names compares them without containers.")
+        if a.tensors and b.tensors and not compared.tensors and not wanted.clean:
+            say("No tensor's name is on both sides; --clean-names compares without containers.")
         click.get_current_context().exit(1)
 
 

@@ -263,6 +263,7 @@ def test_clean_names_are_suggested_when_no_name_is_common() -> None:
     assert result.exit_code == 1
     assert "--clean-names" in result.stderr
     assert run("diff", DCP, SAFE, "--only", "model", "--clean-names").exit_code == 0
+    assert "--clean-names" in run("diff", DCP, OTHER).stderr  # both have an object `step`
 
 
 def test_diff_json() -> None:

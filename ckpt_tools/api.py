@@ -7,8 +7,7 @@ prints nothing and knows neither options nor formats.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -37,7 +36,8 @@ from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.core.records import Json
 from ckpt_tools.core.state_tree import nested
-from ckpt_tools.errors import CheckpointError, CkptError, NoSuchEntry, UnsupportedError, UsageError
+from ckpt_tools.core.text import some
+from ckpt_tools.errors import CheckpointError, NoSuchEntry, UnsupportedError, UsageError, in_python
 from ckpt_tools.formats import ReadOptions
 from ckpt_tools.lazy_tensor import LazyTensor
 from ckpt_tools.proof import diff as _diff
@@ -61,19 +61,10 @@ _READ = ReadOptions()
 _EXPORT = ExportOptions()
 _WRITE = WriteOptions()
 _DIFF = DiffOptions()
+_MOST_NAMES = 10  # that are shown of all
 Source = str | os.PathLike[str] | CheckpointIndex
 Patterns = str | Iterable[str]
 Entries = TypeVar("Entries", bound=EntryOptions)
-
-
-@contextmanager
-def _in_python() -> Iterator[None]:
-    """Raise errors with hints that a program can follow."""
-    try:
-        yield
-    except CkptError as error:
-        error.speak_python()
-        raise
 
 
 def _read(source: Source, options: ReadOptions = _READ) -> CheckpointIndex:
@@ -87,13 +78,13 @@ def _index(source: Source | Checkpoint) -> CheckpointIndex:
     return source.index if isinstance(source, Checkpoint) else _read(source)
 
 
-@_in_python()
+@in_python()
 def inspect(source: Source | Checkpoint) -> Inspection:
     """What a checkpoint is: whole or not, resumable or not, step, age, mesh, sizes, optimizer."""
     return look(_index(source))
 
 
-@_in_python()
+@in_python()
 def latest(run: str | os.PathLike[str], *, complete: bool = False) -> str:
     """The path of the last step in a folder of several checkpoints, whole or not.
 
@@ -108,7 +99,7 @@ def latest(run: str | os.PathLike[str], *, complete: bool = False) -> str:
     return latest_complete(path).path
 
 
-@_in_python()
+@in_python()
 def export(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
     source: Source | Checkpoint,
     out: str | os.PathLike[str],
@@ -171,7 +162,7 @@ def _patterns(given: Patterns) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-@_in_python()
+@in_python()
 def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in options)
     source: Source | Checkpoint,
     out: str | os.PathLike[str],
@@ -216,7 +207,7 @@ def reshard(  # noqa: PLR0913 (what people set by its name, beside the rest in o
     return write_here(conversion, listener=Listener(on_bytes))
 
 
-@_in_python()
+@in_python()
 def average(  # noqa: PLR0913 (what people set by its name)
     sources: Iterable[Source | Checkpoint],
     out: str | os.PathLike[str],
@@ -254,7 +245,7 @@ def _mesh(given: str | int | Sequence[int] | Mesh, unnamed: tuple[str, ...] = FS
     return parse_mesh(str(given), unnamed)
 
 
-@_in_python()
+@in_python()
 def verify(
     source: Source | Checkpoint,
     *,
@@ -266,14 +257,14 @@ def verify(
         return _verify.verify(_index(source), files, threads=threads, on_bytes=on_bytes)
 
 
-@_in_python()
+@in_python()
 def verify_quick(source: Source | Checkpoint) -> VerifyReport:
     """Check a checkpoint by its headers alone; the report says what is damaged."""
     with Files() as files:
         return _verify.verify_quick(_index(source), files)
 
 
-@_in_python()
+@in_python()
 def fingerprint(
     source: Source | Checkpoint,
     *,
@@ -288,7 +279,7 @@ def fingerprint(
         return _fingerprint.fingerprint(_index(source), files, threads=threads, on_bytes=on_bytes)
 
 
-@_in_python()
+@in_python()
 def diff(
     a: Source | Checkpoint,
     b: Source | Checkpoint,
@@ -304,7 +295,7 @@ def diff(
         return _diff.diff(_index(a), _index(b), files, options=options, threads=threads)
 
 
-@_in_python()
+@in_python()
 def diff_headers(
     a: Source | Checkpoint, b: Source | Checkpoint, *, options: DiffOptions = _DIFF
 ) -> Diff:
@@ -314,7 +305,7 @@ def diff_headers(
     return _diff.diff_headers(_index(a), _index(b), options=options)
 
 
-@_in_python()
+@in_python()
 def stats(
     source: Source | Checkpoint,
     *,
@@ -329,6 +320,12 @@ def stats(
 
     with Files() as files:
         return look(_index(source), files, threads=threads, on_bytes=on_bytes)
+
+
+class _Names(KeysView[str]):
+    def __repr__(self) -> str:
+        """The first names, and how many more there are."""
+        return f"KeysView({some(list(self), _MOST_NAMES)})"
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
@@ -434,12 +431,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
         held = {entry.fqn for entry in self.index.entries if entry.section == section}
         return Checkpoint(self.index.select(held))
 
-    @_in_python()
+    @in_python()
     def require_whole(self) -> None:
         """Raise what keeps the checkpoint from being whole; do nothing when it is."""
         self.index.require_whole()
 
-    @_in_python()
+    @in_python()
     def select(self, include: Patterns, *, exclude: Patterns = ()) -> Checkpoint:
         """The same checkpoint with the tensors and objects of these names.
 
@@ -462,7 +459,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Every tensor by its name, read whole: the memory for all of them is needed at once."""
         return {name: tensor.torch() for name, tensor in self.items()}
 
-    @_in_python()
+    @in_python()
     def value(self, name: str) -> PlainValue:
         """The value of an object: numbers, strings, bools, lists and dicts of them, or None.
 
@@ -495,6 +492,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """What headers say beside tensors: safetensors' ``__metadata__``; else it is empty."""
         return {} if self.index.strings is None else dict(self.index.strings.same)
 
+    def keys(self) -> KeysView[str]:
+        """The names of all tensors, sorted."""
+        return _Names(self)
+
     # The functions above, with this checkpoint as their first argument.
     inspect = inspect
     info = inspect  # as pandas, xarray and zarr call it
@@ -518,7 +519,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Whether there is a tensor of this name."""
         return isinstance(name, str) and self.index.tensor(name) is not None
 
-    @_in_python()
+    @in_python()
     def __getitem__(self, name: str) -> LazyTensor:
         """A tensor that is read when it is indexed. Raises NoSuchEntry, which is a KeyError."""
         entry = self.index.tensor(name)
@@ -571,7 +572,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return no_such_entry(self.index, fqn, noun)
 
 
-@_in_python()
+@in_python()
 def open_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -596,7 +597,7 @@ def open_checkpoint(
 open = open_checkpoint  # noqa: A001 (as gzip, zarr and PIL.Image call it)
 
 
-@_in_python()
+@in_python()
 def safe_open(
     filename: str | os.PathLike[str], framework: str = "pt", device: str = "cpu"
 ) -> Checkpoint:
@@ -604,7 +605,7 @@ def safe_open(
 
     Raises UsageError for another framework than torch and another device than the CPU.
     """
-    if framework not in ("pt", "torch", "pytorch") or device != "cpu":
+    if framework != "pt" or device != "cpu":
         raise UsageError(
             f"safe_open gives tensors of torch on the CPU, not of {framework!r} on {device!r}.",
             hint="`open_checkpoint(path)[name].numpy()` gives an array.",
@@ -612,7 +613,7 @@ def safe_open(
     return open_checkpoint(filename)
 
 
-@_in_python()
+@in_python()
 def load(path: str | os.PathLike[str]) -> dict[object, object]:
     """The state dict as it was saved: nested, every tensor read whole, objects as `value` has them.
 

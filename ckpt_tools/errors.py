@@ -28,6 +28,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
@@ -135,10 +136,14 @@ class CkptError(Exception):
         return {"kind": type(self).__name__, "message": self.message, "hint": self.hint}
 
     def speak_python(self) -> None:
-        """Make the hint one for programs: ``force=True``, ``exclude``; instead of a path, paths."""
+        """Make the hint one for programs: ``force=True``, ``exclude``; instead of a path, paths.
+
+        From Python 3.11 on it stands below the traceback.
+        """
         ways = self.instead.ways[:_MOST_COMMANDS] if self.instead else ()
         lines = [_in_python(self.advice or ""), *map(_as_arguments, ways)]
         self.advice, self.instead = "\n".join(filter(None, lines)) or None, None
+        self.__notes__ = [] if self.advice is None else [self.advice]
 
     def at(self, where: str, link: str = ": ") -> Self:
         """The same error with where it happened before its message: ``Rank 3: …``."""
@@ -152,6 +157,16 @@ class CkptError(Exception):
         other = type(self).__new__(type(self), text)
         vars(other).update(vars(self), message=text)
         return other
+
+
+@contextmanager
+def in_python() -> Iterator[None]:
+    """Raise errors with hints that a program can follow."""
+    try:
+        yield
+    except CkptError as error:
+        error.speak_python()
+        raise
 
 
 # Options that the library has as arguments, under the same names but for these two; and those of

@@ -17,7 +17,7 @@ from ckpt_tools.core.indexing import indexed_box, require_inside
 from ckpt_tools.core.known_crcs import KnownCrcs
 from ckpt_tools.core.layout import on_mesh
 from ckpt_tools.core.text import format_size
-from ckpt_tools.errors import CkptError, UnsupportedError
+from ckpt_tools.errors import CkptError, UnsupportedError, in_python
 from ckpt_tools.proof.damage import require_undamaged
 from ckpt_tools.storage.paths import is_address
 from ckpt_tools.storage.reader import Files
@@ -175,6 +175,7 @@ class LazyTensor:
         box, after = indexed_box(self.entry, key)
         return self.torch(box)[after]
 
+    @in_python()
     def torch(self, box: Box | None = None) -> torch.Tensor:
         """All of it, or a box in global coordinates, as a new torch tensor on the CPU.
 
@@ -191,6 +192,7 @@ class LazyTensor:
             return torch.empty(wanted.sizes, dtype=kind)
         return torch.frombuffer(self._bytes(wanted), dtype=kind).reshape(wanted.sizes)
 
+    @in_python()
     def numpy(self, box: Box | None = None) -> Array:
         """The same as a new numpy array.
 

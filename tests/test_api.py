@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -280,6 +281,8 @@ def test_a_section_asked_for_as_a_tensor_is_named(checkpoint: Checkpoint) -> Non
     with pytest.raises(KeyError) as caught:
         checkpoint["model"]
     assert "checkpoint.model has its tensors" in str(getattr(caught.value, "hint", ""))
+    if sys.version_info >= (3, 11):
+        assert "checkpoint.model has its tensors" in traceback.format_exception(caught.value)[-1]
 
 
 def test_a_checkpoint_is_a_mapping_of_tensors(
@@ -294,6 +297,8 @@ def test_a_checkpoint_is_a_mapping_of_tensors(
         (one.name, one.shape) for one in checkpoint.values()
     ]
     assert all(name in checkpoint for name in checkpoint)
+    assert repr(checkpoint.keys()).startswith("KeysView(app.model.blocks.0.fc1.bias, ")
+    assert repr(checkpoint.keys()).endswith(" and 38 more)")
     assert "nope" not in checkpoint
     assert 3 not in checkpoint
     assert checkpoint.get("nope") is None

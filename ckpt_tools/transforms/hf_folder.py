@@ -218,7 +218,7 @@ class AssetsTransform:
         if not self.allow_mismatch:
             raise AnswerNo(
                 *lines,
-                hint="--map or --rename give other names, --exclude leaves tensors out; "
+                hint="--map auto or --rename give other names, --exclude leaves tensors out; "
                 "--allow-mismatch writes the folder anyway.",
             )
         return lines

@@ -122,6 +122,7 @@ def _require_one_count(path: Path, out: Path) -> None:
     assert not wrong, f"inspect: {true}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [path for save in sorted(SAVES) if save.is_dir() for path in _checkpoints(save)],

@@ -202,6 +202,7 @@ def test_tensors_that_lie_otherwise_after_a_reshard_are_rows_of_their_own() -> N
     ]
 
 
+@pytest.mark.slow
 def test_what_a_page_draws_is_bounded() -> None:
     layout = Layout(Mesh((256,)), (Shard(0),))
     names = [f"a{number}" for number in range(2_000)]

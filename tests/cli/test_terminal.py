@@ -69,6 +69,7 @@ _MANY = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_one_is_written_in_the_singular(tmp_path: Path) -> None:
     one, other, out = (str(tmp_path / name) for name in ("one.safetensors", "two.safetensors", "o"))
     save_file({"w": np.ones(1, np.float32)}, one)

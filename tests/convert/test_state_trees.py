@@ -578,6 +578,7 @@ def carried(item: object, folder: Path) -> str:
     return api.reshard(index, str(folder / "out"), options=options, write=write).notes[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "item",
     [(T, partial(int, base=2)), (torch.zeros(65 << 20), Unknown(T))],

@@ -111,6 +111,7 @@ def every_kill(run: Callable[[], None], prepare: Callable[[], None]) -> Iterator
         yield step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["out", "model.safetensors"])
 def test_a_run_killed_at_any_step_is_gone_on_with(tmp_path: Path, name: str) -> None:
     export(tmp_path / "undisturbed" / name)
@@ -135,6 +136,7 @@ def test_a_run_killed_at_any_step_is_gone_on_with(tmp_path: Path, name: str) -> 
     assert steps > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [True, False])
 def test_the_old_output_is_never_lost(tmp_path: Path, *, resume: bool) -> None:
     old = tmp_path / "old"

@@ -58,6 +58,7 @@ def test_other_values_are_caught_by_the_fingerprint_where_verify_cannot(name: st
     assert others(done(name), QUICK, VERIFY, FINGERPRINT) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", THE_REST)
 def test_what_nothing_catches_has_changed_nothing(name: str) -> None:
     """The catcher calls nothing changed only after a diff of all names, values and objects."""

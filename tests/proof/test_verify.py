@@ -528,6 +528,7 @@ def reported(folder: Path, *, alike: bool) -> object:
     return problems, report.damaged, report.damaged_objects, report.ranks, reading
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp2_dcp_1d_4r/ckpt", "fsdp2_bf16_fp32optim_dcp_4r/ckpt"])
 @settings(max_examples=20)
 @given(data=st.data())

@@ -144,6 +144,7 @@ def test_the_optimizers_of_packages_have_the_shapes_that_torch_gives(kind: str) 
 LAYOUTS = ("plain", "accelerate", "titan", "verl", "lightning", "composer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "kind"), list(enumerate(PACKAGES)))
 def test_the_optimizers_of_packages_come_back_from_a_layout(
     tmp_path: Path, place: int, kind: str

@@ -25,6 +25,7 @@ def test_random_state_dicts_are_what_torch_makes_of_them() -> None:
     assert all(" 0 done" not in counts for counts in told.values())
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_case_each_time() -> None:
     said = [
         subprocess.run(

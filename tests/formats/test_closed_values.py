@@ -208,6 +208,7 @@ def test_values_that_differ_are_told_apart(tmp_path: Path) -> None:
     assert "(datetime.date, " in done.stdout
 
 
+@pytest.mark.slow
 def test_an_array_of_a_hundred_megabytes_goes_along(tmp_path: Path) -> None:
     torch.save({"w": T, "order": np.arange(9_000_000)}, tmp_path / "a.pt")
     index = api.open_checkpoint(str(tmp_path / "a.pt"))
@@ -232,6 +233,7 @@ def test_a_pickle_in_a_pickle_keeps_its_memo() -> None:
     assert outer[1:] == [argparse.Namespace(a=text, b=text, c=[text])] * 2 + [text]
 
 
+@pytest.mark.slow
 def test_many_closed_values_that_share_one_do_not_cost_its_size_each() -> None:
     shared = list(range(20_000))
     data = io.BytesIO()

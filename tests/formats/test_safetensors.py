@@ -261,6 +261,7 @@ def test_any_damage_to_a_real_file_ends_in_our_own_error(
         read(path)
 
 
+@pytest.mark.slow
 def test_a_header_of_100_000_tensors_is_read_in_seconds(tmp_path: Path) -> None:
     header = {f"layers.{n}.weight": tensor([2, 1], 8 * n) for n in range(100_000)}
     path = write(tmp_path / "x.safetensors", header)

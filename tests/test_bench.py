@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _RUN = Path(__file__).parents[1] / "scripts" / "bench" / "run.py"
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_ours_and_its_base(tmp_path: Path) -> None:
     sizes = ["--gib", "0.001", "--tiny", "8", "--rounds", "1", "--no-peers"]
     places = ["--folder", str(tmp_path), "--disk", str(tmp_path)]

@@ -115,6 +115,7 @@ def check_strictly(folder: Path) -> set[str]:
     return set(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_trained_model_loads_with_the_same_logits(tmp_path: Path, kind: str) -> None:
     model = trained(kind)

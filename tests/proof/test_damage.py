@@ -65,6 +65,7 @@ def test_what_nothing_catches_has_changed_nothing(name: str) -> None:
     assert others(done(name), *CATCHERS) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_damage_that_verify_sees_is_never_copied_and_proven(name: str) -> None:
     """A copy is made only where the damage is in what is not read: a replica, say."""

@@ -49,10 +49,10 @@ def _examples(block: str) -> list[Example]:
 def folder(tmp_path: Path) -> Path:
     """A folder as the README's author had it."""
     step = shutil.copytree(REAL / "fsdp2_dcp_hsdp_2x4" / "ckpt", tmp_path / "run7" / "step-1000")
-    three_hours_ago = time.time() - 3 * 3600
-    for file in step.iterdir():
-        os.utime(file, (three_hours_ago, three_hours_ago))
     shutil.copytree(REAL / "fsdp2_torchsave_hsdp_2x4" / "ckpt", tmp_path / "run7" / "ranks")
+    three_hours_ago = time.time() - 3 * 3600
+    for file in (tmp_path / "run7").rglob("*.*"):
+        os.utime(file, (three_hours_ago, three_hours_ago))
     shutil.copytree(step, tmp_path / "run9" / "step-1000")
     for number, damaged in ((2, "step-2000"), (3, "step-3000")):
         file = shutil.copytree(step, tmp_path / "run9" / damaged) / f"__{number}_0.distcp"

@@ -17,7 +17,6 @@ from ckpt_tools.analysis import inspection, summary
 from ckpt_tools.analysis.infer_mesh import FoundMesh
 from ckpt_tools.analysis.inspection import Inspection
 from ckpt_tools.convert.export import Export, ExportOptions, ExportPlan, format_of
-from ckpt_tools.convert.plan import Plan
 from ckpt_tools.convert.write import EntryOptions, WriteOptions
 from ckpt_tools.copying.origin import reading
 from ckpt_tools.core.dtypes import DType, require_dtype
@@ -31,7 +30,7 @@ from ckpt_tools.core.index import (
 )
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import FSDP2_NAMES, parse_mesh
-from ckpt_tools.core.names import no_such_entry, selector
+from ckpt_tools.core.names import NamePatterns, no_such_entry, selector
 from ckpt_tools.core.plain_values import PickledValue, PlainValue
 from ckpt_tools.core.progress import Listener, ignore_bytes
 from ckpt_tools.core.records import Json
@@ -215,11 +214,13 @@ def average(  # noqa: PLR0913 (what people set by its name)
     *,
     weights: Iterable[float] | None = None,
     ema: float | None = None,
+    include: Patterns = (),
+    exclude: Patterns = (),
     force: bool = False,
     check: bool = False,
     write: WriteOptions = _WRITE,
     on_bytes: Callable[[int], None] = ignore_bytes,
-) -> Plan:
+) -> ExportPlan | ReshardPlan:
     """Write the average of the weights of checkpoints of one model, the oldest first, to ``out``.
 
     Sums are in float64, in this order. ``weights`` are divided by their sum; ``ema`` is the decay
@@ -233,7 +234,8 @@ def average(  # noqa: PLR0913 (what people set by its name)
     weighting = Weighting(weights=None if weights is None else (*weights,), ema=ema)
     write = replace(write, force=force or write.force, check=check or write.check)
     indexes = [*map(_index, sources)]
-    conversion = average_of(indexes, os.fspath(out), write, weighting, mesh)
+    names = NamePatterns(include=_patterns(include), exclude=_patterns(exclude))
+    conversion = average_of(indexes, os.fspath(out), write, weighting, mesh, names)
     return write_here(conversion, listener=Listener(on_bytes))
 
 

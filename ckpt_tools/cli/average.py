@@ -7,25 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools import formats
-from ckpt_tools.cli import options, progress, render, shaping
-from ckpt_tools.cli.group import answer, say
+from ckpt_tools.cli import options, shaping
 from ckpt_tools.convert.average import Average, Weighting, average_of
 from ckpt_tools.convert.write import Read
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.mesh_spec import parse_mesh
+from ckpt_tools.core.names import NamePatterns
 from ckpt_tools.core.options import option
-from ckpt_tools.core.records import as_json
 from ckpt_tools.core.text import counted
-from ckpt_tools.distributed import environment, run
+from ckpt_tools.distributed import environment
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.formats import ReadOptions
 
 _HELP = """Average the weights of several checkpoints of one model, of any formats and meshes.
 
-Each tensor is summed in float64, in the order given, and rounded once to its own type; memory stays
-as small as that of an export. Integers and bools come from the last checkpoint, and a note names
-those that differ; optimizers are left out. Other names, shapes or types, and quantized weights are
-refused. --check reads OUT back and compares it with a second computation.
+Each tensor is summed in float64, in the order given, and rounded once to its own type. Integers and
+bools come from the last checkpoint, and a note names those that differ; optimizers are left out.
+Other names, shapes or types, and quantized weights are refused. --check computes OUT again.
 
 OUT is what export writes: a folder of safetensors, or one file if it ends in .safetensors or .pt.
 With --to-mesh it is a DCP directory, as reshard writes it.
@@ -56,6 +54,7 @@ class _Asked:
         heading="Output",
         parse=parse_mesh,
     )
+    names: NamePatterns
     writing: shaping.Writing
     json: bool = options.as_json()
     reading: ReadOptions
@@ -64,54 +63,32 @@ class _Asked:
 @options.command("average", _Asked, help=_HELP)
 def command(asked: _Asked) -> None:
     """Plan and write the output, then say on stdout what it is."""
+    environment.refuse_lone_task()
     if environment.place() is not None:
         raise UsageError("average is no torchrun job: run it as one process, with -j for several.")
-    started, out, dry_run = time.monotonic(), asked.out, asked.writing.dry_run
-    ckpts = _ckpts(asked)
+    started, out, ckpts = time.monotonic(), asked.out, _ckpts(asked)
     write = asked.writing.beside(ckpts[-1], ckpts[:-1])
 
     def make(read: Read) -> Average:
         indexes = [read(ckpt, asked.reading) for ckpt in ckpts]
-        return average_of(indexes, out, write, asked.weighting, asked.mesh)
+        return average_of(indexes, out, write, asked.weighting, asked.mesh, asked.names)
 
-    if dry_run:
-        plan = run.dry_run(make, out, write)
-    else:
-        with progress.writing() as heard:
-            plan = run.run(make, out, write, workers=asked.writing.jobs, listener=heard)
-    for note in plan.notes:
-        say(note)
-    if asked.json:
-        render.emit_json(
-            {
-                "schema": "ckpt-tools/average/1",
-                "output": out,
-                "written": not dry_run,
-                "averaged": [*ckpts],
-                "tensors": plan.tensors,
-                "nbytes": plan.nbytes,
-                "notes": as_json(plan.notes),
-            }
-        )
-    else:
-        end = "not written (--dry-run)" if dry_run else shaping.took(plan, started)
-        answer(f"{shaping.what(plan, out)}, of {counted(len(ckpts), 'checkpoint')}; {end}")
-    if dry_run and (short := run.check_room(out, plan)):
-        say(short)
+    plan = shaping.carried_out(make, out, write, asked.writing)
+    what = f"{shaping.what(plan, out)}, of {counted(len(ckpts), 'checkpoint')}"
+    end = "not written (--dry-run)" if asked.writing.dry_run else shaping.took(plan, started)
+    json = {"averaged": [*ckpts], **plan.to_dict()} if asked.json else None
+    shaping.tell(plan, out, asked.writing, "average", lines=[f"{what}; {end}"], json=json)
 
 
 def _ckpts(asked: _Asked) -> Sequence[str]:
     """The checkpoints to average, the oldest first. Raises UsageError, and AnswerNo for too few."""
-    if asked.last is None:
-        if len(asked.ckpts) < 2:
-            raise UsageError(
-                "An average is of two checkpoints or more.",
-                hint="--last 5 takes the last five steps of a folder.",
-            )
+    last, (ckpt, *more) = asked.last, asked.ckpts
+    if last is None:
+        asked.weighting.require_for(len(asked.ckpts))
         return asked.ckpts
-    if len(asked.ckpts) > 1:
+    if more:
         raise UsageError("--last takes the last steps of one folder; several were given.")
-    steps = formats.steps_in(asked.ckpts[0])
-    if len(steps) < asked.last:
-        raise AnswerNo(f"{asked.ckpts[0]} has {counted(len(steps), 'step')}, not {asked.last}.")
-    return [formats.of_step(asked.ckpts[0], step) for step in steps[-asked.last :]]
+    steps = formats.steps_in(ckpt)[-last:]
+    if len(steps) < last:
+        raise AnswerNo(f"{ckpt} has {counted(len(steps), 'step')}, not {last}.")
+    return [formats.of_step(ckpt, step) for step in steps]

@@ -13,14 +13,14 @@ from functools import partial
 from typing import Literal
 
 from ckpt_tools import formats
-from ckpt_tools.cli import options, progress, render, shaping
-from ckpt_tools.cli.group import answer, say, saying
+from ckpt_tools.cli import options, shaping
+from ckpt_tools.cli.group import say
 from ckpt_tools.convert import export as convert
 from ckpt_tools.convert.write import Read, WriteOptions
 from ckpt_tools.core.index import SECTIONS, CheckpointIndex, Section
 from ckpt_tools.core.options import option
 from ckpt_tools.core.text import counted
-from ckpt_tools.distributed import environment, run
+from ckpt_tools.distributed import environment
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.frameworks import HUB_FORMAT
 from ckpt_tools.transforms import frameworks
@@ -203,27 +203,14 @@ def command(asked: _Asked) -> None:
     copied = asked.folder.files_read(asked.ckpt)
     write = asked.writing.beside(asked.ckpt, [*filter(None, given)], copied)
     make = partial(_conversion, asked, form, write)
+    writing, texts = asked.writing, options.texts(asked)
+    plan = shaping.carried_out(make, out, write, writing, texts=texts)
+    json, what = plan.to_dict() if asked.json else None, shaping.what(plan, out)
     if dry_run:
-        plan = run.dry_run(make, out, write)
+        line = f"{what}; not written (--dry-run); {_workers(plan, writing)}"
     else:
-        with progress.writing() as listener:
-            jobs, texts = asked.writing.jobs, options.texts(asked)
-            plan = run.run(make, out, write, workers=jobs, listener=listener, texts=texts)
-    for note in plan.notes:
-        say(note)
-    if asked.json:
-        schema = "ckpt-tools/export/1"
-        render.emit_json(
-            {"schema": schema, "output": out, "written": not dry_run, **plan.to_dict()}
-        )
-    elif dry_run:
-        answer(
-            f"{shaping.what(plan, out)}; not written (--dry-run); {_workers(plan, asked.writing)}"
-        )
-    else:
-        answer(f"{shaping.what(plan, out)}, {shaping.took(plan, started)}")
-    if dry_run and (short := run.check_room(out, plan)):
-        say(short)
+        line = f"{what}, {shaping.took(plan, started)}"
+    shaping.tell(plan, out, writing, "export", lines=[line], json=json)
 
 
 def _conversion(asked: _Asked, form: str, write: WriteOptions, read: Read) -> convert.Export:
@@ -264,9 +251,7 @@ def _steps(index: CheckpointIndex, asked: _Asked, *, is_folder: bool) -> tuple[T
     if folder.vocab_size is not None:
         steps.append(maps.VocabularyTransform(folder.vocab_size))
     if path is not None and config is not None:
-        steps.append(
-            hf_folder.AssetsTransform(path, config, index, folder.allow_mismatch, saying())
-        )
+        steps.append(hf_folder.AssetsTransform(path, config, index, folder.allow_mismatch))
     return tuple(steps)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt_tools import formats
-from ckpt_tools.cli import options, progress, render, shaping
-from ckpt_tools.cli.group import answer, say
+from ckpt_tools.cli import options, render, shaping
+from ckpt_tools.cli.group import say
 from ckpt_tools.convert import forecast
 from ckpt_tools.convert.reshard import Reshard, ReshardOptions, ReshardPlan, refuse_check
 from ckpt_tools.convert.write import Read, WriteOptions
@@ -154,20 +154,16 @@ def command(asked: _Asked) -> None:
     refuse_check(asked.wanted, write)
     executing = run.engine_named(engine, asked.wanted)
     started = time.monotonic()
-    plan = _run(asked, write, executing, texts)
+    make, out, writing = partial(_conversion, asked, write), asked.out, asked.writing
+    plan = shaping.carried_out(make, out, write, writing, engine=executing, texts=texts)
+    if writing.options.resume and not write.resume and not dry_run:
+        note = f"--engine {engine} records no finished files: --resume started from the beginning."
+        plan = replace(plan, notes=(*plan.notes, note))
     if environment.is_follower():
         return  # rank 0 speaks
-    for note in plan.notes:
-        if note not in words:
-            say(note)
-    if asked.json:
-        render.emit_json(_json(asked, plan))
-    elif dry_run:
-        render.emit(_forecast(asked, plan))
-    else:
-        answer(f"{_what(asked, plan)}, {shaping.took(plan, started)}")
-    if dry_run and (short := run.check_room(asked.out, plan)):
-        say(short)
+    json = _json(asked, plan) if asked.json else None
+    lines = _lines(asked, plan, started)
+    shaping.tell(plan, out, writing, "reshard", lines=lines, json=json, said=words)
 
 
 def _say_mesh(asked: _Asked) -> str:
@@ -246,21 +242,6 @@ def _conversion(asked: _Asked, write: WriteOptions, read: Read) -> Reshard:
     return Reshard(index, asked.out, write, asked.wanted)
 
 
-def _run(
-    asked: _Asked, write: WriteOptions, engine: run.Engine | None, texts: Mapping[str, str]
-) -> ReshardPlan:
-    """Plan it, and write it unless this is a dry run."""
-    make, out, jobs = partial(_conversion, asked, write), asked.out, asked.writing.jobs
-    if asked.writing.dry_run:
-        return run.dry_run(make, out, write, engine=engine, workers=jobs, texts=texts)
-    with progress.writing() as heard:
-        plan = run.run(make, out, write, engine=engine, workers=jobs, listener=heard, texts=texts)
-    if asked.writing.options.resume and not write.resume:
-        note = "records no finished files: --resume started from the beginning."
-        plan = replace(plan, notes=(*plan.notes, f"--engine {asked.engine} {note}"))
-    return plan
-
-
 def _param_names(text: str, read: ReadOptions) -> ParamNames:
     """What --param-names means: a list in a file, a checkpoint with names, or the word stored.
 
@@ -295,8 +276,11 @@ def _what(asked: _Asked, plan: ReshardPlan) -> str:
     return f"{shaping.what(plan, asked.out)} {end}"
 
 
-def _forecast(asked: _Asked, plan: ReshardPlan) -> Iterator[str]:
-    """What will be read, written and held in memory, in all and for each file."""
+def _lines(asked: _Asked, plan: ReshardPlan, started: float) -> Iterator[str]:
+    """What was written; or will be read, written and held in memory, in all and for each file."""
+    if not asked.writing.dry_run:
+        yield f"{_what(asked, plan)}, {shaping.took(plan, started)}"
+        return
     predicted = forecast.of(plan, asked.writing.options.sizes)
     files, sources = predicted.files, counted(predicted.sources, "file")
     free = atomic_output.free_space(run.made_at(asked.out))
@@ -341,12 +325,9 @@ def _memory(asked: _Asked, plan: ReshardPlan, predicted: forecast.Forecast) -> i
     return forecast.peak_memory(plan, predicted.held, engine=asked.engine, buffers=buffers)
 
 
-def _json(asked: _Asked, plan: ReshardPlan) -> dict[str, render.Json]:
+def _json(asked: _Asked, plan: ReshardPlan) -> Mapping[str, render.Json]:
     predicted = forecast.of(plan, asked.writing.options.sizes)
     return {
-        "schema": "ckpt-tools/reshard/1",
-        "output": asked.out,
-        "written": not asked.writing.dry_run,
         "engine": asked.engine,
         "format": asked.wanted.format,
         "mesh": records.record_json(plan.mesh) | {"placements": _listed(asked)},

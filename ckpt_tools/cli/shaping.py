@@ -1,5 +1,5 @@
-"""What `export` and `reshard` share: options on names of the output, the steps that they stand for,
-how to write, and what is said of it.
+"""What `export`, `reshard` and `average` share: options on names of the output, the steps that they
+stand for, how to write, and what is said of it.
 
 The modules of steps are imported when one is asked for.
 """
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckpt_tools.cli import progress, render
+from ckpt_tools.cli.group import answer, say
 from ckpt_tools.convert.plan import Plan
-from ckpt_tools.convert.write import WriteOptions
+from ckpt_tools.convert.write import P, WriteOptions
 from ckpt_tools.copying.parallel import choose_threads
 from ckpt_tools.core.index import FileEntry
 from ckpt_tools.core.options import option, repeated
 from ckpt_tools.core.text import counted, format_size
+from ckpt_tools.distributed import run
 from ckpt_tools.errors import UsageError
 from ckpt_tools.storage import paths
 from ckpt_tools.transforms.base import Transform
@@ -134,6 +137,49 @@ class Writing:
         nbytes, lanes = plan.nbytes // processes, -(-files // processes)
         chosen = given or choose_threads(nbytes, sizes, lanes=lanes, processes=processes)
         return counted(chosen, "thread")
+
+
+def carried_out(
+    make: run.Make[P],
+    out: str,
+    write: WriteOptions,
+    writing: Writing,
+    *,
+    engine: run.Engine | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> P:
+    """Write what ``make`` gives, with a bar of bytes, or only plan it. Raises what `run` raises."""
+    jobs, texts = writing.jobs, texts or {}
+    if writing.dry_run:
+        return run.dry_run(make, out, write, engine=engine, workers=jobs, texts=texts)
+    with progress.writing() as heard:
+        return run.run(make, out, write, engine=engine, workers=jobs, listener=heard, texts=texts)
+
+
+def tell(
+    plan: Plan,
+    out: str,
+    writing: Writing,
+    verb: str,
+    *,
+    lines: Iterable[str],
+    json: Mapping[str, render.Json] | None,
+    said: str = "",
+) -> None:
+    """Say the notes, but what was ``said``; then these lines, or with ``json`` what that holds."""
+    for note in plan.notes:
+        if note not in said:
+            say(note)
+    if json is None:
+        first, *more = lines
+        answer(first)
+        render.emit(more)
+    else:
+        written = not writing.dry_run
+        schema = f"ckpt-tools/{verb}/1"
+        render.emit_json({"schema": schema, "output": out, "written": written, **json})
+    if writing.dry_run and (short := run.check_room(out, plan)):
+        say(short)
 
 
 def what(plan: Plan, out: str) -> str:

@@ -68,9 +68,7 @@ class ExportOptions(EntryOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ExportPlan(Plan):
-    """``origins`` are the names in the source that each target comes from."""
-
-    origins: Mapping[str, tuple[str, ...]]
+    """A plan of whole tensors."""
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -111,7 +109,7 @@ class Export(Conversion[ExportPlan]):
             self.index, self.options, single_file=single_file, check=check, locate=locate
         )
 
-    def settings(self, plan: ExportPlan) -> dict[str, str]:
+    def settings(self, plan: Plan) -> dict[str, str]:
         """The options; of a map that is a function, the names and boxes that it gave."""
         settings = option_texts(self.options)
         if self.options.steps:
@@ -122,7 +120,7 @@ class Export(Conversion[ExportPlan]):
             settings["what the names map does"] = digest.hexdigest()[:32]
         return settings
 
-    def record(self, plan: ExportPlan, folder: str, statement: str) -> None:
+    def record(self, plan: Plan, folder: str, statement: str) -> None:
         """Write the proof into the headers of safetensors files."""
         from ckpt_tools.convert import check as checking
 

@@ -23,6 +23,7 @@ class Plan(Shown):
     written. ``single_file`` is the name of the one file that is all of the output. What is read of
     chunks that are not located yet, workers locate in ``source``. ``means`` are what is averaged,
     by the names of targets, and ``also`` the parts of other checkpoints that are read for it.
+    ``origins`` are the names in the source that each target comes from.
     """
 
     files: LazyPlans
@@ -34,6 +35,7 @@ class Plan(Shown):
     tree: Branch[str] = NO_TREE
     works: tuple[Materialize, ...] = ()
     single_file: str | None = None
+    origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     means: Mapping[str, Mean] = field(default_factory=dict)
     also: tuple[CheckpointIndex, ...] = ()
 

@@ -158,11 +158,11 @@ class Reshard(Conversion[ReshardPlan]):
         refuse_check(self.options, self.write)
         return plan_reshard(self.index, self.options, locate=locate)
 
-    def settings(self, plan: ReshardPlan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
+    def settings(self, plan: Plan) -> dict[str, str]:  # noqa: ARG002 (the plan says no more)
         """The options."""
         return option_texts(self.options)
 
-    def record(self, plan: ReshardPlan, folder: str, statement: str) -> None:  # noqa: ARG002 (beside them)
+    def record(self, plan: Plan, folder: str, statement: str) -> None:  # noqa: ARG002 (beside them)
         """Write the proof beside the shards."""
         from ckpt_tools.convert import check as checking
 
@@ -217,6 +217,7 @@ def plan_reshard(
         source=formats.to_locate_in(index),
         objects=laid.last.objects,
         tree=laid.last.nesting,
+        origins={one.entry.fqn: one.origins for one in made},
     )
 
 

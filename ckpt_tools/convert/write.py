@@ -144,6 +144,7 @@ class EntryOptions(Filters):
 
 
 P = TypeVar("P", bound=Plan)
+P_co = TypeVar("P_co", bound=Plan, covariant=True)
 # Reads the index of a path, on each rank of a job in its own way.
 Read = Callable[[str, ReadOptions], CheckpointIndex]
 # Gives an index as a plan needs it: with all chunks located, or to be located when they are read.
@@ -151,7 +152,7 @@ Locate = Callable[[CheckpointIndex, Files], CheckpointIndex]
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion(ABC, Generic[P]):
+class Conversion(ABC, Generic[P_co]):
     """What is to be made of a checkpoint, and where."""
 
     index: CheckpointIndex
@@ -176,15 +177,15 @@ class Conversion(ABC, Generic[P]):
         return ()
 
     @abstractmethod
-    def plan(self, locate: Locate) -> P:
+    def plan(self, locate: Locate) -> P_co:
         """Plan it from headers alone; nothing is written. Raises what cannot be done."""
 
     @abstractmethod
-    def settings(self, plan: P) -> dict[str, str]:
+    def settings(self, plan: Plan) -> dict[str, str]:
         """The options, as text that people can compare."""
 
     @abstractmethod
-    def record(self, plan: P, folder: str, statement: str) -> None:
+    def record(self, plan: Plan, folder: str, statement: str) -> None:
         """Record in the output what was proven of it."""
 
 
@@ -246,7 +247,12 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
     spec = atomic_output.OutputSpec(
         out,
         plan.files,
-        Origin.of(index, plan.files, conversion.settings(plan), task_bytes=options.sizes.task),
+        Origin.of(
+            (index, *plan.also),
+            plan.files,
+            conversion.settings(plan),
+            task_bytes=options.sizes.task,
+        ),
         source=conversion.read,
         before=before,
         single_file=plan.single_file,

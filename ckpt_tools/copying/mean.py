@@ -1,7 +1,4 @@
-"""Weighted sums of the elements that several checkpoints hold of one tensor, in float64.
-
-Rounded once, to the tensor's own type. What is read from where is not known here.
-"""
+"""Weighted sums in float64 of what several checkpoints hold of one tensor, rounded once."""
 
 from __future__ import annotations
 
@@ -16,9 +13,6 @@ from ckpt_tools.core.plan import Mean
 
 if TYPE_CHECKING:
     from ckpt_tools.copying.cast import Numbers
-
-# A complex number is two of these, and weights are real.
-_COMPONENTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
 def write_mean(raws: Iterable[memoryview], mean: Mean, dtype: DType, out: memoryview) -> None:
@@ -45,7 +39,8 @@ def write_mean(raws: Iterable[memoryview], mean: Mean, dtype: DType, out: memory
 
 def write_rounded(total: Numbers, dtype: DType, out: memoryview) -> None:
     """Write numbers into ``out`` as raw elements of a type."""
-    component = BY_NAME[_COMPONENTS.get(dtype.name, dtype.name)]
+    # A complex number is two of these.
+    component = BY_NAME[f"float{dtype.bits // 2}"] if dtype.kind == "complex" else dtype
     raw = total.data.cast("B")
     if component.name == "float64":
         out[:] = raw

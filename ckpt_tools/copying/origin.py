@@ -40,18 +40,20 @@ class Origin:
     @classmethod
     def of(
         cls,
-        index: CheckpointIndex,
+        indexes: Sequence[CheckpointIndex],
         plans: LazyPlans,
         options: Mapping[str, str],
         *,
         task_bytes: int,
     ) -> Origin:
-        """The origin of these plans, made with these options for this checkpoint."""
-        top = index.root if paths.is_dir(index.root) else os.path.dirname(index.root)
-        sources = {
-            os.path.relpath(file.path, top or "."): str(file.state or "not there")
-            for file in sorted(with_states(index.files))
-        }
+        """The origin of these plans, made with these options for these checkpoints."""
+        sources = {}
+        for number, index in enumerate(indexes):
+            top = index.root if paths.is_dir(index.root) else os.path.dirname(index.root)
+            of = f" of checkpoint {number}" if number else ""
+            for file in sorted(with_states(index.files)):
+                name = os.path.relpath(file.path, top or ".") + of
+                sources[name] = str(file.state or "not there")
         layout = f"{plans.digest} in tasks of {task_bytes}"
         return cls(__version__, sources, dict(options), layout)
 

@@ -183,8 +183,8 @@ def clean(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filters:
-    """Which entries are wanted: name patterns, and a section or None for all."""
+class NamePatterns:
+    """Which names are wanted: those that match, and those that do not."""
 
     include: tuple[str, ...] = repeated(
         "-i --include",
@@ -200,6 +200,12 @@ class Filters:
         heading="Which entries",
         parse=str,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters(NamePatterns):
+    """Which entries are wanted: name patterns, and a section or None for all."""
+
     only: Section | None = option(
         None,
         "--only",

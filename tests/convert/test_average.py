@@ -14,6 +14,7 @@ from ckpt_tools.convert.average import Weighting, average_of
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import mean
 from ckpt_tools.core.mesh_spec import parse_mesh
+from ckpt_tools.core.names import NamePatterns
 from ckpt_tools.distributed.run import write_here
 from ckpt_tools.errors import UnsupportedError, UsageError, WriteError
 
@@ -62,7 +63,7 @@ def test_it_is_what_torch_has_in_float64_cast_once(
     mesh = None if to_mesh is None else parse_mesh(to_mesh)
     indexes = [*map(formats.read_index, SOURCES)]
     write = WriteOptions(check=True)
-    write_here(average_of(indexes, str(tmp_path / "out"), write, weighting, mesh))
+    write_here(average_of(indexes, str(tmp_path / "out"), write, weighting, mesh, NamePatterns()))
     truths, written = [*map(_truth, MESHES)], _written(tmp_path / "out")
     assert written.keys() == truths[0].keys()
     for fqn, value in written.items():
@@ -100,17 +101,30 @@ def test_integers_come_from_the_last_and_a_note_names_those_that_differ(tmp_path
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"v": torch.ones(4)}, "only one of them has v, w"),
-        ({"w": torch.ones(5)}, r"w is float32 \[4\] in .* and float32 \[5\] in"),
-        ({"w": torch.ones(4).bfloat16()}, "w is float32 .* and bfloat16"),
-        ({"w": torch.ones(4).to(torch.float8_e4m3fn)}, "1 tensor of quantized weights"),
+        ({"u": torch.ones(2)}, r"u \(float32 \[2\] and nothing\)"),
+        ({"v": torch.ones(1, 2)}, r"v \(float32 \[1, 2\] and float32 \[2\]\)"),
+        ({"v": torch.ones(2).bfloat16()}, r"v \(bfloat16 \[2\] and float32 \[2\]\)"),
+        ({"n": torch.arange(2, dtype=torch.int32)}, r"n \(int32 \[2\] and int64 \[2\]\)"),
+        ({"v": torch.ones(2).to(torch.float8_e4m3fn)}, "1 tensor of quantized weights"),
     ],
 )
-def test_what_is_not_of_one_model_is_refused(other: Tensors, said: str, tmp_path: Path) -> None:
-    paths = _saved(tmp_path, {"w": torch.ones(4)}, other)
+def test_what_is_not_of_one_model_is_refused_but_what_is_left_out(
+    other: Tensors, said: str, tmp_path: Path
+) -> None:
+    last = {"w": torch.ones(4), "v": torch.ones(2), "n": torch.arange(2)}
+    paths = _saved(tmp_path, last | other, last)
     with pytest.raises(UnsupportedError, match=said):
         ckpt_tools.average(paths, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    ckpt_tools.average(paths, tmp_path / "out", exclude="[uvn]")
+    assert [*_written(tmp_path / "out")] == ["w"]
+
+
+def test_it_is_no_job_of_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0" if "RANK" in name else "2")
+    done = run("average", *SOURCES, "-o", tmp_path / "out")
+    assert (done.exit_code, "run it as one process" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("weights", [(1, 2), (1, -1, 1), (0, 0, 0), (1, 1, float("nan"))])

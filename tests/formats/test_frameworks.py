@@ -247,23 +247,21 @@ def test_the_parents_of_other_tools_are_named(inside: str, what: str, tmp_path: 
         formats.read_index(str(tmp_path))
 
 
-@pytest.mark.parametrize("inside", ["", "zero", "zero/", "zero/w", "zero/frozen"])
-def test_a_universal_folder_is_deepspeeds_at_each_level(inside: str, tmp_path: Path) -> None:
-    import torch
-
-    names = ("mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/frozen/fp32.pt")
-    for name in (*names, "zero/w/fp32.pt", "zero/w/exp_avg.pt", "zero/w/exp_avg_sq.pt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"param": torch.ones(2)}, tmp_path / name)
-    assert formats.run_of(f"{tmp_path}/{inside}") == []
+@pytest.mark.parametrize("inside", ["", "/zero", "/zero/", "/zero/fc1.weight", "/zero/buf"])
+def test_a_universal_folder_is_deepspeeds_at_each_level(inside: str) -> None:
+    folder = REAL / "deepspeed-0.19.8-universal_2r" / "ckpt" / "global_step2_universal"
+    path = f"{folder}{inside}"
+    assert formats.run_of(path) == []
     with pytest.raises(UnsupportedError, match="DeepSpeed universal checkpoint"):
-        formats.read_index(f"{tmp_path}/{inside}")
+        formats.read_index(path)
 
 
-def test_both_scripts_that_deepspeed_puts_beside_its_checkpoints_are_named(tmp_path: Path) -> None:
-    (tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"x")
-    with pytest.raises(UnsupportedError) as caught:
-        formats.read_index(str(tmp_path))
+@pytest.mark.parametrize(
+    "path", [".", "global_step2", "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+)
+def test_both_scripts_that_deepspeed_puts_beside_its_checkpoints_are_named(path: str) -> None:
+    with pytest.raises(UnsupportedError, match="DeepSpeed ZeRO checkpoint") as caught:
+        formats.read_index(str(REAL / "deepspeed-0.19.8-zero2-bf16_2r" / "ckpt" / path))
     assert "zero_to_fp32.py or zero_to_torch.py" in str(caught.value.hint)
 
 

@@ -240,7 +240,7 @@ def resume_verdict(index: CheckpointIndex) -> Verdict:
     if "optim" not in held:
         reason = "the model is complete, and the optimizer keeps no tensors"
     if of_megatron and not groups:
-        reason += "; Megatron-core keeps the optimizer's param_groups in common.pt, not read here"
+        reason += "; Megatron-core has the optimizer's param_groups in its common state"
     if unread:  # by this program; the job has the library that they are of
         reason += f"; {some([entry.fqn for entry in unread])} not read here: {unread[0].flaw}"
     return Verdict(yes=True, reason=reason.partition("\n")[0])

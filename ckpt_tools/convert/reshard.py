@@ -207,8 +207,9 @@ def plan_reshard(
     laid = _laid_out(targets, located, options)
     notes = [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *laid.notes]
     notes += left_out_strings(index, NO_PLACE)
+    keeps_names = options.layout is None and not options.steps
     return ReshardPlan(
-        files=laid.files,
+        files=laid.files + frameworks.megatrons_own(index) if keeps_names else laid.files,
         targets=laid.targets,
         chosen=chosen,
         mesh=options.mesh,

@@ -20,10 +20,12 @@ from ckpt_tools import formats
 from ckpt_tools.core import names
 from ckpt_tools.core.index import ByteRange, CheckpointIndex, Entry, ObjectEntry, TensorEntry
 from ckpt_tools.core.mesh_spec import FSDP2_NAMES
+from ckpt_tools.core.optimizer_states import megatron_state
 from ckpt_tools.core.plan import FilePlan, LazyPlans, Target
 from ckpt_tools.core.state_tree import Branch, Tree, dict_of, merge
 from ckpt_tools.errors import AnswerNo, UsageError
 from ckpt_tools.formats.frameworks import HUB_FOLDER, RANDOM_STATES, folder_of_save
+from ckpt_tools.storage import paths
 from ckpt_tools.transforms import optimizer, param_names
 from ckpt_tools.transforms.base import copied_file, small_file
 from ckpt_tools.transforms.optimizer import Digest, ParamNames, Shape
@@ -276,9 +278,19 @@ def _beside_source(index: CheckpointIndex, known: Collection[str], pattern: str)
     }
 
 
-def _copied(paths: Mapping[str, str]) -> list[FilePlan]:
+def _copied(files: Mapping[str, str]) -> list[FilePlan]:
     """Copies of these files, by their new names."""
-    return [copied_file(name, path) for name, path in paths.items()]
+    return [copied_file(name, path) for name, path in files.items()]
+
+
+def megatrons_own(index: CheckpointIndex) -> LazyPlans:
+    """Copies of what Megatron-core loads beside a torch_dist directory, of whatever mesh."""
+    is_its = any("/shard_" in entry.fqn for entry in index.objects)
+    if not is_its and not any(megatron_state(entry.fqn) for entry in index.tensors):
+        return LazyPlans()
+    beside = {name: os.path.join(index.root, name) for name in ("metadata.json", "common.pt")}
+    there = {name: path for name, path in beside.items() if paths.is_file(path)}
+    return LazyPlans.of(_copied(there))
 
 
 def _titan(job: _Job) -> _Arranged:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from reader_contract import DATA, ReaderContract, RealCheckpoint, truth_of, whole
-from running import run
+from running import ran, run
 from safetensors.torch import save_file
 
-from ckpt_tools import formats, inspect, verify
+from ckpt_tools import formats, inspect, reshard, verify
 from ckpt_tools.core.geometry import Box
 from ckpt_tools.core.index import CheckpointIndex, Chunk, TensorEntry
 from ckpt_tools.errors import (
@@ -288,6 +288,17 @@ def test_megatron_is_read_under_its_own_names_in_their_sections() -> None:
     assert verify(index).whole  # state.exp_avg.w is of w
     found = inspect(index)
     assert (found.optimizer.kind, found.resume.yes) == ("Adam or AdamW", True)
+
+
+def test_what_megatron_loads_beside_a_directory_goes_along_with_its_names(tmp_path: Path) -> None:
+    source = shutil.copytree(MEGATRON, tmp_path / "iter_0000003")
+    source.chmod(0o700)
+    (source / "common.pt").write_bytes(b"as old versions wrote it")
+    reshard(source, tmp_path / "out", 4)
+    for name in ("metadata.json", "common.pt"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    ran("reshard", source, "-o", tmp_path / "other", "--only", "model", "--rename", "^d=e")
+    assert not (tmp_path / "other" / "metadata.json").exists()
 
 
 def test_a_range_that_megatron_has_flattened_is_refused_by_its_name(save: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import settings
 from size_records import DEFAULT, TINY, use
+from xdist.scheduler import LoadScopeScheduling
 
 from ckpt_tools.core.sizes import Sizes
 
@@ -19,6 +20,23 @@ if "mix_stderr" in inspect.signature(CliRunner).parameters:  # click 8.1: behave
     assert CliRunner.__init__.__defaults__ is not None
     CliRunner.__init__.__defaults__ = (*CliRunner.__init__.__defaults__[:-1], False)
     Result.output = property(lambda self: self.stdout + self.stderr)
+
+
+# Their tests share what jobs have written: in two processes each of those would run twice.
+_TOGETHER = ("test_torchrun.py", "test_restarts.py", "test_real_size.py", "test_dcp_per_rank.py")
+
+
+class _Sharing(LoadScopeScheduling):
+    """Gives those files whole to one process, and all else test by test."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, _ = nodeid.partition("::")
+        return file if file.endswith(_TOGETHER) else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    """How the tests are spread over processes."""
+    return _Sharing(config, log)
 
 
 @pytest.fixture(params=["default", "tiny"])

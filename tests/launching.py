@@ -1,10 +1,14 @@
 """Starts torchrun jobs, with one thread a rank and a port of their own."""
 
+import logging
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from tempfile import TemporaryFile
 
 # Seconds after which a job counts as hanging: on a twentieth of a core the largest takes 245.
 PATIENCE = 300
@@ -20,16 +24,38 @@ ENVIRONMENT = {
 def torchrun(
     ranks: int, *arguments: str | Path, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a job to its end, whatever that is."""
-    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        env={**ENVIRONMENT, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    """Run a job to its end, whatever that is.
+
+    Its agent is torchrun's own, forked from this process, which need not load torch once more.
+    """
+    import torch.distributed.run  # noqa: F401 (once, for all agents)
+
+    words = ["--standalone", "--nproc-per-node", str(ranks), *map(str, arguments)]
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        given = (words, {**ENVIRONMENT, **(env or {})}, out.fileno(), err.fileno())
+        agent = multiprocessing.get_context("fork").Process(target=_agent, args=given)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            agent.start()
+        agent.join(PATIENCE)
+        if agent.exitcode is None:
+            agent.kill()
+            raise subprocess.TimeoutExpired(words, PATIENCE)
+        texts = [file.read() for file in (out, err) if file.seek(0) == 0]
+    return subprocess.CompletedProcess(words, agent.exitcode, *texts)
+
+
+def _agent(words: list[str], environment: dict[str, str], out: int, err: int) -> None:
+    """What the command torchrun does, in a process that was forked for it."""
+    from torch.distributed.run import main  # late: few tests start jobs
+
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    logging.root.handlers.clear()  # those of pytest
+    os.environ.clear()
+    os.environ.update(environment)
+    main(words)
 
 
 def nodes(

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from ckpt_tools.convert.export import ExportOptions
 from ckpt_tools.convert.write import WriteOptions
 from ckpt_tools.copying import atomic_output, resume
 from ckpt_tools.copying import write as copy
+from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.core.plan import FilePlan, LazyPlans
 from ckpt_tools.core.sizes import Sizes
 from ckpt_tools.distributed import run as conversions
@@ -51,8 +53,14 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "SYNC_PAUSE", 0.0)
 
 
+@cache
+def _fsdp2() -> CheckpointIndex:
+    """Read once, and not again before each of hundreds of kills."""
+    return formats.read_index(FSDP2)
+
+
 def export(out: Path, *, source: str = FSDP2, told: list[int] | None = None, **write: bool) -> None:
-    index = formats.read_index(source)
+    index = _fsdp2() if source == FSDP2 else formats.read_index(source)
     api.export(
         index,
         str(out),

@@ -209,8 +209,14 @@ def test_the_proof_says_when_a_source_has_no_checksums(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
 @pytest.mark.parametrize("exit_code", [0, 3])
 def test_large_records_are_checked_without_reading_them_again(
-    kind: str, dtype: str, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    dtype: str,
+    exit_code: int,
+    each_size: Sizes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    mib = 1 << 20 if each_size == DEFAULT else 16 << 10  # large for tiny sizes, too
     again: list[ByteRange] = []
     real = damage._Checker._blocks
 
@@ -219,9 +225,8 @@ def test_large_records_are_checked_without_reading_them_again(
         return real(self, data)
 
     monkeypatch.setattr(damage._Checker, "_blocks", blocks)
-    unit = 1 << 20 if Sizes() == DEFAULT else 1 << 14  # tiny tasks are as many
-    monkeypatch.setattr("ckpt_tools.formats.zip.checksums._PART_BYTES", 3 * unit)
-    state = {"w": torch.arange(4 * unit).view(torch.float32), "v": torch.ones(unit)}
+    monkeypatch.setattr("ckpt_tools.formats.zip.checksums._PART_BYTES", 3 * mib)
+    state = {"w": torch.arange(4 * mib).view(torch.float32), "v": torch.ones(mib)}
     source = tmp_path / ("source.pt" if kind == "one file" else "source")
     if kind == "one file":
         torch.save(state, source)
@@ -236,7 +241,7 @@ def test_large_records_are_checked_without_reading_them_again(
         Path(place.path).write_bytes(content)
     words = ["export", str(source), "-o", str(tmp_path / "out"), "--check", "--dtype", dtype]
     assert run(*words).exit_code == exit_code
-    assert max((data.length for data in again), default=0) < unit
+    assert max((data.length for data in again), default=0) < mib
 
 
 def test_a_record_that_was_seen_in_parts_is_known_only_when_all_of_it_was_seen() -> None:

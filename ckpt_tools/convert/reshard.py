@@ -192,8 +192,7 @@ def plan_reshard(
     located, left_out = arranging.without_unopened(
         located, formats.named(options.format).object_codec
     )
-    sharded = _sharded(index)
-    stepped: list[str] = []
+    sharded, stepped = _sharded(index), list[str]()
     made = tuple(TransformedTensor(entry, (entry.fqn,)) for entry in located.tensors)
     types = DtypePolicy(options.dtype, options.dtypes, index)
     if options.steps:
@@ -206,7 +205,6 @@ def plan_reshard(
         targets, said = _on_mesh(located.tensors, chosen_types, options, sharded)
     laid = _laid_out(targets, located, options)
     notes = [*said[:1], *stepped, *kept, *said[1:], *of_torch, *of_ranks, *left_out, *laid.notes]
-    notes += left_out_strings(index, NO_PLACE)
     keeps_names = options.layout is None and not options.steps
     return ReshardPlan(
         files=laid.files + frameworks.megatrons_own(index) if keeps_names else laid.files,
@@ -214,7 +212,7 @@ def plan_reshard(
         chosen=chosen,
         mesh=options.mesh,
         inside=len(opened.tensors) - len(chosen.tensors),
-        notes=(*index.notes, *notes),
+        notes=(*index.notes, *notes, *left_out_strings(index, NO_PLACE)),
         source=formats.to_locate_in(index),
         objects=laid.last.objects,
         tree=laid.last.nesting,

@@ -244,15 +244,11 @@ def write(conversion: Conversion[P], executor: Executor, listener: Listener) -> 
                 f"{out} exists, and is not what this command writes from this source.",
                 hint="Choose another output, or use --force to replace the checkpoint files in it.",
             )
+    read = (index, *plan.also)
     spec = atomic_output.OutputSpec(
         out,
         plan.files,
-        Origin.of(
-            (index, *plan.also),
-            plan.files,
-            conversion.settings(plan),
-            task_bytes=options.sizes.task,
-        ),
+        Origin.of(read, plan.files, conversion.settings(plan), task_bytes=options.sizes.task),
         source=conversion.read,
         before=before,
         single_file=plan.single_file,

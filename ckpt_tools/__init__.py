@@ -18,7 +18,6 @@ TYPE_CHECKING = False  # a type checker takes it for true; typing takes 10 ms to
 # `as` says that a name is public.
 if TYPE_CHECKING:
     from ckpt_tools.analysis.inspection import Inspection as Inspection
-    from ckpt_tools.api import Checkpoint as Checkpoint
     from ckpt_tools.api import average as average
     from ckpt_tools.api import diff as diff
     from ckpt_tools.api import diff_headers as diff_headers
@@ -26,15 +25,16 @@ if TYPE_CHECKING:
     from ckpt_tools.api import fingerprint as fingerprint
     from ckpt_tools.api import inspect as inspect
     from ckpt_tools.api import latest as latest
-    from ckpt_tools.api import load as load
-    from ckpt_tools.api import load_file as load_file
-    from ckpt_tools.api import open as open  # noqa: A004 (as gzip and zarr have it)
-    from ckpt_tools.api import open_checkpoint as open_checkpoint
     from ckpt_tools.api import reshard as reshard
-    from ckpt_tools.api import safe_open as safe_open
     from ckpt_tools.api import stats as stats
     from ckpt_tools.api import verify as verify
     from ckpt_tools.api import verify_quick as verify_quick
+    from ckpt_tools.checkpoint import Checkpoint as Checkpoint
+    from ckpt_tools.checkpoint import load as load
+    from ckpt_tools.checkpoint import load_file as load_file
+    from ckpt_tools.checkpoint import open as open  # noqa: A004 (as gzip and zarr have it)
+    from ckpt_tools.checkpoint import open_checkpoint as open_checkpoint
+    from ckpt_tools.checkpoint import safe_open as safe_open
     from ckpt_tools.convert.export import ExportOptions as ExportOptions
     from ckpt_tools.convert.export import ExportPlan as ExportPlan
     from ckpt_tools.convert.reshard import ReshardOptions as ReshardOptions
@@ -90,8 +90,9 @@ _HOMES = {
     "core.plain_values": "PickledValue",
     "core.layout": "Layout Mesh Replicate Shard",
     "analysis.inspection": "Inspection",
-    "api": "Checkpoint average diff diff_headers export fingerprint inspect latest"
-    " load load_file open open_checkpoint reshard safe_open stats verify verify_quick",
+    "api": "average diff diff_headers export fingerprint inspect latest reshard stats verify"
+    " verify_quick",
+    "checkpoint": "Checkpoint load load_file open open_checkpoint safe_open",
     "lazy_tensor": "LazyTensor",
     "core.mesh_spec": "parse_mesh parse_placements",
     "proof.diff": "Diff",

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 import ckpt_tools
 from ckpt_tools import Box, ReshardOptions, open_checkpoint, parse_mesh
-from ckpt_tools.api import Checkpoint
+from ckpt_tools.checkpoint import Checkpoint
 from ckpt_tools.core.records import Json
 from ckpt_tools.errors import (
     AnswerNo,

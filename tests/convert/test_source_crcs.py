@@ -8,7 +8,7 @@ import running
 from click.testing import Result
 from damages import ZIPS, Victim
 
-from ckpt_tools import api
+import ckpt_tools
 from ckpt_tools.core.crc import crc32
 from ckpt_tools.core.index import ByteRange
 from ckpt_tools.core.known_crcs import KnownCrcs
@@ -61,7 +61,7 @@ def test_the_library_refuses_a_damaged_tensor_and_reads_its_slices(
     base: str, tmp_path: Path
 ) -> None:
     victim, fqn = hurt(base, tmp_path / "source", seed=3)
-    tensor = api.open_checkpoint(victim.path)[fqn]
+    tensor = ckpt_tools.open_checkpoint(victim.path)[fqn]
     with pytest.raises(UnreadableError, match="is damaged") as raised:
         tensor[:]
     assert "OUT" not in str(raised.value.hint)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from running import run
 
+import ckpt_tools
 from ckpt_tools import ExportOptions, ReadOptions, ReshardOptions, WriteOptions, api
 from ckpt_tools.core.layout import Mesh
 from ckpt_tools.core.plain_values import PickledValue
@@ -86,7 +87,7 @@ def spelled(value: object) -> bytes:
 def there_and_back(path: Path, folder: Path) -> dict[str, object]:
     """What torch loads after a .pt became a DCP directory, rank files and a .pt again."""
     for form in ("dcp", "ranks"):
-        index = api.open_checkpoint(str(path))
+        index = ckpt_tools.open_checkpoint(str(path))
         wanted = ReshardOptions(Mesh((2,)), format=form)
         api.reshard(index, str(folder / form), options=wanted, write=CHECKED)
         path = folder / form
@@ -95,7 +96,7 @@ def there_and_back(path: Path, folder: Path) -> dict[str, object]:
 
 def as_torch_file(path: Path, out: Path, *, allow: tuple[str, ...] = ()) -> dict[str, object]:
     """What torch loads of it, written as one torch file."""
-    index = api.open_checkpoint(str(path), options=ReadOptions(allow))
+    index = ckpt_tools.open_checkpoint(str(path), options=ReadOptions(allow))
     wanted = ExportOptions(format="torch", keep_names=True, only=None)
     api.export(index, str(out), options=wanted, write=CHECKED)
     return torch.load(out, weights_only=False)  # type: ignore[no-any-return]
@@ -117,7 +118,7 @@ def test_an_array_is_the_same_value_in_every_protocol(kind: str, tmp_path: Path)
     for protocol in (2, 5):
         path = tmp_path / f"{protocol}.pt"
         torch.save({"w": T, "odd": CLOSED[kind]()}, path, pickle_protocol=protocol)
-        written.append([one.value for one in api.open_checkpoint(str(path)).objects])
+        written.append([one.value for one in ckpt_tools.open_checkpoint(str(path)).objects])
     assert written[0] == written[1]
 
 
@@ -140,7 +141,7 @@ def test_what_is_allowed_by_name_goes_along(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pt")
     allow = (f"{__name__}.*",)
     found = as_torch_file(tmp_path / "a.pt", tmp_path / "b.pt", allow=allow)
-    index = api.open_checkpoint(str(tmp_path / "a.pt"), options=ReadOptions(allow))
+    index = ckpt_tools.open_checkpoint(str(tmp_path / "a.pt"), options=ReadOptions(allow))
     api.reshard(index, str(tmp_path / "o"), options=ReshardOptions(Mesh((2,))), write=CHECKED)
     loaded: dict[str, object] = {"color": None, "pair": None}
     with warnings.catch_warnings():
@@ -180,7 +181,7 @@ def test_an_object_of_an_unknown_class_stays_what_it_is_from_dcp_to_dcp(tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it runs in one process
         dcp.save({"w": T, "color": Color.RED}, checkpoint_id=tmp_path / "a")
-    index = api.open_checkpoint(str(tmp_path / "a"))
+    index = ckpt_tools.open_checkpoint(str(tmp_path / "a"))
     api.reshard(index, str(tmp_path / "b"), options=ReshardOptions(Mesh((2,))), write=CHECKED)
     state: dict[str, object] = {"color": None}
     with warnings.catch_warnings():
@@ -211,7 +212,7 @@ def test_values_that_differ_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_array_of_a_hundred_megabytes_goes_along(tmp_path: Path) -> None:
     torch.save({"w": T, "order": np.arange(9_000_000)}, tmp_path / "a.pt")
-    index = api.open_checkpoint(str(tmp_path / "a.pt"))
+    index = ckpt_tools.open_checkpoint(str(tmp_path / "a.pt"))
     api.reshard(index, str(tmp_path / "o"), options=ReshardOptions(Mesh((2,))), write=CHECKED)
 
 
@@ -255,7 +256,7 @@ def test_text_that_is_made_bytes_again_and_again_is_hostile() -> None:
 
 def test_a_large_object_stays_closed_where_it_is_only_looked_at(tmp_path: Path) -> None:
     torch.save({"w": T, "text": "x" * (2 << 20), "step": 3}, tmp_path / "a.pt")
-    index = api.open_checkpoint(str(tmp_path / "a.pt"))
+    index = ckpt_tools.open_checkpoint(str(tmp_path / "a.pt"))
     api.reshard(index, str(tmp_path / "o"), options=ReshardOptions(Mesh((2,))), write=CHECKED)
     listed = run("ls", tmp_path / "o", "-l").stdout
     assert "= (not opened)" in listed

@@ -10,6 +10,7 @@ import pytest
 from reader_contract import DATA, truth_of, whole
 from running import run
 
+import ckpt_tools
 from ckpt_tools import api, formats
 from ckpt_tools.analysis import summary
 from ckpt_tools.convert.export import ExportOptions, plan_export
@@ -185,7 +186,7 @@ def test_what_is_written_of_a_folder_is_proven_and_the_rest_is_named(
     left_out = [note for note in plan.notes if note.startswith("Left out")]
     assert not any("rng_state.rank_0" in note for note in left_out)
     if form == "dcp":
-        packed = api.open_checkpoint(tmp_path / "out").index.packed
+        packed = ckpt_tools.open_checkpoint(tmp_path / "out").index.packed
         item = next(one.item for one in packed if one.item.fqn == "rng_state.rank_0")
         with Files() as files:
             assert files.read(*item.data) == (TRAINER / "rng_state_0.pth").read_bytes()

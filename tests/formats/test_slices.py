@@ -13,7 +13,8 @@ import torch
 from running import run
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools import api, formats
+import ckpt_tools
+from ckpt_tools import formats
 from ckpt_tools.core.index import CheckpointIndex
 from ckpt_tools.errors import CheckpointError, IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.formats import ReadOptions, slices, torch_file
@@ -389,7 +390,7 @@ def test_every_command_that_uses_it_refuses_and_the_others_show_it(
         assert "nothing sharded" not in result.stdout
     assert not json.loads(run("inspect", path, "--json").stdout)["complete"]
     with pytest.raises(UnsupportedError, match="slices of one rank"):
-        api.open_checkpoint(str(path))["norm.weight"][:]
+        ckpt_tools.open_checkpoint(str(path))["norm.weight"][:]
 
 
 def test_at_most_two_others_are_read_and_only_where_names_say_so(tmp_path: Path) -> None:

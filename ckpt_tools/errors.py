@@ -60,11 +60,13 @@ class Way(NamedTuple):
 class Instead(NamedTuple):
     """What to give for a path: the command that was typed is then repeated, once for each way.
 
-    A word of the command is the path when it names it, or something in it.
+    A word of the command is the path when it names it, or something in it; ``without`` are words
+    that make no sense any more.
     """
 
     path: str
     ways: tuple[Way, ...]
+    without: tuple[str, ...] = ()
 
     def commands(self, words: Sequence[str]) -> str:
         """The command of these words as it would be right, a line for each way."""
@@ -77,7 +79,7 @@ class Instead(NamedTuple):
         replaced = {option for option in way.options[::2] if option != "-x"}
         before = ""
         for word in words:
-            if before not in replaced and word not in replaced:
+            if before not in replaced and word not in replaced and word not in self.without:
                 yield self._word(word, way)
             before = word
         yield from way.options
@@ -89,9 +91,9 @@ class Instead(NamedTuple):
         return way.path if meant == given or meant.startswith(given + os.sep) else word
 
 
-def paths_instead(path: str, paths: Iterable[str]) -> Instead:
-    """Other paths in the place of one."""
-    return Instead(path, tuple(map(Way, paths)))
+def paths_instead(path: str, paths: Iterable[str], *, without: tuple[str, ...] = ()) -> Instead:
+    """Other paths in the place of one, ``without`` words that chose among them."""
+    return Instead(path, tuple(map(Way, paths)), without)
 
 
 class Terminated(KeyboardInterrupt):

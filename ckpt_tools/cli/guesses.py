@@ -24,6 +24,7 @@ _COMMANDS = {
     "get": ("show",),
     "check": ("verify",),
     "validate": ("verify",),
+    "fsck": ("verify",),
     "compare": ("diff",),
     "checksum": ("fingerprint",),
     "hash": ("fingerprint",),
@@ -36,6 +37,10 @@ _RESHARD = (
     "`ckpt-tools reshard CKPT -o OUT --to-mesh 8` writes shards for training on another mesh."
 )
 _LORA = "`ckpt-tools export CKPT -o OUT --merge-lora` merges LoRA weights into the base model."
+_RESCUE = (
+    "`ckpt-tools verify CKPT` names what is damaged, and what is complete.",
+    "`ckpt-tools export CKPT -o OUT -x NAME` leaves out the one, and writes the other.",
+)
 _WRITERS = {
     "convert": (_EXPORT, _RESHARD),
     "merge": (_EXPORT, _LORA),
@@ -43,6 +48,10 @@ _WRITERS = {
     "unshard": (_EXPORT,),
     "shard": (_RESHARD,),
     "split": (_RESHARD,),
+    "rescue": _RESCUE,
+    "recover": _RESCUE,
+    "repair": _RESCUE,
+    "salvage": _RESCUE,
 }
 _OPTIONS = {
     "--out": "--output",
@@ -58,6 +67,10 @@ _OPTIONS = {
     "--torch-dtype": "--dtype",
     "--shard-size": "--max-shard-size",
     "--filter": "--include",
+    "--skip": "--exclude",
+    "--top": "--first",
+    "--limit": "--first",
+    "--rows": "--slice",
     "--dryrun": "--dry-run",
 }
 # What to say of a --format that the command does not write.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -75,6 +76,7 @@ def chosen(run: str, saved: Sequence[Saved], step: int | None) -> str:
     if len(of_step) > 1:
         raise UnreadableError(
             f"{run} has {len(of_step)} checkpoints of step {wanted}.",
-            instead=paths_instead(run, of_step),
+            hint=f"`ckpt-tools inspect {shlex.quote(run)}` says what each of them holds.",
+            instead=paths_instead(run, of_step, without=("--latest", "--latest-complete")),
         )
     return of_step[0]

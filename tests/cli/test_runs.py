@@ -152,7 +152,7 @@ def test_two_checkpoints_of_one_step_are_not_chosen_between(tmp_path: Path) -> N
     result = run("ls", tmp_path, "--latest", "-l")
     assert result.exit_code == 3
     for part in ("actor", "critic"):
-        assert f"ckpt-tools ls {tmp_path}/global_step_5/{part} --latest -l" in result.stderr
+        assert f"ckpt-tools ls {tmp_path}/global_step_5/{part} -l" in result.stderr
     assert run("ls", tmp_path / "global_step_5" / "critic", "--latest", "-l").exit_code == 0
 
 

@@ -149,4 +149,6 @@ def _damage(index: CheckpointIndex, damaged: Mapping[str, set[str]], paths: Sequ
     if intact:
         verb = "Rank {} is" if len(intact) == 1 else "Ranks {} are"
         text += f" {verb.format(some([str(rank) for rank in intact], 8))} intact."
+    if len(tensors) < total:
+        text += "\n`ckpt-tools verify` names them; export with -i or -x rescues what is complete."
     return text
